@@ -1,0 +1,103 @@
+"""Settings that check themselves. A wrong setting never runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvrag.errors import SettingError
+
+POLICIES = ("none", "full", "hkvd", "seam", "first_k", "query", "hybrid", "random")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise SettingError(message)
+
+
+def check_ratio(ratio: float) -> float:
+    """Return `ratio` if it is a recompute ratio, else raise SettingError."""
+    ok = isinstance(ratio, (int, float)) and not isinstance(ratio, bool) and 0.0 <= ratio <= 1.0
+    _require(ok, f"ratio must be a number in [0, 1], got {ratio!r}")
+    return float(ratio)
+
+
+def check_policy(policy: str) -> str:
+    """Return `policy` if there is one of that name, else raise SettingError."""
+    _require(policy in POLICIES, f"unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
+    return policy
+
+
+@dataclass(frozen=True, slots=True)
+class BlendConfig:
+    """How much of the stitched KV to recompute, and which tokens.
+
+    Attributes:
+        policy: One of `POLICIES`; see `kvrag.select`.
+        ratio: Share of the reused, not exactly known tokens to recompute; 0 = plain reuse, 1 = full prefill's logits.
+        min_run: Shortest run of tokens worth reusing.
+        check_layer: Layer at which `hkvd` measures the KV deviation; costs that many full layers.
+        deviation_of: "k", "v" or "kv": what `hkvd` compares.
+        metric: "l2" (CacheBlend) or "cosine" (KVBoost): how `hkvd` compares.
+        min_deviation: `hkvd` recomputes no token that deviates less, whatever the ratio.
+        seam_before, seam_after: Tokens that `seam` and `hybrid` take at the end of a run and at the start of the next.
+        band: The layers whose attention `query` averages, as fractions of the depth.
+        smoothing: Width in tokens of the window that spreads a `query` score over its neighbours; odd.
+        seed: For `random`.
+    """
+
+    policy: str = "hybrid"
+    ratio: float = 0.15
+    min_run: int = 16
+    check_layer: int = 1
+    deviation_of: str = "kv"
+    metric: str = "l2"
+    min_deviation: float = 0.0
+    seam_before: int = 0
+    seam_after: int = 8
+    band: tuple[float, float] = (0.25, 0.75)
+    smoothing: int = 5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_policy(self.policy)
+        check_ratio(self.ratio)
+        _require(self.min_run >= 16, f"min_run must be at least 16 (the matcher's guarantee), got {self.min_run}")
+        _require(self.check_layer >= 1, f"check_layer must be at least 1 (layer 0 cannot deviate), got {self.check_layer}")
+        _require(self.deviation_of in ("k", "v", "kv"), f"deviation_of must be k, v or kv, got {self.deviation_of!r}")
+        _require(self.metric in ("l2", "cosine"), f"metric must be l2 or cosine, got {self.metric!r}")
+        _require(self.min_deviation >= 0, f"min_deviation must not be negative, got {self.min_deviation}")
+        _require(min(self.seam_before, self.seam_after) >= 0, "seam_before and seam_after must not be negative")
+        low, high = self.band
+        _require(0.0 <= low < high <= 1.0, f"band must be two rising fractions in [0, 1], got {self.band}")
+        _require(self.smoothing >= 1 and self.smoothing % 2 == 1, f"smoothing must be odd, got {self.smoothing}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. `None` means: as the model's own generation config says, like `model.generate`.
+
+    Attributes:
+        max_new_tokens: Upper bound of the answer's length.
+        temperature: 0 = greedy.
+        top_p, top_k, repetition_penalty: As in transformers' GenerationConfig.
+        seed: Makes sampling repeatable.
+        stop: The answer ends before the first of these strings, wherever token borders lie.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = field(default_factory=tuple)
+
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        _require(self.temperature is None or self.temperature >= 0, f"temperature must be >= 0, got {self.temperature}")
+        _require(self.top_p is None or 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        _require(self.top_k is None or self.top_k >= 0, f"top_k must be >= 0, got {self.top_k}")
+        penalty = self.repetition_penalty
+        _require(penalty is None or penalty > 0, f"repetition_penalty must be > 0, got {penalty}")
+        _require(not isinstance(self.stop, str), "stop must be a sequence of strings, not one string")
+        _require(all(isinstance(s, str) and s for s in self.stop), f"stop strings must not be empty, got {self.stop!r}")

@@ -1,0 +1,94 @@
+"""From a complete cache to text, one token at a time, pulled by the consumer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvrag.config import Sampling
+from kvrag.errors import ModelError
+from kvrag.model import BlendCache, Model
+from kvrag.types import Delta
+
+
+def decode(model: Model, ids: Tensor, cache: BlendCache, logits: Tensor, sampling: Sampling) -> Iterator[Delta]:
+    """Generate with `model.generate`'s own processors; changes `cache`.
+
+    Args:
+        ids: (T,) the prompt.
+        cache: Complete for the prompt.
+        logits: (1, V) after the prompt's last token.
+
+    Yields:
+        One Delta per token; its text may be empty while a character or a stop string is incomplete. The last one has
+        `finish_reason` set and no report.
+    """
+    process, do_sample = model.logits_processor(sampling, len(ids))
+    generator = None if sampling.seed is None else torch.Generator(logits.device).manual_seed(sampling.seed)
+    ids = ids[None].to(logits.device)
+    text = _Text(model, sampling.stop)
+    room = min(sampling.max_new_tokens, model.context_window - ids.shape[1])
+    for left in range(room - 1, -1, -1):
+        token = _pick(process(ids, logits), generator if do_sample else None, do_sample)
+        if token in model.eos_ids:
+            break
+        delta = text.push(token)
+        if text.stopped:
+            yield Delta(delta, (token,), "stop")
+            return
+        if left == 0:
+            yield Delta(delta + text.rest(), (token,), "length")
+            return
+        yield Delta(delta, (token,))
+        step = torch.tensor([[token]], device=ids.device)
+        ids = torch.cat([ids, step], dim=1)
+        logits = model.forward(step, cache)
+    yield Delta(text.rest(), (), "stop")
+
+
+@torch.inference_mode()
+def _pick(logits: Tensor, generator: torch.Generator | None, do_sample: bool) -> int:
+    """(1, V) processed logits -> token id."""
+    if torch.isnan(logits).any():
+        raise ModelError("the model's logits are NaN: a value overflowed; load it with dtype='bfloat16' or 'float32'")
+    if not do_sample:
+        return int(logits.argmax())
+    return int(torch.multinomial(logits.softmax(dim=-1), 1, generator=generator))
+
+
+class _Text:
+    """Ids in, text out as soon as it cannot change any more: whole characters, and no beginning of a stop string."""
+
+    def __init__(self, model: Model, stop: tuple[str, ...]) -> None:
+        self._model, self._stop = model, stop
+        self._ids: list[int] = []
+        self._sent = 0
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Add a token, return the text that is now certain."""
+        self._ids.append(token)
+        text = self._model.tokenizer.decode(self._ids)
+        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            return self._send(text[: min(found)])
+        return self._send(text[: len(text) - self._uncertain(text)])
+
+    def rest(self) -> str:
+        """What was held back, at the end."""
+        return self._send(self._model.tokenizer.decode(self._ids))
+
+    def _send(self, text: str) -> str:
+        delta, self._sent = text[self._sent :], max(self._sent, len(text))
+        return delta
+
+    def _uncertain(self, text: str) -> int:
+        """How many characters at the end may still turn into another character or into a stop string."""
+        whole = len(text.rstrip("\ufffd"))
+        beginning = max(
+            (n for stop in self._stop for n in range(1, len(stop)) if text[:whole].endswith(stop[:n])), default=0
+        )
+        return len(text) - whole + beginning

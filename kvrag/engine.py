@@ -1,0 +1,442 @@
+"""BlendEngine: joins the steps from a prompt to an answer, and does no arithmetic itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvrag.blend import blend, prefill
+from kvrag.config import BlendConfig, Sampling
+from kvrag.decode import decode
+from kvrag.encode import encode
+from kvrag.errors import DamagedChunkError, KvragError, SettingError, StoreError
+from kvrag.match import MatchIndex, anchors
+from kvrag.model import Model
+from kvrag.select import select
+from kvrag.stitch import Stitched, stitch
+from kvrag.store import ChunkReader, ChunkRecord, FileStore, KVStore, MemoryTier
+from kvrag.types import Answer, BlendReport, Delta, Messages, Run, WarmReport
+
+logger = logging.getLogger("kvrag")
+
+_PUT_TOKENS = 32768  # chunks are stored in portions of about this many tokens: what a killed ingestion may lose
+_ROOM = 256  # positions a new cache has for the answer before it grows
+
+
+@dataclass
+class _Prepared:
+    """A prompt whose cache is complete, and what it took."""
+
+    ids: Tensor
+    stitched: Stitched
+    logits: Tensor
+    report: Callable[[float], BlendReport]  # with the time to the first token
+
+
+class BlendEngine:
+    """Answers prompts from pre-encoded chunks. Thread-safe.
+
+    Attributes:
+        model, store: What it was built from.
+        config: Defaults for every answer; `ratio` and `policy` can be given per call.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        store: KVStore | str | Path | None = None,
+        config: BlendConfig | None = None,
+        ram_bytes: int = 2 << 30,
+    ) -> None:
+        """Join a model and a store.
+
+        Args:
+            store: A store, or a folder for one; None = a folder of this model's under `~/.cache/kvrag`.
+            ram_bytes: Bound of the RAM tier in front of the store; 0 switches it off.
+
+        Raises:
+            FingerprintMismatchError: The store holds KV of another model.
+        """
+        if store is None:
+            store = Path.home() / ".cache" / "kvrag" / model.fingerprint.digest
+        self.model, self.config = model, config or BlendConfig()
+        self.store: KVStore = FileStore(store) if isinstance(store, (str, Path)) else store
+        self.store.bind(model.fingerprint)
+        self._ram = MemoryTier(ram_bytes)
+        self._index = MatchIndex()
+        self._index_lock = threading.Lock()
+        self._last_entry = 0
+        self._removals = self.store.removals()
+        self._closed = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        store: KVStore | str | Path | None = None,
+        config: BlendConfig | None = None,
+        ram_bytes: int = 2 << 30,
+        **model_settings: Any,
+    ) -> BlendEngine:
+        """Load a model (see `Model.from_pretrained` for its settings) and join it with a store."""
+        try:
+            model = Model.from_pretrained(name_or_path, **model_settings)
+        except TypeError as error:
+            raise SettingError(str(error).replace("Model.from_pretrained()", "BlendEngine.from_pretrained()")) from None
+        return cls(model, store, config, ram_bytes)
+
+    # ---------------------------------------------------------------- ingestion
+
+    def warm(
+        self,
+        texts: Iterable[str],
+        *,
+        document: str = "",
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> WarmReport:
+        """Encode every chunk that the store lacks. Give the texts as the framework will paste them.
+
+        Args:
+            texts: The chunks.
+            document: Name of the document they are the whole of: its chunks from an earlier call that are not among them
+                are dropped, unless another document has them. "" adds without a name.
+            progress: Called with (tokens done, tokens to do) after each portion.
+
+        Raises:
+            PromptError: A text cannot be encoded.
+            ContextWindowError: A chunk is longer than the model's window.
+            StoreError: It cannot be stored; what was stored before stays.
+        """
+        self._check_open()
+        started = time.perf_counter()
+        chunks, skipped, warnings = self._tokenize(texts)
+        missing = self.store.missing(list(chunks))
+        tokens = [len(chunks[key]) for key in missing]
+        size = done = 0
+        progress(0, sum(tokens))
+        for portion in _portions(missing, tokens, _PUT_TOKENS):
+            # another process may be warming the same corpus
+            now = self.store.missing(portion)
+            size += self._encode_and_put({key: chunks[key] for key in now})
+            done += sum(len(chunks[key]) for key in portion)
+            progress(done, sum(tokens))
+        self.store.set_document(document, list(chunks))
+        return WarmReport(
+            chunks=len(chunks) + skipped,
+            tokens=sum(tokens),
+            bytes=size,
+            new=len(missing),
+            reused=len(chunks) - len(missing),
+            skipped=skipped,
+            seconds=time.perf_counter() - started,
+            warnings=tuple(warnings),
+        )
+
+    def _tokenize(self, texts: Iterable[str]) -> tuple[dict[str, list[int]], int, list[str]]:
+        if isinstance(texts, str):
+            raise SettingError("texts must be a list of chunks, not one string")
+        chunks: dict[str, list[int]] = {}
+        short: set[str] = set()
+        for number, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise SettingError(f"chunk {number} is a {type(text).__name__}, not a string")
+            ids = self.model.tokenizer.encode(text)
+            self.model.check_window(len(ids) + len(self.model.tokenizer.preamble), f"chunk {number}")
+            if len(ids) < self.config.min_run:
+                short.add(text)
+            else:
+                chunks[self.model.fingerprint.chunk_key(ids)] = ids
+        warnings = []
+        if short:
+            warnings.append(
+                f"{len(short)} chunks have fewer than {self.config.min_run} tokens and will not be reused: "
+                "they are computed with the rest of the prompt"
+            )
+        return chunks, len(short), warnings
+
+    def _encode_and_put(self, chunks: dict[str, list[int]]) -> int:
+        keys = list(chunks)
+        records = [
+            ChunkRecord(keys[number], np.asarray(chunks[keys[number]], np.uint32), anchors(chunks[keys[number]]), layers)
+            for number, layers in encode(self.model, list(chunks.values()))
+        ]
+        return self.store.put(records) if records else 0
+
+    def forget(self, document: str) -> int:
+        """Drop a document's chunks unless another document has them; returns how many were dropped."""
+        if not document:
+            raise SettingError("forget needs a document's name")
+        return self.store.set_document(document, [])
+
+    async def awarm(self, texts: Iterable[str], *, document: str = "") -> WarmReport:
+        """Like `warm`, off the event loop."""
+        return await asyncio.to_thread(self.warm, texts, document=document)
+
+    # ---------------------------------------------------------------- answers
+
+    def stream(
+        self,
+        prompt: str | Messages,
+        *,
+        documents: Sequence[str] | None = None,
+        ratio: float | None = None,
+        policy: str | None = None,
+        stop: Sequence[str] = (),
+        template: dict[str, Any] | None = None,
+        **sampling: Any,
+    ) -> Iterator[Delta]:
+        """Answer piece by piece. Work happens only when the consumer asks for the next piece.
+
+        Args:
+            prompt: One string, taken as it is, or messages for the chat template.
+            documents: Chunks that the prompt contains; those never ingested are encoded now and kept.
+            ratio, policy: Instead of the engine's `config`.
+            stop: The answer ends before the first of these strings.
+            template: Variables for the chat template, such as `tools`.
+            sampling: Fields of `Sampling`: max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed.
+
+        Yields:
+            A Delta per token; the last one carries `finish_reason` and the report.
+
+        Raises:
+            PromptError, ContextWindowError: It cannot be answered as it is.
+            SettingError: A setting is out of range or unknown.
+        """
+        started = time.perf_counter()
+        self._check_open()
+        config = self._configure(ratio, policy)
+        try:
+            settings = Sampling(stop=tuple(stop), **sampling)
+        except TypeError as error:
+            raise SettingError(str(error).replace("Sampling.__init__()", "stream()")) from None
+        return self._stream(prompt, documents, config, settings, template or {}, started)
+
+    def _configure(self, ratio: float | None, policy: str | None) -> BlendConfig:
+        changes: dict[str, Any] = {"ratio": ratio, "policy": policy}
+        return replace(self.config, **{name: value for name, value in changes.items() if value is not None})
+
+    def _stream(
+        self,
+        prompt: str | Messages,
+        documents: Sequence[str] | None,
+        config: BlendConfig,
+        sampling: Sampling,
+        template: dict[str, Any],
+        started: float,
+    ) -> Iterator[Delta]:
+        notes: list[str] = []
+        ids = self.model.tokenizer.render(prompt, **template)
+        self.model.check_window(len(ids))
+        if documents:
+            notes += self._warm_documents(documents)
+        done = self._prepare(ids, config, notes)
+        report: BlendReport | None = None
+        for delta in decode(self.model, done.ids, done.stitched.cache, done.logits, sampling):
+            report = report or done.report(time.perf_counter() - started)
+            yield replace(delta, report=report) if delta.finish_reason else delta
+
+    def _warm_documents(self, documents: Sequence[str]) -> list[str]:
+        try:
+            self.warm(documents)
+        except StoreError as error:
+            return [f"documents could not be kept: {error}"]  # the answer does not depend on it
+        return []
+
+    def generate(self, prompt: str | Messages, **settings: Any) -> Answer:
+        """Answer at once; arguments as in `stream`."""
+        return _join(self.stream(prompt, **settings))
+
+    async def astream(self, prompt: str | Messages, **settings: Any) -> AsyncIterator[Delta]:
+        """Like `stream`, off the event loop."""
+        deltas = self.stream(prompt, **settings)
+        end = object()
+        step: asyncio.Future[Any] | None = None
+        try:
+            while True:
+                step = asyncio.ensure_future(asyncio.to_thread(next, deltas, end))
+                delta = await asyncio.shield(step)
+                if delta is end:
+                    return
+                yield delta
+        finally:
+            if step is not None and not step.done():
+                await asyncio.wait([step])  # cancelled in mid-step: a running generator cannot be closed
+            deltas.close()  # type: ignore[attr-defined]
+
+    async def agenerate(self, prompt: str | Messages, **settings: Any) -> Answer:
+        """Like `generate`, off the event loop; cancelling it stops the work after the current step."""
+        deltas = self.astream(prompt, **settings)
+        try:
+            return _join([delta async for delta in deltas])
+        finally:
+            await deltas.aclose()  # type: ignore[attr-defined]
+
+    # ---------------------------------------------------------------- the way of a request
+
+    def _prepare(self, ids: list[int], config: BlendConfig, notes: list[str]) -> _Prepared:
+        """From prompt ids to a cache that is ready to decode."""
+        capacity = min(len(ids) + _ROOM, self.model.context_window)
+        while True:
+            try:
+                return self._attempt(ids, config, capacity, notes)
+            except DamagedChunkError as error:
+                # found while reading: without that chunk the prompt is answered all the same
+                self.store.quarantine(error.key)
+                self._ram.drop(error.key)
+                with self._index_lock:
+                    self._index.remove(error.key)
+                notes.append(f"{error}; recomputed")
+
+    def _attempt(self, ids: list[int], config: BlendConfig, capacity: int, notes: list[str]) -> _Prepared:
+        clock = _Clock()
+        if config.policy == "full":
+            logits, stitched = prefill(self.model, torch.tensor(ids), capacity)
+            return self._done(stitched, logits, {}, config, 0, notes, clock.lap(), 0.0, 0.0, clock.lap())
+        runs, readers = self._match(ids, config.min_run)
+        match_s = clock.lap()
+        try:
+            stitched = stitch(self.model, ids, runs, readers, capacity)
+            stitch_s = clock.lap()
+            selected = select(self.model, stitched, config)
+            select_s = clock.lap()
+            logits = blend(self.model, stitched, selected)
+        finally:
+            for reader in readers.values():
+                reader.close()
+        blend_s = clock.lap()
+        self.store.touch(list(readers))
+        return self._done(
+            stitched, logits, readers, config, len(selected), notes, match_s, stitch_s, select_s, blend_s
+        )
+
+    def _done(
+        self,
+        stitched: Stitched,
+        logits: Tensor,
+        readers: dict[str, ChunkReader],
+        config: BlendConfig,
+        num_selected: int,
+        notes: list[str],
+        match_s: float,
+        stitch_s: float,
+        select_s: float,
+        blend_s: float,
+    ) -> _Prepared:
+        reused, inexact = int(stitched.reused.sum()), len(stitched.inexact)
+        tiers = {reader.tier for reader in readers.values()}
+        base = BlendReport(
+            prompt_tokens=len(stitched.ids),
+            reused_tokens=reused,
+            recomputed_tokens=num_selected,
+            fresh_tokens=len(stitched.ids) - reused,
+            runs=tuple(stitched.runs),
+            policy=config.policy,
+            ratio=config.ratio,
+            match_s=match_s,
+            load_s=stitched.load_s,
+            stitch_s=stitch_s + stitched.stitch_s,
+            select_s=select_s,
+            blend_s=blend_s,
+            ttft_s=0.0,
+            bytes_loaded=sum(reader.bytes_read for reader in readers.values()),
+            tier=tiers.pop() if len(tiers) == 1 else "mixed" if tiers else "",
+            exact=num_selected == inexact,
+            notes=tuple(notes),
+        )
+        return _Prepared(stitched.ids, stitched, logits, lambda ttft_s: replace(base, ttft_s=ttft_s))
+
+    def _match(self, ids: list[int], min_run: int) -> tuple[list[Run], dict[str, ChunkReader]]:
+        """Runs whose chunks could be opened, and their readers."""
+        with self._index_lock:
+            self._refresh_index()
+            runs = self._index.match(ids, min_run)
+        readers: dict[str, ChunkReader] = {}
+        try:
+            for key in dict.fromkeys(run.key for run in runs):
+                reader = self._ram.open(key) or self.store.open(key)
+                if reader is None:  # evicted since
+                    with self._index_lock:
+                        self._index.remove(key)
+                elif reader.tier == "ram":
+                    readers[key] = reader
+                else:
+                    readers[key] = self._ram.keeping(key, reader)
+        except BaseException:
+            for reader in readers.values():
+                reader.close()
+            raise
+        return [run for run in runs if run.key in readers], readers
+
+    def _refresh_index(self) -> None:
+        """Take in what this or another process has stored or removed since the last look."""
+        removals = self.store.removals()
+        if removals != self._removals:
+            self._index, self._last_entry, self._removals = MatchIndex(), 0, removals
+        entries = list(self.store.entries(self._last_entry))
+        if entries:
+            self._index.add((entry.key, entry.ids, entry.anchors) for entry in entries)
+            self._last_entry = entries[-1].number
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise KvragError("this engine has been closed")
+
+    def close(self) -> None:
+        """Release the store. Answers under way end with their own."""
+        if not self._closed:
+            self._closed = True
+            self.store.close()
+
+    def __enter__(self) -> BlendEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Clock:
+    """Seconds between laps."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        passed, self._last = now - self._last, now
+        return passed
+
+
+def _portions(keys: Sequence[str], tokens: Sequence[int], size: int) -> Iterator[list[str]]:
+    """Keys in portions of about `size` tokens, similar lengths together so that batches pad little."""
+    portion: list[str] = []
+    total = 0
+    for number in sorted(range(len(keys)), key=tokens.__getitem__):
+        portion.append(keys[number])
+        total += tokens[number]
+        if total >= size:
+            yield portion
+            portion, total = [], 0
+    if portion:
+        yield portion
+
+
+def _join(deltas: Iterable[Delta]) -> Answer:
+    """The whole answer out of its pieces."""
+    text, token_ids, last = "", [], None
+    for delta in deltas:
+        text += delta.text
+        token_ids += delta.token_ids
+        last = delta
+    assert last is not None and last.finish_reason is not None and last.report is not None
+    return Answer(text, tuple(token_ids), last.finish_reason, last.report)

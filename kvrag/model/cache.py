@@ -1,0 +1,119 @@
+"""The transformers cache that makes blending the model's own forward pass on a subset of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+LayerSource = Callable[[int], tuple[Tensor, Tensor]]
+"""Layer number -> stitched keys and values, each (1, H, capacity, D)."""
+
+_GROWTH = 256  # positions
+
+Observer = Callable[[int, Tensor, Tensor], None]
+"""Called with layer number and the fresh keys and values, each (B, H, S, D), before they are written."""
+
+
+class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's keys and values, full length whatever the layer's window, with room to grow in place."""
+
+    is_sliding = False
+
+    def __init__(self, number: int, capacity: int, source: LayerSource | None) -> None:
+        super().__init__()
+        self._number, self._capacity, self._source = number, capacity, source
+        self.length = 0
+
+    def lazy_initialization(self, key_states: Tensor | None, value_states: Tensor | None) -> None:
+        """Take the stitched tensors, or empty ones shaped like the first ones written."""
+        if self._source is not None:
+            self.keys, self.values = self._source(self._number)
+        else:
+            assert key_states is not None and value_states is not None
+            self.keys = key_states.new_empty(*key_states.shape[:2], self._capacity, key_states.shape[3])
+            self.values = value_states.new_empty(*value_states.shape[:2], self._capacity, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append, as a DynamicLayer does, but without copying what is there."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, self.length = self.length, self.length + key_states.shape[2]
+        if self.length > self.keys.shape[2]:
+            self.keys, self.values = (_grown(tensor, start, self.length) for tensor in (self.keys, self.values))
+        self.keys[:, :, start : self.length] = key_states
+        self.values[:, :, start : self.length] = value_states
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def write(self, key_states: Tensor, value_states: Tensor, rows: Tensor, stop: int) -> tuple[Tensor, Tensor]:
+        """Write at positions `rows`, return everything before `stop`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows = rows.to(key_states.device)
+        self.keys.index_copy_(2, rows, key_states)
+        self.values.index_copy_(2, rows, value_states)
+        return self.keys[:, :, :stop], self.values[:, :, :stop]
+
+    def get_seq_length(self) -> int:
+        """How many positions the next token follows."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that `query_length` appended tokens see."""
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Unbounded, as far as masks are concerned."""
+        return -1
+
+
+def _grown(tensor: Tensor, used: int, needed: int) -> Tensor:
+    larger = tensor.new_empty(*tensor.shape[:2], needed + max(_GROWTH, needed // 4), tensor.shape[3])
+    larger[:, :, :used] = tensor[:, :, :used]
+    return larger
+
+
+class BlendCache(Cache):  # type: ignore[misc]
+    """A cache whose `update` can write at given positions of full-length tensors that are already filled.
+
+    With `rows` set, the keys and values of a forward pass land at those positions (blending); without, they are
+    appended (prefill, decode). `source` fills a layer when it is first touched.
+
+    Attributes:
+        rows: (S,) ascending positions, or None to append.
+        stop: With `rows`: keys from `stop` on are not shown.
+        observer: Sees every layer's fresh keys and values.
+    """
+
+    def __init__(self, num_layers: int, capacity: int, source: LayerSource | None = None) -> None:
+        super().__init__(layers=[BlendLayer(number, capacity, source) for number in range(num_layers)])
+        self.rows: Tensor | None = None
+        self.stop = 0
+        self.observer: Observer | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write one layer's new keys and values, return all that the new tokens may attend to."""
+        if self.observer is not None:
+            self.observer(layer_idx, key_states, value_states)
+        layer: BlendLayer = self.layers[layer_idx]
+        if self.rows is None:
+            return layer.update(key_states, value_states)
+        return layer.write(key_states, value_states, self.rows, self.stop)
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer at full capacity; stitched now if nothing has touched the layer yet."""
+        layer: BlendLayer = self.layers[number]
+        if not layer.is_initialized:
+            layer.lazy_initialization(None, None)
+        return layer.keys, layer.values
+
+    def set_length(self, length: int) -> None:
+        """Positions before `length` are complete: from here on the cache grows like a DynamicCache."""
+        self.rows = None
+        for layer in self.layers:
+            layer.length = length

@@ -1,0 +1,121 @@
+"""From a name to a transformers model that can be blended, or an error that says why not."""
+
+from __future__ import annotations
+
+import os
+from importlib.resources import files
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from kvrag.errors import ModelLoadError, UnsupportedModelError
+
+READER = "reader"
+"""Name of the small model that comes with the package."""
+
+ATTENTION_KINDS = {"full_attention": False, "sliding_attention": True}
+"""Layer types that can be blended -> has a window."""
+
+
+def load(
+    name: str,
+    *,
+    dtype: str | torch.dtype,
+    device: str | None,
+    device_map: str | dict[str, Any] | None,
+    revision: str | None,
+    attn_implementation: str | None,
+    trust_remote_code: bool,
+) -> tuple[Any, Any]:
+    """Load model and tokenizer.
+
+    Raises:
+        ModelLoadError: Unknown name, no network, or damaged files.
+        UnsupportedModelError: The configuration alone shows that it cannot be blended.
+    """
+    path = str(files("kvrag") / "reader") if name == READER else name
+    where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(path, **where)
+        refuse_unsupported(config)
+        tokenizer = AutoTokenizer.from_pretrained(path, **where)
+        more = {"attn_implementation": attn_implementation} if attn_implementation else {}
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map, **where, **more)
+        if device_map is None:
+            model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # transformers, huggingface_hub, safetensors and torch each raise their own
+        raise ModelLoadError(_explain(name, path, error)) from error
+    return model, tokenizer
+
+
+def _explain(name: str, path: str, error: Exception) -> str:
+    if os.path.isdir(path):
+        hint = "check the files in that folder"
+    elif os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
+        hint = "it is not in the local cache and HF_HUB_OFFLINE is set: give a folder, or unset it and try again"
+    else:
+        hint = "is the name right, and the model hub reachable? A folder with the model's files works as well"
+    first_line = str(error).strip().split("\n")[0]
+    return f"cannot load model {name!r}: {hint} ({type(error).__name__}: {first_line:.160})"
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Raise UnsupportedModelError if the configuration shows that recomputing single tokens cannot be exact."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    reason = ""
+    if config.is_encoder_decoder:
+        reason = "it is an encoder-decoder model; only causal language models keep one KV per token"
+    elif other := kinds - set(ATTENTION_KINDS):
+        reason = f"it has {', '.join(sorted(other))} layers, whose state is not a KV per token that could be recomputed"
+    elif getattr(text, "kv_lora_rank", None):
+        reason = "it uses multi-head latent attention (MLA), which is not solved yet"
+    elif getattr(text, "alibi", False) or getattr(text, "position_embedding_type", "") == "alibi":
+        reason = "it uses ALiBi: a stored key has no position of its own to be put at"
+    elif getattr(text, "use_bidirectional_attention", False):
+        reason = "its attention is bidirectional"
+    elif getattr(text, "num_kv_shared_layers", 0):
+        reason = "its layers share each other's KV"
+    if reason:
+        raise UnsupportedModelError(f"{config.model_type} models cannot be blended: {reason}")
+
+
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """Per layer: how many keys a token sees, itself included; None = all."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return (window,) * config.num_hidden_layers
+    return tuple(window if ATTENTION_KINDS[kind] else None for kind in kinds)
+
+
+def rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The model's RoPE settings, one dict, or one per layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [part for part in parameters.values() if isinstance(part, dict) and "rope_type" in part]
+    return nested or ([parameters] if parameters else [])
+
+
+def context_window(config: Any) -> int:
+    """How many tokens the model can see, RoPE scaling included."""
+    window = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
+    for part in rope_parameters(config):
+        factor = float(part.get("factor") or 1.0)
+        if part.get("rope_type") in ("linear", "dynamic"):
+            window = max(window, int(config.max_position_embeddings * factor))
+        elif part.get("rope_type") == "yarn" and part.get("original_max_position_embeddings"):
+            window = max(window, int(part["original_max_position_embeddings"] * factor))
+    return window
+
+
+def stable_length(rope: list[dict[str, Any]], window: int) -> int:
+    """Up to how many tokens RoPE frequencies do not depend on the length of the prompt."""
+    for part in rope:
+        if part.get("rope_type") == "dynamic":
+            window = min(window, int(window / float(part.get("factor") or 1.0)))
+        elif part.get("rope_type") == "longrope":
+            window = min(window, int(part.get("original_max_position_embeddings") or window))
+    return window

@@ -1,0 +1,31 @@
+"""A lock that is fair, because answers generated side by side should advance side by side."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+
+class FairLock:
+    """A mutex that serves waiting threads in order of arrival."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._waiting: deque[threading.Event] = deque()
+        self._held = False
+
+    def __enter__(self) -> None:
+        with self._mutex:
+            if not self._held:
+                self._held = True
+                return
+            turn = threading.Event()
+            self._waiting.append(turn)
+        turn.wait()
+
+    def __exit__(self, *_: object) -> None:
+        with self._mutex:
+            if self._waiting:
+                self._waiting.popleft().set()  # handed over: stays held
+            else:
+                self._held = False

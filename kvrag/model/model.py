@@ -1,0 +1,332 @@
+"""A causal LM with what blending needs, and nothing of its layers re-implemented."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from kvrag.config import Sampling
+from kvrag.errors import ContextWindowError, UnsupportedModelError
+from kvrag.fingerprint import Fingerprint, hash_weights
+from kvrag.model import loading
+from kvrag.model.attention import listen
+from kvrag.model.cache import BlendCache, LayerSource
+from kvrag.model.lock import FairLock
+from kvrag.model.rotary import probe
+from kvrag.model.tokenizer import Tokenizer
+from kvrag.rope import rotate, unrotate
+
+Tables = tuple[Tensor, Tensor] | None
+"""cos and sin, each (1, T, R), of one layer; None if it has no RoPE."""
+
+_loaded: weakref.WeakValueDictionary[str, Model] = weakref.WeakValueDictionary()
+_loading: dict[str, threading.Lock] = {}
+
+
+class _StopForward(Exception):
+    """Raised inside a forward pass by an observer that has seen enough."""
+
+
+class Model:
+    """A transformers causal LM with what blending needs.
+
+    Forward passes are serialised: threads take turns, one pass each.
+
+    Attributes:
+        name: For people.
+        num_layers, context_window, vocab_size, dtype: Facts about the model.
+        fingerprint: What KV of this model is filed under.
+        rope_follows_length: RoPE frequencies depend on the length of the prompt (dynamic NTK, longrope) ...
+        stable_length: ... but not up to this many tokens.
+    """
+
+    def __init__(self, hf: Any, tokenizer: Any, name: str | None = None) -> None:
+        """Wrap a loaded transformers model and its tokenizer.
+
+        Raises:
+            UnsupportedModelError: It cannot be blended exactly.
+        """
+        loading.refuse_unsupported(hf.config)
+        self.hf, self.config = hf.eval(), hf.config.get_text_config()
+        self.name: str = name or getattr(hf, "name_or_path", "") or type(hf).__name__
+        self.tokenizer = Tokenizer(tokenizer, self.name)
+        self.lock = FairLock()
+        self.dtype: torch.dtype = hf.dtype
+        self.device: torch.device = hf.get_input_embeddings().weight.device
+        self.num_layers: int = self.config.num_hidden_layers
+        self.vocab_size: int = self.config.vocab_size
+        self.context_window = loading.context_window(self.config)
+        rope = loading.rope_parameters(self.config)
+        self.rope_follows_length = any(part.get("rope_type") in ("dynamic", "longrope") for part in rope)
+        self._windows = loading.layer_windows(self.config)
+        if self.config._attn_implementation not in ("sdpa", "eager"):
+            raise UnsupportedModelError(
+                f"attention implementation {self.config._attn_implementation!r} takes no mask of its own: "
+                "load the model with attn_implementation='sdpa' or 'eager'"
+            )
+        self.stable_length = loading.stable_length(rope, self.context_window)
+        self._rotary, self._devices = probe(hf, self.num_layers, shift=min(37, self.stable_length // 4))
+        self.fingerprint = Fingerprint(
+            model=self.name,
+            weights=hash_weights(hf.named_parameters()),
+            tokenizer=self.tokenizer.digest,
+            dtype=str(self.dtype).removeprefix("torch."),
+            rope=json.dumps(rope, sort_keys=True),
+            preamble=self.tokenizer.preamble,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        revision: str | None = None,
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Model:
+        """Load by hub name or path; equal settings share one model as long as anyone uses it.
+
+        Args:
+            name_or_path: A model id, a folder, or `"reader"` for the small model that comes with the package.
+            dtype: As transformers takes it; "auto" = as stored.
+            device: "cuda", "cpu", ...; None = a GPU if there is one.
+            device_map: Spread over devices by accelerate; excludes `device`.
+            revision, attn_implementation, trust_remote_code: As transformers takes them.
+
+        Raises:
+            ModelLoadError: Unknown name, no network, or damaged files.
+            UnsupportedModelError: It cannot be blended exactly.
+        """
+        settings: dict[str, Any] = {
+            "dtype": dtype,
+            "device": device,
+            "device_map": device_map,
+            "revision": revision,
+            "attn_implementation": attn_implementation,
+            "trust_remote_code": trust_remote_code,
+        }
+        key = json.dumps([str(name_or_path), settings], default=str)
+        with _loading.setdefault(key, threading.Lock()):
+            model = _loaded.get(key)
+            if model is None:
+                hf, tokenizer = loading.load(str(name_or_path), **settings)
+                model = _loaded[key] = cls(hf, tokenizer, name=str(name_or_path))
+        return model
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV bytes that one token takes, all layers."""
+        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        return int(2 * self.num_layers * heads * dim * self.dtype.itemsize)
+
+    def layer_device(self, number: int) -> torch.device:
+        """Where a layer runs."""
+        return self._devices[number]
+
+    def check_window(self, num_tokens: int, what: str = "the prompt") -> None:
+        """Raise ContextWindowError unless `num_tokens` and one new token fit."""
+        over = num_tokens + 1 - self.context_window
+        if over > 0:
+            raise ContextWindowError(
+                f"{what} has {num_tokens} tokens, {over} too many for the window of {self.name} "
+                f"({self.context_window}, one kept for the answer): use fewer or shorter chunks"
+            )
+
+    # ---------------------------------------------------------------- rotary
+
+    def tables(self, positions: Tensor) -> list[Tables]:
+        """Each layer's own cos and sin for (T,) positions; layers that share them share the tensors."""
+        made: dict[Any, tuple[Tensor, Tensor]] = {}
+        with self.lock, torch.inference_mode():
+            self._reset_rotary()
+            for rotary in filter(None, self._rotary):
+                source = (rotary.module, rotary.extra)
+                if source not in made:
+                    made[source] = rotary.tables(positions, self.dtype, self.device)
+        return [None if rotary is None else made[rotary.module, rotary.extra] for rotary in self._rotary]
+
+    def rotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
+        """(B, H, T, D) position-free keys of a layer -> as the model caches them at the tables' positions."""
+        rotary = self._rotary[number]
+        if rotary is None or tables is None:
+            return keys
+        cos, sin = (table.to(keys.device) for table in tables)
+        return rotate(keys, cos, sin, rotary.apply, rotary.num_rotary)
+
+    def unrotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
+        """Inverse of `rotate`."""
+        rotary = self._rotary[number]
+        if rotary is None or tables is None:
+            return keys
+        cos, sin = (table.to(keys.device) for table in tables)
+        return unrotate(keys, cos, sin, rotary.apply, rotary.num_rotary)
+
+    def _reset_rotary(self) -> None:
+        """Dynamic NTK remembers the longest prompt it has seen; an answer must not depend on what was asked before."""
+        if not self.rope_follows_length:
+            return
+        for module in {rotary.module for rotary in self._rotary if rotary is not None}:
+            if hasattr(module, "original_max_seq_len") and hasattr(module, "original_inv_freq"):
+                module.max_seq_len_cached = module.original_max_seq_len
+                module.register_buffer("inv_freq", module.original_inv_freq.to(self.device), persistent=False)
+
+    # ---------------------------------------------------------------- forward
+
+    def new_cache(self, capacity: int, source: LayerSource | None = None) -> BlendCache:
+        """An empty cache, or one whose layers `source` fills when they are first touched."""
+        return BlendCache(self.num_layers, capacity, source)
+
+    def forward(self, ids: Tensor, cache: BlendCache, rows: Tensor | None = None) -> Tensor:
+        """Run the model's own forward pass; changes `cache`.
+
+        Args:
+            ids: (B, S) token ids.
+            cache: What the tokens see besides themselves.
+            rows: (S,) ascending positions: the tokens are written there and see every key at or before their own
+                position. None: they are appended, as in prefill and decode.
+
+        Returns:
+            (B, V) float32 logits after the last token.
+        """
+        with self.lock, torch.inference_mode():
+            return self._forward(ids, cache, rows)
+
+    def forward_until(
+        self, stop: Callable[[int, Tensor, Tensor], bool], ids: Tensor, cache: BlendCache, rows: Tensor
+    ) -> None:
+        """Like `forward`, but end it as soon as `stop(layer, fresh keys, fresh values)` says so.
+
+        The layers before stay written, the one that stopped it is not.
+        """
+
+        def observe(number: int, keys: Tensor, values: Tensor) -> None:
+            if stop(number, keys, values):
+                raise _StopForward
+
+        cache.observer = observe
+        try:
+            self.forward(ids, cache, rows)
+        except _StopForward:
+            pass
+        finally:
+            cache.observer = None
+
+    def attention_received(
+        self, ids: Tensor, cache: BlendCache, rows: Tensor, num_queries: int, layers: range
+    ) -> Tensor:
+        """Attention that every position gets from the last `num_queries` of these tokens, mean over `layers`.
+
+        Runs `forward(ids, cache, rows)` as far as needed and changes `cache` likewise.
+
+        Returns:
+            (T,) float32 with T = the last row + 1, mean over heads and queries as well.
+        """
+        total = torch.zeros(int(rows[-1]) + 1)
+
+        def add(number: int, received: Tensor) -> None:
+            total.add_(received.cpu())
+            if number == layers[-1]:
+                raise _StopForward
+
+        with self.lock, torch.inference_mode(), listen(self.config, num_queries, layers, add):
+            try:
+                self._forward(ids, cache, rows)
+            except _StopForward:
+                pass
+        return total / len(layers)
+
+    def _forward(self, ids: Tensor, cache: BlendCache, rows: Tensor | None) -> Tensor:
+        mask = None
+        if rows is None:
+            start = cache.get_seq_length()
+            positions = torch.arange(start, start + ids.shape[1])
+            cache.rows = None
+        else:
+            positions = rows
+            cache.rows, cache.stop = rows.to(self.device), int(rows[-1]) + 1
+            mask = self._mask(rows, cache.stop)
+        self._reset_rotary()
+        output = self.hf(
+            input_ids=ids.to(self.device),
+            position_ids=positions[None].to(self.device),
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            **self._last_logits_only,
+        )
+        return output.logits[:, -1].float()  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def _last_logits_only(self) -> dict[str, int]:
+        return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.hf.forward).parameters else {}
+
+    def _mask(self, rows: Tensor, stop: int) -> Tensor | dict[str, Tensor]:
+        """Additive masks (1, 1, S, stop) by true position, one per layer type where the model has several."""
+        rows, keys = rows[:, None].to(self.device), torch.arange(stop, device=self.device)[None]
+        causal = rows >= keys  # (S, stop)
+
+        def additive(window: int | None) -> Tensor:
+            allowed = causal if window is None or window >= stop else causal & (rows - keys < window)
+            mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
+            return mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)[None, None]
+
+        kinds = getattr(self.config, "layer_types", None) or []
+        if len(set(kinds)) > 1:
+            return {kind: additive(window) for kind, window in dict(zip(kinds, self._windows, strict=True)).items()}
+        return additive(self._windows[0])
+
+    # ---------------------------------------------------------------- generate's machinery
+
+    def logits_processor(
+        self, sampling: Sampling, num_prompt_tokens: int, extra: Sequence[Any] = ()
+    ) -> tuple[Callable[[Tensor, Tensor], Tensor], bool]:
+        """What `model.generate` would do to the logits, `(ids (1, T), logits (1, V)) -> logits`, and whether to sample.
+
+        Unset fields come from the model's generation config; temperature 0 means greedy.
+        """
+        wanted: dict[str, Any] = {
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "repetition_penalty": sampling.repetition_penalty,
+        }
+        if sampling.temperature is not None:
+            wanted["do_sample"] = sampling.temperature > 0
+            wanted["temperature"] = sampling.temperature or None
+        wanted = {name: value for name, value in wanted.items() if value is not None}
+        config, _ = self.hf._prepare_generation_config(None, **wanted)
+        self.hf._prepare_special_tokens(config, True, device=self.device)
+        processor = self.hf._get_logits_processor(
+            config,
+            input_ids_seq_length=num_prompt_tokens,
+            logits_processor=LogitsProcessorList(extra),
+            device=self.device,
+        )
+        return processor, bool(config.do_sample)
+
+    @functools.cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        eos = self.hf.generation_config.eos_token_id
+        if eos is None:
+            eos = self.tokenizer.hf.eos_token_id
+        return frozenset(_as_list(eos))
+
+
+def _as_list(value: int | Iterable[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)

@@ -1,0 +1,129 @@
+"""Text to ids and back, exactly as the plain model would have it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+import xxhash
+
+from kvrag.errors import PromptError
+from kvrag.types import Messages
+
+_PREAMBLE_TOKENS = 8  # enough for a sink; longer ones would run into what changes, such as a template's date
+
+# transformers warns of texts longer than the window when they are only counted; check_window is the one that judges
+logging.getLogger("transformers.tokenization_utils_base").addFilter(
+    lambda record: "sequence length is longer than" not in record.getMessage()
+)
+
+
+class Tokenizer:
+    """A transformers tokenizer with the rules that reuse depends on.
+
+    Attributes:
+        preamble: Token ids that every chunk is encoded behind: what the chat template puts before everything, or BOS.
+            Without it a chunk's first tokens would become an attention sink that no stitched prompt has.
+    """
+
+    def __init__(self, hf: Any, model_name: str) -> None:
+        self.hf, self._name = hf, model_name
+        self.preamble = self._find_preamble()
+
+    def render(self, prompt: str | Messages, **template: Any) -> list[int]:
+        """Prompt ids, tokenised once.
+
+        A string is taken as it is, with the tokenizer's own BOS. Messages go through the chat template, which writes all
+        control tokens itself: those that appear in a message stay text. `template` is passed on to it.
+
+        Raises:
+            PromptError: Nothing to answer, text that cannot be encoded, or messages that the template refuses.
+        """
+        if isinstance(prompt, str):
+            _check_text(prompt)
+            if not prompt.strip():
+                raise PromptError("the prompt is empty")
+            return list(self.hf(prompt)["input_ids"])
+        messages = list(prompt)
+        if not messages:
+            raise PromptError("the prompt is empty: no messages")
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise PromptError(f"a message is a dict with role and content, got {message!r:.80}")
+            if isinstance(message.get("content"), str):
+                _check_text(message["content"])
+        if not any(message.get("content") or message.get("tool_calls") for message in messages):
+            raise PromptError("the prompt is empty: no message has content")
+        return self._apply_template(messages, template)
+
+    def _apply_template(self, messages: Messages, template: Mapping[str, Any]) -> list[int]:
+        if self.hf.chat_template is None:
+            raise PromptError(f"{self._name} has no chat template: pass the prompt as one string")
+        try:
+            return list(
+                self.hf.apply_chat_template(
+                    messages,
+                    add_generation_prompt=True,
+                    tokenize=True,
+                    return_dict=False,
+                    sanitize_control_tokens=True,
+                    **template,
+                )
+            )
+        except Exception as error:  # templates raise what they like: jinja2 errors, their own refusals, TypeErrors
+            raise PromptError(f"the chat template of {self._name} refuses these messages: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a chunk's text alone: no BOS, and control tokens in it stay text.
+
+        Raises:
+            PromptError: The text cannot be encoded.
+        """
+        _check_text(text)
+        return list(self.hf.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of generated ids, control tokens left out."""
+        return str(self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    @property
+    def digest(self) -> str:
+        """Hash of what turns text into ids."""
+        backend = getattr(self.hf, "backend_tokenizer", None) or getattr(self.hf, "_tokenizer", None)
+        state = backend.to_str() if backend is not None else repr(sorted(self.hf.get_vocab().items()))
+        return xxhash.xxh3_128(state.encode()).hexdigest()
+
+    def _find_preamble(self) -> tuple[int, ...]:
+        user, system = {"role": "user"}, {"role": "system"}
+        prompts = []
+        if self.hf.chat_template is not None:
+            for messages in (
+                [{**user, "content": "One."}],
+                [{**user, "content": "two"}],
+                [{**system, "content": "Three!"}, {**user, "content": "four"}],
+                [{**system, "content": "five"}, {**user, "content": "Six"}],
+            ):
+                try:
+                    prompts.append(self._apply_template(messages, {}))
+                except PromptError:
+                    continue  # this template refuses a system message
+        if len(prompts) > 1:
+            common = [ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, zip(*prompts, strict=False))]
+            if common:
+                return tuple(common[:_PREAMBLE_TOKENS])
+        bos = self.hf.bos_token_id
+        if bos is not None and self.hf("a")["input_ids"][:1] == [bos]:
+            return (bos,)
+        return tuple(self.hf.encode("\n", add_special_tokens=False)[:1])
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the text has a lone surrogate at character {error.start}; "
+            "clean it with text.encode('utf-8', 'replace').decode()"
+        ) from None

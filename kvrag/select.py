@@ -1,0 +1,154 @@
+"""Which reused tokens to recompute. A policy scores every position; the best of the inexact ones fill the budget.
+
+Rules for all: fresh positions are computed anyway and never compete; a position whose KV is exact is never selected; the same
+positions are taken for keys and values and on every layer. To add a policy, write a function here, enter it in
+`_SCORES` and its name in `kvrag.config.POLICIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from kvrag.config import BlendConfig
+from kvrag.model import Model
+from kvrag.stitch import Stitched
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a policy may look at. It may fill layers of `stitched.cache` with better KV, never with worse."""
+
+    model: Model
+    stitched: Stitched
+    config: BlendConfig
+
+
+def select(model: Model, stitched: Stitched, config: BlendConfig) -> Tensor:
+    """Choose `config.ratio` of the inexact reused positions.
+
+    Returns:
+        (S,) positions, ascending.
+    """
+    inexact = stitched.inexact
+    budget = round(config.ratio * len(inexact))
+    if budget == 0 or config.policy == "none":
+        return inexact[:0]
+    if budget == len(inexact) and config.min_deviation == 0:
+        return inexact  # no need to ask
+    scores = _SCORES[config.policy](Context(model, stitched, config))[inexact]  # (R,)
+    best = scores.topk(budget)
+    return inexact[best.indices[best.values > -torch.inf]].sort().values
+
+
+def random(context: Context) -> Tensor:
+    """The control: any informed policy must beat it."""
+    generator = torch.Generator().manual_seed(context.config.seed)
+    return torch.rand(len(context.stitched.ids), generator=generator)
+
+
+def first_k(context: Context) -> Tensor:
+    """The first tokens of every run, equally many of each (EPIC / LegoLink, arXiv:2410.15332, section 4)."""
+    scores = torch.full((len(context.stitched.ids),), -torch.inf)
+    for run in context.stitched.runs:
+        scores[run.start : run.stop] = -torch.arange(len(run), dtype=torch.float32)
+    return scores
+
+
+def seam(context: Context) -> Tensor:
+    """The tokens nearest to a seam, `seam_before` of a run's end for every `seam_after` of the next one's beginning.
+
+    Source: KVBoost's SelectiveRecompute (before) and Hypic (both sides).
+    """
+    config = context.config
+    scores = torch.full((len(context.stitched.ids),), -torch.inf)
+    for run in context.stitched.runs:
+        after = torch.arange(len(run)) / max(config.seam_after, 1e-9)
+        before = torch.arange(len(run)).flip(0) / max(config.seam_before, 1e-9)
+        scores[run.start : run.stop] = -torch.minimum(after, before)
+    return scores
+
+
+def hkvd(context: Context) -> Tensor:
+    """Highest KV deviation at the check layer (CacheBlend, arXiv:2405.16444, section 4.3).
+
+    The layers before it are run in full, and what they and the check layer's projection computed is kept.
+    """
+    model, stitched, config = context.model, context.stitched, context.config
+    check = min(config.check_layer, model.num_layers - 1)
+    keys, values = stitched.cache.layer(check)
+    scores = torch.full((len(stitched.ids),), -torch.inf)
+    measured = stitched.reused
+    positions = torch.arange(len(stitched.ids))
+
+    for slab in positions.split(len(positions) if model.rope_follows_length else _SLAB):
+
+        def measure(number: int, fresh_keys: Tensor, fresh_values: Tensor, slab: Tensor = slab) -> bool:
+            if number < check:
+                return False
+            part = slice(int(slab[0]), int(slab[-1]) + 1)
+            pairs = {"k": (fresh_keys, keys[:, :, part]), "v": (fresh_values, values[:, :, part])}
+            wanted = [pairs[name] for name in config.deviation_of]
+            deviation = sum(_METRICS[config.metric](fresh, cached) for fresh, cached in wanted)
+            assert isinstance(deviation, Tensor)
+            scores[part] = deviation.cpu()
+            keys[:, :, part], values[:, :, part] = fresh_keys, fresh_values
+            return True
+
+        model.forward_until(measure, stitched.ids[slab][None], stitched.cache, slab)
+    return scores.masked_fill(~measured | (scores < config.min_deviation), -torch.inf)
+
+
+def query(context: Context) -> Tensor:
+    """What the tokens after the last run, the question, attend to over the stitched KV (ProphetKV, QCFuse).
+
+    Mean over the heads and a band of layers, smoothed over neighbours, since facts are spans.
+    """
+    model, stitched, config = context.model, context.stitched, context.config
+    fresh = stitched.fresh
+    last_reused = int(stitched.reused.nonzero()[-1])
+    num_queries = max(int((fresh > last_reused).sum()), min(_MIN_QUERIES, len(fresh)))
+    low, high = (round(share * model.num_layers) for share in config.band)
+    layers = range(min(max(low, 1), model.num_layers - 1), max(high, low + 1, 2))
+    received = model.attention_received(stitched.ids[fresh][None], stitched.cache, fresh, num_queries, layers)
+    return avg_pool1d(
+        received[None], config.smoothing, stride=1, padding=config.smoothing // 2, count_include_pad=False
+    )[0]
+
+
+def hybrid(context: Context) -> Tensor:
+    """The `seam` tokens first, then by `query`."""
+    config, scores = context.config, query(context)
+    for run in context.stitched.runs:
+        after = torch.arange(run.start, run.start + min(config.seam_after, len(run)))
+        before = torch.arange(run.stop - min(config.seam_before, len(run)), run.stop)
+        scores[after] += 2.0  # attention never exceeds 1
+        scores[before] += 2.0
+    return scores
+
+
+def _l2(fresh: Tensor, cached: Tensor) -> Tensor:
+    """(1, H, T, D) twice -> (T,) squared distance."""
+    return (fresh.float() - cached.float()).square().sum(dim=(0, 1, 3))
+
+
+def _cosine(fresh: Tensor, cached: Tensor) -> Tensor:
+    """(1, H, T, D) twice -> (T,) cosine distance, mean over heads."""
+    return 1 - torch.cosine_similarity(fresh.float(), cached.float(), dim=-1).mean(dim=(0, 1))
+
+
+_SLAB = 2048  # rows per forward pass, as in blend
+_MIN_QUERIES = 8
+_METRICS = {"l2": _l2, "cosine": _cosine}
+_SCORES: dict[str, Callable[[Context], Tensor]] = {
+    "hkvd": hkvd,
+    "seam": seam,
+    "first_k": first_k,
+    "query": query,
+    "hybrid": hybrid,
+    "random": random,
+}

@@ -1,0 +1,125 @@
+"""Lay the stored KV of the matched runs out as one full-length cache, keys rotated to where they land."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvrag.model import BlendCache, Model
+from kvrag.store import ChunkReader
+from kvrag.types import Run
+
+_AHEAD = 2  # layers read before they are needed
+_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvrag-read")
+
+
+@dataclass
+class Stitched:
+    """A prompt whose reused positions have KV and whose other positions wait to be computed.
+
+    Attributes:
+        ids: (T,) the prompt.
+        runs: What is reused, ascending and disjoint.
+        reused: (T,) bool.
+        exact: (T,) bool, reused positions whose KV equals full prefill's: a run right behind its preamble.
+        cache: Stitched layer by layer, when a layer is first touched.
+        load_s, stitch_s: Time spent waiting for the store, and laying out and rotating.
+    """
+
+    ids: Tensor
+    runs: Sequence[Run]
+    reused: Tensor
+    exact: Tensor
+    cache: BlendCache = field(init=False)
+    load_s: float = 0.0
+    stitch_s: float = 0.0
+
+    @property
+    def fresh(self) -> Tensor:
+        """(F,) positions without stored KV."""
+        return (~self.reused).nonzero().squeeze(1)
+
+    @property
+    def inexact(self) -> Tensor:
+        """(R,) reused positions whose KV may deviate: what a policy chooses from."""
+        return (self.reused & ~self.exact).nonzero().squeeze(1)
+
+
+def stitch(
+    model: Model, ids: Sequence[int], runs: Sequence[Run], readers: Mapping[str, ChunkReader], capacity: int
+) -> Stitched:
+    """Prepare a cache of room for `capacity` positions; reading starts now, rotating when a layer is touched.
+
+    The last position is never reused: its logits are what the prompt is for.
+
+    Args:
+        readers: An open reader for every key in `runs`.
+    """
+    num_tokens = len(ids)
+    reused = torch.zeros(num_tokens, dtype=torch.bool)
+    exact = torch.zeros(num_tokens, dtype=torch.bool)
+    for run in runs:
+        reused[run.start : run.stop] = True
+    reused[-1] = False
+    preamble = model.tokenizer.preamble
+    first = runs[0] if runs else None
+    behind_preamble = first and first.offset == 0 and tuple(ids[: first.start]) == preamble
+    if first and behind_preamble and num_tokens <= model.stable_length:
+        exact[first.start : first.stop] = reused[first.start : first.stop]
+    stitched = Stitched(torch.tensor(ids), runs, reused, exact)
+    stitched.cache = model.new_cache(capacity, _Source(model, stitched, readers, capacity) if runs else None)
+    return stitched
+
+
+class _Source:
+    """Fills one layer of the cache at a time, reading ahead."""
+
+    def __init__(
+        self, model: Model, stitched: Stitched, readers: Mapping[str, ChunkReader], capacity: int
+    ) -> None:
+        self._model, self._stitched, self._readers, self._capacity = model, stitched, readers, capacity
+        self._tables = model.tables(torch.arange(len(stitched.ids)))
+        self._reads: dict[int, Future[dict[str, tuple[Tensor, Tensor]]]] = {}
+        self._read_ahead(0)
+
+    def _read_ahead(self, number: int) -> None:
+        for layer in range(number, min(number + 1 + _AHEAD, self._model.num_layers)):
+            if layer not in self._reads:
+                self._reads[layer] = _pool.submit(self._read, layer)
+
+    def _read(self, number: int) -> dict[str, tuple[Tensor, Tensor]]:
+        return {key: reader.layer(number) for key, reader in self._readers.items()}
+
+    def __call__(self, number: int) -> tuple[Tensor, Tensor]:
+        started = time.perf_counter()
+        self._read_ahead(number)
+        chunks = self._reads[number].result()
+        self._reads[number] = Future()  # the tensors may go; a layer is asked for once
+        loaded = time.perf_counter()
+        num_tokens = len(self._stitched.ids)
+        like_keys, like_values = next(iter(chunks.values()))
+        keys = _empty(like_keys, num_tokens)
+        values = _empty(like_values, self._capacity)
+        for run in self._stitched.runs:
+            part = slice(run.offset, run.offset + len(run))
+            chunk_keys, chunk_values = chunks[run.key]
+            keys[:, :, run.start : run.stop] = chunk_keys[:, part]
+            values[:, :, run.start : run.stop] = chunk_values[:, part]
+        device = self._model.layer_device(number)
+        rotated = _empty(keys, self._capacity, device)
+        rotated[:, :, :num_tokens] = self._model.rotate(number, keys.to(device), self._tables[number])
+        values = values.to(device)
+        self._stitched.load_s += loaded - started
+        self._stitched.stitch_s += time.perf_counter() - loaded
+        return rotated, values
+
+
+def _empty(like: Tensor, num_tokens: int, device: torch.device | None = None) -> Tensor:
+    """(1, H, num_tokens, D), undefined: fresh positions are written before any token may look at them."""
+    heads, dim = like.shape[-3], like.shape[-1]
+    return torch.empty(1, heads, num_tokens, dim, dtype=like.dtype, device=device or like.device)

@@ -1,0 +1,7 @@
+"""Where chunks' KV lives: the protocol, the embedded store, the RAM tier."""
+
+from kvrag.store.files import FileStore
+from kvrag.store.memory import MemoryTier
+from kvrag.store.protocol import ChunkReader, ChunkRecord, Entry, KVStore, StoreStats
+
+__all__ = ["ChunkReader", "ChunkRecord", "Entry", "FileStore", "KVStore", "MemoryTier", "StoreStats"]

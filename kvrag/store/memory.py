@@ -1,0 +1,93 @@
+"""The RAM tier: chunks that were read lately, bounded in bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvrag.store.protocol import ChunkReader
+
+Layers = Sequence[tuple[Tensor, Tensor]]
+
+
+class MemoryTier:
+    """An LRU of whole chunks, in front of a store. Thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.bytes = 0
+        self._chunks: OrderedDict[str, tuple[Layers, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def open(self, key: str) -> ChunkReader | None:
+        """A reader of the chunk, or None."""
+        with self._lock:
+            if key not in self._chunks:
+                return None
+            self._chunks.move_to_end(key)
+            return _MemoryReader(self._chunks[key][0])
+
+    def keep(self, key: str, layers: Layers) -> None:
+        """Take a chunk in, drop the least recently used ones that no longer fit."""
+        size = sum(keys.nbytes + values.nbytes for keys, values in layers)
+        if size > self.max_bytes:
+            return
+        with self._lock:
+            if key in self._chunks:
+                return
+            self._chunks[key] = (layers, size)
+            self.bytes += size
+            while self.bytes > self.max_bytes:
+                _, (_, dropped) = self._chunks.popitem(last=False)
+                self.bytes -= dropped
+
+    def drop(self, key: str) -> None:
+        """Forget a chunk."""
+        with self._lock:
+            _, size = self._chunks.pop(key, ((), 0))
+            self.bytes -= size
+
+    def keeping(self, key: str, reader: ChunkReader) -> ChunkReader:
+        """A reader that takes the chunk in once all of its layers have been read."""
+        return _KeepingReader(self, key, reader)
+
+
+class _MemoryReader:
+    tier = "ram"
+    bytes_read = 0
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        self.num_layers = len(layers)
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        return self._layers[number]
+
+    def close(self) -> None:
+        pass
+
+
+class _KeepingReader:
+    def __init__(self, memory: MemoryTier, key: str, reader: ChunkReader) -> None:
+        self._memory, self._key, self._reader = memory, key, reader
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tier, self.num_layers = reader.tier, reader.num_layers
+
+    @property
+    def bytes_read(self) -> int:
+        return self._reader.bytes_read
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        self._layers[number] = self._reader.layer(number)
+        return self._layers[number]
+
+    def close(self) -> None:
+        self._reader.close()
+        if len(self._layers) == self.num_layers:
+            self._memory.keep(self._key, [self._layers[number] for number in range(self.num_layers)])

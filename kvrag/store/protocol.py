@@ -1,0 +1,135 @@
+"""What a store of chunk KV must do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvrag.fingerprint import Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRecord:
+    """A chunk as it is stored.
+
+    Attributes:
+        key: `Fingerprint.chunk_key(ids)`; it determines everything else.
+        ids: (T,) token ids.
+        anchors: What `kvrag.match` indexes the chunk by; opaque to the store.
+        layers: Per layer keys (position-free) and values, each (H, T, D), on the CPU.
+    """
+
+    key: str
+    ids: NDArray[np.uint32]
+    anchors: bytes
+    layers: Sequence[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the match index needs to know of a chunk. `number` rises with every chunk put."""
+
+    number: int
+    key: str
+    ids: NDArray[np.uint32]
+    anchors: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """What is in a store. `damaged` counts chunks quarantined since it was created."""
+
+    path: str
+    fingerprint: str
+    model: str
+    chunks: int
+    tokens: int
+    bytes: int
+    documents: int
+    max_bytes: int | None
+    damaged: int
+
+
+class ChunkReader(Protocol):
+    """One open chunk, readable from any thread and even if the chunk is deleted meanwhile.
+
+    Attributes:
+        tier: "disk" or "ram".
+        num_layers: How many layers the chunk has.
+    """
+
+    tier: str
+    num_layers: int
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that came from below the RAM tier so far."""
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each (H, T, D), on the CPU, not to be changed.
+
+        Raises:
+            DamagedChunkError: The bytes are not those that were written.
+        """
+
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+class KVStore(Protocol):
+    """A store of one model's chunk KV. All methods are thread-safe; several processes may share one store."""
+
+    def bind(self, fingerprint: Fingerprint) -> None:
+        """Claim the store for a model, or check that it is that model's.
+
+        Raises:
+            FingerprintMismatchError: It holds another model's KV.
+        """
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of `keys` that are not stored, in order."""
+
+    def put(self, records: Sequence[ChunkRecord]) -> int:
+        """Store chunks durably, known ones once; returns the bytes they take.
+
+        Raises:
+            StoreFullError: No room; what was stored before stays.
+            StoreReadOnlyError: Cannot be written.
+        """
+
+    def open(self, key: str) -> ChunkReader | None:
+        """Open a chunk; None if it is not stored (any more).
+
+        Raises:
+            DamagedChunkError: The file is truncated or no chunk.
+        """
+
+    def entries(self, after: int) -> Iterable[Entry]:
+        """Chunks with a number above `after`, ascending."""
+
+    def removals(self) -> int:
+        """A count that changes when chunks have been removed."""
+
+    def quarantine(self, key: str) -> None:
+        """Take a damaged chunk out of use, keeping its bytes for inspection."""
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """These chunks have been used."""
+
+    def set_document(self, document: str, keys: Sequence[str]) -> int:
+        """Say which chunks a document consists of now; chunks that no document holds any more are removed.
+
+        Returns:
+            How many chunks were removed.
+        """
+
+    def stats(self) -> StoreStats:
+        """Counts, for people and tests."""
+
+    def close(self) -> None:
+        """Release files. Open readers stay valid."""

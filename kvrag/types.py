@@ -1,0 +1,101 @@
+"""What goes in and comes out: frozen values, no behaviour beyond derived numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Messages = list[dict[str, Any]]
+"""Chat messages as transformers' chat templates take them: `{"role": ..., "content": ...}`."""
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A stretch of prompt tokens identical to a stretch of an ingested chunk.
+
+    Prompt positions `start` to `stop` (half-open) equal the chunk's tokens from `offset` on.
+    """
+
+    start: int
+    stop: int
+    key: str
+    offset: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class WarmReport:
+    """What an ingestion did.
+
+    `chunks` counts distinct chunks given, `new` those encoded now, `reused` those the store had already, `skipped`
+    those too short to be matched. `tokens` and `bytes` count the new ones. `warnings` say what will not match as pasted.
+    """
+
+    chunks: int
+    tokens: int
+    bytes: int
+    new: int
+    reused: int
+    skipped: int
+    seconds: float
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlendReport:
+    """What was reused and what was recomputed for one answer, and how long each step took.
+
+    `reused_tokens` came from the store, `recomputed_tokens` of them were computed again, `fresh_tokens` were not stored.
+    Times are in seconds; `ttft_s` runs from the call to the first token and includes all others. `exact` says that the
+    answer is full prefill's by construction. `tier` tells where the KV came from: "ram", "disk", "mixed" or "" (nowhere).
+    """
+
+    prompt_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    fresh_tokens: int
+    runs: tuple[Run, ...]
+    policy: str
+    ratio: float
+    match_s: float
+    load_s: float
+    stitch_s: float
+    select_s: float
+    blend_s: float
+    ttft_s: float
+    bytes_loaded: int
+    tier: str
+    exact: bool
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, runs without their keys' bytes spelled out twice."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished generation."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    report: BlendReport
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of a streamed answer.
+
+    The last one has `finish_reason` and `report` set; its `text` may be empty. `token_ids` are the tokens generated
+    since the previous delta.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    report: BlendReport | None = None

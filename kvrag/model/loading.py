@@ -14,6 +14,14 @@ from kvrag.errors import ModelLoadError, UnsupportedModelError
 READER = "reader"
 """Name of the small model that comes with the package."""
 
+FAMILIES = frozenset(
+    "apertus arcee cohere cohere2 cwm ernie4_5 ernie4_5_moe exaone4 exaone_moe gemma gemma2 gemma3_text glm glm4 glm4_moe "
+    "gpt_neox gpt_oss granite granitemoe helium hunyuan_v1_dense hunyuan_v1_moe llama ministral ministral3 mistral mixtral "
+    "nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm "
+    "starcoder2".split()
+)
+"""Model types whose blending is tested to equal full prefill (tests/test_families.py)."""
+
 ATTENTION_KINDS = {"full_attention": False, "sliding_attention": True}
 """Layer types that can be blended -> has a window."""
 
@@ -27,6 +35,7 @@ def load(
     revision: str | None,
     attn_implementation: str | None,
     trust_remote_code: bool,
+    allow_unverified: bool,
 ) -> tuple[Any, Any]:
     """Load model and tokenizer.
 
@@ -38,7 +47,7 @@ def load(
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **where)
-        refuse_unsupported(config)
+        refuse_unsupported(config, allow_unverified)
         tokenizer = AutoTokenizer.from_pretrained(path, **where)
         more = {"attn_implementation": attn_implementation} if attn_implementation else {}
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map, **where, **more)
@@ -62,7 +71,7 @@ def _explain(name: str, path: str, error: Exception) -> str:
     return f"cannot load model {name!r}: {hint} ({type(error).__name__}: {first_line:.160})"
 
 
-def refuse_unsupported(config: Any) -> None:
+def refuse_unsupported(config: Any, allow_unverified: bool = False) -> None:
     """Raise UnsupportedModelError if the configuration shows that recomputing single tokens cannot be exact."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
@@ -79,6 +88,8 @@ def refuse_unsupported(config: Any) -> None:
         reason = "its attention is bidirectional"
     elif getattr(text, "num_kv_shared_layers", 0):
         reason = "its layers share each other's KV"
+    elif text.model_type not in FAMILIES and not allow_unverified:
+        reason = "this family has not been tested; `kvrag verify --allow-unverified` tests it on your model"
     if reason:
         raise UnsupportedModelError(f"{config.model_type} models cannot be blended: {reason}")
 

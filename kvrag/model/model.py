@@ -50,13 +50,16 @@ class Model:
         stable_length: ... but not up to this many tokens.
     """
 
-    def __init__(self, hf: Any, tokenizer: Any, name: str | None = None) -> None:
+    def __init__(self, hf: Any, tokenizer: Any, name: str | None = None, allow_unverified: bool = False) -> None:
         """Wrap a loaded transformers model and its tokenizer.
+
+        Args:
+            allow_unverified: Try a family that is not in `loading.FAMILIES`; check it with `kvrag.verify` then.
 
         Raises:
             UnsupportedModelError: It cannot be blended exactly.
         """
-        loading.refuse_unsupported(hf.config)
+        loading.refuse_unsupported(hf.config, allow_unverified)
         self.hf, self.config = hf.eval(), hf.config.get_text_config()
         self.name: str = name or getattr(hf, "name_or_path", "") or type(hf).__name__
         self.tokenizer = Tokenizer(tokenizer, self.name)
@@ -96,6 +99,7 @@ class Model:
         revision: str | None = None,
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
+        allow_unverified: bool = False,
     ) -> Model:
         """Load by hub name or path; equal settings share one model as long as anyone uses it.
 
@@ -105,6 +109,7 @@ class Model:
             device: "cuda", "cpu", ...; None = a GPU if there is one.
             device_map: Spread over devices by accelerate; excludes `device`.
             revision, attn_implementation, trust_remote_code: As transformers takes them.
+            allow_unverified: Try a family that has not been tested.
 
         Raises:
             ModelLoadError: Unknown name, no network, or damaged files.
@@ -117,13 +122,14 @@ class Model:
             "revision": revision,
             "attn_implementation": attn_implementation,
             "trust_remote_code": trust_remote_code,
+            "allow_unverified": allow_unverified,
         }
         key = json.dumps([str(name_or_path), settings], default=str)
         with _loading.setdefault(key, threading.Lock()):
             model = _loaded.get(key)
             if model is None:
                 hf, tokenizer = loading.load(str(name_or_path), **settings)
-                model = _loaded[key] = cls(hf, tokenizer, name=str(name_or_path))
+                model = _loaded[key] = cls(hf, tokenizer, str(name_or_path), allow_unverified)
         return model
 
     @property
@@ -177,12 +183,10 @@ class Model:
 
     def _reset_rotary(self) -> None:
         """Dynamic NTK remembers the longest prompt it has seen; an answer must not depend on what was asked before."""
-        if not self.rope_follows_length:
-            return
         for module in {rotary.module for rotary in self._rotary if rotary is not None}:
-            if hasattr(module, "original_max_seq_len") and hasattr(module, "original_inv_freq"):
+            if module.rope_type == "dynamic":
                 module.max_seq_len_cached = module.original_max_seq_len
-                module.register_buffer("inv_freq", module.original_inv_freq.to(self.device), persistent=False)
+                module.inv_freq = module.original_inv_freq.to(self.device, copy=True)
 
     # ---------------------------------------------------------------- forward
 

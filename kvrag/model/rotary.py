@@ -92,7 +92,7 @@ def _watch(hf: Any, num_layers: int, start: int) -> list[_Seen]:
     device = hf.get_input_embeddings().weight.device
     ids = torch.arange(_TOKENS, device=device) * 7 + 3
     try:
-        hf(
+        hf(  # models that take other arguments are caught by the table of families
             input_ids=(ids % hf.config.get_text_config().vocab_size)[None],
             position_ids=torch.arange(start, start + _TOKENS, device=device)[None],
             past_key_values=cache,
@@ -130,8 +130,8 @@ def _one_layer(number: int, first: _Seen, second: _Seen) -> LayerRotary | None:
             a = unrotate(first.keys, first.cos, first.sin, apply, num_rotary)
             b = unrotate(second.keys, second.cos, second.sin, apply, num_rotary)
             again = rotate(a, second.cos, second.sin, apply, num_rotary)
-        except RuntimeError:
-            continue  # shapes do not fit: not this one
+        except (RuntimeError, TypeError):
+            continue  # shapes or arguments do not fit: not this one
         if _same(a, b) and _same(again, second.keys):
             return LayerRotary(*first.rotary, apply, num_rotary)
     _refuse(f"taking RoPE off the keys of layer {number} does not give position-free keys")

@@ -1,0 +1,32 @@
+PYTHON ?= python3
+BIN := .venv/bin
+export HF_HUB_OFFLINE ?= 0
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+
+.PHONY: setup demo test check bench clean
+
+setup: .venv/.done
+
+.venv/.done: pyproject.toml constraints.txt $(wildcard integrations/*/pyproject.toml)
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[cli,dev]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
+	touch $@
+
+demo: setup
+	$(BIN)/kvrag demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+bench: setup
+	$(BIN)/kvrag bench ttft
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,6 @@
+"""Everything offline and on the CPU."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -62,7 +62,9 @@ class BlendConfig:
         check_policy(self.policy)
         check_ratio(self.ratio)
         _require(self.min_run >= 16, f"min_run must be at least 16 (the matcher's guarantee), got {self.min_run}")
-        _require(self.check_layer >= 1, f"check_layer must be at least 1 (layer 0 cannot deviate), got {self.check_layer}")
+        _require(
+            self.check_layer >= 1, f"check_layer must be at least 1 (layer 0 cannot deviate), got {self.check_layer}"
+        )
         _require(self.deviation_of in ("k", "v", "kv"), f"deviation_of must be k, v or kv, got {self.deviation_of!r}")
         _require(self.metric in ("l2", "cosine"), f"metric must be l2 or cosine, got {self.metric!r}")
         _require(self.min_deviation >= 0, f"min_deviation must not be negative, got {self.min_deviation}")

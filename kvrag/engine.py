@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from kvrag.types import Answer, BlendReport, Delta, Messages, Run, WarmReport
 logger = logging.getLogger("kvrag")
 
 _PUT_TOKENS = 32768  # chunks are stored in portions of about this many tokens: what a killed ingestion may lose
+_sharing: dict[str, threading.Lock] = {}
+_shared: weakref.WeakValueDictionary[str, BlendEngine] = weakref.WeakValueDictionary()
 _ROOM = 256  # positions a new cache has for the answer before it grows
 
 
@@ -95,6 +98,19 @@ class BlendEngine:
         except TypeError as error:
             raise SettingError(str(error).replace("Model.from_pretrained()", "BlendEngine.from_pretrained()")) from None
         return cls(model, store, config, ram_bytes)
+
+    @classmethod
+    def shared(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine:
+        """Like `from_pretrained`, but equal settings give the same engine as long as anyone uses it.
+
+        This is what the framework classes build theirs with, when they answer for the first time.
+        """
+        key = repr((str(name_or_path), sorted(settings.items(), key=lambda item: item[0])))
+        with _sharing.setdefault(key, threading.Lock()):
+            engine = _shared.get(key)
+            if engine is None or engine._closed:
+                engine = _shared[key] = cls.from_pretrained(name_or_path, **settings)
+        return engine
 
     # ---------------------------------------------------------------- ingestion
 
@@ -168,7 +184,9 @@ class BlendEngine:
     def _encode_and_put(self, chunks: dict[str, list[int]]) -> int:
         keys = list(chunks)
         records = [
-            ChunkRecord(keys[number], np.asarray(chunks[keys[number]], np.uint32), anchors(chunks[keys[number]]), layers)
+            ChunkRecord(
+                keys[number], np.asarray(chunks[keys[number]], np.uint32), anchors(chunks[keys[number]]), layers
+            )
             for number, layers in encode(self.model, list(chunks.values()))
         ]
         return self.store.put(records) if records else 0
@@ -316,9 +334,7 @@ class BlendEngine:
                 reader.close()
         blend_s = clock.lap()
         self.store.touch(list(readers))
-        return self._done(
-            stitched, logits, readers, config, len(selected), notes, match_s, stitch_s, select_s, blend_s
-        )
+        return self._done(stitched, logits, readers, config, len(selected), notes, match_s, stitch_s, select_s, blend_s)
 
     def _done(
         self,

@@ -79,9 +79,7 @@ def stitch(
 class _Source:
     """Fills one layer of the cache at a time, reading ahead."""
 
-    def __init__(
-        self, model: Model, stitched: Stitched, readers: Mapping[str, ChunkReader], capacity: int
-    ) -> None:
+    def __init__(self, model: Model, stitched: Stitched, readers: Mapping[str, ChunkReader], capacity: int) -> None:
         self._model, self._stitched, self._readers, self._capacity = model, stitched, readers, capacity
         self._tables = model.tables(torch.arange(len(stitched.ids)))
         self._reads: dict[int, Future[dict[str, tuple[Tensor, Tensor]]]] = {}

@@ -146,7 +146,9 @@ def _tensor(content: Tensor, entry: dict[str, Sequence[int]]) -> Tensor:
     return content.view(_DTYPES[str(entry["dtype"])]).view(*entry["shape"])
 
 
-def _digest(keys: np.ndarray[tuple[int], np.dtype[np.uint8]], values: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> str:
+def _digest(
+    keys: np.ndarray[tuple[int], np.dtype[np.uint8]], values: np.ndarray[tuple[int], np.dtype[np.uint8]]
+) -> str:
     digest = xxhash.xxh3_64(keys)
     digest.update(values)
     return digest.hexdigest()

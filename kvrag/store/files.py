@@ -99,7 +99,9 @@ class FileStore:
         except FileNotFoundError:
             return {}
         except ValueError as error:
-            raise StoreError(f"{self.path / _OWNER} is damaged ({error}): delete the store folder and warm again") from error
+            raise StoreError(
+                f"{self.path / _OWNER} is damaged ({error}): delete the store folder and warm again"
+            ) from error
         return parts
 
     def _claim(self, parts: dict[str, str]) -> dict[str, str]:
@@ -154,7 +156,9 @@ class FileStore:
         if self.max_bytes is not None:
             used = self._manifest.totals()[2]
             if needed > self.max_bytes:
-                raise StoreFullError(f"{needed} bytes do not fit into the store's budget of {self.max_bytes}: raise max_bytes")
+                raise StoreFullError(
+                    f"{needed} bytes do not fit into the store's budget of {self.max_bytes}: raise max_bytes"
+                )
             if used + needed > self.max_bytes:
                 keep = max(0, int(self.max_bytes * _LOW_WATERMARK) - needed)
                 self._flush_touched()

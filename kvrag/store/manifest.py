@@ -70,7 +70,9 @@ class Manifest:
         except sqlite3.OperationalError:
             if not self._path.exists():
                 raise
-            connection = sqlite3.connect(f"{self._path.as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False)
+            connection = sqlite3.connect(
+                f"{self._path.as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False
+            )
             self.read_only = True
         connection.execute("SELECT count(*), total(num_bytes) FROM chunks").fetchone()
         return connection

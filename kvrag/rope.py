@@ -1,43 +1,63 @@
 """Rotary position embedding as tensor arithmetic: put a key at a position, take it off again.
 
-Source: arXiv:2104.09864, section 3.2. Which dimensions are paired (halves or neighbours) differs between models, so
-the turn itself is the model's own `apply_rotary_pos_emb`, handed in as `apply`. Everything here is in float32: a bf16
-product loses the low bits that an inverse needs.
+Source: arXiv:2104.09864, section 3.2. Everything here is in float32: half precision loses the low bits of large angles, and
+an inverse needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-Apply = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Pairs = Literal["halves", "neighbours"]
+"""Which dimensions turn together: i and i + R (most models), or 2i and 2i + 1 (cohere, glm)."""
+
+_BLOCK = 256  # tokens; on a CPU the float32 intermediates of a block stay in the cache, those of a prompt do not
 
 
-def rotate(keys: Tensor, cos: Tensor, sin: Tensor, apply: Apply, num_rotary: int) -> Tensor:
+def rotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "halves", out: Tensor | None = None) -> Tensor:
     """Apply RoPE to position-free keys.
 
     Args:
         keys: (B, H, T, D), after any QK-norm, never rotated before.
-        cos: (1, T, R), the model's own table for the positions where the keys land.
-        sin: (1, T, R), likewise.
-        apply: The model's own `apply_rotary_pos_emb(q, k, cos, sin)`.
-        num_rotary: How many of the D dimensions turn; the rest passes through.
+        cos: (T, R) float32, the model's own table for the positions where the keys land, one entry per pair of
+            dimensions. The first 2R dimensions turn, the rest passes through.
+        sin: (T, R) float32, likewise.
+        pairs: Which dimensions turn together.
+        out: (B, H, T, D) to write to.
 
     Returns:
         (B, H, T, D) in the dtype of `keys`; `keys` is left as it was.
     """
-    turning = keys[..., :num_rotary].float()
-    _, turned = apply(turning[:, :0], turning, cos.float(), sin.float())  # no query heads: half the work
-    turned = turned.to(keys.dtype)
-    return turned if num_rotary == keys.shape[-1] else torch.cat([turned, keys[..., num_rotary:]], dim=-1)
+    out = torch.empty_like(keys) if out is None else out
+    num_rotary = 2 * cos.shape[-1]
+    if num_rotary < keys.shape[-1]:
+        out[..., num_rotary:] = keys[..., num_rotary:]
+    size = _BLOCK if keys.device.type == "cpu" else keys.shape[2]
+    for start in range(0, keys.shape[2], size):
+        block = slice(start, start + size)
+        first, second = _split(keys[:, :, block, :num_rotary], pairs)
+        first, second, c, s = first.float(), second.float(), cos[block], sin[block]
+        to_first, to_second = _split(out[:, :, block, :num_rotary], pairs)
+        to_first.copy_((first * c).addcmul_(second, s, value=-1))
+        to_second.copy_((second * c).addcmul_(first, s))
+    return out
 
 
-def unrotate(keys: Tensor, cos: Tensor, sin: Tensor, apply: Apply, num_rotary: int) -> Tensor:
+def unrotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "halves") -> Tensor:
     """Undo `rotate`: the inverse turn is by -sin, and scaled tables (yarn) are divided out.
 
     Args and returns as in `rotate`.
     """
-    scale = cos.float().square() + sin.float().square()  # 1 unless the model scales its tables or they are in bf16
-    return rotate(keys, cos.float() / scale, -sin.float() / scale, apply, num_rotary)
+    scale = cos.square() + sin.square()  # 1 unless the model scales its tables or has them in half precision
+    return rotate(keys, cos / scale, -sin / scale, pairs)
+
+
+def _split(x: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """(..., 2R) -> views of the first and second dimensions of each pair, (..., R) each."""
+    if pairs == "neighbours":
+        return x[..., 0::2], x[..., 1::2]
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]

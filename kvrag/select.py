@@ -82,25 +82,19 @@ def hkvd(context: Context) -> Tensor:
     check = min(config.check_layer, model.num_layers - 1)
     keys, values = stitched.cache.layer(check)
     scores = torch.full((len(stitched.ids),), -torch.inf)
-    measured = stitched.reused
-    positions = torch.arange(len(stitched.ids))
 
-    for slab in positions.split(len(positions) if model.rope_follows_length else _SLAB):
+    def measure(number: int, fresh_keys: Tensor, fresh_values: Tensor) -> bool:
+        if number < check:
+            return False
+        num_tokens = len(scores)
+        pairs = {"k": (fresh_keys, keys[:, :, :num_tokens]), "v": (fresh_values, values[:, :, :num_tokens])}
+        deviations = [_METRICS[config.metric](*pairs[name]) for name in config.deviation_of]
+        scores.copy_(torch.stack(deviations).sum(dim=0))
+        keys[:, :, :num_tokens], values[:, :, :num_tokens] = fresh_keys, fresh_values
+        return True
 
-        def measure(number: int, fresh_keys: Tensor, fresh_values: Tensor, slab: Tensor = slab) -> bool:
-            if number < check:
-                return False
-            part = slice(int(slab[0]), int(slab[-1]) + 1)
-            pairs = {"k": (fresh_keys, keys[:, :, part]), "v": (fresh_values, values[:, :, part])}
-            wanted = [pairs[name] for name in config.deviation_of]
-            deviation = sum(_METRICS[config.metric](fresh, cached) for fresh, cached in wanted)
-            assert isinstance(deviation, Tensor)
-            scores[part] = deviation.cpu()
-            keys[:, :, part], values[:, :, part] = fresh_keys, fresh_values
-            return True
-
-        model.forward_until(measure, stitched.ids[slab][None], stitched.cache, slab)
-    return scores.masked_fill(~measured | (scores < config.min_deviation), -torch.inf)
+    model.forward_until(measure, stitched.ids[None], stitched.cache)  # plain prefill as far as it goes
+    return scores.masked_fill(~stitched.reused | (scores < config.min_deviation), -torch.inf)
 
 
 def query(context: Context) -> Tensor:
@@ -141,7 +135,6 @@ def _cosine(fresh: Tensor, cached: Tensor) -> Tensor:
     return 1 - torch.cosine_similarity(fresh.float(), cached.float(), dim=-1).mean(dim=(0, 1))
 
 
-_SLAB = 2048  # rows per forward pass, as in blend
 _MIN_QUERIES = 8
 _METRICS = {"l2": _l2, "cosine": _cosine}
 _SCORES: dict[str, Callable[[Context], Tensor]] = {

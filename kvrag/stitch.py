@@ -110,7 +110,7 @@ class _Source:
             values[:, :, run.start : run.stop] = chunk_values[:, part]
         device = self._model.layer_device(number)
         rotated = _empty(keys, self._capacity, device)
-        rotated[:, :, :num_tokens] = self._model.rotate(number, keys.to(device), self._tables[number])
+        self._model.rotate(number, keys.to(device), self._tables[number], out=rotated[:, :, :num_tokens])
         values = values.to(device)
         self._stitched.load_s += loaded - started
         self._stitched.stitch_s += time.perf_counter() - loaded

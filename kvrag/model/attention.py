@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _NAME = "kvrag_listen"
+_GROUPED = "kvrag_grouped"
 Listener = Callable[[int, Tensor], None]
 """Called with layer number and (K,) float32 attention, averaged over heads and the listened-to queries."""
 
@@ -26,14 +29,50 @@ def listen(config: Any, num_queries: int, layers: range, listener: Listener) -> 
 
     Only one thread at a time may run a model of this `config`.
     """
-    plain = config._attn_implementation
+    before = config._attn_implementation
+    plain = _GROUPED if before == "sdpa" else before
     _current.state = plain, num_queries, layers, listener
     config._attn_implementation = _NAME
     try:
         yield
     finally:
-        config._attn_implementation = plain
+        config._attn_implementation = before
         del _current.state
+
+
+@contextmanager
+def grouped_attention(config: Any) -> Iterator[None]:
+    """Let masked attention on a CPU read each KV head once for all of its query heads.
+
+    transformers copies keys and values per query head when there is a mask, which CUDA kernels need and CPU ones do not;
+    measured on 458 of 3,146 rows of Qwen2.5-1.5B's shape, bf16, 1 thread: 38.9 ms a layer with the copy, 18.6 without.
+
+    Only one thread at a time may run a model of this `config`.
+    """
+    if config._attn_implementation != "sdpa":
+        yield
+        return
+    config._attn_implementation = _GROUPED
+    try:
+        yield
+    finally:
+        config._attn_implementation = "sdpa"
+
+
+def _grouped(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    if query.device.type != "cpu" or attention_mask is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    grouped = query.shape[1] != key.shape[1]
+    attended = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=grouped)
+    return attended.transpose(1, 2).contiguous(), None
 
 
 def _attend(
@@ -61,3 +100,4 @@ def _received(query: Tensor, key: Tensor, mask: Tensor, kwargs: dict[str, Any]) 
 
 
 AttentionInterface.register(_NAME, _attend)
+AttentionInterface.register(_GROUPED, _grouped)

@@ -26,6 +26,11 @@ ATTENTION_KINDS = {"full_attention": False, "sliding_attention": True}
 """Layer types that can be blended -> has a window."""
 
 
+def reader_path() -> str:
+    """Folder of the bundled model."""
+    return str(files("kvrag") / "reader")
+
+
 def load(
     name: str,
     *,
@@ -43,7 +48,7 @@ def load(
         ModelLoadError: Unknown name, no network, or damaged files.
         UnsupportedModelError: The configuration alone shows that it cannot be blended.
     """
-    path = str(files("kvrag") / "reader") if name == READER else name
+    path = reader_path() if name == READER else name
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **where)

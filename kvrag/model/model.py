@@ -8,6 +8,7 @@ import json
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvrag.config import Sampling
 from kvrag.errors import ContextWindowError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint, hash_weights
 from kvrag.model import loading
-from kvrag.model.attention import listen
+from kvrag.model.attention import grouped_attention, listen
 from kvrag.model.cache import BlendCache, LayerSource
 from kvrag.model.lock import FairLock
 from kvrag.model.rotary import probe
@@ -27,7 +28,7 @@ from kvrag.model.tokenizer import Tokenizer
 from kvrag.rope import rotate, unrotate
 
 Tables = tuple[Tensor, Tensor] | None
-"""cos and sin, each (1, T, R), of one layer; None if it has no RoPE."""
+"""cos and sin of one layer, each (T, R) float32, one entry per pair of dimensions; None if it has no RoPE."""
 
 _loaded: weakref.WeakValueDictionary[str, Model] = weakref.WeakValueDictionary()
 _loading: dict[str, threading.Lock] = {}
@@ -165,21 +166,22 @@ class Model:
                     made[source] = rotary.tables(positions, self.dtype, self.device)
         return [None if rotary is None else made[rotary.module, rotary.extra] for rotary in self._rotary]
 
-    def rotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
-        """(B, H, T, D) position-free keys of a layer -> as the model caches them at the tables' positions."""
+    def rotate(self, number: int, keys: Tensor, tables: Tables, out: Tensor) -> None:
+        """Write (B, H, T, D) position-free keys of a layer to `out` as the model caches them at the tables' positions."""
         rotary = self._rotary[number]
         if rotary is None or tables is None:
-            return keys
-        cos, sin = (table.to(keys.device) for table in tables)
-        return rotate(keys, cos, sin, rotary.apply, rotary.num_rotary)
+            out.copy_(keys)
+        else:
+            cos, sin = (table.to(keys.device) for table in tables)
+            rotate(keys, cos, sin, rotary.pairs, out)
 
     def unrotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
-        """Inverse of `rotate`."""
+        """(B, H, T, D) keys as the model caches them -> position-free."""
         rotary = self._rotary[number]
         if rotary is None or tables is None:
             return keys
         cos, sin = (table.to(keys.device) for table in tables)
-        return unrotate(keys, cos, sin, rotary.apply, rotary.num_rotary)
+        return unrotate(keys, cos, sin, rotary.pairs)
 
     def _reset_rotary(self) -> None:
         """Dynamic NTK remembers the longest prompt it has seen; an answer must not depend on what was asked before."""
@@ -210,7 +212,7 @@ class Model:
             return self._forward(ids, cache, rows)
 
     def forward_until(
-        self, stop: Callable[[int, Tensor, Tensor], bool], ids: Tensor, cache: BlendCache, rows: Tensor
+        self, stop: Callable[[int, Tensor, Tensor], bool], ids: Tensor, cache: BlendCache, rows: Tensor | None = None
     ) -> None:
         """Like `forward`, but end it as soon as `stop(layer, fresh keys, fresh values)` says so.
 
@@ -264,14 +266,15 @@ class Model:
             cache.rows, cache.stop = rows.to(self.device), int(rows[-1]) + 1
             mask = self._mask(rows, cache.stop)
         self._reset_rotary()
-        output = self.hf(
-            input_ids=ids.to(self.device),
-            position_ids=positions[None].to(self.device),
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            **self._last_logits_only,
-        )
+        with grouped_attention(self.config) if mask is not None else nullcontext():
+            output = self.hf(
+                input_ids=ids.to(self.device),
+                position_ids=positions[None].to(self.device),
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                **self._last_logits_only,
+            )
         return output.logits[:, -1].float()  # type: ignore[no-any-return]
 
     @functools.cached_property

@@ -7,19 +7,22 @@ keys in both passes; a model for which it does not is refused. That covers what 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.model.cache import BlendCache
-from kvrag.rope import Apply, rotate, unrotate
+from kvrag.rope import Pairs, rotate, unrotate
 
 _TOKENS = 16
+
+
+Form = Literal["halves", "neighbours", "once"]
+"""How a model's table has one entry per dimension: twice one behind the other, each twice, or only one per pair."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +31,24 @@ class LayerRotary:
 
     module: nn.Module
     extra: tuple[Any, ...]
-    apply: Apply
-    num_rotary: int
+    pairs: Pairs
+    form: Form
 
     def tables(self, positions: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The model's own cos and sin, each (1, T, R), for (T,) positions."""
+        """The model's own cos and sin for (T,) positions, each (T, R) float32, one entry per pair."""
         like = torch.empty(0, dtype=dtype, device=device)  # the module reads dtype and device off it
         cos, sin = self.module(like, positions[None].to(device), *self.extra)
-        return cos, sin
+        return _once(cos, self.form), _once(sin, self.form)
+
+
+def _once(table: Tensor, form: Form) -> Tensor:
+    """(1, T, 2R) or (1, T, R) as the model has it -> (T, R) float32."""
+    table = table[0].float()
+    if form == "neighbours":
+        table = table[:, 0::2]
+    elif form == "halves":
+        table = table[:, : table.shape[1] // 2]
+    return table.contiguous()
 
 
 def probe(hf: Any, num_layers: int, shift: int) -> tuple[list[LayerRotary | None], list[torch.device]]:
@@ -116,24 +129,17 @@ def _one_layer(number: int, first: _Seen, second: _Seen) -> LayerRotary | None:
         _refuse(f"the keys of layer {number} depend on their position, but not by a rotary table it is handed")
     assert first.rotary is not None and first.cos is not None and first.sin is not None
     assert second.cos is not None and second.sin is not None
-    apply: Callable[..., Any] | None = getattr(
-        sys.modules[type(first.attention).__module__], "apply_rotary_pos_emb", None
-    )
-    if apply is None:
-        _refuse(f"{type(first.attention).__module__} has no apply_rotary_pos_emb to undo")
-    assert apply is not None
-    # the table covers the turning dimensions once, or one half of them (gpt_oss)
-    for num_rotary in (first.cos.shape[-1], 2 * first.cos.shape[-1]):
-        if num_rotary > first.keys.shape[-1]:
+    for pairs, form in itertools.product(get_args(Pairs), get_args(Form)):
+        here, there = (
+            (_once(seen.cos, form), _once(seen.sin, form))
+            for seen in (first, second)
+            if seen.cos is not None and seen.sin is not None
+        )
+        if 2 * here[0].shape[-1] > first.keys.shape[-1]:
             continue
-        try:
-            a = unrotate(first.keys, first.cos, first.sin, apply, num_rotary)
-            b = unrotate(second.keys, second.cos, second.sin, apply, num_rotary)
-            again = rotate(a, second.cos, second.sin, apply, num_rotary)
-        except (RuntimeError, TypeError):
-            continue  # shapes or arguments do not fit: not this one
-        if _same(a, b) and _same(again, second.keys):
-            return LayerRotary(*first.rotary, apply, num_rotary)
+        a, b = unrotate(first.keys, *here, pairs), unrotate(second.keys, *there, pairs)
+        if _same(a, b) and _same(rotate(a, *there, pairs), second.keys):
+            return LayerRotary(*first.rotary, pairs, form)
     _refuse(f"taking RoPE off the keys of layer {number} does not give position-free keys")
     raise AssertionError
 

@@ -1,0 +1,243 @@
+"""Time to the first token: full prefill, an exact-prefix cache, and blending, interleaved in one run.
+
+Every clock runs from the call with messages to the first token: rendering, tokenising, matching, reading from disk, rotating,
+selecting and recomputing are inside. Chunks come in an order that was never seen before in each repeat. The RAM tier is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvrag.config import POLICIES, BlendConfig
+from kvrag.engine import BlendEngine
+from kvrag.model import Model
+from kvrag.model.shapes import SHAPES, random_model
+from kvrag.types import BlendReport, Messages
+
+FULL, PREFIX = "full prefill", "exact prefix"
+
+
+@dataclass(frozen=True)
+class TtftRow:
+    """One way to the first token.
+
+    `speedup` is over full prefill in the same run. `bound` is what an engine would reach that pays for nothing but the
+    tokens computed, detection layers included; `share` is how much of it was reached.
+    """
+
+    name: str
+    ttft_s: float
+    speedup: float
+    bound: float | None = None
+    share: float | None = None
+    computed_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class TtftResult:
+    """All rows, and what a reader needs to repeat them."""
+
+    rows: list[TtftRow]
+    prompt_tokens: int
+    settings: dict[str, Any]
+
+
+def measure(
+    model: str = "qwen2.5-0.5b",
+    layers: int | None = None,
+    chunks: int = 6,
+    chunk_tokens: int = 512,
+    question_tokens: int = 64,
+    policies: Sequence[str] = ("hybrid",),
+    ratio: float = 0.15,
+    check_layer: int = 1,
+    repeats: int = 3,
+    ram_bytes: int = 0,
+    progress: Callable[[str], None] = lambda line: None,
+) -> TtftResult:
+    """Measure on a random model of that shape; medians over `repeats` after one warm-up round."""
+    progress(f"building a random model of {model}'s shape")
+    net = random_model(model, layers)
+    words = _one_token_words(net)
+    rng = random.Random(0)
+    # more chunks than a prompt takes, so that no order repeats a prefix
+    corpus = ["".join(rng.choices(words, k=chunk_tokens)) for _ in range(chunks)]
+    config = BlendConfig(ratio=ratio, check_layer=check_layer)
+    times: dict[str, list[float]] = {}
+    reports: dict[str, BlendReport] = {}
+    with tempfile.TemporaryDirectory() as folder, BlendEngine(net, folder, config, ram_bytes) as engine:
+        progress(f"warming {chunks} chunks of {chunk_tokens} tokens")
+        engine.warm(corpus)
+        prefix = _PrefixCache(net)
+        for repeat in range(repeats + 1):
+            progress(f"round {repeat} of {repeats}" if repeat else "warm-up round")
+            rng.shuffle(corpus)
+            question = "".join(rng.choices(words, k=question_tokens))
+            messages: Messages = [{"role": "user", "content": "\n\n".join(corpus) + "\n\n" + question}]
+            ways: dict[str, Callable[[], object]] = {
+                FULL: lambda messages=messages: _generate(net, messages),
+                PREFIX: lambda messages=messages: prefix.generate(messages),
+            }
+            for policy in policies:
+                ways[policy] = lambda messages=messages, policy=policy: engine.generate(
+                    messages, policy=policy, max_new_tokens=1, temperature=0
+                )
+            for name, way in ways.items():
+                seconds, result = _timed(way)
+                if repeat:
+                    times.setdefault(name, []).append(seconds)
+                if name in policies:
+                    reports[name] = result.report  # type: ignore[attr-defined]
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    rows = [_row(name, medians, reports.get(name), net, check_layer) for name in medians]
+    settings = {
+        "model": net.name,
+        "dtype": str(net.dtype).removeprefix("torch."),
+        "chunks": chunks,
+        "chunk_tokens": chunk_tokens,
+        "question_tokens": question_tokens,
+        "ratio": ratio,
+        "check_layer": check_layer,
+        "repeats": repeats,
+        "ram_tier": bool(ram_bytes),
+        "device": str(net.device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": net.hf.config.transformers_version or _version("transformers"),
+        "python": platform.python_version(),
+        "processor": _processor(),
+    }
+    return TtftResult(rows, next(iter(reports.values())).prompt_tokens, settings)
+
+
+def _row(name: str, medians: dict[str, float], report: BlendReport | None, net: Model, check_layer: int) -> TtftRow:
+    speedup = medians[FULL] / medians[name]
+    if report is None:
+        return TtftRow(name, medians[name], speedup)
+    computed = report.fresh_tokens + report.recomputed_tokens
+    detection = report.prompt_tokens * check_layer / net.num_layers if name == "hkvd" else 0
+    bound = report.prompt_tokens / (computed + detection)
+    return TtftRow(name, medians[name], speedup, bound, speedup / bound, computed)
+
+
+def _timed(way: Callable[[], object]) -> tuple[float, object]:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    result = way()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started, result
+
+
+@torch.inference_mode()
+def _generate(net: Model, messages: Messages) -> None:
+    """The reference: `model.generate` to its first token."""
+    ids = torch.tensor([net.tokenizer.render(messages)], device=net.device)
+    net.hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
+
+
+class _PrefixCache:
+    """transformers' own way to reuse: keep the last prompt's KV, crop it to the common prefix."""
+
+    def __init__(self, net: Model) -> None:
+        self._net = net
+        self._ids: list[int] = []
+        self._cache: Any = None
+
+    @torch.inference_mode()
+    def generate(self, messages: Messages) -> None:
+        """To the first token, starting from what this prompt shares with the last one's beginning."""
+        ids = self._net.tokenizer.render(messages)
+        common = 0
+        while common < min(len(ids) - 1, len(self._ids)) and ids[common] == self._ids[common]:
+            common += 1
+        if self._cache is not None:
+            self._cache.crop(common - self._cache.get_seq_length())  # negative: that many off the end
+        tensor = torch.tensor([ids], device=self._net.device)
+        output = self._net.hf.generate(
+            tensor,
+            attention_mask=torch.ones_like(tensor),
+            past_key_values=self._cache if common else None,
+            max_new_tokens=1,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+        self._ids, self._cache = ids, output.past_key_values
+
+
+def _one_token_words(net: Model) -> list[str]:
+    """Words that stay one token each wherever they stand, so that a text's length in tokens is exact."""
+    texts = (net.tokenizer.decode([i]) for i in range(3, len(net.tokenizer.hf)))
+    return [text for text in texts if re.fullmatch(" [a-z]+", text) and len(net.tokenizer.encode(text)) == 1]
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import version
+
+    return version(package)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Command line of `kvrag bench ttft`."""
+    parser.add_argument("--model", default="qwen2.5-0.5b", choices=sorted(SHAPES), help="shape of the random model")
+    parser.add_argument("--layers", type=int, help="only that many of its layers")
+    parser.add_argument("--chunks", type=int, default=6)
+    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--question-tokens", type=int, default=64)
+    parser.add_argument("--ratio", type=float, default=0.15)
+    parser.add_argument("--check-layer", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ram-bytes", type=int, default=0, help="size of the RAM tier (default: off, read from disk)")
+    parser.add_argument(
+        "--policies", nargs="+", default=["none", "first_k", "query", "hybrid", "hkvd"], choices=POLICIES
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    result = measure(
+        args.model,
+        args.layers,
+        args.chunks,
+        args.chunk_tokens,
+        args.question_tokens,
+        args.policies,
+        args.ratio,
+        args.check_layer,
+        args.repeats,
+        args.ram_bytes,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    if args.json:
+        print(json.dumps(asdict(result)))
+        return 0
+    print(", ".join(f"{name} {value}" for name, value in result.settings.items()))
+    print(f"prompt of {result.prompt_tokens} tokens, medians of {args.repeats} rounds\n")
+    print(f"{'':14}{'TTFT':>10}{'speed-up':>10}{'bound':>8}{'share':>8}{'computed':>10}")
+    for row in result.rows:
+        bound = f"{row.bound:>7.2f}x{row.share:>8.2f}{row.computed_tokens:>10}" if row.bound and row.share else ""
+        print(f"{row.name:14}{row.ttft_s * 1000:>7.0f} ms{row.speedup:>9.2f}x{bound}")
+    return 0

@@ -1,0 +1,50 @@
+"""Models of a real shape with random weights: right for speed, useless for answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from kvrag.errors import SettingError
+from kvrag.model.loading import reader_path
+from kvrag.model.model import Model
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "qwen2.5-1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+    },
+}
+"""Configurations of known models, by name."""
+
+
+def random_model(shape: str, num_layers: int | None = None, dtype: torch.dtype = torch.bfloat16) -> Model:
+    """A qwen2 model of that shape, or of its first `num_layers` layers, with the bundled reader's tokenizer.
+
+    Raises:
+        SettingError: No such shape.
+    """
+    if shape not in SHAPES:
+        raise SettingError(f"unknown shape {shape!r}; choose one of {', '.join(SHAPES)}")
+    tokenizer = AutoTokenizer.from_pretrained(reader_path())
+    settings = SHAPES[shape] | ({"num_hidden_layers": num_layers} if num_layers else {})
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = AutoConfig.for_model(
+        "qwen2", vocab_size=151936, tie_word_embeddings=True, max_position_embeddings=32768, **special, **settings
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return Model(hf, tokenizer, f"{shape} shape, {config.num_hidden_layers} layers, random weights")

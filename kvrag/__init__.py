@@ -16,6 +16,7 @@ from kvrag.errors import (
     StoreReadOnlyError,
     UnsupportedModelError,
 )
+from kvrag.llm import LazyEngine, LLMSettings
 from kvrag.model import Model
 from kvrag.store import FileStore, KVStore
 from kvrag.types import Answer, BlendReport, Delta, Run, WarmReport
@@ -35,6 +36,8 @@ __all__ = [
     "FingerprintMismatchError",
     "KVStore",
     "KvragError",
+    "LLMSettings",
+    "LazyEngine",
     "Model",
     "ModelError",
     "ModelLoadError",

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -125,8 +125,8 @@ class BlendEngine:
 
         Args:
             texts: The chunks.
-            document: Name of the document they are the whole of: its chunks from an earlier call that are not among them
-                are dropped, unless another document has them. "" adds without a name.
+            document: Name of the document they are the whole of: its chunks from an earlier call that are not among
+                them are dropped, unless another document has them. "" adds without a name.
             progress: Called with (tokens done, tokens to do) after each portion.
 
         Raises:
@@ -213,7 +213,7 @@ class BlendEngine:
         stop: Sequence[str] = (),
         template: dict[str, Any] | None = None,
         **sampling: Any,
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta, None, None]:
         """Answer piece by piece. Work happens only when the consumer asks for the next piece.
 
         Args:
@@ -252,7 +252,7 @@ class BlendEngine:
         sampling: Sampling,
         template: dict[str, Any],
         started: float,
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta, None, None]:
         notes: list[str] = []
         ids = self.model.tokenizer.render(prompt, **template)
         self.model.check_window(len(ids))
@@ -275,7 +275,7 @@ class BlendEngine:
         """Answer at once; arguments as in `stream`."""
         return _join(self.stream(prompt, **settings))
 
-    async def astream(self, prompt: str | Messages, **settings: Any) -> AsyncIterator[Delta]:
+    async def astream(self, prompt: str | Messages, **settings: Any) -> AsyncGenerator[Delta, None]:
         """Like `stream`, off the event loop."""
         deltas = self.stream(prompt, **settings)
         end = object()
@@ -290,7 +290,7 @@ class BlendEngine:
         finally:
             if step is not None and not step.done():
                 await asyncio.wait([step])  # cancelled in mid-step: a running generator cannot be closed
-            deltas.close()  # type: ignore[attr-defined]
+            deltas.close()
 
     async def agenerate(self, prompt: str | Messages, **settings: Any) -> Answer:
         """Like `generate`, off the event loop; cancelling it stops the work after the current step."""
@@ -298,7 +298,7 @@ class BlendEngine:
         try:
             return _join([delta async for delta in deltas])
         finally:
-            await deltas.aclose()  # type: ignore[attr-defined]
+            await deltas.aclose()
 
     # ---------------------------------------------------------------- the way of a request
 
@@ -404,6 +404,12 @@ class BlendEngine:
             self._index.add((entry.key, entry.ids, entry.anchors) for entry in entries)
             self._last_entry = entries[-1].number
 
+    def __deepcopy__(self, memo: object) -> BlendEngine:
+        return self  # copies of what holds an engine share it
+
+    def __getstate__(self) -> Any:
+        raise TypeError("an engine cannot be pickled: build one in each process, or give model= instead of engine=")
+
     def _check_open(self) -> None:
         if self._closed:
             raise KvragError("this engine has been closed")
@@ -449,10 +455,13 @@ def _portions(keys: Sequence[str], tokens: Sequence[int], size: int) -> Iterator
 
 def _join(deltas: Iterable[Delta]) -> Answer:
     """The whole answer out of its pieces."""
-    text, token_ids, last = "", [], None
+    text, last = "", None
+    token_ids: list[int] = []
     for delta in deltas:
         text += delta.text
         token_ids += delta.token_ids
         last = delta
-    assert last is not None and last.finish_reason is not None and last.report is not None
+    assert last is not None
+    assert last.finish_reason is not None
+    assert last.report is not None
     return Answer(text, tuple(token_ids), last.finish_reason, last.report)

@@ -32,7 +32,8 @@ class WarmReport:
     """What an ingestion did.
 
     `chunks` counts distinct chunks given, `new` those encoded now, `reused` those the store had already, `skipped`
-    those too short to be matched. `tokens` and `bytes` count the new ones. `warnings` say what will not match as pasted.
+    those too short to be matched. `tokens` and `bytes` count the new ones. `warnings` say what will not match as
+    pasted.
     """
 
     chunks: int
@@ -49,9 +50,10 @@ class WarmReport:
 class BlendReport:
     """What was reused and what was recomputed for one answer, and how long each step took.
 
-    `reused_tokens` came from the store, `recomputed_tokens` of them were computed again, `fresh_tokens` were not stored.
-    Times are in seconds; `ttft_s` runs from the call to the first token and includes all others. `exact` says that the
-    answer is full prefill's by construction. `tier` tells where the KV came from: "ram", "disk", "mixed" or "" (nowhere).
+    `reused_tokens` came from the store, `recomputed_tokens` of them were computed again, `fresh_tokens` were not
+    stored. Times are in seconds; `ttft_s` runs from the call to the first token and includes all others. `exact` says
+    that the answer is full prefill's by construction. `tier` tells where the KV came from: "ram", "disk", "mixed" or
+    "" (nowhere).
     """
 
     prompt_tokens: int
@@ -73,8 +75,8 @@ class BlendReport:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, runs without their keys' bytes spelled out twice."""
-        return asdict(self)
+        """Plain JSON types."""
+        return {**asdict(self), "runs": [asdict(run) for run in self.runs], "notes": list(self.notes)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -35,28 +35,33 @@ class Tokenizer:
     def render(self, prompt: str | Messages, **template: Any) -> list[int]:
         """Prompt ids, tokenised once.
 
-        A string is taken as it is, with the tokenizer's own BOS. Messages go through the chat template, which writes all
-        control tokens itself: those that appear in a message stay text. `template` is passed on to it.
+        A string is taken as it is, with the tokenizer's own BOS. Messages go through the chat template, which writes
+        all control tokens itself: those that appear in a message stay text. `template` is passed on to it. If it
+        refuses them, it is given the same text in fewer messages: neighbours of one role joined, then the system's
+        words at the head of the first user message.
 
         Raises:
-            PromptError: Nothing to answer, text that cannot be encoded, or messages that the template refuses.
+            PromptError: Nothing to answer, text that cannot be encoded, content other than text, or messages that the
+                template refuses.
         """
         if isinstance(prompt, str):
             _check_text(prompt)
             if not prompt.strip():
                 raise PromptError("the prompt is empty")
             return list(self.hf(prompt)["input_ids"])
-        messages = list(prompt)
+        messages = [_checked(message) for message in prompt]
         if not messages:
             raise PromptError("the prompt is empty: no messages")
-        for message in messages:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise PromptError(f"a message is a dict with role and content, got {message!r:.80}")
-            if isinstance(message.get("content"), str):
-                _check_text(message["content"])
         if not any(message.get("content") or message.get("tool_calls") for message in messages):
             raise PromptError("the prompt is empty: no message has content")
-        return self._apply_template(messages, template)
+        refusal: PromptError | None = None
+        for attempt in _ways_to_say(messages):
+            try:
+                return self._apply_template(attempt, template)
+            except PromptError as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
 
     def _apply_template(self, messages: Messages, template: Mapping[str, Any]) -> list[int]:
         if self.hf.chat_template is None:
@@ -117,6 +122,69 @@ class Tokenizer:
         if bos is not None and self.hf("a")["input_ids"][:1] == [bos]:
             return (bos,)
         return tuple(self.hf.encode("\n", add_special_tokens=False)[:1])
+
+
+def _checked(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its content as one string, or without any."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise PromptError(f"a message is a dict with role and content, got {message!r:.80}")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_text_of(part) for part in content)
+        message = {**message, "content": content}
+    if content is not None:
+        if not isinstance(content, str):
+            raise PromptError(f"content must be text, got {content!r:.80}")
+        _check_text(content)
+    return message
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise PromptError(f"only text can be answered, and a message has content of type {kind!r}")
+
+
+def _ways_to_say(messages: Messages) -> Iterator[Messages]:
+    """The messages, then what templates take that insist on alternating roles, then what they take without a system."""
+    yield messages
+    joined = _join_neighbours(messages)
+    if joined != messages:
+        yield joined
+    folded = _join_neighbours(_fold_system(messages))
+    if folded != joined:
+        yield folded
+
+
+def _join_neighbours(messages: Messages) -> Messages:
+    joined: Messages = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        # results of tools and calls of them belong to an id of their own
+        if set(message) == set(last) == {"role", "content"} and message["role"] == last["role"] != "tool":
+            joined[-1] = {**last, "content": _paragraphs(last["content"], message["content"])}
+        else:
+            joined.append(message)
+    return joined
+
+
+def _fold_system(messages: Messages) -> Messages:
+    system = [message["content"] for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    if not system:
+        return messages
+    for number, message in enumerate(others):
+        if message["role"] == "user":
+            others[number] = {**message, "content": _paragraphs(*system, message.get("content"))}
+            return others
+    return [{"role": "user", "content": _paragraphs(*system)}, *others]
+
+
+def _paragraphs(*texts: str | None) -> str:
+    return "\n\n".join(text for text in texts if text)
 
 
 def _check_text(text: str) -> None:

@@ -31,7 +31,7 @@ def blend(model: Model, stitched: Stitched, selected: Tensor) -> Tensor:
     positions = rows.nonzero().squeeze(1)
     # where RoPE follows the length, every pass must see the last position
     size = len(positions) if model.rope_follows_length else SLAB
-    for slab in positions.split(size):
+    for slab in torch.split(positions, size):
         logits = model.forward(stitched.ids[slab][None], stitched.cache, slab)
     stitched.cache.set_length(len(stitched.ids))
     return logits

@@ -1,9 +1,10 @@
 """Find stretches of a prompt that are identical, token for token, to stretches of ingested chunks.
 
-Every chunk is indexed by a few of its 8-grams, chosen by winnowing (Schleimer et al., SIGMOD 2003): in every window of 8
-consecutive 8-gram hashes the smallest is kept, so that two texts which share 15 tokens share an anchor. The prompt's 8-grams are looked
-up, each hit is extended by comparing ids, and a greedy cover picks the longest runs. Matching tokens instead of text keeps
-the prompt's ids exactly those of the plain model, whatever the chain pasted around the chunks.
+Every chunk is indexed by a few of its 8-grams, chosen by winnowing (Schleimer et al., SIGMOD 2003): in every window
+of 8 consecutive 8-gram hashes the smallest is kept, so that two texts which share 15 tokens share an anchor. The
+prompt's 8-grams are looked up, each hit is extended by comparing ids, and a greedy cover picks the longest runs.
+Matching tokens instead of text keeps the prompt's ids exactly those of the plain model, whatever the chain pasted
+around the chunks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rotary position embedding as tensor arithmetic: put a key at a position, take it off again.
 
-Source: arXiv:2104.09864, section 3.2. Everything here is in float32: half precision loses the low bits of large angles, and
-an inverse needs them.
+Source: arXiv:2104.09864, section 3.2. Everything here is in float32: half precision loses the low bits of large
+angles, and an inverse needs them.
 """
 
 from __future__ import annotations

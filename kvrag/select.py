@@ -1,8 +1,8 @@
 """Which reused tokens to recompute. A policy scores every position; the best of the inexact ones fill the budget.
 
-Rules for all: fresh positions are computed anyway and never compete; a position whose KV is exact is never selected; the same
-positions are taken for keys and values and on every layer. To add a policy, write a function here, enter it in
-`_SCORES` and its name in `kvrag.config.POLICIES`.
+Rules for all: fresh positions are computed anyway and never compete; a position whose KV is exact is never selected;
+the same positions are taken for keys and values and on every layer. To add a policy, write a function here, enter it
+in `_SCORES` and its name in `kvrag.config.POLICIES`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Time to the first token: full prefill, an exact-prefix cache, and blending, interleaved in one run.
 
-Every clock runs from the call with messages to the first token: rendering, tokenising, matching, reading from disk, rotating,
-selecting and recomputing are inside. Chunks come in an order that was never seen before in each repeat. The RAM tier is off.
+Every clock runs from the call with messages to the first token: rendering, tokenising, matching, reading from disk,
+rotating, selecting and recomputing are inside. Chunks come in an order that was never seen before in each repeat. The
+RAM tier is off.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from kvrag.config import POLICIES, BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.model import Model
 from kvrag.model.shapes import SHAPES, random_model
-from kvrag.types import BlendReport, Messages
+from kvrag.types import Answer, BlendReport, Messages
 
 FULL, PREFIX = "full prefill", "exact prefix"
 
@@ -74,7 +76,6 @@ def measure(
     net = random_model(model, layers)
     words = _one_token_words(net)
     rng = random.Random(0)
-    # more chunks than a prompt takes, so that no order repeats a prefix
     corpus = ["".join(rng.choices(words, k=chunk_tokens)) for _ in range(chunks)]
     config = BlendConfig(ratio=ratio, check_layer=check_layer)
     times: dict[str, list[float]] = {}
@@ -89,19 +90,17 @@ def measure(
             question = "".join(rng.choices(words, k=question_tokens))
             messages: Messages = [{"role": "user", "content": "\n\n".join(corpus) + "\n\n" + question}]
             ways: dict[str, Callable[[], object]] = {
-                FULL: lambda messages=messages: _generate(net, messages),
-                PREFIX: lambda messages=messages: prefix.generate(messages),
+                FULL: partial(_generate, net, messages),
+                PREFIX: partial(prefix.generate, messages),
             }
             for policy in policies:
-                ways[policy] = lambda messages=messages, policy=policy: engine.generate(
-                    messages, policy=policy, max_new_tokens=1, temperature=0
-                )
+                ways[policy] = partial(engine.generate, messages, policy=policy, max_new_tokens=1, temperature=0)
             for name, way in ways.items():
                 seconds, result = _timed(way)
                 if repeat:
                     times.setdefault(name, []).append(seconds)
-                if name in policies:
-                    reports[name] = result.report  # type: ignore[attr-defined]
+                if isinstance(result, Answer):
+                    reports[name] = result.report
     medians = {name: statistics.median(values) for name, values in times.items()}
     rows = [_row(name, medians, reports.get(name), net, check_layer) for name in medians]
     settings = {

@@ -32,7 +32,8 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._source is not None:
             self.keys, self.values = self._source(self._number)
         else:
-            assert key_states is not None and value_states is not None
+            assert key_states is not None
+            assert value_states is not None
             self.keys = key_states.new_empty(*key_states.shape[:2], self._capacity, key_states.shape[3])
             self.values = value_states.new_empty(*value_states.shape[:2], self._capacity, value_states.shape[3])
         self.is_initialized = True

@@ -14,12 +14,17 @@ from kvrag.errors import ModelLoadError, UnsupportedModelError
 READER = "reader"
 """Name of the small model that comes with the package."""
 
+# fmt: off
 FAMILIES = frozenset(
-    "apertus arcee cohere cohere2 cwm ernie4_5 ernie4_5_moe exaone4 exaone_moe gemma gemma2 gemma3_text glm glm4 glm4_moe "
-    "gpt_neox gpt_oss granite granitemoe helium hunyuan_v1_dense hunyuan_v1_moe llama ministral ministral3 mistral mixtral "
-    "nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm "
-    "starcoder2".split()
+    (
+        "apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
+        "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granitemoe",
+        "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "ministral", "ministral3", "mistral", "mixtral",
+        "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe",
+        "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+    )
 )
+# fmt: on
 """Model types whose blending is tested to equal full prefill (tests/test_families.py)."""
 
 ATTENTION_KINDS = {"full_attention": False, "sliding_attention": True}

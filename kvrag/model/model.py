@@ -8,9 +8,9 @@ import json
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -167,7 +167,8 @@ class Model:
         return [None if rotary is None else made[rotary.module, rotary.extra] for rotary in self._rotary]
 
     def rotate(self, number: int, keys: Tensor, tables: Tables, out: Tensor) -> None:
-        """Write (B, H, T, D) position-free keys of a layer to `out` as the model caches them at the tables' positions."""
+        """Write (B, H, T, D) position-free keys of a layer to `out` as the model caches them at the tables'
+        positions."""
         rotary = self._rotary[number]
         if rotary is None or tables is None:
             out.copy_(keys)
@@ -188,7 +189,7 @@ class Model:
         for module in {rotary.module for rotary in self._rotary if rotary is not None}:
             if module.rope_type == "dynamic":
                 module.max_seq_len_cached = module.original_max_seq_len
-                module.inv_freq = module.original_inv_freq.to(self.device, copy=True)
+                module.inv_freq = cast(Tensor, module.original_inv_freq).to(self.device, copy=True)
 
     # ---------------------------------------------------------------- forward
 
@@ -225,9 +226,8 @@ class Model:
 
         cache.observer = observe
         try:
-            self.forward(ids, cache, rows)
-        except _StopForward:
-            pass
+            with suppress(_StopForward):
+                self.forward(ids, cache, rows)
         finally:
             cache.observer = None
 
@@ -248,11 +248,9 @@ class Model:
             if number == layers[-1]:
                 raise _StopForward
 
-        with self.lock, torch.inference_mode(), listen(self.config, num_queries, layers, add):
-            try:
-                self._forward(ids, cache, rows)
-            except _StopForward:
-                pass
+        hearing = listen(self.config, num_queries, layers, add)
+        with self.lock, torch.inference_mode(), suppress(_StopForward), hearing:
+            self._forward(ids, cache, rows)
         return total / len(layers)
 
     def _forward(self, ids: Tensor, cache: BlendCache, rows: Tensor | None) -> Tensor:
@@ -275,7 +273,7 @@ class Model:
                 use_cache=True,
                 **self._last_logits_only,
             )
-        return output.logits[:, -1].float()  # type: ignore[no-any-return]
+        return output.logits[:, -1].float()
 
     @functools.cached_property
     def _last_logits_only(self) -> dict[str, int]:

@@ -1,15 +1,15 @@
 """Find out how each layer turns its keys, by watching the loaded model run.
 
-Two short passes, the second further along: the hooks see which rotary module feeds which layer, and the cached keys show
-which layers turn at all (some have no RoPE) and by how many dimensions. Taking the turn off again must give the same
-keys in both passes; a model for which it does not is refused. That covers what no table of families could know.
+Two short passes, the second further along: the hooks see which rotary module feeds which layer, and the cached keys
+show which layers turn at all (some have no RoPE) and by how many dimensions. Taking the turn off again must give the
+same keys in both passes; a model for which it does not is refused. That covers what no table of families could know.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
@@ -69,13 +69,11 @@ class _Seen:
     """What one pass showed of one layer."""
 
     keys: Tensor | None = None  # (1, H, T, D), as cached
-    attention: nn.Module | None = None
     rotary: tuple[nn.Module, tuple[Any, ...]] | None = None
-    cos: Tensor | None = None
-    sin: Tensor | None = None
+    tables: tuple[Tensor, Tensor] | None = None  # cos and sin as the attention was handed them
 
 
-def _refuse(reason: str) -> None:
+def _refuse(reason: str) -> NoReturn:
     raise UnsupportedModelError(f"this model cannot be blended: {reason}")
 
 
@@ -94,7 +92,7 @@ def _watch(hf: Any, num_layers: int, start: int) -> list[_Seen]:
         if not isinstance(tables, tuple) or not isinstance(number, int):
             return
         layer = layers[number]
-        layer.attention, (layer.cos, layer.sin) = module, tables
+        layer.tables = tables
         for cos, rotary, extra in made:
             if cos is tables[0] or (cos.shape == tables[0].shape and torch.equal(cos.cpu(), tables[0].cpu())):
                 layer.rotary = rotary, extra
@@ -122,26 +120,18 @@ def _watch(hf: Any, num_layers: int, start: int) -> list[_Seen]:
 def _one_layer(number: int, first: _Seen, second: _Seen) -> LayerRotary | None:
     if first.keys is None or second.keys is None:
         _refuse(f"layer {number} does not write its keys into the cache")
-    assert first.keys is not None and second.keys is not None
     if not _turned(first.keys, second.keys):
         return None
-    if first.attention is None or first.rotary is None or first.cos is None or second.cos is None:
+    if first.rotary is None or first.tables is None or second.tables is None:
         _refuse(f"the keys of layer {number} depend on their position, but not by a rotary table it is handed")
-    assert first.rotary is not None and first.cos is not None and first.sin is not None
-    assert second.cos is not None and second.sin is not None
     for pairs, form in itertools.product(get_args(Pairs), get_args(Form)):
-        here, there = (
-            (_once(seen.cos, form), _once(seen.sin, form))
-            for seen in (first, second)
-            if seen.cos is not None and seen.sin is not None
-        )
+        here, there = ((_once(cos, form), _once(sin, form)) for cos, sin in (first.tables, second.tables))
         if 2 * here[0].shape[-1] > first.keys.shape[-1]:
             continue
         a, b = unrotate(first.keys, *here, pairs), unrotate(second.keys, *there, pairs)
         if _same(a, b) and _same(rotate(a, *there, pairs), second.keys):
             return LayerRotary(*first.rotary, pairs, form)
     _refuse(f"taking RoPE off the keys of layer {number} does not give position-free keys")
-    raise AssertionError
 
 
 def _turned(first: Tensor, second: Tensor) -> bool:

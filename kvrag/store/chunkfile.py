@@ -124,7 +124,7 @@ class ChunkFile:
 
     def _read(self, start: int, stop: int) -> Tensor:
         content = torch.empty(stop - start, dtype=torch.uint8)
-        view, position = memoryview(content.numpy()), self._start + start
+        view, position = content.numpy().data, self._start + start
         while view:
             count = os.preadv(self._file.fileno(), [view], position)
             if count == 0:
@@ -149,6 +149,6 @@ def _tensor(content: Tensor, entry: dict[str, Sequence[int]]) -> Tensor:
 def _digest(
     keys: np.ndarray[tuple[int], np.dtype[np.uint8]], values: np.ndarray[tuple[int], np.dtype[np.uint8]]
 ) -> str:
-    digest = xxhash.xxh3_64(keys)
-    digest.update(values)
+    digest = xxhash.xxh3_64(keys.data)
+    digest.update(values.data)
     return digest.hexdigest()

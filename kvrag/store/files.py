@@ -1,8 +1,8 @@
 """The embedded store: a folder with one safetensors file per chunk and a SQLite manifest.
 
-Chunks are content-addressed: the key determines the bytes, so writers need no lock and a lost file is a miss that is encoded
-again. Order of writing: file under a temporary name, fsync, rename, then the row. A process killed in between leaves
-a file that the next writer of the same chunk replaces, or that `check` adopts.
+Chunks are content-addressed: the key determines the bytes, so writers need no lock and a lost file is a miss that is
+encoded again. Order of writing: file under a temporary name, fsync, rename, then the row. A process killed in between
+leaves a file that the next writer of the same chunk replaces, or that `check` adopts.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ class FileStore:
         free = shutil.disk_usage(self.path).free
         if free - needed < self._min_free:
             raise StoreFullError(
-                f"{self.path}: {free / 1e9:.1f} GB free, {needed / 1e9:.3f} GB needed and {self._min_free / 1e9:.1f} GB kept "
-                "free: make room, set max_bytes, or choose another store folder"
+                f"{self.path}: {free / 1e9:.1f} GB free, {needed / 1e9:.3f} GB needed and "
+                f"{self._min_free / 1e9:.1f} GB kept free: make room, set max_bytes, or choose another store folder"
             )
 
     def open(self, key: str) -> ChunkReader | None:
@@ -280,7 +280,8 @@ class FileStore:
         return sound, damaged, adopted
 
     def gc(self) -> tuple[int, int]:
-        """Delete chunks that no document holds, leftover files and quarantined ones; returns (chunks, files) deleted."""
+        """Delete chunks that no document holds, leftover files and quarantined ones; returns (chunks, files)
+        deleted."""
         unheld = self._manifest.unheld()
         self.remove(unheld)
         rows = set(self._manifest.keys())

@@ -27,6 +27,7 @@ from kvrag.select import select
 from kvrag.stitch import Stitched, stitch
 from kvrag.store import ChunkReader, ChunkRecord, FileStore, KVStore, MemoryTier
 from kvrag.types import Answer, BlendReport, Delta, Messages, Run, WarmReport
+from kvrag.verify import Check, verify
 
 logger = logging.getLogger("kvrag")
 
@@ -299,6 +300,10 @@ class BlendEngine:
             return _join([delta async for delta in deltas])
         finally:
             await deltas.aclose()
+
+    def verify(self) -> list[Check]:
+        """Run the correctness gate on this engine's model, in a folder of its own; see `kvrag.verify`."""
+        return verify(self.model)
 
     # ---------------------------------------------------------------- the way of a request
 

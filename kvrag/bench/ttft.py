@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def measure(
     """Measure on a random model of that shape; medians over `repeats` after one warm-up round."""
     progress(f"building a random model of {model}'s shape")
     net = random_model(model, layers)
-    words = _one_token_words(net)
+    words = one_token_words(net)
     rng = random.Random(0)
     corpus = ["".join(rng.choices(words, k=chunk_tokens)) for _ in range(chunks)]
     config = BlendConfig(ratio=ratio, check_layer=check_layer)
@@ -103,9 +104,7 @@ def measure(
                     reports[name] = result.report
     medians = {name: statistics.median(values) for name, values in times.items()}
     rows = [_row(name, medians, reports.get(name), net, check_layer) for name in medians]
-    settings = {
-        "model": net.name,
-        "dtype": str(net.dtype).removeprefix("torch."),
+    settings = run_settings(net) | {
         "chunks": chunks,
         "chunk_tokens": chunk_tokens,
         "question_tokens": question_tokens,
@@ -113,14 +112,22 @@ def measure(
         "check_layer": check_layer,
         "repeats": repeats,
         "ram_tier": bool(ram_bytes),
+    }
+    return TtftResult(rows, next(iter(reports.values())).prompt_tokens, settings)
+
+
+def run_settings(net: Model) -> dict[str, Any]:
+    """What a number depends on besides the arguments of its benchmark."""
+    return {
+        "model": net.name,
+        "dtype": str(net.dtype).removeprefix("torch."),
         "device": str(net.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "transformers": net.hf.config.transformers_version or _version("transformers"),
+        "transformers": version("transformers"),
         "python": platform.python_version(),
         "processor": _processor(),
     }
-    return TtftResult(rows, next(iter(reports.values())).prompt_tokens, settings)
 
 
 def _row(name: str, medians: dict[str, float], report: BlendReport | None, net: Model, check_layer: int) -> TtftRow:
@@ -179,16 +186,10 @@ class _PrefixCache:
         self._ids, self._cache = ids, output.past_key_values
 
 
-def _one_token_words(net: Model) -> list[str]:
+def one_token_words(net: Model) -> list[str]:
     """Words that stay one token each wherever they stand, so that a text's length in tokens is exact."""
     texts = (net.tokenizer.decode([i]) for i in range(3, len(net.tokenizer.hf)))
     return [text for text in texts if re.fullmatch(" [a-z]+", text) and len(net.tokenizer.encode(text)) == 1]
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)
 
 
 def _processor() -> str:

@@ -47,6 +47,7 @@ class Model:
         name: For people.
         num_layers, context_window, vocab_size, dtype: Facts about the model.
         fingerprint: What KV of this model is filed under.
+        windows: Per layer how many keys a token sees; None = all.
         rope_follows_length: RoPE frequencies depend on the length of the prompt (dynamic NTK, longrope) ...
         stable_length: ... but not up to this many tokens.
     """
@@ -72,7 +73,7 @@ class Model:
         self.context_window = loading.context_window(self.config)
         rope = loading.rope_parameters(self.config)
         self.rope_follows_length = any(part.get("rope_type") in ("dynamic", "longrope") for part in rope)
-        self._windows = loading.layer_windows(self.config)
+        self.windows = loading.layer_windows(self.config)
         if self.config._attn_implementation not in ("sdpa", "eager"):
             raise UnsupportedModelError(
                 f"attention implementation {self.config._attn_implementation!r} takes no mask of its own: "
@@ -291,8 +292,8 @@ class Model:
 
         kinds = getattr(self.config, "layer_types", None) or []
         if len(set(kinds)) > 1:
-            return {kind: additive(window) for kind, window in dict(zip(kinds, self._windows, strict=True)).items()}
-        return additive(self._windows[0])
+            return {kind: additive(window) for kind, window in dict(zip(kinds, self.windows, strict=True)).items()}
+        return additive(self.windows[0])
 
     # ---------------------------------------------------------------- generate's machinery
 

@@ -1,0 +1,78 @@
+"""Ingestion in tokens per second, beside the model's own batched forward pass over the same tokens, interleaved.
+
+The engine's clock holds tokenising, the forward pass, taking RoPE off, and writing with fsync.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+from kvrag.bench.ttft import one_token_words, run_settings
+from kvrag.encode import BATCH_TOKENS
+from kvrag.engine import BlendEngine
+from kvrag.model import Model
+from kvrag.model.shapes import SHAPES, random_model
+
+
+def measure(model: str, layers: int | None, chunks: int, chunk_tokens: int, repeats: int) -> dict[str, Any]:
+    """Medians over `repeats` after one warm-up round."""
+    net = random_model(model, layers)
+    words, rng = one_token_words(net), random.Random(0)
+    rates: dict[str, list[float]] = {"engine": [], "forward": []}
+    for repeat in range(repeats + 1):
+        texts = ["".join(rng.choices(words, k=chunk_tokens)) for _ in range(chunks)]
+        with tempfile.TemporaryDirectory() as folder, BlendEngine(net, folder, ram_bytes=0) as engine:
+            started = time.perf_counter()
+            report = engine.warm(texts)
+            engine_s = time.perf_counter() - started
+        forward_s = _forward(net, texts)
+        if repeat:
+            rates["engine"].append(report.tokens / engine_s)
+            rates["forward"].append(report.tokens / forward_s)
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    settings = run_settings(net) | {"chunks": chunks, "chunk_tokens": chunk_tokens, "repeats": repeats}
+    return {"tokens_per_s": medians, "share": medians["engine"] / medians["forward"], "settings": settings}
+
+
+@torch.inference_mode()
+def _forward(net: Model, texts: list[str]) -> float:
+    """Seconds of transformers' forward pass alone, in batches of the same size."""
+    ids = torch.tensor([net.tokenizer.encode(text) for text in texts], device=net.device)
+    started = time.perf_counter()
+    for batch in ids.split(max(1, BATCH_TOKENS // ids.shape[1])):  # type: ignore[no-untyped-call]
+        net.hf(input_ids=batch, use_cache=True, logits_to_keep=1)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Command line of `kvrag bench ingest`."""
+    parser.add_argument("--model", default="qwen2.5-0.5b", choices=sorted(SHAPES), help="shape of the random model")
+    parser.add_argument("--layers", type=int, help="only that many of its layers")
+    parser.add_argument("--chunks", type=int, default=16)
+    parser.add_argument("--chunk-tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=3)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    print("measuring", file=sys.stderr, flush=True)
+    result = measure(args.model, args.layers, args.chunks, args.chunk_tokens, args.repeats)
+    if args.json:
+        print(json.dumps(result))
+        return 0
+    print(", ".join(f"{name} {value}" for name, value in result["settings"].items()))
+    for name, rate in result["tokens_per_s"].items():
+        print(f"{name:8}{rate:10.0f} tokens/s")
+    print(f"share of the model's own forward pass: {result['share']:.2f}")
+    return 0

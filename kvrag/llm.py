@@ -143,5 +143,10 @@ class LazyEngine:
         self._engine = BlendEngine.shared(known.pop("model"), **known)
         return self._engine
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LazyEngine)  # two objects do not differ by having answered
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __reduce__(self) -> tuple[type[LazyEngine], tuple[()]]:
         return (LazyEngine, ())

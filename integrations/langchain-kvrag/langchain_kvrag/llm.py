@@ -1,0 +1,96 @@
+"""BlendLLM: text in, text out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, closing
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import LLM, LangSmithParams
+from langchain_core.outputs import GenerationChunk
+
+from kvrag import Delta, LLMSettings
+from langchain_kvrag.settings import BlendSettings
+
+
+class BlendLLM(BlendSettings, LLM, extra="forbid"):
+    """LLM that answers from pre-encoded chunks: the text is one user message for the model's chat template.
+
+    For chains that want a string; `ChatBlend` is the better choice for others. Streams carry the report on their last
+    piece, in `generation_info["kvrag"]`.
+    """
+
+    @property
+    def _llm_type(self) -> str:
+        return "kvrag"
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop, **kwargs)
+        params["ls_provider"] = "kvrag"
+        params["ls_model_name"] = LLMSettings.of(self).model_name
+        return params
+
+    def _call(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> str:
+        request = LLMSettings.of(self).request(stop=stop, **kwargs)
+        return self._open().generate(_user(prompt), **request).text
+
+    async def _acall(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> str:
+        request = LLMSettings.of(self).request(stop=stop, **kwargs)
+        engine = await asyncio.to_thread(self._open)
+        return (await engine.agenerate(_user(prompt), **request)).text
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        request = LLMSettings.of(self).request(stop=stop, **kwargs)
+        with closing(self._open().stream(_user(prompt), **request)) as deltas:
+            for delta in deltas:
+                chunk = _chunk(delta)
+                if run_manager:
+                    run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                yield chunk
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        request = LLMSettings.of(self).request(stop=stop, **kwargs)
+        engine = await asyncio.to_thread(self._open)
+        async with aclosing(engine.astream(_user(prompt), **request)) as deltas:
+            async for delta in deltas:
+                chunk = _chunk(delta)
+                if run_manager:
+                    await run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                yield chunk
+
+
+def _user(prompt: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": prompt}]
+
+
+def _chunk(delta: Delta) -> GenerationChunk:
+    if delta.report is None:
+        return GenerationChunk(text=delta.text)
+    info = {"kvrag": delta.report.to_dict(), "finish_reason": delta.finish_reason}
+    return GenerationChunk(text=delta.text, generation_info=info)

@@ -1,0 +1,35 @@
+"""LangChain's messages as chat templates take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, FunctionMessage, ToolMessage
+
+_ROLES = {"system": "system", "human": "user", "ai": "assistant", "tool": "tool", "function": "tool"}
+_NOT_SAID = ("reasoning", "thinking", "tool_call", "tool_use")  # a template writes calls from `tool_calls`
+
+
+def template_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
+    """Dicts of role, content and what belongs to tools."""
+    return [_template_message(message) for message in messages]
+
+
+def _template_message(message: BaseMessage) -> dict[str, Any]:
+    kind = message.type.removesuffix("MessageChunk").lower()
+    role = message.role if isinstance(message, ChatMessage) else _ROLES.get(kind, kind)
+    content = message.content
+    if isinstance(content, list):
+        content = [part for part in content if not (isinstance(part, dict) and part.get("type") in _NOT_SAID)]
+    said: dict[str, Any] = {"role": role, "content": content}
+    if isinstance(message, AIMessage) and message.tool_calls:
+        said["tool_calls"] = [
+            {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
+            for call in message.tool_calls
+        ]
+    if isinstance(message, ToolMessage):
+        said["tool_call_id"] = message.tool_call_id
+    if isinstance(message, (ToolMessage, FunctionMessage)) and message.name:
+        said["name"] = message.name
+    return said

@@ -1,0 +1,75 @@
+"""The fields that both LangChain classes have, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Self
+
+from langchain_core.language_models import BaseLanguageModel
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+
+from kvrag import BlendEngine, LazyEngine, LLMSettings, WarmReport
+
+_Plain = Annotated[str, BeforeValidator(LLMSettings.plain)]
+
+
+class BlendSettings(BaseLanguageModel[Any]):
+    """An engine, or the model and the store of one, and the settings of its answers.
+
+    Making an object is cheap: the model is loaded when it answers for the first time, and shared with all objects that
+    have equal settings.
+
+    Attributes:
+        model: A hub name, a folder, or "reader" for the small model that comes with kvrag.
+        store: Folder of the pre-encoded chunks; None = one of this model's under `~/.cache/kvrag`.
+        engine: One already built, instead of all that is said about the model.
+        temperature: 0 = greedy. It and the other sampling settings: None = as the model's generation config says.
+        stop: The answer ends before the first of these strings. Those given per call are added.
+        ratio: Share of the reused tokens to recompute; 0 = plain reuse, 1 = full prefill's answer.
+        policy: Which ones; see `kvrag.POLICIES`.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    model: _Plain | None = None
+    store: _Plain | None = None
+    engine: BlendEngine | None = Field(default=None, exclude=True, repr=False)
+    max_tokens: int = 256
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+    ratio: float | None = None
+    policy: str | None = None
+    dtype: _Plain = "auto"
+    device: str | None = None
+    device_map: str | dict[str, Any] | None = None
+    revision: str | None = None
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+    _lazy: LazyEngine = PrivateAttr(default_factory=LazyEngine)
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> Self:
+        LLMSettings.of(self)
+        return self
+
+    def _open(self) -> BlendEngine:
+        return self._lazy.open(LLMSettings.of(self))
+
+    def warm(self, texts: Iterable[str], *, document: str = "") -> WarmReport:
+        """Encode every chunk that the store lacks; see `BlendEngine.warm`. Give the `page_content` of the documents."""
+        return self._open().warm(texts, document=document)
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Token ids as the model's own tokenizer has them."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        return self._open().model.tokenizer.encode(text)
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return LLMSettings.of(self).identity()

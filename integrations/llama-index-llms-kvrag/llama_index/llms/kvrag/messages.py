@@ -1,0 +1,41 @@
+"""LlamaIndex's messages as chat templates take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock, ThinkingBlock, ToolCallBlock
+
+_ROLES = {
+    MessageRole.DEVELOPER: "system",
+    MessageRole.CHATBOT: "assistant",
+    MessageRole.MODEL: "assistant",
+    MessageRole.FUNCTION: "tool",
+}
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Dicts of role, content and what belongs to tools."""
+    return [_template_message(message) for message in messages]
+
+
+def _template_message(message: ChatMessage) -> dict[str, Any]:
+    said: dict[str, Any] = {"role": _ROLES.get(message.role, message.role.value), "content": message.content}
+    others = [block for block in message.blocks if not isinstance(block, (TextBlock, ThinkingBlock, ToolCallBlock))]
+    if others:
+        said["content"] = [{"type": block.block_type} for block in others]  # the engine says what it does not read
+    calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+    if calls:
+        said["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call.tool_call_id,
+                "function": {"name": call.tool_name, "arguments": call.tool_kwargs},
+            }
+            for call in calls
+        ]
+    said |= {
+        name: message.additional_kwargs[name] for name in ("tool_call_id", "name") if name in message.additional_kwargs
+    }
+    return said

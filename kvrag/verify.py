@@ -1,6 +1,7 @@
 """The correctness gate, on the user's own model.
 
-Blending everything must be full prefill, and storing must not change KV. Compared with transformers' own forward pass and `generate`, on the same token ids.
+Blending everything must be full prefill, and storing must not change KV. Both are compared with transformers' own forward
+pass and `generate`, on the same token ids.
 """
 
 from __future__ import annotations
@@ -54,47 +55,30 @@ def verify(
     windows = [window for window in model.windows if window is not None and window <= 4096]
     chunks = _texts(model, chunk_tokens or max([128, *(window // 3 for window in windows)]))
     tolerance = _TOLERANCE.get(model.dtype, 1e-4)
-    with tempfile.TemporaryDirectory(prefix="kvrag-verify-") as folder:
-        index = _warm(model, chunks, Path(folder))
-        ids = model.tokenizer.render("\n\n".join(reversed(chunks)) + "\n\nWhich of these places is the oldest?")
-        ids = _behind_preamble(model, ids)
+    with tempfile.TemporaryDirectory(prefix="kvrag-verify-") as name:
+        folder = Path(name)
+        index = _warm(model, chunks, folder)
+        ids = _behind_preamble(model, "\n\n".join(reversed(chunks)) + "\n\nWhich of these places is the oldest?")
         progress("full prefill by transformers")
         reference, tokens = _reference(model, ids)
 
         progress("ratio 1.0")
-        stitched = _stitch(model, ids, index, Path(folder))
-        own = _layer0_keys(model, ids)
-        keys = stitched.cache.layer(0)[0][:, :, : len(ids)]
-        reused = stitched.reused
-        checks = [
-            _check(
-                "layer-0 keys of stitched chunks = the model's own", keys[:, :, reused], own[:, :, reused], tolerance
-            )
-        ]
-        before = blend(model, stitched, stitched.inexact)
-        checks.append(_check("ratio 1.0 = full prefill (logits)", before, reference, tolerance))
-        got = _greedy(model, ids, stitched, before)
-        same = next(
-            (i for i, (a, b) in enumerate(zip(got, tokens, strict=False)) if a != b), min(len(got), len(tokens))
-        )
-        wanted = len(tokens) if model.dtype == torch.float32 else 1  # in half precision near ties may fall either way
-        checks.append(
-            Check("ratio 1.0 = model.generate (greedy tokens)", same, wanted, same >= wanted, f"of {len(tokens)}")
-        )
+        stitched = _stitch(model, ids, index, folder)
+        at = stitched.reused.nonzero().squeeze(1)
+        keys, own = stitched.cache.layer(0)[0][:, :, at], _layer0_keys(model, ids)[:, :, at]
+        checks = [_check("layer-0 keys of stitched chunks = the model's own", keys, own, tolerance)]
+        blended = blend(model, stitched, stitched.inexact)
+        checks.append(_check("ratio 1.0 = full prefill (logits)", blended, reference, tolerance))
+        checks.append(_check_tokens(model, tokens, _greedy(model, ids, stitched, blended)))
 
         progress("one chunk behind its preamble")
-        encode_text = model.tokenizer.encode
-        alone = [*model.tokenizer.preamble, *encode_text(chunks[0]), *encode_text(" So the")]
-        stitched = _stitch(model, alone, index, Path(folder))
-        logits = blend(model, stitched, stitched.inexact[:0])
-        checks.append(
-            _check("plain reuse behind the preamble = full prefill", logits, _reference(model, alone, 0)[0], tolerance)
-        )
+        alone = _behind_preamble(model, chunks[0] + " So the")
+        plain, (reference, _) = _none(model, alone, index, folder), _reference(model, alone, 0)
+        checks.append(_check("plain reuse behind the preamble = full prefill", plain, reference, tolerance))
 
         progress("restart")
-        first = _none(model, ids, index, Path(folder))
-        second = _none(model, ids, index, Path(folder))
-        checks.append(_check("plain reuse after a restart = before it", second, first, 0.0))
+        before, after = (_none(model, ids, index, folder) for _ in range(2))
+        checks.append(_check("plain reuse after a restart = before it", after, before, 0.0))
     return checks
 
 
@@ -127,10 +111,8 @@ def _warm(model: Model, chunks: Sequence[str], folder: Path) -> MatchIndex:
     return index
 
 
-def _behind_preamble(model: Model, ids: list[int]) -> list[int]:
-    """A raw prompt has only the tokenizer's BOS: put the preamble there, so that one chunk stands right behind it."""
-    bos = model.tokenizer.hf.bos_token_id
-    return [*model.tokenizer.preamble, *(ids[1:] if ids[0] == bos else ids)]
+def _behind_preamble(model: Model, text: str) -> list[int]:
+    return [*model.tokenizer.preamble, *model.tokenizer.encode(text)]
 
 
 def _stitch(model: Model, ids: list[int], index: MatchIndex, folder: Path) -> Stitched:
@@ -177,6 +159,14 @@ def _layer0_keys(model: Model, ids: list[int]) -> Tensor:
     cache = model.new_cache(len(ids))
     model.forward_until(lambda number, *_: number == 1, torch.tensor([ids]), cache)
     return cache.layer(0)[0]
+
+
+def _check_tokens(model: Model, tokens: list[int], got: list[int]) -> Check:
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(got, tokens, strict=False)))
+    # in half precision near ties may fall either way
+    wanted = len(tokens) if model.dtype == torch.float32 else min(1, len(tokens))
+    name = "ratio 1.0 = model.generate (greedy tokens)"
+    return Check(name, same, wanted, same >= wanted, f"of {len(tokens)}")
 
 
 def _check(name: str, value: Tensor, reference: Tensor, limit: float) -> Check:

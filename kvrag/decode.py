@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def decode(model: Model, ids: Tensor, cache: BlendCache, logits: Tensor, samplin
     text = _Text(model, sampling.stop)
     room = min(sampling.max_new_tokens, model.context_window - ids.shape[1])
     for left in range(room - 1, -1, -1):
-        token = _pick(process(ids, logits), generator if do_sample else None, do_sample)
+        token = _pick(process, ids, logits, do_sample, generator)
         if token in model.eos_ids:
             break
         delta = text.push(token)
@@ -49,10 +49,17 @@ def decode(model: Model, ids: Tensor, cache: BlendCache, logits: Tensor, samplin
 
 
 @torch.inference_mode()
-def _pick(logits: Tensor, generator: torch.Generator | None, do_sample: bool) -> int:
-    """(1, V) processed logits -> token id."""
+def _pick(
+    process: Callable[[Tensor, Tensor], Tensor],
+    ids: Tensor,
+    logits: Tensor,
+    do_sample: bool,
+    generator: torch.Generator | None,
+) -> int:
+    """(1, T) ids so far and (1, V) logits -> the next token's id."""
     if torch.isnan(logits).any():
         raise ModelError("the model's logits are NaN: a value overflowed; load it with dtype='bfloat16' or 'float32'")
+    logits = process(ids, logits)
     if not do_sample:
         return int(logits.argmax())
     return int(torch.multinomial(logits.softmax(dim=-1), 1, generator=generator))

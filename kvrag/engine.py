@@ -232,14 +232,13 @@ class BlendEngine:
             PromptError, ContextWindowError: It cannot be answered as it is.
             SettingError: A setting is out of range or unknown.
         """
-        started = time.perf_counter()
         self._check_open()
         config = self._configure(ratio, policy)
         try:
             settings = Sampling(stop=tuple(stop), **sampling)
         except TypeError as error:
             raise SettingError(str(error).replace("Sampling.__init__()", "stream()")) from None
-        return self._stream(prompt, documents, config, settings, template or {}, started)
+        return self._stream(prompt, documents, config, settings, template or {})
 
     def _configure(self, ratio: float | None, policy: str | None) -> BlendConfig:
         changes: dict[str, Any] = {"ratio": ratio, "policy": policy}

@@ -69,11 +69,19 @@ def stitch(
     preamble = model.tokenizer.preamble
     first = runs[0] if runs else None
     behind_preamble = first and first.offset == 0 and tuple(ids[: first.start]) == preamble
-    if first and behind_preamble and num_tokens <= model.stable_length:
+    if first and behind_preamble and max(num_tokens, _encoded_length(model, readers[first.key])) <= model.stable_length:
         exact[first.start : first.stop] = reused[first.start : first.stop]
     stitched = Stitched(torch.tensor(ids), runs, reused, exact)
     stitched.cache = model.new_cache(capacity, _Source(model, stitched, readers, capacity) if runs else None)
     return stitched
+
+
+def _encoded_length(model: Model, reader: ChunkReader) -> int:
+    """Tokens of the pass that encoded the chunk (the prompt may have only its beginning); 0 where it is all the same."""
+    if not model.rope_follows_length:
+        return 0
+    keys, _ = reader.layer(0)
+    return len(model.tokenizer.preamble) + keys.shape[1]
 
 
 class _Source:

@@ -1,7 +1,7 @@
 """The correctness gate, on the user's own model.
 
-Blending everything must be full prefill, and storing must not change KV. Both are compared with transformers' own forward
-pass and `generate`, on the same token ids.
+Blending everything must be full prefill, and storing must not change KV. Both are compared with transformers' own
+forward pass and `generate`, on the same token ids.
 """
 
 from __future__ import annotations

@@ -1,6 +1,88 @@
 """Everything offline and on the CPU."""
 
+from __future__ import annotations
+
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+from families import build
+from transformers import AutoTokenizer
+
+import kvrag
+from kvrag import BlendConfig, BlendEngine, FileStore, Model
+from kvrag.engine import _Prepared
+
+CHUNKS = [
+    "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",
+    "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror.",
+    "Kan Dror was born in Stelburg. He plays the banjo. He owns a goat and a cat. He studied geology.",
+    "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake.",
+]
+QUESTION = "Question: Who likes curry?"
+
+
+def messages(*chunks: str, question: str = QUESTION) -> list[dict[str, str]]:
+    """A chat prompt of these chunks and a question."""
+    return [{"role": "user", "content": "\n\n".join(chunks)}, {"role": "user", "content": question}]
+
+
+def prepare(
+    engine: BlendEngine, ids: list[int], ratio: float | None = None, policy: str | None = None, **changes: Any
+) -> _Prepared:
+    """The engine's way from prompt ids to a complete cache."""
+    config = engine._configure(ratio, policy)
+    return engine._prepare(ids, BlendConfig(**{**_fields(config), **changes}), [])
+
+
+def _fields(config: BlendConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in BlendConfig.__dataclass_fields__}
+
+
+@torch.inference_mode()
+def plain_logits(hf: Any, ids: list[int]) -> torch.Tensor:
+    """(T, V) by the model itself, nothing of ours involved."""
+    return hf(torch.tensor([ids])).logits[0].float()
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference, relative to the largest logit."""
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The bundled reader's."""
+    return AutoTokenizer.from_pretrained(Path(kvrag.__file__).parent / "reader")
+
+
+@pytest.fixture(scope="session")
+def hf() -> Any:
+    """A tiny random llama."""
+    return build("llama", max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="session")
+def model(hf: Any, tokenizer: Any) -> Model:
+    """The tiny llama, ready to blend."""
+    return Model(hf, tokenizer, "tiny")
+
+
+@pytest.fixture
+def endless(model: Model, monkeypatch: pytest.MonkeyPatch) -> Model:
+    """The tiny llama without an end token, so that answers have the length asked for."""
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+    return model
+
+
+@pytest.fixture
+def engine(model: Model, tmp_path: Path) -> Iterator[BlendEngine]:
+    """On a store of its own, nothing warmed."""
+    with BlendEngine(model, FileStore(tmp_path / "kv", min_free_bytes=0)) as engine:
+        yield engine

@@ -53,6 +53,8 @@ def load(
         ModelLoadError: Unknown name, no network, or damaged files.
         UnsupportedModelError: The configuration alone shows that it cannot be blended.
     """
+    if attn_implementation is not None:
+        refuse_attention(attn_implementation)
     path = reader_path() if name == READER else name
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
@@ -104,6 +106,15 @@ def refuse_unsupported(config: Any, allow_unverified: bool = False) -> None:
         raise UnsupportedModelError(f"{config.model_type} models cannot be blended: {reason}")
 
 
+def refuse_attention(name: str) -> None:
+    """Raise UnsupportedModelError unless this attention implementation takes a mask by true positions."""
+    if name not in ("sdpa", "eager"):
+        raise UnsupportedModelError(
+            f"attention implementation {name!r} takes no mask of its own: "
+            "load the model with attn_implementation='sdpa' or 'eager'"
+        )
+
+
 def layer_windows(config: Any) -> tuple[int | None, ...]:
     """Per layer: how many keys a token sees, itself included; None = all."""
     window: int | None = getattr(config, "sliding_window", None)
@@ -123,8 +134,11 @@ def rope_parameters(config: Any) -> list[dict[str, Any]]:
 def context_window(config: Any) -> int:
     """How many tokens the model can see, RoPE scaling included."""
     window = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
-    for part in rope_parameters(config):
+    parts = rope_parameters(config)
+    for part in parts:
         factor = float(part.get("factor") or 1.0)
+        if part.get("rope_type") == "linear" and len(parts) > 1:
+            continue  # gemma3 has counted the scaling of its full-attention layers already, as vLLM notes too
         if part.get("rope_type") in ("linear", "dynamic"):
             window = max(window, int(config.max_position_embeddings * factor))
         elif part.get("rope_type") == "yarn" and part.get("original_max_position_embeddings"):

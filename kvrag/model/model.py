@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from kvrag.config import Sampling
-from kvrag.errors import ContextWindowError, UnsupportedModelError
+from kvrag.errors import ContextWindowError
 from kvrag.fingerprint import Fingerprint, hash_weights
 from kvrag.model import loading
 from kvrag.model.attention import grouped_attention, listen
@@ -74,11 +74,7 @@ class Model:
         rope = loading.rope_parameters(self.config)
         self.rope_follows_length = any(part.get("rope_type") in ("dynamic", "longrope") for part in rope)
         self.windows = loading.layer_windows(self.config)
-        if self.config._attn_implementation not in ("sdpa", "eager"):
-            raise UnsupportedModelError(
-                f"attention implementation {self.config._attn_implementation!r} takes no mask of its own: "
-                "load the model with attn_implementation='sdpa' or 'eager'"
-            )
+        loading.refuse_attention(self.config._attn_implementation)
         self.stable_length = loading.stable_length(rope, self.context_window)
         self._rotary, self._devices = probe(hf, self.num_layers, shift=min(37, self.stable_length // 4))
         self.fingerprint = Fingerprint(
@@ -242,17 +238,17 @@ class Model:
         Returns:
             (T,) float32 with T = the last row + 1, mean over heads and queries as well.
         """
-        total = torch.zeros(int(rows[-1]) + 1)
+        heard: list[Tensor] = []
 
         def add(number: int, received: Tensor) -> None:
-            total.add_(received.cpu())
+            heard.append(received.to(self.device))
             if number == layers[-1]:
                 raise _StopForward
 
         hearing = listen(self.config, num_queries, layers, add)
         with self.lock, torch.inference_mode(), suppress(_StopForward), hearing:
             self._forward(ids, cache, rows)
-        return total / len(layers)
+        return torch.stack(heard).mean(dim=0).cpu()
 
     def _forward(self, ids: Tensor, cache: BlendCache, rows: Tensor | None) -> Tensor:
         mask = None

@@ -251,8 +251,8 @@ class BlendEngine:
         config: BlendConfig,
         sampling: Sampling,
         template: dict[str, Any],
-        started: float,
     ) -> Generator[Delta, None, None]:
+        started = time.perf_counter()  # when the consumer asks for the first token
         notes: list[str] = []
         ids = self.model.tokenizer.render(prompt, **template)
         self.model.check_window(len(ids))

@@ -72,4 +72,6 @@ class BlendSettings(BaseLanguageModel[Any]):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        return LLMSettings.of(self).identity()
+        identity = LLMSettings.of(self).identity()
+        # under its own name, LangChain would overwrite it with the stop strings of the call in the key of its cache
+        return identity | {"stop_sequences": identity.pop("stop")}

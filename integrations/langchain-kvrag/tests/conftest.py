@@ -1,0 +1,79 @@
+"""The small reader on a store of its own, offline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from langchain_kvrag import BlendLLM, ChatBlend
+
+from kvrag import Model
+
+CHUNKS = [
+    "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",
+    "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror.",
+    "Kan Dror was born in Stelburg. He plays the banjo. He owns a goat and a cat. He studied geology.",
+    "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake.",
+]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _model() -> Model:
+    """Keeps the model loaded between tests."""
+    return Model.from_pretrained("reader", dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The reader is small: threads would wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    # float32: blending in full must not meet a tie of two tokens
+    return {"model": "reader", "store": tmp_path, "dtype": "float32", "temperature": 0, "max_tokens": 16}
+
+
+@pytest.fixture
+def chunks() -> list[str]:
+    return list(CHUNKS)
+
+
+@pytest.fixture
+def chat(settings: dict[str, Any]) -> ChatBlend:
+    return ChatBlend(**settings)
+
+
+@pytest.fixture
+def llm(settings: dict[str, Any]) -> BlendLLM:
+    return BlendLLM(**settings)
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers end at max_tokens only, so that there is something to compare."""
+    monkeypatch.setattr(Model, "eos_ids", frozenset())
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per forward pass."""
+    passes: list[int] = []
+    forward = Model.forward
+
+    def counting(self: Model, ids: Any, *args: Any) -> Any:
+        passes.append(ids.shape[1])
+        return forward(self, ids, *args)
+
+    monkeypatch.setattr(Model, "forward", counting)
+    return passes

@@ -1,0 +1,402 @@
+"""ChatBlend: what goes in and comes out of the chat model."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    FunctionMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+    trim_messages,
+)
+from langchain_core.runnables import ConfigurableField
+from langchain_kvrag import BlendLLM, ChatBlend
+from langchain_kvrag.messages import template_messages
+
+from kvrag import BlendEngine, Model, PromptError, SettingError
+
+QUESTION = "Question: Who likes curry?"
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
+
+
+def merged(pieces: list[Any]) -> AIMessageChunk:
+    whole = pieces[0]
+    for piece in pieces[1:]:
+        whole += piece
+    return whole  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------- answers
+
+
+@pytest.mark.usefixtures("endless")
+async def test_streams_and_async_say_the_same_as_invoke(chat: ChatBlend, chunks: list[str]) -> None:
+    chat.warm(chunks)
+    prompt = "\n\n".join([*chunks, QUESTION])
+    message = chat.invoke(prompt)
+    assert message.content
+    for pieces in (list(chat.stream(prompt)), [piece async for piece in chat.astream(prompt)]):
+        assert len(pieces) > 3
+        assert "".join(str(piece.content) for piece in pieces) == message.content
+        assert merged(pieces).usage_metadata == message.usage_metadata
+    answer = await chat.ainvoke(prompt)
+    assert (answer.content, answer.usage_metadata) == (message.content, message.usage_metadata)
+
+
+@pytest.mark.usefixtures("endless")
+def test_usage_counts_the_prompt_the_answer_and_what_was_reused(chat: ChatBlend, chunks: list[str]) -> None:
+    prompt = "\n\n".join([*chunks, QUESTION])
+    cold = chat.invoke(prompt)
+    chat.warm(chunks)
+    warm = chat.invoke(prompt)
+    assert cold.usage_metadata is not None
+    assert warm.usage_metadata is not None
+    assert cold.usage_metadata["input_tokens"] == warm.usage_metadata["input_tokens"] > 100
+    assert cold.usage_metadata["output_tokens"] == 16
+    assert cold.usage_metadata["total_tokens"] == cold.usage_metadata["input_tokens"] + 16
+    assert cold.usage_metadata["input_token_details"]["cache_read"] == 0
+    reused = warm.usage_metadata["input_token_details"]["cache_read"]
+    assert reused == warm.response_metadata["kvrag"]["reused_tokens"] > 90
+
+
+@pytest.mark.usefixtures("endless")
+def test_only_the_last_piece_of_a_stream_tells_about_the_whole(chat: ChatBlend) -> None:
+    *pieces, last = list(chat.stream(QUESTION))
+    assert not any(piece.usage_metadata or piece.response_metadata or piece.chunk_position for piece in pieces)
+    assert last.chunk_position == "last"
+    assert last.usage_metadata is not None
+    metadata = last.response_metadata
+    assert (metadata["model_name"], metadata["model_provider"], metadata["finish_reason"]) == (
+        "reader",
+        "kvrag",
+        "length",
+    )
+    assert json.loads(json.dumps(metadata)) == metadata
+
+
+def test_invoke_tells_callbacks_no_tokens_and_stream_tells_them_all(chat: ChatBlend) -> None:
+    class Tokens(BaseCallbackHandler):
+        def __init__(self) -> None:
+            self.said: list[str] = []
+
+        def on_llm_new_token(self, token: str, **_: Any) -> None:
+            self.said.append(token)
+
+    tokens = Tokens()
+    message = chat.invoke(QUESTION, {"callbacks": [tokens]})
+    assert tokens.said == []
+    list(chat.stream(QUESTION, {"callbacks": [tokens]}))
+    assert "".join(tokens.said) == message.content
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.mark.usefixtures("endless")
+def test_settings_of_a_call_beat_the_objects(chat: ChatBlend, chunks: list[str]) -> None:
+    chat.warm(chunks)
+    prompt = "\n\n".join([*chunks, QUESTION])
+    short = chat.invoke(prompt, max_tokens=3)
+    assert short.usage_metadata is not None
+    assert short.usage_metadata["output_tokens"] == 3
+    assert chat.bind(ratio=0.5).invoke(prompt).response_metadata["kvrag"]["ratio"] == 0.5
+    assert chat.invoke(prompt, policy="full").response_metadata["kvrag"]["policy"] == "full"
+    drawn = [chat.invoke(prompt, temperature=2.0, seed=seed).content for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_documents_of_a_call_are_reused_the_next_time(chat: ChatBlend, chunks: list[str]) -> None:
+    prompt = "\n\n".join([chunks[0], QUESTION])
+    reports = [chat.invoke(prompt, documents=chunks[:1]).response_metadata["kvrag"] for _ in range(2)]
+    assert reports[1]["reused_tokens"] > 16
+
+
+@pytest.mark.usefixtures("endless")
+def test_the_stop_strings_of_a_call_are_added_to_the_objects(settings: dict[str, Any]) -> None:
+    text = str(ChatBlend(**settings).invoke(QUESTION).content)
+    early, late = text[4:7], text[-5:-2]
+    stopping = ChatBlend(**settings, stop=[early])
+    for answer in (stopping.invoke(QUESTION), stopping.invoke(QUESTION, stop=[late])):
+        assert answer.content == text[: text.find(early)]
+        assert answer.response_metadata["finish_reason"] == "stop"
+    assert ChatBlend(**settings, stop=[late]).invoke(QUESTION, stop=[early]).content == text[: text.find(early)]
+
+
+@pytest.mark.parametrize("unknown", [{"max_new_tokens": 3}, {"temprature": 0}, {"model": "other"}])
+def test_unknown_settings_of_a_call_are_refused(chat: ChatBlend, unknown: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match=f"unknown setting {next(iter(unknown))}"):
+        chat.invoke(QUESTION, **unknown)
+    with pytest.raises(SettingError, match="unknown setting"):
+        list(chat.stream(QUESTION, **unknown))
+
+
+@pytest.mark.parametrize("cls", [ChatBlend, BlendLLM])
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"model": "reader", "temprature": 0}, "temprature"),
+        ({"model": "reader", "ratio": 1.5}, "ratio must be a number in"),
+        ({"model": "reader", "policy": "best"}, "unknown policy 'best'"),
+        ({"model": "reader", "max_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({}, "no model"),
+        ({"store": "kv"}, "no model"),
+    ],
+)
+def test_wrong_settings_are_refused_when_the_object_is_made(cls: type, wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        cls(**wrong)
+
+
+def test_an_engine_already_built_excludes_settings_of_the_model(tmp_path: Path) -> None:
+    engine = BlendEngine.from_pretrained("reader", store=tmp_path, dtype="float32")
+    chat = ChatBlend(engine=engine, max_tokens=4)
+    assert chat.invoke(QUESTION).response_metadata["model_name"] == "reader"
+    for wrong in ({"model": "reader"}, {"store": "kv"}, {"dtype": "float32"}):
+        with pytest.raises(ValueError, match=f"leave out {next(iter(wrong))}="):
+            ChatBlend(engine=engine, **wrong)
+
+
+# ---------------------------------------------------------------- the engine behind it
+
+
+def test_making_an_object_loads_nothing_and_equal_settings_share_an_engine(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Any] = []
+    from_pretrained = BlendEngine.from_pretrained
+
+    def counting(*args: Any, **kwargs: Any) -> BlendEngine:
+        built.append(args)
+        return from_pretrained(*args, **kwargs)
+
+    monkeypatch.setattr(BlendEngine, "from_pretrained", counting)
+    chat, llm = ChatBlend(**settings), BlendLLM(**{**settings, "store": str(settings["store"]), "max_tokens": 2})
+    copies = [chat.model_copy(update={"seed": 3}), copy.deepcopy(chat), pickle.loads(pickle.dumps(chat))]
+    repr([chat, llm, chat._identifying_params, chat._get_ls_params()])
+    assert built == []
+    for one in (chat, llm, *copies):
+        one.invoke(QUESTION)
+    assert len(built) == 1
+
+
+def test_pickles_and_copies_leave_the_engine_out(chat: ChatBlend) -> None:
+    answer = chat.invoke(QUESTION).content
+    pickled = pickle.dumps(chat)
+    assert len(pickled) < 10_000
+    again = pickle.loads(pickled)
+    assert again == chat == copy.deepcopy(chat)
+    assert again.invoke(QUESTION).content == answer
+    engine = chat._open()
+    assert copy.deepcopy(ChatBlend(engine=engine)).engine is engine
+
+
+def test_configurable_fields_keep_an_engine_given(tmp_path: Path) -> None:
+    engine = BlendEngine.from_pretrained("reader", store=tmp_path, dtype="float32")
+    chat = ChatBlend(engine=engine).configurable_fields(ratio=ConfigurableField(id="ratio"))
+    message = chat.with_config(configurable={"ratio": 0.7}).invoke(QUESTION)
+    assert message.response_metadata["kvrag"]["ratio"] == 0.7
+
+
+def test_whatever_changes_the_answer_changes_the_cache_key(settings: dict[str, Any], tmp_path: Path) -> None:
+    base = ChatBlend(**settings)
+    changes: list[dict[str, Any]] = [
+        {"ratio": 0.9}, {"policy": "none"}, {"temperature": 1}, {"max_tokens": 5}, {"seed": 1}, {"stop": ["x"]},
+        {"dtype": "bfloat16"}, {"revision": "v2"}, {"store": tmp_path / "other"}, {"top_k": 3}, {"top_p": 0.5},
+        {"repetition_penalty": 1.2}, {"model": "other"},
+    ]  # fmt: skip
+    keys = [base._get_llm_string(), *(ChatBlend(**{**settings, **change})._get_llm_string() for change in changes)]
+    keys.append(ChatBlend(engine=base._open())._get_llm_string())
+    assert len(set(keys)) == len(keys)
+    assert base._get_llm_string() == ChatBlend(**settings)._get_llm_string()
+    json.dumps(base._identifying_params)
+    json.dumps(ChatBlend(engine=base._open())._identifying_params)
+
+
+def test_a_cached_answer_takes_no_work(settings: dict[str, Any], forwards: list[int]) -> None:
+    chat = ChatBlend(**settings, cache=InMemoryCache())
+    first = chat.invoke(QUESTION)
+    done = len(forwards)
+    assert done > 0
+    assert chat.invoke(QUESTION).content == first.content
+    assert len(forwards) == done
+    chat.invoke(QUESTION, ratio=0.3)
+    assert len(forwards) > done
+
+
+# ---------------------------------------------------------------- messages
+
+
+def test_every_kind_of_message_becomes_a_template_message() -> None:
+    call = {"name": "look", "args": {"where": "here"}, "id": "1", "type": "tool_call"}
+    said = template_messages(
+        [
+            SystemMessage("be brief"),
+            HumanMessage(["a ", {"type": "text", "text": "b"}]),
+            AIMessage([{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": "c"}], tool_calls=[call]),
+            ToolMessage("found", tool_call_id="1", name="look"),
+            FunctionMessage("old", name="look"),
+            AIMessageChunk(content="d"),
+        ]
+    )
+    assert [message["role"] for message in said] == ["system", "user", "assistant", "tool", "tool", "assistant"]
+    assert said[2]["content"] == [{"type": "text", "text": "c"}]
+    assert said[2]["tool_calls"][0]["function"] == {"name": "look", "arguments": {"where": "here"}}
+    assert said[3] == {"role": "tool", "content": "found", "tool_call_id": "1", "name": "look"}
+
+
+def test_text_in_parts_is_the_same_prompt(chat: ChatBlend) -> None:
+    whole = chat.invoke([HumanMessage("one two three")])
+    parts = chat.invoke([HumanMessage(["one ", {"type": "text", "text": "two three"}])])
+    assert parts.content == whole.content
+    assert parts.usage_metadata == whole.usage_metadata
+
+
+def test_images_are_refused(chat: ChatBlend) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    with pytest.raises(PromptError, match="only text can be answered"):
+        chat.invoke([HumanMessage([{"type": "text", "text": "What is this?"}, image])])
+
+
+def test_templates_that_refuse_a_system_or_neighbours_of_one_role_get_the_same_text(
+    chat: ChatBlend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = chat._open().model.tokenizer
+    monkeypatch.setattr(tokenizer.hf, "chat_template", STRICT)
+    messages = [
+        SystemMessage("s1"), HumanMessage("u1"), SystemMessage("s2"), HumanMessage("u2"),
+        AIMessage("a1"), AIMessage("a2"), HumanMessage("u3"),
+    ]  # fmt: skip
+    ids = tokenizer.render(template_messages(messages))
+    expected = "user: s1\n\ns2\n\nu1\n\nu2\nassistant: a1\n\na2\nuser: u3\n"
+    assert tokenizer.decode(ids) == expected
+    assert chat.invoke(messages).usage_metadata["input_tokens"] == len(ids)  # type: ignore[index]
+    with pytest.raises(PromptError, match="roles must alternate"):
+        chat.invoke([AIMessage("nobody asked")])
+
+
+# ---------------------------------------------------------------- counting tokens
+
+
+def test_tokens_are_counted_by_the_models_own_tokenizer(chat: ChatBlend, llm: BlendLLM) -> None:
+    message = chat.invoke(QUESTION)
+    assert message.usage_metadata is not None
+    assert chat.get_num_tokens_from_messages([HumanMessage(QUESTION)]) == message.usage_metadata["input_tokens"]
+    assert chat.get_token_ids(QUESTION) == llm.get_token_ids(QUESTION) == chat._open().model.tokenizer.encode(QUESTION)
+    assert llm.get_num_tokens(QUESTION) == len(llm.get_token_ids(QUESTION))
+
+
+def test_trim_messages_keeps_what_fits(chat: ChatBlend) -> None:
+    history = [HumanMessage(f"{number} " + "word " * 40) for number in range(5)]
+    room = chat.get_num_tokens_from_messages(history[-2:]) + 3
+    assert trim_messages(history, max_tokens=room, token_counter=chat, strategy="last") == history[-2:]
+
+
+# ---------------------------------------------------------------- threads and the event loop
+
+
+@pytest.mark.parametrize("cls", [ChatBlend, BlendLLM])
+async def test_the_event_loop_runs_while_the_model_loads_and_computes(
+    cls: type[ChatBlend | BlendLLM], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    seen: list[bool] = []
+
+    def after_the_loop_has_run(function: Any) -> Any:
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            ran = threading.Event()
+            loop.call_soon_threadsafe(ran.set)
+            seen.append(ran.wait(10))
+            return function(*args, **kwargs)
+
+        return waiting
+
+    monkeypatch.setattr(BlendEngine, "from_pretrained", after_the_loop_has_run(BlendEngine.from_pretrained))
+    monkeypatch.setattr(Model, "forward", after_the_loop_has_run(Model.forward))
+    llm = cls(**settings)
+    await llm.ainvoke(QUESTION)
+    [piece async for piece in llm.astream(QUESTION)]
+    assert len(seen) > 2
+    assert all(seen)
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry per answer of an engine that has ended, however it did."""
+    endings: list[str] = []
+    inner = BlendEngine._stream
+
+    def watched(*args: Any) -> Any:
+        try:
+            yield from inner(*args)
+        finally:
+            endings.append("closed")
+
+    monkeypatch.setattr(BlendEngine, "_stream", watched)
+    return endings
+
+
+@pytest.mark.usefixtures("endless")
+@pytest.mark.parametrize("cls", [ChatBlend, BlendLLM])
+def test_a_dropped_stream_stops_the_work(
+    cls: type[ChatBlend | BlendLLM], settings: dict[str, Any], forwards: list[int], closed: list[str]
+) -> None:
+    pieces: Any = cls(**settings).stream(QUESTION)
+    next(pieces), next(pieces)
+    assert closed == []
+    pieces.close()
+    assert closed == ["closed"]
+    assert len(forwards) < 4
+
+
+@pytest.mark.usefixtures("endless")
+@pytest.mark.parametrize("cls", [ChatBlend, BlendLLM])
+async def test_a_dropped_async_stream_stops_the_work(
+    cls: type[ChatBlend | BlendLLM], settings: dict[str, Any], forwards: list[int], closed: list[str]
+) -> None:
+    pieces: Any = cls(**settings).astream(QUESTION)
+    await anext(pieces), await anext(pieces)
+    assert closed == []
+    await pieces.aclose()
+    del pieces
+    for _ in range(10):  # the event loop closes what was dropped inside
+        await asyncio.sleep(0)
+    assert closed == ["closed"]
+    assert len(forwards) < 4
+
+
+@pytest.mark.usefixtures("endless")
+async def test_a_cancelled_answer_stops_after_the_step_under_way(
+    chat: ChatBlend, forwards: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, begun = asyncio.get_running_loop(), asyncio.Event()
+    cancelled, forward = threading.Event(), Model.forward
+
+    def waiting(self: Model, *args: Any) -> Any:
+        loop.call_soon_threadsafe(begun.set)
+        cancelled.wait(10)
+        return forward(self, *args)
+
+    monkeypatch.setattr(Model, "forward", waiting)
+    task = asyncio.create_task(chat.ainvoke(QUESTION))
+    await begun.wait()
+    task.cancel()
+    cancelled.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(forwards) <= 2

@@ -77,7 +77,7 @@ def stitch(
 
 
 def _encoded_length(model: Model, reader: ChunkReader) -> int:
-    """Tokens of the pass that encoded the chunk (the prompt may have only its beginning); 0 where it is all the same."""
+    """Tokens of the pass that encoded the chunk, of which the prompt may have less; 0 where it is all the same."""
     if not model.rope_follows_length:
         return 0
     keys, _ = reader.layer(0)

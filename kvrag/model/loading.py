@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from kvrag.errors import ModelLoadError, UnsupportedModelError
 
@@ -70,6 +71,40 @@ def load(
     except Exception as error:  # transformers, huggingface_hub, safetensors and torch each raise their own
         raise ModelLoadError(_explain(name, path, error)) from error
     return model, tokenizer
+
+
+def load_config(name: str) -> Any:
+    """A model's configuration, its weights left where they are; raises like `load`."""
+    path = reader_path() if name == READER else name
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except Exception as error:
+        raise ModelLoadError(_explain(name, path, error)) from error
+    refuse_unsupported(config)
+    return config
+
+
+def load_tokenizer(name: str) -> Any:
+    """A model's tokenizer alone; raises like `load`."""
+    path = reader_path() if name == READER else name
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        raise ModelLoadError(_explain(name, path, error)) from error
+
+
+def bytes_per_token(config: Any, dtype: torch.dtype | None = None) -> int:
+    """KV bytes that one token takes, all layers; `dtype` defaults to the configuration's own, else to bfloat16."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    dtype = dtype or getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
+    return int(2 * text.num_hidden_layers * heads * dim * dtype.itemsize)
+
+
+def silence() -> None:
+    """Keep transformers' own progress bars off the terminal, for the rest of the process."""
+    transformers_logging.disable_progress_bar()
 
 
 def _explain(name: str, path: str, error: Exception) -> str:

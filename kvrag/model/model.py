@@ -133,9 +133,7 @@ class Model:
     @property
     def bytes_per_token(self) -> int:
         """KV bytes that one token takes, all layers."""
-        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
-        return int(2 * self.num_layers * heads * dim * self.dtype.itemsize)
+        return loading.bytes_per_token(self.config, self.dtype)
 
     def layer_device(self, number: int) -> torch.device:
         """Where a layer runs."""

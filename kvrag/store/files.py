@@ -56,7 +56,7 @@ class FileStore:
         if max_bytes is not None and max_bytes <= 0:
             raise SettingError(f"max_bytes must be positive, got {max_bytes}")
         self.path = Path(path).expanduser().resolve()
-        self.max_bytes, self._min_free = max_bytes, min_free_bytes
+        self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
         try:
             self._chunks.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
@@ -164,10 +164,10 @@ class FileStore:
                 self._flush_touched()
                 self.remove(self._manifest.oldest(used - keep))
         free = shutil.disk_usage(self.path).free
-        if free - needed < self._min_free:
+        if free - needed < self.min_free_bytes:
             raise StoreFullError(
                 f"{self.path}: {free / 1e9:.1f} GB free, {needed / 1e9:.3f} GB needed and "
-                f"{self._min_free / 1e9:.1f} GB kept free: make room, set max_bytes, or choose another store folder"
+                f"{self.min_free_bytes / 1e9:.1f} GB kept free: make room, set max_bytes, or choose another store folder"
             )
 
     def open(self, key: str) -> ChunkReader | None:

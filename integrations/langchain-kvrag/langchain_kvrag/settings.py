@@ -60,6 +60,10 @@ class BlendSettings(BaseLanguageModel[Any]):
     def _open(self) -> BlendEngine:
         return self._lazy.open(LLMSettings.of(self))
 
+    def _request(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
+        settings = {name: value for name, value in call.items() if name != "stream"}  # which LangChain has acted upon
+        return LLMSettings.of(self).request(stop=stop, **settings)
+
     def warm(self, texts: Iterable[str], *, document: str = "") -> WarmReport:
         """Encode every chunk that the store lacks; see `BlendEngine.warm`. Give the `page_content` of the documents."""
         return self._open().warm(texts, document=document)

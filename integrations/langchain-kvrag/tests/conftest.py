@@ -24,8 +24,8 @@ CHUNKS = [
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _model() -> Model:
-    """Keeps the model loaded between tests."""
+def model() -> Model:
+    """Stays loaded between tests."""
     return Model.from_pretrained("reader", dtype="float32")
 
 
@@ -60,9 +60,9 @@ def llm(settings: dict[str, Any]) -> BlendLLM:
 
 
 @pytest.fixture
-def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+def endless(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers end at max_tokens only, so that there is something to compare."""
-    monkeypatch.setattr(Model, "eos_ids", frozenset())
+    monkeypatch.setitem(vars(model), "eos_ids", frozenset())
 
 
 @pytest.fixture

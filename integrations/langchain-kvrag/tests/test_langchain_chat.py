@@ -90,7 +90,7 @@ def test_only_the_last_piece_of_a_stream_tells_about_the_whole(chat: ChatBlend) 
     assert json.loads(json.dumps(metadata)) == metadata
 
 
-def test_invoke_tells_callbacks_no_tokens_and_stream_tells_them_all(chat: ChatBlend) -> None:
+def test_invoke_tells_callbacks_no_tokens_and_stream_tells_them_all(chat: ChatBlend, settings: dict[str, Any]) -> None:
     class Tokens(BaseCallbackHandler):
         def __init__(self) -> None:
             self.said: list[str] = []
@@ -103,6 +103,10 @@ def test_invoke_tells_callbacks_no_tokens_and_stream_tells_them_all(chat: ChatBl
     assert tokens.said == []
     list(chat.stream(QUESTION, {"callbacks": [tokens]}))
     assert "".join(tokens.said) == message.content
+    tokens.said.clear()
+    assert chat.invoke(QUESTION, {"callbacks": [tokens]}, stream=True).content == message.content
+    assert "".join(tokens.said) == message.content
+    assert len(list(ChatBlend(**settings, streaming=False).stream(QUESTION))) == 1
 
 
 # ---------------------------------------------------------------- settings

@@ -1,0 +1,78 @@
+"""The small reader on a store of its own, offline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from llama_index.llms.kvrag import BlendLLM
+
+from kvrag import BlendEngine, Model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def model() -> Model:
+    """Stays loaded between tests."""
+    return Model.from_pretrained("reader", dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The reader is small: threads would wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    # float32: blending in full must not meet a tie of two tokens
+    return {"model": "reader", "store": tmp_path, "dtype": "float32", "temperature": 0, "max_tokens": 16}
+
+
+@pytest.fixture
+def llm(settings: dict[str, Any]) -> BlendLLM:
+    return BlendLLM(**settings)
+
+
+@pytest.fixture
+def endless(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers end at max_tokens only, so that there is something to compare."""
+    monkeypatch.setitem(vars(model), "eos_ids", frozenset())
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per forward pass."""
+    passes: list[int] = []
+    forward = Model.forward
+
+    def counting(self: Model, ids: Any, *args: Any) -> Any:
+        passes.append(ids.shape[1])
+        return forward(self, ids, *args)
+
+    monkeypatch.setattr(Model, "forward", counting)
+    return passes
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry per answer of an engine that has ended, however it did."""
+    endings: list[str] = []
+    inner = BlendEngine._stream
+
+    def watched(*args: Any) -> Any:
+        try:
+            yield from inner(*args)
+        finally:
+            endings.append("closed")
+
+    monkeypatch.setattr(BlendEngine, "_stream", watched)
+    return endings

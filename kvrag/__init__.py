@@ -1,7 +1,9 @@
 """Retrieval-augmented generation several times sooner: chunk KV encoded once, stitched and blended at query time."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kvrag.config import POLICIES, BlendConfig, Sampling
-from kvrag.engine import BlendEngine
 from kvrag.errors import (
     ContextWindowError,
     DamagedChunkError,
@@ -16,10 +18,13 @@ from kvrag.errors import (
     StoreReadOnlyError,
     UnsupportedModelError,
 )
-from kvrag.llm import LazyEngine, LLMSettings
-from kvrag.model import Model
-from kvrag.store import FileStore, KVStore
 from kvrag.types import Answer, BlendReport, Delta, Run, WarmReport
+
+if TYPE_CHECKING:
+    from kvrag.engine import BlendEngine
+    from kvrag.llm import LazyEngine, LLMSettings
+    from kvrag.model import Model
+    from kvrag.store import FileStore, KVStore
 
 __version__ = "0.1.0"
 
@@ -51,3 +56,19 @@ __all__ = [
     "UnsupportedModelError",
     "WarmReport",
 ]
+
+# these import torch and transformers, which takes seconds: `kvrag --help` should not
+_HEAVY = {
+    "BlendEngine": "kvrag.engine",
+    "FileStore": "kvrag.store",
+    "KVStore": "kvrag.store",
+    "LLMSettings": "kvrag.llm",
+    "LazyEngine": "kvrag.llm",
+    "Model": "kvrag.model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HEAVY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HEAVY[name]), name)

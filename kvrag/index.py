@@ -1,7 +1,7 @@
 """ChunkIndex: which chunks are about a question. For the CLI and the examples; a framework brings its own.
 
-One SQLite file holds texts, documents and vectors, so that every change is one transaction and several processes may share
-it; faiss searches a copy in memory.
+One SQLite file holds texts, documents and vectors, so that every change is one transaction and several processes may
+share it; faiss searches a copy in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CREATE INDEX IF NOT EXISTS documents_by_chunk ON documents (chunk);
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A chunk that was found. `score` is the cosine similarity to the question, or that of the neighbour it came with."""
+    """A chunk that was found. `score`: cosine similarity to the question, or that of the chunk it came along with."""
 
     text: str
     document: str
@@ -79,6 +79,7 @@ class ChunkIndex:
 
         Args:
             document: "" adds without a name and drops nothing.
+            progress: Called with (texts embedded, texts to embed).
 
         Returns:
             How many texts were new and had to be embedded.
@@ -105,6 +106,11 @@ class ChunkIndex:
                 "INSERT INTO documents SELECT ?, ?, id FROM chunks WHERE text = ?",
                 [(document, position, text) for position, text in enumerate(texts, first)],
             )
+            if not document:
+                db.execute(
+                    "DELETE FROM documents WHERE document = '' AND position NOT IN "
+                    "(SELECT min(position) FROM documents WHERE document = '' GROUP BY chunk)"
+                )
             self._drop_orphans(db)
         return len(new)
 
@@ -192,9 +198,9 @@ class ChunkIndex:
         (version,) = self._db.execute("PRAGMA data_version").fetchone()
         if self._faiss is None or self._faiss[0] != version:
             rows = self._db.execute("SELECT id, vector FROM chunks ORDER BY id").fetchall()
-            vectors = np.frombuffer(b"".join(vector for _, vector in rows), np.float32).reshape(len(rows), -1)
             index = None
             if rows:
+                vectors = np.frombuffer(b"".join(vector for _, vector in rows), np.float32).reshape(len(rows), -1)
                 index = _import_faiss().IndexFlatIP(vectors.shape[1])
                 index.add(vectors)
             self._faiss = (version, np.array([number for number, _ in rows], np.int64), index)
@@ -235,6 +241,6 @@ def _load_embedder(name: str) -> Any:
     except Exception as error:  # transformers, huggingface_hub and torch each raise their own
         reason = str(error).strip().split("\n")[0]
         raise KvragError(
-            f"cannot load the embedder {name!r}: is the name right, and the model hub reachable? A folder works as well "
+            f"cannot load the embedder {name!r}: is the name right, and the hub reachable? A folder works as well "
             f"({type(error).__name__}: {reason:.160})"
         ) from error

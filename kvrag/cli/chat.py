@@ -1,0 +1,99 @@
+"""`kvrag chat`: questions in a row."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from kvrag.cli.common import (
+    add_answer_arguments,
+    add_engine_arguments,
+    open_engine,
+    open_index,
+    require_chunks,
+    say,
+    summary,
+)
+from kvrag.cli.prompt import as_prompt, stuff
+from kvrag.errors import ContextWindowError, PromptError
+from kvrag.types import BlendReport, Messages
+
+if TYPE_CHECKING:
+    from kvrag.engine import BlendEngine
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Command line of `kvrag chat`."""
+    add_engine_arguments(parser)
+    add_answer_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer until /quit or the end of the input; with --json one object per line."""
+    history: Messages = []  # questions and answers, not their contexts, which every question brings along anew
+    last: BlendReport | None = None
+    with open_engine(args) as engine, open_index(engine) as index:
+        require_chunks(index)
+        say("/report tells about the last answer, /quit ends")
+        for question in _questions():
+            if question == "/report":
+                say(json.dumps(last.to_dict(), indent=1) if last else "there is no answer yet")
+                continue
+            hits = index.search(question, args.top_k, args.around)
+            message = {"role": "user", "content": stuff(engine, question, hits)}
+            try:
+                text, last = _answer(engine, history, message, args)
+            except PromptError as error:
+                say(f"kvrag: {error}")
+                continue
+            history += [{"role": "user", "content": f"Question: {question}"}, {"role": "assistant", "content": text}]
+            if args.json:
+                turn = {"question": question, "answer": text, "context": [asdict(hit) for hit in hits]}
+                print(json.dumps(turn | {"report": last.to_dict()}), flush=True)
+            else:
+                say(summary(last))
+    return 0
+
+
+def _questions() -> Iterator[str]:
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line or line.strip() == "/quit":
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _answer(
+    engine: BlendEngine, history: Messages, message: dict[str, str], args: argparse.Namespace
+) -> tuple[str, BlendReport]:
+    """Changes `history`: drops its oldest turns until the prompt fits."""
+    while True:
+        try:
+            return _stream(engine, [*history, message], args)
+        except ContextWindowError:
+            if not history:
+                raise
+            del history[:2]
+            say("the conversation has become too long: its oldest turn is forgotten")
+
+
+def _stream(engine: BlendEngine, messages: Messages, args: argparse.Namespace) -> tuple[str, BlendReport]:
+    text, report = "", None
+    prompt = as_prompt(engine, messages)
+    for delta in engine.stream(prompt, ratio=args.ratio, policy=args.policy, max_new_tokens=args.max_tokens):
+        piece = delta.text if text else delta.text.lstrip()
+        text += piece
+        report = delta.report or report
+        if not args.json:
+            print(piece, end="", flush=True)
+    if not args.json:
+        print()
+    assert report is not None
+    return text.strip(), report

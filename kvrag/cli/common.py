@@ -1,0 +1,104 @@
+"""What several commands share: arguments, opening, progress, wording."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kvrag.config import POLICIES
+from kvrag.errors import KvragError, StoreError
+from kvrag.types import BlendReport
+
+if TYPE_CHECKING:
+    from kvrag.engine import BlendEngine
+    from kvrag.index import ChunkIndex
+    from kvrag.store import FileStore
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Model and store."""
+    parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader', which comes with kvrag")
+    parser.add_argument("--store", help="folder of the pre-encoded chunks (default: one per model in ~/.cache/kvrag)")
+    parser.add_argument("--dtype", default="auto", help="bfloat16, float16, float32 (default: as stored)")
+    parser.add_argument("--device", help="cuda, cpu, ... (default: a GPU if there is one)")
+
+
+def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Retrieval and blending."""
+    parser.add_argument("--top-k", type=int, default=4, metavar="K", help="chunks to retrieve (default: 4)")
+    parser.add_argument(
+        "--around", type=int, default=0, metavar="N", help="neighbours that come along with each chunk (default: 0)"
+    )
+    parser.add_argument("--ratio", type=float, help="share of the reused tokens to recompute, 0 to 1")
+    parser.add_argument("--policy", choices=POLICIES, help="which tokens to recompute; 'full' = ordinary prefill")
+    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
+
+
+def open_engine(args: argparse.Namespace) -> BlendEngine:
+    """The engine that the arguments describe."""
+    from kvrag.engine import BlendEngine
+
+    return BlendEngine.from_pretrained(args.model, store=args.store, dtype=args.dtype, device=args.device)
+
+
+def folder(engine: BlendEngine) -> FileStore:
+    """The engine's store, which is a folder whenever the command line has opened it."""
+    from kvrag.store import FileStore
+
+    assert isinstance(engine.store, FileStore)
+    return engine.store
+
+
+def open_index(engine: BlendEngine, embedder: str | None = None) -> ChunkIndex:
+    """The chunk index beside the engine's chunks."""
+    from kvrag.index import ChunkIndex
+
+    return ChunkIndex(folder(engine).path / "index.sqlite", embedder)
+
+
+def require_chunks(index: ChunkIndex) -> None:
+    """Raise unless something was warmed."""
+    if not len(index):
+        raise StoreError(f"there is nothing to ask about in {index.path.parent}: run `kvrag warm PATH` first")
+
+
+def say(message: str) -> None:
+    """A line for people: never on stdout, which belongs to the result."""
+    print(message, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(title: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, fed with (done, total); nothing if `quiet` or where nobody watches."""
+    missing_extra = KvragError("rich is not installed: pip install 'kvrag[cli]'")
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    except ImportError:
+        raise missing_extra from None
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def human_bytes(size: float) -> str:
+    """With three digits or so: 28.0 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def summary(report: BlendReport) -> str:
+    """One line about an answer."""
+    line = (
+        f"{report.prompt_tokens} prompt tokens: {report.reused_tokens} reused ({report.recomputed_tokens} of them "
+        f"recomputed), {report.fresh_tokens} fresh; first token after {report.ttft_s * 1000:.0f} ms ({report.policy})"
+    )
+    return "\n".join([line, *report.notes])

@@ -1,0 +1,130 @@
+"""Files -> texts -> chunks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from kvrag.errors import KvragError
+
+SUFFIXES = (".txt", ".md", ".html", ".htm", ".pdf", ".jsonl")
+
+
+class UnreadableError(KvragError):
+    """A file that has no text to offer; the message says why, without its name."""
+
+
+def find(paths: Iterable[str | Path]) -> list[Path]:
+    """All files named, and those in folders whose suffix we know; hidden ones stay out.
+
+    Raises:
+        KvragError: A path does not exist.
+    """
+    found: dict[Path, None] = {}
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = (file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES and file.is_file())
+            found |= {
+                file.resolve(): None
+                for file in inside
+                if not any(part.startswith(".") for part in file.relative_to(path).parts)
+            }
+        elif path.exists():
+            found[path.resolve()] = None
+        else:
+            raise KvragError(f"{path} does not exist")
+    return list(found)
+
+
+def read(path: Path, text_field: str = "text") -> list[str]:
+    """A file's texts: one, or one per line of a .jsonl.
+
+    Raises:
+        UnreadableError: Not text, broken, or empty.
+    """
+    readers: dict[str, Callable[[], list[str]]] = {
+        ".html": lambda: [_html(path)],
+        ".htm": lambda: [_html(path)],
+        ".pdf": lambda: [_pdf(path)],
+        ".jsonl": lambda: _jsonl(path, text_field),
+    }
+    try:
+        texts = readers.get(path.suffix.lower(), lambda: [_text(path)])()
+    except OSError as error:
+        raise UnreadableError(error.strerror or str(error)) from error
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        raise UnreadableError("it has no text")
+    return texts
+
+
+def splitter(count: Callable[[str], int], chunk_tokens: int, overlap: int) -> Callable[[Sequence[str]], list[str]]:
+    """A function from texts to chunks of at most `chunk_tokens`, measured by `count`.
+
+    Raises:
+        KvragError: The lengths make no sense, or the splitter is not installed.
+    """
+    try:
+        from langchain_text_splitters import RecursiveCharacterTextSplitter
+    except ImportError as error:
+        raise _missing_extra(error) from None
+    if chunk_tokens < 1 or not 0 <= overlap < chunk_tokens:
+        raise KvragError(f"chunks of {chunk_tokens} tokens cannot overlap by {overlap}: give a larger --chunk-tokens")
+    split = RecursiveCharacterTextSplitter(chunk_size=chunk_tokens, chunk_overlap=overlap, length_function=count)
+    return lambda texts: [chunk for text in texts for chunk in split.split_text(text)]
+
+
+def _text(path: Path) -> str:
+    content = path.read_bytes()
+    if b"\0" in content:
+        raise UnreadableError("it is binary, not text")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UnreadableError(f"it is not UTF-8 text (byte {error.start})") from None
+
+
+def _html(path: Path) -> str:
+    try:
+        from bs4 import BeautifulSoup
+    except ImportError as error:
+        raise _missing_extra(error) from None
+    soup = BeautifulSoup(_text(path), "html.parser")
+    for tag in soup(["script", "style", "noscript"]):
+        tag.decompose()
+    return soup.get_text("\n", strip=True)
+
+
+def _pdf(path: Path) -> str:
+    try:
+        from pypdf import PdfReader
+    except ImportError as error:
+        raise _missing_extra(error) from None
+    try:
+        return "\n\n".join(page.extract_text() for page in PdfReader(path).pages)
+    except OSError:
+        raise
+    except Exception as error:  # pypdf lets through what its parsers meet: KeyErrors, recursion, zlib
+        raise UnreadableError(f"it is a broken or protected PDF ({type(error).__name__}: {error})") from error
+
+
+def _jsonl(path: Path, text_field: str) -> list[str]:
+    texts = []
+    for number, line in enumerate(_text(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)[text_field]
+        except (ValueError, KeyError, TypeError):
+            raise UnreadableError(
+                f"line {number} is not a JSON object with a field {text_field!r} (see --text-field)"
+            ) from None
+        if not isinstance(text, str):
+            raise UnreadableError(f"{text_field!r} in line {number} is a {type(text).__name__}, not a string")
+        texts.append(text)
+    return texts
+
+
+def _missing_extra(error: ImportError) -> KvragError:
+    return KvragError(f"{error.name or error} is not installed: pip install 'kvrag[cli]'")

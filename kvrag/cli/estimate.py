@@ -1,0 +1,89 @@
+"""`kvrag estimate`: what a corpus will cost, without loading weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from kvrag.cli import documents
+from kvrag.cli.common import human_bytes, progress, say
+from kvrag.errors import KvragError, SettingError
+
+_BANDWIDTHS = {  # bytes per second
+    "network, 10 Gbit/s": 1.2e9,
+    "SATA SSD": 0.5e9,
+    "NVMe SSD, cold": 1.6e9,
+    "page cache": 6e9,
+    "RAM tier": 10e9,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Command line of `kvrag estimate`."""
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="corpus to count the tokens of")
+    parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader'; no weights are loaded")
+    parser.add_argument("--tokens", type=int, metavar="N", help="size of the corpus instead of PATH")
+    parser.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="a typical chunk (default: 256)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as the model is stored")
+    parser.add_argument("--text-field", default="text", metavar="NAME", help="of the objects in .jsonl files")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the numbers."""
+    import torch
+
+    from kvrag.model.loading import bytes_per_token, load_config
+
+    if args.paths and args.tokens is not None:
+        raise SettingError("give either PATH or --tokens, not both")
+    if args.chunk_tokens < 1 or (args.tokens or 0) < 0:
+        raise SettingError("numbers of tokens must be positive")
+    config = load_config(args.model)
+    per_token = bytes_per_token(config, getattr(torch, args.dtype) if args.dtype else None)
+    tokens = _count(args) if args.paths else args.tokens
+    chunk = args.chunk_tokens * per_token
+    loading = [
+        {
+            "from": name,
+            "bytes_per_s": bandwidth,
+            "chunk_s": chunk / bandwidth,
+            "break_even_tokens_per_s": bandwidth / per_token,
+        }
+        for name, bandwidth in _BANDWIDTHS.items()
+    ]
+    if args.json:
+        result = {"model": args.model, "bytes_per_token": per_token, "chunk_tokens": args.chunk_tokens}
+        result |= {"tokens": tokens, "bytes": None if tokens is None else tokens * per_token}
+        print(json.dumps(result | {"chunk_bytes": chunk, "loading": loading}))
+        return 0
+    per_chunk = f"{human_bytes(chunk)} per chunk of {args.chunk_tokens} tokens"
+    print(f"{args.model}: {human_bytes(per_token)} of KV per token, {per_chunk}")
+    if tokens is not None:
+        print(f"corpus of {tokens} tokens: {human_bytes(tokens * per_token)}")
+    print(f"\n{'loaded from':20}{'one chunk':>12}   pays if the model prefills fewer than")
+    for row in loading:
+        print(f"{row['from']:20}{row['chunk_s'] * 1000:>9.2f} ms   {row['break_even_tokens_per_s']:>12,.0f} tokens/s")
+    print("\nReuse loses when bytes per token / bandwidth > prefill time per token.")
+    return 0
+
+
+def _count(args: argparse.Namespace) -> int:
+    from kvrag.model.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(args.model)
+    total = 0
+    paths = documents.find(args.paths)
+    skipped = 0
+    with progress("counting", args.json) as report:
+        for number, path in enumerate(paths, 1):
+            try:
+                texts = documents.read(path, args.text_field)
+            except documents.UnreadableError as error:
+                say(f"skipped {path}: {error}")
+                skipped += 1
+            else:
+                total += sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+            report(number, len(paths))
+    if skipped == len(paths):
+        raise KvragError(f"nothing to count: {skipped} files, none could be read")
+    return total

@@ -1,0 +1,30 @@
+"""The prompt of `ask` and `chat`: as a LangChain stuff chain would build it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvrag.types import Messages
+
+if TYPE_CHECKING:
+    from kvrag.engine import BlendEngine
+    from kvrag.index import Hit
+
+_INSTRUCTION = "Use the following context to answer the question. If it does not say, say that you do not know."
+
+
+def stuff(engine: BlendEngine, question: str, hits: Sequence[Hit]) -> str:
+    """Chunks joined by blank lines, then the question."""
+    from kvrag.model import READER
+
+    # the reader was trained on bare context and reads an instruction as part of it
+    head = [] if engine.model.name == READER else [_INSTRUCTION]
+    return "\n\n".join([*head, *(hit.text for hit in hits), f"Question: {question}"])
+
+
+def as_prompt(engine: BlendEngine, messages: Messages) -> str | Messages:
+    """Messages as they are, or one string for a base model without a chat template."""
+    if engine.model.tokenizer.hf.chat_template is not None:
+        return messages
+    return "\n\n".join(message["content"] for message in messages) + "\nAnswer:"

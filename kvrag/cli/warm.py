@@ -1,0 +1,133 @@
+"""`kvrag warm`: encode files and folders."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvrag.cli import documents
+from kvrag.cli.common import add_engine_arguments, folder, human_bytes, open_engine, open_index, progress, say
+from kvrag.errors import KvragError, StoreFullError
+
+if TYPE_CHECKING:
+    from kvrag.engine import BlendEngine
+    from kvrag.index import ChunkIndex
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Command line of `kvrag warm`."""
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="files and folders: " + " ".join(documents.SUFFIXES))
+    add_engine_arguments(parser)
+    parser.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="longest chunk (default: 256)")
+    parser.add_argument("--chunk-overlap", type=int, default=0, metavar="N", help="tokens shared by neighbours")
+    parser.add_argument("--text-field", default="text", metavar="NAME", help="of the objects in .jsonl files")
+    parser.add_argument("--embedder", help="sentence-transformers model for retrieval (default: one that is installed)")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done: documents with their chunks, and what could not be read."""
+
+    chunks: dict[str, list[str]]
+    unreadable: dict[str, str]
+    tokens: int
+    new_tokens: int
+
+
+def run(args: argparse.Namespace) -> int:
+    """Encode what is missing; 1 if nothing could be read."""
+    started = time.perf_counter()
+    with open_engine(args) as engine, open_index(engine, args.embedder) as index:
+        plan = make_plan(engine, args)
+        for name, reason in plan.unreadable.items():
+            say(f"skipped {name}: {reason}")
+        if not plan.chunks:
+            raise KvragError(f"nothing to warm: none of {len(plan.unreadable)} files could be read")
+        needed = plan.new_tokens * engine.model.bytes_per_token
+        say(
+            f"{len(plan.chunks)} documents, {plan.tokens} tokens, {plan.new_tokens} of them new: "
+            f"needs {human_bytes(needed)} in {folder(engine).path}"
+        )
+        _check_room(engine, needed)
+        try:
+            result = warm(engine, index, plan, args.json)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                "interrupted; what was encoded is kept: the same command goes on from there"
+            ) from None
+        result |= {"store": str(folder(engine).path), "model": engine.model.name}
+    result |= {"skipped_files": plan.unreadable, "seconds": time.perf_counter() - started}
+    if args.json:
+        print(json.dumps(result))
+    else:
+        for warning in result["warnings"]:
+            say(warning)
+        print(
+            f"{result['chunks']} chunks: {result['new']} new, {result['reused']} reused; {result['tokens']} tokens and "
+            f"{human_bytes(result['bytes'])} written in {result['seconds']:.1f} s"
+        )
+    return 0
+
+
+def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
+    """Read and split everything, encode nothing."""
+    encode = engine.model.tokenizer.encode
+    split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, args.chunk_overlap)
+    paths = documents.find(args.paths)
+    if not paths:
+        raise KvragError(f"no files with text in {', '.join(args.paths)} (looked for {' '.join(documents.SUFFIXES)})")
+    chunks: dict[str, list[str]] = {}
+    unreadable: dict[str, str] = {}
+    lengths: dict[str, int] = {}
+    with progress("reading", args.json) as report:
+        for number, path in enumerate(paths, 1):
+            try:
+                chunks[str(path)] = split(documents.read(path, args.text_field))
+            except documents.UnreadableError as error:
+                unreadable[str(path)] = str(error)
+            else:
+                for chunk in chunks[str(path)]:
+                    ids = encode(chunk)
+                    if len(ids) >= engine.config.min_run:
+                        lengths[engine.model.fingerprint.chunk_key(ids)] = len(ids)
+            report(number, len(paths))
+    missing = engine.store.missing(list(lengths))
+    return Plan(chunks, unreadable, sum(lengths.values()), sum(map(lengths.__getitem__, missing)))
+
+
+def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool) -> dict[str, Any]:
+    """Carry a plan out, document by document: a document's old chunks go when its new ones are there."""
+    totals: dict[str, Any] = dict.fromkeys(("chunks", "new", "reused", "skipped", "tokens", "bytes"), 0)
+    short = indexed = 0
+    with progress("encoding", quiet) as report:
+        for name, chunks in plan.chunks.items():
+
+            def moved(done: int, total: int, before: int = totals["tokens"]) -> None:
+                report(before + done, plan.new_tokens)
+
+            done = engine.warm(chunks, document=name, progress=moved)
+            for field in totals:
+                totals[field] += getattr(done, field)
+            short += done.skipped
+            indexed += index.add(chunks, document=name)
+    warnings = []
+    if short:
+        warnings.append(
+            f"{short} chunks have fewer than {engine.config.min_run} tokens: they can be found but will not be reused"
+        )
+    return totals | {"files": len(plan.chunks), "indexed": indexed, "warnings": warnings}
+
+
+def _check_room(engine: BlendEngine, needed: int) -> None:
+    store = folder(engine)
+    free = shutil.disk_usage(Path(store.path)).free
+    if needed and free - needed < store.min_free_bytes:
+        raise StoreFullError(
+            f"{human_bytes(needed)} are needed, but {store.path} has {human_bytes(free)} free, of which "
+            f"{human_bytes(store.min_free_bytes)} stay free: make room, warm less, or choose another --store"
+        )

@@ -55,7 +55,8 @@ async def test_all_ways_to_query_give_the_same_answer(llm: BlendLLM, nodes: list
 def test_recomputing_everything_gives_full_prefills_answer(settings: dict[str, Any], nodes: list[TextNode]) -> None:
     blended, full = BlendLLM(**settings, ratio=1.0), BlendLLM(**settings, policy="full")
     blended.warm(node.get_content(MetadataMode.LLM) for node in nodes)
-    assert str(query_engine(blended, nodes).query(QUESTION)) == str(query_engine(full, nodes).query(QUESTION))
+    answer = str(query_engine(blended, nodes).query(QUESTION))
+    assert answer == str(query_engine(full, nodes).query(QUESTION)) != "Empty Response"
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -86,4 +87,6 @@ def test_as_the_default_llm_with_its_own_tokenizer(
     long = [TextNode(text=text + " internationalization" * 150) for text in TEXTS]
     index = VectorStoreIndex(long, embed_model=MockEmbedding(embed_dim=4))
     # more than the window: LlamaIndex splits it into calls that each fit, which takes the right window and tokenizer
-    assert str(index.as_query_engine(similarity_top_k=3).query(QUESTION))
+    answer = str(index.as_query_engine(similarity_top_k=3).query(QUESTION))
+    assert answer
+    assert answer != "Empty Response"  # what it makes of an LLM's ValueError

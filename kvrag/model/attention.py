@@ -92,11 +92,12 @@ def _attend(
 def _received(query: Tensor, key: Tensor, mask: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """(1, HG, S, D) queries, (1, H, K, D) keys, (1, 1, S, K) additive mask -> (K,) mean attention."""
     num_keys, dim = key.shape[2], key.shape[3]
-    grouped = query.reshape(key.shape[1], -1, dim)  # (H, G*S, D): the G query heads of a KV head lie side by side
-    scores = (grouped @ key[0].transpose(1, 2)).float() * (kwargs.get("scaling") or dim**-0.5)  # (H, G*S, K)
+    scaled = query * (kwargs.get("scaling") or dim**-0.5)  # there are far fewer queries than scores
+    grouped = scaled.reshape(key.shape[1], -1, dim)  # (H, G*S, D): the G query heads of a KV head lie side by side
+    scores = (grouped @ key[0].transpose(1, 2)).float()  # (H, G*S, K)
     if (cap := kwargs.get("softcap")) is not None:
-        scores = cap * torch.tanh(scores / cap)
-    scores = scores.view(-1, query.shape[2], num_keys) + mask[0].float()  # (HG, S, K)
+        scores = scores.div_(cap).tanh_().mul_(cap)
+    scores = scores.view(-1, query.shape[2], num_keys).add_(mask[0])  # (HG, S, K)
     return scores.softmax(dim=-1).mean(dim=(0, 1))
 
 

@@ -1,0 +1,143 @@
+"""Passages warmed one by one are found in the prompts that chains build of them, with a real BPE vocabulary."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import TikTokenConverter
+
+from kvrag.fingerprint import Fingerprint
+from kvrag.match import MatchIndex, anchors
+from kvrag.model import Tokenizer
+
+MIN_RUN = 16
+DATA = Path(__file__).parents[2] / "shared" / "data" / "musique_100.jsonl"
+SAMPLE = [
+    "The Brel Harbour Company was founded in 1897 by two brothers who had sailed together since they were boys. "
+    "Its first ship, the Anna, carried slate; by 1912 there were eleven, among them three steamers.",
+    "Ingredients (serves 4): 250 g flour, 3 eggs, ½ l milk — preheat to 180 °C. Don't open the oven's door "
+    "before 25 minutes have passed; “patience”, as grandmother used to say, “is a spice”.",
+    "def area(r):\n    # in square metres\n    return 3.14159 * r ** 2\n\nprint(area(2))\n\n"
+    "The function above ignores units; callers convert them beforehand, see section 4.2.1 of the manual.",
+    "Die Straße führt über den Pass nach Süden. Im Winter ist sie gesperrt, und wer dennoch hinüber will, "
+    "nimmt die Bahn. 東京から大阪まで新幹線で二時間半かかります。",
+]
+
+FORMATS: dict[str, Callable[[list[str], str], str]] = {
+    "stuff": lambda docs, q: (
+        "Answer any use questions based solely on the context below:\n\n<context>\n"
+        + "\n\n".join(docs)
+        + f"\n</context>\n\nHuman: {q}"
+    ),
+    "stuff-default-prompt": lambda docs, q: (
+        "System: Use the following pieces of context to answer the user's question. \nIf you don't know the answer, "
+        "just say that you don't know, don't try to make up an answer.\n----------------\n"
+        + "\n\n".join(docs)
+        + f"\nHuman: {q}"
+    ),
+    "numbered": lambda docs, q: (
+        "\n".join(f"[{i}] {doc}" for i, doc in enumerate(docs, 1)) + f"\n\nQuestion: {q}\nAnswer:"
+    ),
+    "xml": lambda docs, q: "".join(f"<doc id='{i}'>{doc}</doc>" for i, doc in enumerate(docs)) + q,
+    "bullets": lambda docs, q: "Context:\n" + "\n".join(f"- {doc}" for doc in docs) + f"\nQ: {q}",
+    "with-sources": lambda docs, q: (
+        "\n\n".join(f"Content: {doc}\nSource: {i}-pl" for i, doc in enumerate(docs)) + f"\nQUESTION: {q}"
+    ),
+    "markdown": lambda docs, q: "\n\n---\n\n".join(f"## Passage\n\n{doc}\n" for doc in docs) + f"\n> {q}",
+    "llamaindex": lambda docs, q: (
+        "Context information is below.\n---------------------\n"
+        + "\n\n".join(docs)
+        + "\n---------------------\nGiven the context information and not prior knowledge, answer the query.\n"
+        + f"Query: {q}\nAnswer: "
+    ),
+    "glued": lambda docs, q: " ".join(docs) + " " + q,
+}
+
+
+@pytest.fixture(scope="module")
+def cl100k() -> Any:
+    """GPT-4's vocabulary, which llama-index-core brings along, as a tokenizer of transformers."""
+    core = pytest.importorskip("llama_index.core")
+    pytest.importorskip("tiktoken")
+    cache = Path(core.__file__).parent / "_static" / "tiktoken_cache"
+    ranks = next(
+        path for path in cache.iterdir() if path.is_file() and path.read_bytes()[:2] == b"IQ" and _lines(path) > 100_000
+    )
+    backend = TikTokenConverter(str(ranks)).converted()
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), "cl100k")
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n")
+
+
+@pytest.fixture(scope="module")
+def reader(tokenizer: Any) -> Any:
+    return Tokenizer(tokenizer, "reader")
+
+
+def _warm(tokenizer: Any, passages: list[str]) -> tuple[MatchIndex, dict[str, list[int]]]:
+    fingerprint = Fingerprint("m", "", "", "", "", ())
+    chunks = {}
+    for passage in passages:
+        ids = tokenizer.encode(passage)
+        chunks[fingerprint.chunk_key(ids)] = ids
+    index = MatchIndex()
+    for key, ids in chunks.items():
+        index.add([(key, np.asarray(ids, np.uint32), anchors(ids))])
+    return index, chunks
+
+
+def _coverage(
+    tokenizer: Any, index: MatchIndex, chunks: dict[str, list[int]], docs: list[str], question: str, chain: str
+) -> tuple[int, int]:
+    ids = tokenizer.render(FORMATS[chain](docs, question))
+    runs = index.match(ids, MIN_RUN)
+    for run in runs:
+        assert ids[run.start : run.stop] == chunks[run.key][run.offset : run.offset + len(run)]
+    return sum(map(len, runs)), sum(len(tokenizer.encode(doc)) for doc in docs)
+
+
+@pytest.mark.parametrize("chain", FORMATS)
+def test_musique_passages_are_reused(chain: str, cl100k: Any) -> None:
+    if not DATA.exists():
+        pytest.skip(f"{DATA} is not there (MuSiQue is not part of this repository)")
+    rng = random.Random(0)
+    with DATA.open(encoding="utf-8") as file:
+        questions = [json.loads(line) for line in file][:: 20 if chain != "stuff" else 5]
+    index, chunks = _warm(cl100k, [passage for question in questions for passage in question["passages"]])
+    found = total = 0
+    for question in questions:
+        docs = question["passages"]
+        rng.shuffle(docs)
+        a, b = _coverage(cl100k, index, chunks, docs[: rng.randrange(3, 11)], question["question"], chain)
+        found, total = found + a, total + b
+    assert total > 5000
+    assert found >= 0.99 * total
+
+
+@pytest.mark.parametrize("chain", FORMATS)
+@pytest.mark.parametrize("name", ["cl100k", "reader"])
+def test_a_mixed_sample_is_reused(name: str, chain: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = request.getfixturevalue(name)
+    index, chunks = _warm(tokenizer, SAMPLE)
+    found = total = 0
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]):
+        docs = [SAMPLE[number] for number in order]
+        a, b = _coverage(tokenizer, index, chunks, docs, "Who founded the company?", chain)
+        found, total = found + a, total + b
+    # the first and the last token of a chunk may merge with what stands beside it, and these chunks are short
+    assert found >= total - 2 * 3 * len(SAMPLE)
+
+
+def test_what_was_never_warmed_is_not_reused(reader: Any) -> None:
+    index, chunks = _warm(reader, SAMPLE[:2])
+    found, _ = _coverage(reader, index, chunks, SAMPLE[2:], "Who?", "stuff")
+    assert found == 0

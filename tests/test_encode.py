@@ -1,0 +1,78 @@
+"""Ingestion: what is encoded in company is what is encoded alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, build
+
+from kvrag import Model
+from kvrag.encode import _batches, encode
+
+CHUNKS = [
+    [5 + i * 7 % 900 for i in range(start, start + length)] for start, length in enumerate([3, 90, 17, 1, 64, 90, 40])
+]
+
+
+def _encoded(model: Model, chunks: list[list[int]], batch_tokens: int) -> dict[int, list[tuple[torch.Tensor, ...]]]:
+    return dict(encode(model, chunks, batch_tokens))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "llama-dynamic", "phi3-longrope", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize("batch_tokens", [1, 200, 100_000])
+def test_batched_equals_alone(family: str, batch_tokens: int, tokenizer: Any) -> None:
+    model_type, changes = FAMILIES[family]
+    model = Model(build(model_type, **changes), tokenizer, family)
+    together = _encoded(model, CHUNKS, batch_tokens)
+    assert sorted(together) == list(range(len(CHUNKS)))
+    for number, chunk in enumerate(CHUNKS):
+        alone = _encoded(model, [chunk], 1)[0]
+        for ours, theirs in zip(together[number], alone, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                assert a.shape == (2, len(chunk), 16)
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_the_preamble_is_seen_and_dropped(model: Model, hf: Any) -> None:
+    chunk = list(range(100, 140))
+    preamble = list(model.tokenizer.preamble)
+    assert preamble
+    cache = model.new_cache(100)
+    model.forward(torch.tensor([[*preamble, *chunk]]), cache)
+    tables = model.tables(torch.arange(len(preamble), len(preamble) + 40))
+    for number, (keys, values) in enumerate(_encoded(model, [chunk], 1)[0]):
+        own_keys, own_values = (tensor[:, :, len(preamble) : len(preamble) + 40] for tensor in cache.layer(number))
+        torch.testing.assert_close(values, own_values[0], atol=1e-5, rtol=1e-5)
+        turned = torch.empty(1, 2, 40, 16)
+        model.rotate(number, keys[None], tables[number], out=turned)
+        torch.testing.assert_close(turned, own_keys, atol=1e-5, rtol=1e-5)
+    without = model.new_cache(100)
+    model.forward(torch.tensor([chunk]), without)
+    assert not torch.allclose(without.layer(1)[1][0, :, :40], _encoded(model, [chunk], 1)[0][1][1], atol=1e-2)
+
+
+def test_batches_hold_every_chunk_once_and_keep_their_bound() -> None:
+    lengths = [(i * 37) % 200 + 1 for i in range(100)]
+    batches = list(_batches(lengths, 5, 1000, 10**9))
+    assert sorted(number for batch in batches for number in batch) == list(range(100))
+    for batch in batches:
+        assert len(batch) == 1 or (max(lengths[number] for number in batch) + 5) * len(batch) <= 1000
+    assert len(batches) < 20
+    assert list(_batches([], 5, 1000, 10)) == []
+
+
+def test_where_rope_follows_the_length_only_equal_lengths_share_a_batch() -> None:
+    lengths = [10, 20, 95, 96, 96, 97, 30]
+    batches = list(_batches(lengths, 4, 10**6, 100))
+    assert sorted(map(sorted, batches)) == [[0, 1, 2, 3, 4, 6], [5]]
+    batches = list(_batches([200, 201, 200, 201], 4, 10**6, 100))
+    assert sorted(map(sorted, batches)) == [[0, 2], [1, 3]]
+
+
+def test_keys_are_position_free(model: Model) -> None:
+    """Layer 0 sees the token alone: the same token has the same key wherever it stands."""
+    keys, values = _encoded(model, [[7] * 30], 1)[0][0]
+    torch.testing.assert_close(keys, keys[:, :1].expand_as(keys), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(values, values[:, :1].expand_as(values), atol=1e-5, rtol=1e-5)

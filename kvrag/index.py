@@ -7,8 +7,9 @@ share it; faiss searches a copy in memory.
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class Hit:
 
 
 class ChunkIndex:
-    """Finds chunks by meaning. A text that stands in several documents is kept once."""
+    """Finds chunks by meaning. A text that stands in several documents is kept once. Thread-safe."""
 
     def __init__(self, path: str | Path, embedder: str | None = None) -> None:
         """Open or create.
@@ -58,9 +59,10 @@ class ChunkIndex:
         """
         self.path = Path(path)
         self._encoder: Any = None
+        self._lock = threading.RLock()  # chains retrieve in threads of their own
         self._faiss: tuple[int, NDArray[np.int64], Any] | None = None  # data version, chunk ids, index
         try:
-            self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None)
+            self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)
             self._db.executescript(_SCHEMA)
             row = self._db.execute("SELECT value FROM settings WHERE name = 'embedder'").fetchone()
         except sqlite3.Error as error:
@@ -85,7 +87,7 @@ class ChunkIndex:
             How many texts were new and had to be embedded.
         """
         texts = [text for text in dict.fromkeys(texts) if text.strip()]
-        new = [text for text in texts if self._find(text) is None]
+        new = [text for text in texts if not self._has(text)]
         vectors: list[NDArray[np.float32]] = []
         progress(0, len(new))
         for start in range(0, len(new), _BATCH):
@@ -129,23 +131,23 @@ class ChunkIndex:
         """
         if k < 1 or around < 0:
             raise SettingError(f"k must be at least 1 and around at least 0, got {k} and {around}")
-        ids, index = self._vectors()
-        if not len(ids):
-            return []
-        scores, rows = index.search(self._embed([question]), min(k, len(ids)))
-        hits: dict[int, Hit] = {}
-        for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True):
-            for chunk, document, text in self._neighbours(int(ids[row]), around):
-                hits.setdefault(chunk, Hit(text, document, score))
-        return list(hits.values())
+        with self._lock:
+            ids, index = self._vectors()
+            if not len(ids):
+                return []
+            scores, rows = index.search(self._embed([question]), min(k, len(ids)))
+            hits: dict[int, Hit] = {}
+            for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True):
+                for chunk, document, text in self._neighbours(int(ids[row]), around):
+                    hits.setdefault(chunk, Hit(text, document, score))
+            return list(hits.values())
 
     def documents(self) -> list[str]:
         """Names of the documents."""
-        return [name for (name,) in self._db.execute("SELECT DISTINCT document FROM documents ORDER BY document")]
+        return [name for (name,) in self._read("SELECT DISTINCT document FROM documents ORDER BY document")]
 
     def __len__(self) -> int:
-        (count,) = self._db.execute("SELECT count(*) FROM chunks").fetchone()
-        return int(count)
+        return int(self._read("SELECT count(*) FROM chunks")[0][0])
 
     def close(self) -> None:
         """Release the file."""
@@ -161,43 +163,48 @@ class ChunkIndex:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        self._faiss = None
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
-            yield self._db
-            self._db.execute("COMMIT")
-        except BaseException as error:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            if isinstance(error, sqlite3.Error):
-                raise StoreError(f"cannot write the chunk index {self.path}: {error}") from error
-            raise
+        with self._lock:
+            self._faiss = None
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException as error:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                if isinstance(error, sqlite3.Error):
+                    raise StoreError(f"cannot write the chunk index {self.path}: {error}") from error
+                raise
+
+    def _read(self, query: str, values: Sequence[object] = ()) -> list[Any]:
+        with self._lock:
+            try:
+                return self._db.execute(query, values).fetchall()
+            except sqlite3.Error as error:
+                raise StoreError(f"cannot read the chunk index {self.path}: {error}") from error
 
     @staticmethod
     def _drop_orphans(db: sqlite3.Connection) -> int:
         return db.execute("DELETE FROM chunks WHERE id NOT IN (SELECT chunk FROM documents)").rowcount
 
-    def _find(self, text: str) -> int | None:
-        row = self._db.execute("SELECT id FROM chunks WHERE text = ?", (text,)).fetchone()
-        return None if row is None else int(row[0])
+    def _has(self, text: str) -> bool:
+        return bool(self._read("SELECT 1 FROM chunks WHERE text = ?", (text,)))
 
-    def _neighbours(self, chunk: int, around: int) -> list[tuple[int, str, str]]:
-        """(id, document, text) of the chunk and those around it in the first document that has it."""
-        with closing(self._db.cursor()) as cursor:
-            document, position = cursor.execute(
-                "SELECT document, position FROM documents WHERE chunk = ? ORDER BY document, position", (chunk,)
-            ).fetchone()
-            return cursor.execute(
-                "SELECT id, document, text FROM documents JOIN chunks ON id = chunk "
-                "WHERE document = ? AND position BETWEEN ? AND ? ORDER BY position",
-                (document, position - around, position + around),
-            ).fetchall()
+    def _neighbours(self, chunk: int, around: int) -> list[Any]:
+        """(id, document, text) of the chunk and those around it, in one of the documents that have it."""
+        where = "SELECT document, position FROM documents WHERE chunk = ? ORDER BY document, position LIMIT 1"
+        ((document, position),) = self._read(where, (chunk,))
+        return self._read(
+            "SELECT id, document, text FROM documents JOIN chunks ON id = chunk "
+            "WHERE document = ? AND position BETWEEN ? AND ? ORDER BY position",
+            (document, position - around, position + around),
+        )
 
     def _vectors(self) -> tuple[NDArray[np.int64], Any]:
         """Chunk ids and the faiss index over them, read again when this or another process has changed something."""
-        (version,) = self._db.execute("PRAGMA data_version").fetchone()
+        ((version,),) = self._read("PRAGMA data_version")
         if self._faiss is None or self._faiss[0] != version:
-            rows = self._db.execute("SELECT id, vector FROM chunks ORDER BY id").fetchall()
+            rows = self._read("SELECT id, vector FROM chunks ORDER BY id")
             index = None
             if rows:
                 vectors = np.frombuffer(b"".join(vector for _, vector in rows), np.float32).reshape(len(rows), -1)

@@ -13,6 +13,7 @@ from kvrag.cli.common import (
     open_index,
     require_chunks,
     say,
+    stream,
     summary,
 )
 from kvrag.cli.prompt import as_prompt, stuff
@@ -34,18 +35,10 @@ def run(args: argparse.Namespace) -> int:
         require_chunks(index)
         hits = index.search(args.question, args.top_k, args.around)
         prompt = as_prompt(engine, [{"role": "user", "content": stuff(engine, args.question, hits)}])
-        text, report = "", None
-        for delta in engine.stream(prompt, ratio=args.ratio, policy=args.policy, max_new_tokens=args.max_tokens):
-            piece = delta.text if text else delta.text.lstrip()
-            text += piece
-            report = delta.report or report
-            if not args.json:
-                print(piece, end="", flush=True)
-    assert report is not None
+        text, report = stream(engine, prompt, args)
     if args.json:
         context = [asdict(hit) for hit in hits]
-        print(json.dumps({"answer": text.strip(), "context": context, "report": report.to_dict()}))
+        print(json.dumps({"answer": text, "context": context, "report": report.to_dict()}))
     else:
-        print()
         say(summary(report))
     return 0

@@ -16,6 +16,7 @@ from kvrag.cli.common import (
     open_index,
     require_chunks,
     say,
+    stream,
     summary,
 )
 from kvrag.cli.prompt import as_prompt, stuff
@@ -76,24 +77,9 @@ def _answer(
     """Changes `history`: drops its oldest turns until the prompt fits."""
     while True:
         try:
-            return _stream(engine, [*history, message], args)
+            return stream(engine, as_prompt(engine, [*history, message]), args)
         except ContextWindowError:
             if not history:
                 raise
             del history[:2]
             say("the conversation has become too long: its oldest turn is forgotten")
-
-
-def _stream(engine: BlendEngine, messages: Messages, args: argparse.Namespace) -> tuple[str, BlendReport]:
-    text, report = "", None
-    prompt = as_prompt(engine, messages)
-    for delta in engine.stream(prompt, ratio=args.ratio, policy=args.policy, max_new_tokens=args.max_tokens):
-        piece = delta.text if text else delta.text.lstrip()
-        text += piece
-        report = delta.report or report
-        if not args.json:
-            print(piece, end="", flush=True)
-    if not args.json:
-        print()
-    assert report is not None
-    return text.strip(), report

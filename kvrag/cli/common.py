@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvrag.config import POLICIES
 from kvrag.errors import KvragError, StoreError
-from kvrag.types import BlendReport
+from kvrag.types import BlendReport, Messages
 
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
@@ -35,6 +35,23 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratio", type=float, help="share of the reused tokens to recompute, 0 to 1")
     parser.add_argument("--policy", choices=POLICIES, help="which tokens to recompute; 'full' = ordinary prefill")
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
+    parser.add_argument("--temperature", type=float, help="0 = always the likeliest token (default: as the model says)")
+
+
+def stream(engine: BlendEngine, prompt: str | Messages, args: argparse.Namespace) -> tuple[str, BlendReport]:
+    """Answer as `add_answer_arguments` say, printed as it comes unless --json was given."""
+    text, report = "", None
+    settings = {"ratio": args.ratio, "policy": args.policy, "temperature": args.temperature}
+    for delta in engine.stream(prompt, max_new_tokens=args.max_tokens, **settings):
+        piece = delta.text if text else delta.text.lstrip()
+        text += piece
+        report = delta.report or report
+        if not args.json:
+            print(piece, end="", flush=True)
+    if not args.json:
+        print()
+    assert report is not None
+    return text.strip(), report
 
 
 def open_engine(args: argparse.Namespace) -> BlendEngine:

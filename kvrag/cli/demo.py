@@ -1,0 +1,236 @@
+"""`kvrag demo`: the whole way, offline: warm a corpus, ask through a LangChain chain, compare, measure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvrag.cli import warm
+from kvrag.cli.common import human_bytes, open_engine, open_index, progress, say
+from kvrag.errors import KvragError
+
+if TYPE_CHECKING:
+    from kvrag.bench.ttft import TtftResult
+    from kvrag.engine import BlendEngine
+    from kvrag.index import ChunkIndex
+
+QUESTIONS = (
+    ("When was Pingel Labs founded?", "1935"),
+    ("Which company was founded in 1935?", "Pingel Labs"),
+    ("What does Pibu Drostor like to eat?", "noodles"),
+    ("When did Cufi Suvan graduate?", "1960"),
+    ("Who works for Gogel Works?", "Cufi Suvan"),
+)
+"""With the right answers. The first of each kind (direct, inverse, and three where an earlier chunk has the name) that
+full prefill answers right, whatever reuse makes of it: a difference is reuse's doing."""
+
+WAYS = {"full": "full prefill", "none": "plain reuse", "": "blending"}
+"""Policy -> name; "" is the engine's default."""
+
+_CHUNK_TOKENS = 32  # one paragraph of the corpus
+_TOP_K, _AROUND = 3, 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One answer. `correct` compares with the expected one, letter by letter."""
+
+    question: str
+    expected: str
+    way: str
+    answer: str
+    correct: bool
+    reused_tokens: int
+    recomputed_tokens: int
+    ttft_s: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Command line of `kvrag demo`."""
+    parser.add_argument("--store", help="folder to keep the encoded chunks in (default: a temporary one)")
+    parser.add_argument("--no-speed", action="store_true", help="answers only, without the measurement at the end")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print two tables and what to type next."""
+    ask = _import_chain()
+    with ExitStack() as stack:
+        store = args.store or stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-demo-"))
+        settings = argparse.Namespace(model="reader", store=store, dtype="auto", device=None)
+        engine = stack.enter_context(open_engine(settings))
+        index = stack.enter_context(open_index(engine))
+        corpus = corpus_folder()
+        warmed = _warm(engine, index, corpus, args.json)
+        if not args.json:
+            print(
+                f"Warmed {warmed['files']} articles of a made-up world ({corpus}): {warmed['chunks']} chunks, "
+                f"{warmed['new']} new, {warmed['tokens']} tokens, {human_bytes(warmed['bytes'])}."
+            )
+        outcomes = ask(engine, index, args.json)
+        if not args.json:
+            _print_outcomes(outcomes)
+    speed = None if args.no_speed else _measure()
+    if args.json:
+        result = {"warm": warmed, "questions": [asdict(outcome) for outcome in outcomes]}
+        print(json.dumps(result | {"speed": asdict(speed) if speed else None}))
+        return 0
+    if speed:
+        _print_speed(speed)
+    print(
+        "\nNext, with your own files:\n"
+        "  kvrag warm PATH... --model Qwen/Qwen2.5-0.5B-Instruct\n"
+        '  kvrag ask "..." --model Qwen/Qwen2.5-0.5B-Instruct\n'
+        "and in your LangChain or LlamaIndex application: see README.md."
+    )
+    return 0
+
+
+def corpus_folder() -> Path:
+    """The articles: beside this file in an installed package, under examples/ in a checkout.
+
+    Raises:
+        KvragError: In neither place.
+    """
+    here = Path(__file__).resolve()
+    for folder in (here.parent / "corpus", here.parents[2] / "examples" / "corpus"):
+        if folder.is_dir():
+            return folder
+    raise KvragError("the demo's articles are missing from this installation: reinstall kvrag")
+
+
+def _warm(engine: BlendEngine, index: ChunkIndex, corpus: Path, quiet: bool) -> dict[str, Any]:
+    wanted = argparse.Namespace(
+        paths=[str(corpus)], chunk_tokens=_CHUNK_TOKENS, chunk_overlap=0, text_field="text", json=quiet
+    )
+    return warm.warm(engine, index, warm.make_plan(engine, wanted), quiet)
+
+
+def _import_chain() -> Callable[[BlendEngine, ChunkIndex, bool], list[Outcome]]:
+    """The part that needs LangChain; fails before anything has been done."""
+    try:
+        from langchain_core.callbacks import BaseCallbackHandler
+        from langchain_core.documents import Document
+        from langchain_core.output_parsers import StrOutputParser
+        from langchain_core.prompts import ChatPromptTemplate
+        from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
+        from langchain_kvrag import ChatBlend
+    except ImportError as error:
+        raise KvragError(
+            f"{error.name or error} is not installed, and the demo runs a LangChain chain: pip install langchain-kvrag"
+        ) from None
+
+    class Reports(BaseCallbackHandler):
+        """Keeps the last answer's report, which the chain's parser drops."""
+
+        last: dict[str, Any]
+
+        def on_llm_end(self, response: Any, **_: Any) -> None:
+            self.last = response.generations[0][0].message.response_metadata["kvrag"]
+
+    def chain(engine: BlendEngine, index: ChunkIndex, policy: str | None) -> Runnable[str, str]:
+        def find(question: str) -> list[Document]:
+            return [Document(hit.text) for hit in index.search(question, _TOP_K, _AROUND)]
+
+        def format_docs(docs: list[Document]) -> str:
+            return "\n\n".join(doc.page_content for doc in docs)
+
+        retriever = RunnableLambda(find)
+        prompt = ChatPromptTemplate.from_messages([("human", "{context}\n\nQuestion: {question}")])
+        llm = ChatBlend(engine=engine, max_tokens=16, temperature=0, policy=policy)
+        return (
+            {"context": retriever | format_docs, "question": RunnablePassthrough()} | prompt | llm | StrOutputParser()
+        )
+
+    def ask(engine: BlendEngine, index: ChunkIndex, quiet: bool) -> list[Outcome]:
+        chains = {policy: chain(engine, index, policy or None) for policy in WAYS}
+        for one in chains.values():
+            one.invoke(QUESTIONS[0][0])  # the first answer of a process pays for more than itself
+        outcomes = []
+        with progress("asking", quiet) as report:
+            for number, (question, expected) in enumerate(QUESTIONS):
+                for policy, way in WAYS.items():
+                    reports = Reports()
+                    answer = chains[policy].invoke(question, config={"callbacks": [reports]}).strip()
+                    reused, recomputed = reports.last["reused_tokens"], reports.last["recomputed_tokens"]
+                    outcomes.append(
+                        Outcome(
+                            question,
+                            expected,
+                            way,
+                            answer,
+                            answer == expected,
+                            reused,
+                            recomputed,
+                            reports.last["ttft_s"],
+                        )
+                    )
+                report(number + 1, len(QUESTIONS))
+        return outcomes
+
+    return ask
+
+
+def _measure() -> TtftResult:
+    from kvrag.bench.ttft import measure
+
+    say("measuring the speed on a larger model; this takes about a minute")
+    return measure("qwen2.5-0.5b", chunks=6, chunk_tokens=512, question_tokens=64, repeats=3, progress=say)
+
+
+def _print_outcomes(outcomes: list[Outcome]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    title = "The bundled reader (4.7 M parameters) in a LangChain chain"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("question", "answer"):
+        table.add_column(name, no_wrap=True)
+    for name in ("reused", "recomputed", "TTFT"):
+        table.add_column(name, justify="right")
+    for outcome in outcomes:
+        if outcome.way == WAYS["full"]:
+            table.add_row(f"[bold]{outcome.question}[/bold]", f"[bold]{outcome.expected}[/bold]")
+        table.add_row(
+            f"  {outcome.way}",
+            outcome.answer if outcome.correct else f"{outcome.answer} [red](wrong)[/red]",
+            str(outcome.reused_tokens),
+            str(outcome.recomputed_tokens),
+            f"{outcome.ttft_s * 1000:.0f} ms",
+            end_section=outcome.way == WAYS[""],
+        )
+    Console(file=sys.stdout).print(table)
+    right = {way: sum(o.correct for o in outcomes if o.way == way) for way in WAYS.values()}
+    print(
+        "Right: "
+        + ", ".join(f"{count} of {len(QUESTIONS)} by {way}" for way, count in right.items())
+        + ".\nThe questions were chosen among those that full prefill answers right. The reader is too small, and the"
+        " prompts\nare too short, for blending to be sooner here: that needs a model of real size."
+    )
+
+
+def _print_speed(result: TtftResult) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title="Random weights: speed only, answers are gibberish\n"
+        f"Qwen2.5-0.5B's shape, {result.prompt_tokens} prompt tokens, 6 chunks in an order never seen before",
+        title_justify="left",
+    )
+    table.add_column("by")
+    for name in ("TTFT", "sooner by", "bound"):
+        table.add_column(name, justify="right")
+    for row in result.rows:
+        bound = f"{row.bound:.1f}x" if row.bound else ""
+        table.add_row(row.name, f"{row.ttft_s:.2f} s", f"{row.speedup:.1f}x", bound)
+    print()
+    Console(file=sys.stdout).print(table)
+    print("bound: what an engine would reach that pays for nothing but the tokens computed")

@@ -2,7 +2,7 @@
 
 KvragError
  ├─ SettingError            a setting out of range or an unknown name (also a ValueError)
- ├─ PromptError             a prompt that cannot be answered (also a ValueError)
+ ├─ PromptError             a prompt that cannot be answered; no ValueError, which LlamaIndex turns into an empty answer
  │   └─ ContextWindowError  too long for the model, says by how much
  ├─ ModelError
  │   ├─ ModelLoadError         unknown name, no network, damaged files
@@ -23,7 +23,7 @@ class SettingError(KvragError, ValueError):
     """A setting is out of range or has an unknown name."""
 
 
-class PromptError(KvragError, ValueError):
+class PromptError(KvragError):
     """The prompt cannot be answered as it is."""
 
 

@@ -32,6 +32,15 @@ class Tokenizer:
         self.hf, self._name = hf, model_name
         self.preamble = self._find_preamble()
 
+    def as_prompt(self, text: str) -> str | Messages:
+        """A text as one user message, or as it is if the model has no chat template."""
+        return [{"role": "user", "content": text}] if self.has_chat_template else text
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be rendered."""
+        return self.hf.chat_template is not None
+
     def render(self, prompt: str | Messages, **template: Any) -> list[int]:
         """Prompt ids, tokenised once.
 

@@ -16,7 +16,9 @@ from langchain_kvrag.settings import BlendSettings
 
 
 class BlendLLM(BlendSettings, LLM, extra="forbid"):
-    """LLM that answers from pre-encoded chunks: the text is one user message for the model's chat template.
+    """LLM that answers from pre-encoded chunks: the text is one user message for the chat template.
+
+    A model without a template gets the text as it is.
 
     For chains that want a string; `ChatBlend` is the better choice for others. Streams carry the report on their last
     piece, in `generation_info["kvrag"]`.
@@ -40,7 +42,8 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
         **kwargs: Any,
     ) -> str:
         request = self._request(stop, kwargs)
-        return self._open().generate(_user(prompt), **request).text
+        engine = self._open()
+        return engine.generate(engine.model.tokenizer.as_prompt(prompt), **request).text
 
     async def _acall(
         self,
@@ -51,7 +54,7 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
     ) -> str:
         request = self._request(stop, kwargs)
         engine = await asyncio.to_thread(self._open)
-        return (await engine.agenerate(_user(prompt), **request)).text
+        return (await engine.agenerate(engine.model.tokenizer.as_prompt(prompt), **request)).text
 
     def _stream(
         self,
@@ -61,7 +64,8 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
         request = self._request(stop, kwargs)
-        with closing(self._open().stream(_user(prompt), **request)) as deltas:
+        engine = self._open()
+        with closing(engine.stream(engine.model.tokenizer.as_prompt(prompt), **request)) as deltas:
             for delta in deltas:
                 chunk = _chunk(delta)
                 if run_manager:
@@ -77,16 +81,12 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
     ) -> AsyncIterator[GenerationChunk]:
         request = self._request(stop, kwargs)
         engine = await asyncio.to_thread(self._open)
-        async with aclosing(engine.astream(_user(prompt), **request)) as deltas:
+        async with aclosing(engine.astream(engine.model.tokenizer.as_prompt(prompt), **request)) as deltas:
             async for delta in deltas:
                 chunk = _chunk(delta)
                 if run_manager:
                     await run_manager.on_llm_new_token(delta.text, chunk=chunk)
                 yield chunk
-
-
-def _user(prompt: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": prompt}]
 
 
 def _chunk(delta: Delta) -> GenerationChunk:

@@ -91,10 +91,11 @@ class BlendLLM(LLM):
     @property
     def metadata(self) -> LLMMetadata:
         """The model's own window; loads the model."""
+        model = self._open().model
         return LLMMetadata(
-            context_window=self._open().model.context_window,
+            context_window=model.context_window,
             num_output=self.max_tokens,
-            is_chat_model=True,
+            is_chat_model=model.tokenizer.has_chat_template,  # without one, query engines send finished text
             model_name=LLMSettings.of(self).model_name,
         )
 

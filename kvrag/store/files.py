@@ -167,7 +167,7 @@ class FileStore:
         if free - needed < self.min_free_bytes:
             raise StoreFullError(
                 f"{self.path}: {free / 1e9:.1f} GB free, {needed / 1e9:.3f} GB needed and "
-                f"{self.min_free_bytes / 1e9:.1f} GB kept free: make room, set max_bytes, or choose another store folder"
+                f"{self.min_free_bytes / 1e9:.1f} GB kept free: make room, set max_bytes or choose another folder"
             )
 
     def open(self, key: str) -> ChunkReader | None:

@@ -101,6 +101,9 @@ class ChunkIndex:
             )
             if document:
                 db.execute("DELETE FROM documents WHERE document = ?", (document,))
+            else:
+                held = "SELECT 1 FROM documents JOIN chunks ON id = chunk WHERE document = '' AND text = ?"
+                texts = [text for text in texts if not self._read(held, (text,))]
             (first,) = db.execute(
                 "SELECT coalesce(max(position), -1) + 1 FROM documents WHERE document = ?", (document,)
             ).fetchone()
@@ -108,11 +111,6 @@ class ChunkIndex:
                 "INSERT INTO documents SELECT ?, ?, id FROM chunks WHERE text = ?",
                 [(document, position, text) for position, text in enumerate(texts, first)],
             )
-            if not document:
-                db.execute(
-                    "DELETE FROM documents WHERE document = '' AND position NOT IN "
-                    "(SELECT min(position) FROM documents WHERE document = '' GROUP BY chunk)"
-                )
             self._drop_orphans(db)
         return len(new)
 

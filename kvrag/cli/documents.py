@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -101,6 +102,7 @@ def _pdf(path: Path) -> str:
         from pypdf import PdfReader
     except ImportError as error:
         raise _missing_extra(error) from None
+    logging.getLogger("pypdf").setLevel(logging.ERROR)  # it has a word to say about every second PDF
     try:
         return "\n\n".join(page.extract_text() for page in PdfReader(path).pages)
     except OSError:

@@ -57,9 +57,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             result = warm(engine, index, plan, args.json)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                "interrupted; what was encoded is kept: the same command goes on from there"
-            ) from None
+            raise KeyboardInterrupt("interrupted; what was encoded is kept: run it again to go on from there") from None
         result |= {"store": str(folder(engine).path), "model": engine.model.name}
     result |= {"skipped_files": plan.unreadable, "seconds": time.perf_counter() - started}
     if args.json:

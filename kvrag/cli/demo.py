@@ -211,8 +211,9 @@ def _print_outcomes(outcomes: list[Outcome]) -> None:
     print(
         "\nRight: "
         + ", ".join(f"{count} of {len(QUESTIONS)} by {way}" for way, count in right.items())
-        + ".\nThe questions were chosen among those that full prefill answers right: the count shows agreement with it, not"
-        "\nwhich way is more accurate. Model and prompts are too small for blending to be sooner here; see below."
+        + ".\nThe questions were chosen among those that full prefill answers right: the count shows"
+        "\nagreement with it, not which way is more accurate. Model and prompts are too small for"
+        "\nblending to be sooner here."
     )
 
 

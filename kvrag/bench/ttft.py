@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from kvrag.model import Model
 from kvrag.model.shapes import SHAPES, random_model
 from kvrag.types import Answer, BlendReport, Messages
 
+_PREFIX_BLOCK = 16  # tokens, vLLM's default
 FULL, PREFIX = "full prefill", "exact prefix"
 
 
@@ -158,7 +160,7 @@ def _generate(net: Model, messages: Messages) -> None:
 
 
 class _PrefixCache:
-    """transformers' own way to reuse: keep the last prompt's KV, crop it to the common prefix."""
+    """Keep the last prompt's KV, crop it to whole blocks of the common prefix, as vLLM's prefix cache would."""
 
     def __init__(self, net: Model) -> None:
         self._net = net
@@ -169,10 +171,9 @@ class _PrefixCache:
     def generate(self, messages: Messages) -> None:
         """To the first token, starting from what this prompt shares with the last one's beginning."""
         ids = self._net.tokenizer.render(messages)
-        common = 0
-        while common < min(len(ids) - 1, len(self._ids)) and ids[common] == self._ids[common]:
-            common += 1
-        if self._cache is not None:
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids[:-1], self._ids, strict=False)))
+        common -= common % _PREFIX_BLOCK
+        if common:
             self._cache.crop(common - self._cache.get_seq_length())  # negative: that many off the end
         tensor = torch.tensor([ids], device=self._net.device)
         output = self._net.hf.generate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -140,21 +141,26 @@ class BlendEngine:
         chunks, skipped, warnings = self._tokenize(texts)
         missing = self.store.missing(list(chunks))
         tokens = [len(chunks[key]) for key in missing]
-        size = done = 0
+        size = done = new = encoded = 0
         progress(0, sum(tokens))
         for portion in _portions(missing, tokens, _PUT_TOKENS):
             # another process may be warming the same corpus
             now = self.store.missing(portion)
             size += self._encode_and_put({key: chunks[key] for key in now})
+            new, encoded = new + len(now), encoded + sum(len(chunks[key]) for key in now)
             done += sum(len(chunks[key]) for key in portion)
             progress(done, sum(tokens))
         self.store.set_document(document, list(chunks))
+        if lost := self.store.missing(list(chunks)):
+            warnings.append(
+                f"{len(lost)} of these chunks were evicted at once: the store's byte budget is too small for them all"
+            )
         return WarmReport(
             chunks=len(chunks) + skipped,
-            tokens=sum(tokens),
+            tokens=encoded,
             bytes=size,
-            new=len(missing),
-            reused=len(chunks) - len(missing),
+            new=new,
+            reused=len(chunks) - new,
             skipped=skipped,
             seconds=time.perf_counter() - started,
             warnings=tuple(warnings),
@@ -314,7 +320,8 @@ class BlendEngine:
                 return self._attempt(ids, config, capacity, notes)
             except DamagedChunkError as error:
                 # found while reading: without that chunk the prompt is answered all the same
-                self.store.quarantine(error.key)
+                with contextlib.suppress(StoreError):  # on a full disk it stays where it is
+                    self.store.quarantine(error.key)
                 self._ram.drop(error.key)
                 with self._index_lock:
                     self._index.remove(error.key)

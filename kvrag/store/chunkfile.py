@@ -6,10 +6,11 @@ Tensors are named `000.k, 000.v, 001.k, ...`: safetensors writes by name, so a l
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,13 @@ def pack(record: ChunkRecord, fingerprint: str) -> bytes:
         keys, values = keys.contiguous(), values.contiguous()
         tensors[f"{number:03d}.k"], tensors[f"{number:03d}.v"] = keys, values
         digests.append(_digest(_bytes(keys), _bytes(values)))
-    metadata = {"key": record.key, "fingerprint": fingerprint, "digests": ",".join(digests)}
+    described = _digest(_bytes(tensors["ids"]), _bytes(tensors["anchors"]))
+    metadata = {
+        "key": record.key,
+        "fingerprint": fingerprint,
+        "described": described,
+        "digests": ",".join(digests),
+    }
     return safetensors.torch.save(tensors, metadata)
 
 
@@ -92,12 +99,14 @@ class ChunkFile:
             header = json.loads(self._file.read(length))
             metadata = header.pop("__metadata__")
             self._start, self._tensors = 8 + length, header
-            self._digests = metadata["digests"].split(",")
+            self._digests, self._described = metadata["digests"].split(","), metadata["described"]
             self.fingerprint: str = metadata["fingerprint"]
             if metadata["key"] != key:
                 raise ValueError(f"the file says it is chunk {metadata['key']}")
+            if len(header) != 2 * len(self._digests) + 2:
+                raise ValueError("tensors and digests do not agree")
             end = self._start + max(tensor["data_offsets"][1] for tensor in header.values())
-        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
             raise DamagedChunkError(key, f"its header cannot be read ({error})") from error
         if size != end:
             raise DamagedChunkError(key, f"it is {size} bytes long instead of {end}")
@@ -109,18 +118,36 @@ class ChunkFile:
         Raises:
             DamagedChunkError: The bytes are not those that were written.
         """
-        keys, values = self._tensors[f"{number:03d}.k"], self._tensors[f"{number:03d}.v"]
-        start, stop = keys["data_offsets"][0], values["data_offsets"][1]
-        content = self._read(start, stop)
-        border = keys["data_offsets"][1] - start
-        if _digest(content[:border].numpy(), content[border:].numpy()) != self._digests[number]:
-            raise DamagedChunkError(self.key, f"layer {number} does not match its digest")
-        return _tensor(content[:border], keys), _tensor(content[border:], values)
+        with self._noticing_damage():
+            keys, values = self._tensors[f"{number:03d}.k"], self._tensors[f"{number:03d}.v"]
+            start, stop = keys["data_offsets"][0], values["data_offsets"][1]
+            content = self._read(start, stop)
+            border = keys["data_offsets"][1] - start
+            if _digest(content[:border].numpy(), content[border:].numpy()) != self._digests[number]:
+                raise DamagedChunkError(self.key, f"layer {number} does not match its digest")
+            return _tensor(content[:border], keys), _tensor(content[border:], values)
 
     def ids_and_anchors(self) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint32]], bytes]:
-        """What the manifest keeps beside the key."""
-        ids, anchors = (self._read(*self._tensors[name]["data_offsets"]) for name in ("ids", "anchors"))
-        return ids.numpy().view(np.uint32), anchors.numpy().tobytes()
+        """What the manifest keeps beside the key.
+
+        Raises:
+            DamagedChunkError: The bytes are not those that were written.
+        """
+        with self._noticing_damage():
+            ids, anchors = (self._read(*self._tensors[name]["data_offsets"]) for name in ("ids", "anchors"))
+            if _digest(ids.numpy(), anchors.numpy()) != self._described:
+                raise DamagedChunkError(self.key, "its token ids do not match their digest")
+            return ids.numpy().view(np.uint32), anchors.numpy().tobytes()
+
+    @contextlib.contextmanager
+    def _noticing_damage(self) -> Iterator[None]:
+        """A header that is JSON can still say what makes no sense."""
+        try:
+            yield
+        except (KeyError, IndexError, ValueError, TypeError, RuntimeError) as error:
+            raise DamagedChunkError(self.key, f"its header makes no sense ({error!r:.80})") from error
+        except OSError as error:
+            raise DamagedChunkError(self.key, f"it cannot be read ({error.strerror})") from error
 
     def _read(self, start: int, stop: int) -> Tensor:
         content = torch.empty(stop - start, dtype=torch.uint8)

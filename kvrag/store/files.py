@@ -15,8 +15,8 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from kvrag.errors import (
@@ -70,8 +70,12 @@ class FileStore:
         self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvrag-write")  # fsync waits, cores do not
         if not self._manifest.read_only:
             self._sweep()
-            if self._manifest.rebuilt:
+            if self._manifest.rebuilt or self._lost_its_manifest():
                 self.check()
+
+    def _lost_its_manifest(self) -> bool:
+        """Emptied or deleted, which SQLite takes for a new one."""
+        return not self._manifest.totals()[0] and any(self._chunks.glob(f"*/*{chunkfile.SUFFIX}"))
 
     @property
     def _chunks(self) -> Path:
@@ -96,6 +100,8 @@ class FileStore:
         """The fingerprint's parts, in a file of its own, so that it outlives a damaged manifest; empty if unclaimed."""
         try:
             parts: dict[str, str] = json.loads((self.path / _OWNER).read_text())
+            if not (isinstance(parts, dict) and {"digest", "model"} <= set(parts)):
+                raise ValueError("no fingerprint in it")
         except FileNotFoundError:
             return {}
         except ValueError as error:
@@ -131,14 +137,21 @@ class FileStore:
         contents = list(self._writers.map(lambda record: chunkfile.pack(record, self._fingerprint), wanted))
         self._make_room(sum(map(len, contents)))
         try:
-            list(self._writers.map(self._write, wanted, contents))
+            writing = [self._writers.submit(self._write, *pair) for pair in zip(wanted, contents, strict=True)]
+            wait(writing)  # all of them: after an error no writer is left at work
+            for written in writing:
+                written.result()
+            self._manifest.add(self._rows(wanted, contents))
         except OSError as error:
             raise self._explain(error) from error
-        self._manifest.add(
-            (record.key, len(record.ids), len(content), record.ids.astype("<u4").tobytes(), record.anchors)
-            for record, content in zip(wanted, contents, strict=True)
-        )
         return sum(map(len, contents))
+
+    def _rows(self, records: list[ChunkRecord], contents: list[bytes]) -> Iterator[tuple[str, int, int, bytes, bytes]]:
+        """Taken by the manifest while nobody else can change it."""
+        for record, content in zip(records, contents, strict=True):
+            if not self._file(record.key).exists():  # removed since by another process that did not know this writer
+                self._write(record, content)
+            yield record.key, len(record.ids), len(content), record.ids.astype("<u4").tobytes(), record.anchors
 
     def _write(self, record: ChunkRecord, content: bytes) -> None:
         chunkfile.write(self._file(record.key), content, f".{os.getpid()}.{uuid.uuid4().hex}.tmp")
@@ -202,6 +215,8 @@ class FileStore:
             os.replace(self._file(key), aside / f"{key}-{time.time_ns()}{chunkfile.SUFFIX}")
         except FileNotFoundError:
             pass  # gone altogether, or another process was quicker
+        except OSError as error:
+            raise self._explain(error) from error
         self._manifest.remove([key], counter="damaged")
 
     def touch(self, keys: Sequence[str]) -> None:
@@ -217,7 +232,10 @@ class FileStore:
             touched, self._touched = sorted(self._touched), set()
             self._last_touch = time.monotonic()
         if touched and not self._manifest.read_only:
-            self._manifest.touch(touched)
+            try:
+                self._manifest.touch(touched)
+            except StoreError as error:  # a disk that is full must not cost an answer
+                logger.warning("times of use were not written: %s", error)
 
     def set_document(self, document: str, keys: Sequence[str]) -> int:
         """See KVStore.set_document."""
@@ -230,8 +248,9 @@ class FileStore:
         if not keys:
             return
         self._manifest.remove(keys)
-        for key in keys:
-            self._file(key).unlink(missing_ok=True)
+        with self._manifest.absent(keys) as absent:  # not those that another process has stored again since
+            for key in absent:
+                self._file(key).unlink(missing_ok=True)
 
     def stats(self) -> StoreStats:
         """See KVStore.stats."""
@@ -250,15 +269,18 @@ class FileStore:
         )
 
     def check(self, progress: Callable[[int, int], None] = lambda done, total: None) -> tuple[int, int, int]:
-        """Read everything: quarantine what is damaged, adopt whole files that have no row.
+        """Read everything: quarantine what is damaged, adopt whole files that have no row, replace a damaged manifest.
 
         Returns:
             (sound chunks, quarantined, adopted).
         """
-        rows = set(self._manifest.keys())
+        if not self._manifest.is_sound() and not self._manifest.read_only:
+            self._manifest.rebuild()
+        rows = {entry.key: (entry.ids.tobytes(), entry.anchors) for entry in self._manifest.entries(0)}
         paths = {path.name.removesuffix(chunkfile.SUFFIX): path for path in self._chunks.glob(f"*/*{chunkfile.SUFFIX}")}
+        keys = sorted({*rows, *paths})
         sound = damaged = adopted = 0
-        for done, key in enumerate(sorted(rows | set(paths)), 1):
+        for done, key in enumerate(keys, 1):
             try:
                 chunk = chunkfile.ChunkFile(self._file(key))
                 try:
@@ -272,11 +294,14 @@ class FileStore:
                 damaged += 1
             else:
                 sound += 1
-                if key not in rows:
-                    self._manifest.add([(key, len(ids), paths[key].stat().st_size, ids.tobytes(), anchors)])
+                described = ids.astype("<u4").tobytes(), anchors
+                if rows.get(key) != described:
+                    if key in rows:
+                        self._manifest.remove([key])  # its row says something else than its file
+                    self._manifest.add([(key, len(ids), self._file(key).stat().st_size, *described)])
                     self._manifest.hold("", [key], replace=False)
                     adopted += 1
-            progress(done, len(rows | set(paths)))
+            progress(done, len(keys))
         return sound, damaged, adopted
 
     def gc(self) -> tuple[int, int]:
@@ -284,27 +309,29 @@ class FileStore:
         deleted."""
         unheld = self._manifest.unheld()
         self.remove(unheld)
-        rows = set(self._manifest.keys())
-        leftovers = [
-            path
-            for path in [*self._chunks.glob("*/*"), *(self.path / "quarantine").glob("*")]
-            if path.name.removesuffix(chunkfile.SUFFIX) not in rows and time.time() - path.stat().st_mtime > _STALE
-        ]
-        for path in leftovers:
-            path.unlink(missing_ok=True)
+        paths = {path.name.removesuffix(chunkfile.SUFFIX): path for path in self._chunks.glob("*/*")}
+        with self._manifest.absent(list(paths)) as absent:
+            leftovers = [paths[key] for key in absent if _is_stale(paths[key])]
+            leftovers += [path for path in (self.path / "quarantine").glob("*") if _is_stale(path)]
+            for path in leftovers:
+                path.unlink(missing_ok=True)
         return len(unheld), len(leftovers)
 
     def _sweep(self) -> None:
         """Temporary files of writers that were killed."""
         for path in self._chunks.glob("*/.*.tmp"):
-            try:
-                if time.time() - path.stat().st_mtime > _STALE:
-                    path.unlink()
-            except FileNotFoundError:
-                pass  # its writer has just finished
+            if _is_stale(path):
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Write what is pending and release the manifest."""
         self._flush_touched()
         self._writers.shutdown()
         self._manifest.close()
+
+
+def _is_stale(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > _STALE
+    except FileNotFoundError:
+        return False  # its writer has just finished

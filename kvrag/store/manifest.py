@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
+import os
 import sqlite3
 import threading
 import time
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvrag.errors import StoreError, StoreReadOnlyError
+from kvrag.errors import StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.store.protocol import Entry
 
 logger = logging.getLogger("kvrag")
@@ -48,34 +50,64 @@ class Manifest:
         self._lock = threading.RLock()
         self.read_only = self.rebuilt = False
         self._path = path
-        try:
-            self._connection = self._open()
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):
-                raise StoreError(f"cannot open {path}: {error}") from error
-            aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
-            logger.warning("%s is damaged (%s); moved to %s, rebuilding from the chunk files", path, error, aside.name)
-            path.rename(aside)
-            for suffix in ("-wal", "-shm"):
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
-            self.rebuilt = True
-            self._connection = self._open()
+        with _alone(path), _translated(path):
+            try:
+                self._connection = self._open()
+            except sqlite3.DatabaseError as error:
+                if isinstance(error, sqlite3.OperationalError):
+                    raise
+                self._replace(error)
 
     def _open(self) -> sqlite3.Connection:
+        # SQLite itself complains only when it has something to write
+        if self._path.exists() and not all(os.access(path, os.W_OK) for path in (self._path, self._path.parent)):
+            self.read_only = True
+            return self._open_to_read()
         try:
             connection = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, its file is found again
             connection.executescript(_SCHEMA)
-        except sqlite3.OperationalError:
-            if not self._path.exists():
+        except sqlite3.OperationalError as error:
+            if not self._path.exists() or _primary(error) not in _UNWRITABLE:
                 raise
-            connection = sqlite3.connect(
-                f"{self._path.as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False
-            )
+            connection = self._open_to_read()
             self.read_only = True
         connection.execute("SELECT count(*), total(num_bytes) FROM chunks").fetchone()
         return connection
+
+    def _open_to_read(self) -> sqlite3.Connection:
+        """With what its writer has not yet moved out of the log, if SQLite can read that in a read-only folder."""
+        uri = f"{self._path.as_uri()}?mode=ro"
+        connection = sqlite3.connect(uri, uri=True, timeout=60, check_same_thread=False)
+        try:
+            connection.execute("SELECT count(*) FROM chunks").fetchone()
+        except sqlite3.OperationalError:
+            connection = sqlite3.connect(f"{uri}&immutable=1", uri=True, check_same_thread=False)
+        return connection
+
+    def _replace(self, error: object) -> None:
+        aside = self._path.with_name(f"{self._path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns()}")
+        logger.warning("%s is damaged (%s); moved to %s", self._path, error, aside.name)
+        self._path.rename(aside)
+        for suffix in ("-wal", "-shm"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        self.rebuilt = True
+        self._connection = self._open()
+
+    def is_sound(self) -> bool:
+        """Whether SQLite finds nothing wrong with the file; reads all of it."""
+        with self._lock:
+            try:
+                return bool(self._connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)])
+            except sqlite3.DatabaseError:
+                return False
+
+    def rebuild(self) -> None:
+        """Move the file aside and begin a new one; the caller fills it from the chunk files."""
+        with self._lock, _alone(self._path), _translated(self._path):
+            self._connection.close()
+            self._replace("found by a check")
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
@@ -86,10 +118,11 @@ class Manifest:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
+                self._connection.execute("COMMIT")
             except BaseException:
-                self._connection.execute("ROLLBACK")
+                if self._connection.in_transaction:  # a full disk ends it by itself
+                    self._connection.execute("ROLLBACK")
                 raise
-            self._connection.execute("COMMIT")
 
     def _all(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
         with self._lock, _translated(self._path):
@@ -129,10 +162,20 @@ class Manifest:
                     (name, len(keys)),
                 )
 
+    @contextlib.contextmanager
+    def absent(self, keys: Sequence[str]) -> Iterator[list[str]]:
+        """Those of `keys` that have no row; while the context lasts, no process can add one."""
+        with self._writing():
+            known = self.known(keys)
+            yield [key for key in keys if key not in known]
+
     def entries(self, after: int) -> list[Entry]:
         """Chunks with a higher number, ascending."""
         rows = self._all("SELECT number, key, ids, anchors FROM chunks WHERE number > ? ORDER BY number", after)
-        return [Entry(number, key, np.frombuffer(ids, "<u4"), anchors) for number, key, ids, anchors in rows]
+        try:
+            return [Entry(number, key, np.frombuffer(ids, "<u4"), anchors) for number, key, ids, anchors in rows]
+        except (ValueError, TypeError) as error:
+            raise StoreError(f"{self._path}: {error}; `kvrag store check` repairs a damaged manifest") from error
 
     def touch(self, keys: Sequence[str]) -> None:
         """Move to the young end of the LRU order."""
@@ -184,11 +227,40 @@ class Manifest:
             self._connection.close()
 
 
+_UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_FULL)
+
+
+def _primary(error: sqlite3.Error) -> int:
+    """SQLite's error code without what it adds in the upper bits."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time opens a manifest: creating it and moving a damaged one aside take several steps."""
+    try:
+        lock = open(path.with_name(f"{path.name}.lock"), "ab")  # noqa: SIM115  closed below
+    except OSError:
+        yield  # a folder that cannot be written: nothing to create or to move
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @contextlib.contextmanager
 def _translated(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.ProgrammingError as error:
         raise StoreError(f"the store {path.parent} is closed") from error
+    except sqlite3.OperationalError as error:
+        if _primary(error) == sqlite3.SQLITE_FULL:
+            raise StoreFullError(
+                f"the disk of {path.parent} is full: free space or choose another store folder"
+            ) from error
+        if _primary(error) == sqlite3.SQLITE_READONLY:
+            raise StoreReadOnlyError(f"{path.parent} cannot be written: choose another store folder") from error
+        raise StoreError(f"{path}: {error}") from error
     except sqlite3.DatabaseError as error:
         raise StoreError(f"{path}: {error}; `kvrag store check` repairs a damaged manifest") from error

@@ -55,7 +55,7 @@ class MemoryTier:
 
     def keeping(self, key: str, reader: ChunkReader) -> ChunkReader:
         """A reader that takes the chunk in once all of its layers have been read."""
-        return _KeepingReader(self, key, reader)
+        return _KeepingReader(self, key, reader) if self.max_bytes > 0 else reader
 
 
 class _MemoryReader:

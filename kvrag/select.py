@@ -117,8 +117,8 @@ def query(context: Context) -> Tensor:
 def hybrid(context: Context) -> Tensor:
     """The tokens at the seams first, equally many at each, then by `query`.
 
-    Which seams the question looks at does not matter: it is the first tokens of a chunk that were encoded without knowing
-    what it is about.
+    Which seams the question looks at does not matter: it is the first tokens of a chunk that were encoded without
+    knowing what it is about.
     """
     config, scores = context.config, query(context)
     for run in context.stitched.runs:

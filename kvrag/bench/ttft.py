@@ -30,7 +30,7 @@ from kvrag.config import POLICIES, BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.model import Model
 from kvrag.model.shapes import SHAPES, random_model
-from kvrag.types import Answer, BlendReport, Messages
+from kvrag.types import BlendReport, Messages
 
 _PREFIX_BLOCK = 16  # tokens, vLLM's default
 FULL, PREFIX = "full prefill", "exact prefix"
@@ -61,6 +61,17 @@ class TtftResult:
     settings: dict[str, Any]
 
 
+Ask = Callable[[BlendEngine, str, list[str], str], BlendReport]
+
+
+def _messages(chunks: Sequence[str], question: str) -> Messages:
+    return [{"role": "user", "content": "\n\n".join([*chunks, question])}]
+
+
+def _ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> BlendReport:
+    return engine.generate(_messages(chunks, question), policy=policy, max_new_tokens=1, temperature=0).report
+
+
 def measure(
     model: str = "qwen2.5-0.5b",
     layers: int | None = None,
@@ -72,9 +83,13 @@ def measure(
     check_layer: int = 1,
     repeats: int = 3,
     ram_bytes: int = 0,
+    ask: Ask = _ask,
     progress: Callable[[str], None] = lambda line: None,
 ) -> TtftResult:
-    """Measure on a random model of that shape; medians over `repeats` after one warm-up round."""
+    """Measure on a random model of that shape; medians over `repeats` after one warm-up round.
+
+    `ask(engine, policy, chunks, question)` answers with one token; it may go through a framework.
+    """
     progress(f"building a random model of {model}'s shape")
     net = random_model(model, layers)
     words = one_token_words(net)
@@ -91,19 +106,19 @@ def measure(
             progress(f"round {repeat} of {repeats}" if repeat else "warm-up round")
             rng.shuffle(corpus)
             question = "".join(rng.choices(words, k=question_tokens))
-            messages: Messages = [{"role": "user", "content": "\n\n".join(corpus) + "\n\n" + question}]
+            messages = _messages(corpus, question)
             ways: dict[str, Callable[[], object]] = {
                 FULL: partial(_generate, net, messages),
                 PREFIX: partial(prefix.generate, messages),
             }
             for policy in policies:
-                ways[policy] = partial(engine.generate, messages, policy=policy, max_new_tokens=1, temperature=0)
+                ways[policy] = partial(ask, engine, policy, list(corpus), question)
             for name, way in ways.items():
                 seconds, result = _timed(way)
                 if repeat:
                     times.setdefault(name, []).append(seconds)
-                if isinstance(result, Answer):
-                    reports[name] = result.report
+                if isinstance(result, BlendReport):
+                    reports[name] = result
     medians = {name: statistics.median(values) for name, values in times.items()}
     rows = [_row(name, medians, reports.get(name), net, check_layer) for name in medians]
     settings = run_settings(net) | {

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print two tables and what to type next."""
-    ask = _import_chain()
+    chain = _import_chain()
     with ExitStack() as stack:
         store = args.store or stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-demo-"))
         settings = argparse.Namespace(model="reader", store=store, dtype="auto", device=None)
@@ -74,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
                 f"Warmed {warmed['files']} articles of a made-up world ({corpus}): {warmed['chunks']} chunks, "
                 f"{warmed['new']} new, {warmed['tokens']} tokens, {human_bytes(warmed['bytes'])}."
             )
-        outcomes = ask(engine, index, args.json)
+        outcomes = _ask_all(chain, engine, index, args.json)
         if not args.json:
             _print_outcomes(outcomes)
-    speed = None if args.no_speed else _measure()
+    speed = None if args.no_speed else _measure(chain)
     if args.json:
         result = {"warm": warmed, "questions": [asdict(outcome) for outcome in outcomes]}
         print(json.dumps(result | {"speed": asdict(speed) if speed else None}))
@@ -113,8 +113,14 @@ def _warm(engine: BlendEngine, index: ChunkIndex, corpus: Path, quiet: bool) -> 
     return warm.warm(engine, index, warm.make_plan(engine, wanted), quiet)
 
 
-def _import_chain() -> Callable[[BlendEngine, ChunkIndex, bool], list[Outcome]]:
-    """The part that needs LangChain; fails before anything has been done."""
+Chain = Callable[
+    ["BlendEngine", "str | None", Callable[[str], list[str]], int], Callable[[str], tuple[str, dict[str, Any]]]
+]
+"""(engine, policy, retrieve, longest answer) -> question -> (answer, report)."""
+
+
+def _import_chain() -> Chain:
+    """An ordinary LCEL chain, of the only part that needs LangChain; fails before anything has been done."""
     try:
         from langchain_core.callbacks import BaseCallbackHandler
         from langchain_core.documents import Document
@@ -135,54 +141,56 @@ def _import_chain() -> Callable[[BlendEngine, ChunkIndex, bool], list[Outcome]]:
         def on_llm_end(self, response: Any, **_: Any) -> None:
             self.last = response.generations[0][0].message.response_metadata["kvrag"]
 
-    def chain(engine: BlendEngine, index: ChunkIndex, policy: str | None) -> Runnable[str, str]:
-        def find(question: str) -> list[Document]:
-            return [Document(hit.text) for hit in index.search(question, _TOP_K, _AROUND)]
-
+    def build(
+        engine: BlendEngine, policy: str | None, retrieve: Callable[[str], list[str]], max_tokens: int
+    ) -> Callable[[str], tuple[str, dict[str, Any]]]:
         def format_docs(docs: list[Document]) -> str:
             return "\n\n".join(doc.page_content for doc in docs)
 
-        retriever = RunnableLambda(find)
-        prompt = ChatPromptTemplate.from_messages([("human", "{context}\n\nQuestion: {question}")])
-        llm = ChatBlend(engine=engine, max_tokens=16, temperature=0, policy=policy)
-        return (
-            {"context": retriever | format_docs, "question": RunnablePassthrough()} | prompt | llm | StrOutputParser()
+        retriever: Runnable[str, list[Document]] = RunnableLambda(
+            lambda question: [Document(text) for text in retrieve(question)]
         )
+        prompt = ChatPromptTemplate.from_messages([("human", "{context}\n\n{question}")])
+        llm = ChatBlend(engine=engine, max_tokens=max_tokens, temperature=0, policy=policy)
+        inputs = {"context": retriever | format_docs, "question": RunnablePassthrough()}
+        chain = inputs | prompt | llm | StrOutputParser()
 
-    def ask(engine: BlendEngine, index: ChunkIndex, quiet: bool) -> list[Outcome]:
-        chains = {policy: chain(engine, index, policy or None) for policy in WAYS}
-        for one in chains.values():
-            one.invoke(QUESTIONS[0][0])  # the first answer of a process pays for more than itself
-        outcomes = []
-        with progress("asking", quiet) as report:
-            for number, (question, expected) in enumerate(QUESTIONS):
-                for policy, way in WAYS.items():
-                    reports = Reports()
-                    answer = chains[policy].invoke(question, config={"callbacks": [reports]}).strip()
-                    reused, recomputed = reports.last["reused_tokens"], reports.last["recomputed_tokens"]
-                    outcomes.append(
-                        Outcome(
-                            question,
-                            expected,
-                            way,
-                            answer,
-                            answer == expected,
-                            reused,
-                            recomputed,
-                            reports.last["ttft_s"],
-                        )
-                    )
-                report(number + 1, len(QUESTIONS))
-        return outcomes
+        def ask(question: str) -> tuple[str, dict[str, Any]]:
+            reports = Reports()
+            return chain.invoke(question, config={"callbacks": [reports]}).strip(), reports.last
 
-    return ask
+        return ask
+
+    return build
 
 
-def _measure() -> TtftResult:
+def _ask_all(chain: Chain, engine: BlendEngine, index: ChunkIndex, quiet: bool) -> list[Outcome]:
+    def retrieve(question: str) -> list[str]:
+        return [hit.text for hit in index.search(question, _TOP_K, _AROUND)]
+
+    asks = {policy: chain(engine, policy or None, retrieve, 16) for policy in WAYS}
+    for ask in asks.values():
+        ask(QUESTIONS[0][0])  # the first answer of a process pays for more than itself
+    outcomes = []
+    with progress("asking", quiet) as show:
+        for number, (question, expected) in enumerate(QUESTIONS, 1):
+            for policy, way in WAYS.items():
+                answer, report = asks[policy](f"Question: {question}")
+                numbers = report["reused_tokens"], report["recomputed_tokens"], report["ttft_s"]
+                outcomes.append(Outcome(question, expected, way, answer, answer == expected, *numbers))
+            show(number, len(QUESTIONS))
+    return outcomes
+
+
+def _measure(chain: Chain) -> TtftResult:
     from kvrag.bench.ttft import measure
+    from kvrag.types import BlendReport
 
-    say("measuring the speed on a larger model; this takes about a minute")
-    return measure("qwen2.5-0.5b", chunks=6, chunk_tokens=512, question_tokens=64, repeats=3, progress=say)
+    def ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> BlendReport:
+        return BlendReport(**chain(engine, policy, lambda _: chunks, 1)(question)[1])
+
+    say("measuring the speed of the same chain on a larger model; this takes about a minute")
+    return measure("qwen2.5-0.5b", chunks=6, chunk_tokens=512, question_tokens=64, repeats=3, ask=ask, progress=say)
 
 
 def _print_outcomes(outcomes: list[Outcome]) -> None:
@@ -229,7 +237,7 @@ def _print_speed(result: TtftResult) -> None:
         bound = f"{row.bound:.1f}x" if row.bound else ""
         table.add_row(row.name, f"{row.ttft_s:.2f} s", f"{row.speedup:.1f}x", bound)
     print(
-        "\nRandom weights: speed only, answers are gibberish\n"
+        "\nThe same chain, random weights: speed only, answers are gibberish\n"
         f"Qwen2.5-0.5B's shape, {result.prompt_tokens} prompt tokens, 6 chunks in an order never seen before\n"
     )
     Console(file=sys.stdout).print(table)

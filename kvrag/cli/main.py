@@ -21,7 +21,9 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "store": ("kvrag.cli.store", "look into a store, check it, clean it up"),
     "verify": ("kvrag.cli.verify", "test that blending is exact on your model"),
     "bench ttft": ("kvrag.bench.ttft", "measure the time to the first token"),
+    "bench ingest": ("kvrag.bench.ingest", "measure how fast chunks are encoded"),
 }
+_GROUPS = {"bench": "measure speed on models of real shapes with random weights"}
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -37,7 +39,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         wanted = name in argv
         if sub:
             if name not in groups:
-                group = subparsers.add_parser(name, help=help_text, description=help_text)
+                group = subparsers.add_parser(name, help=_GROUPS[name], description=_GROUPS[name])
                 groups[name] = group.add_subparsers(dest="subcommand", required=True, metavar="WHAT")
             wanted = wanted and sub in argv
             leaf = groups[name].add_parser(sub, help=help_text, description=help_text)

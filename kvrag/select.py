@@ -67,8 +67,8 @@ def seam(context: Context) -> Tensor:
     config = context.config
     scores = torch.full((len(context.stitched.ids),), -torch.inf)
     for run in context.stitched.runs:
-        after = torch.arange(len(run)) / max(config.seam_after, 1e-9)
-        before = torch.arange(len(run)).flip(0) / max(config.seam_before, 1e-9)
+        distance = torch.arange(1, len(run) + 1)
+        after, before = distance / max(config.seam_after, 1e-9), distance.flip(0) / max(config.seam_before, 1e-9)
         scores[run.start : run.stop] = -torch.minimum(after, before)
     return scores
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from transformers import AutoTokenizer
 import kvrag
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
 from kvrag.engine import _Prepared
+from kvrag.stitch import Stitched, stitch
+from kvrag.store import ChunkReader
+
+torch.set_num_threads(1)  # the models are too small for more, and threads that wait for each other cost seconds
 
 CHUNKS = [
     "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",
@@ -56,6 +61,26 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
+LayOut = Callable[..., Stitched]
+"""Chunks, or `ids=`, to a prompt laid out of stored KV, nothing recomputed yet."""
+
+
+@contextmanager
+def laying_out(engine: BlendEngine) -> Iterator[LayOut]:
+    """From this engine's store."""
+    readers: list[ChunkReader] = []
+
+    def lay_out(*chunks: str, ids: list[int] | None = None) -> Stitched:
+        ids = engine.model.tokenizer.render(messages(*chunks)) if ids is None else ids
+        runs, opened = engine._match(ids, 16)
+        readers.extend(opened.values())
+        return stitch(engine.model, ids, runs, opened, len(ids) + 10)
+
+    yield lay_out
+    for reader in readers:
+        reader.close()
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """The bundled reader's."""
@@ -86,3 +111,11 @@ def engine(model: Model, tmp_path: Path) -> Iterator[BlendEngine]:
     """On a store of its own, nothing warmed."""
     with BlendEngine(model, FileStore(tmp_path / "kv", min_free_bytes=0)) as engine:
         yield engine
+
+
+@pytest.fixture
+def lay_out(engine: BlendEngine) -> Iterator[LayOut]:
+    """Of CHUNKS, which are warmed."""
+    engine.warm(CHUNKS)
+    with laying_out(engine) as lay_out:
+        yield lay_out

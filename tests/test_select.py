@@ -1,0 +1,262 @@
+"""What makes each policy that policy, and the rules that hold for all."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CHUNKS, QUESTION, LayOut, laying_out
+from families import FAMILIES, build
+from torch import Tensor
+
+from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model, SettingError
+from kvrag.blend import blend
+from kvrag.select import select
+from kvrag.stitch import Stitched
+
+INFORMED = ("hkvd", "seam", "first_k", "query", "hybrid", "random")
+
+
+def _pick(model: Model, stitched: Stitched, policy: str, ratio: float, **changes: Any) -> list[int]:
+    return select(model, stitched, BlendConfig(policy=policy, ratio=ratio, **changes)).tolist()
+
+
+@pytest.mark.parametrize("policy", INFORMED)
+@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.15, 0.5, 0.99, 1.0])
+def test_the_budget_is_filled_with_inexact_reused_positions(
+    policy: str, ratio: float, model: Model, lay_out: LayOut
+) -> None:
+    stitched = lay_out(*CHUNKS)
+    inexact = stitched.inexact.tolist()
+    picked = _pick(model, stitched, policy, ratio)
+    assert len(picked) == round(ratio * len(inexact))
+    assert picked == sorted(set(picked))
+    assert set(picked) <= set(inexact)
+    assert not stitched.exact[picked].any()
+    assert stitched.reused[picked].all()
+    assert stitched.exact.sum() > 20, "the run behind the preamble is exact"
+    assert len(inexact) > 60
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_none_picks_nothing(ratio: float, model: Model, lay_out: LayOut) -> None:
+    assert _pick(model, lay_out(*CHUNKS), "none", ratio) == []
+
+
+@pytest.mark.parametrize("policy", INFORMED)
+def test_nothing_to_choose_from(policy: str, model: Model, lay_out: LayOut) -> None:
+    assert _pick(model, lay_out("Something that was never warmed."), policy, 0.5) == []
+    assert _pick(model, lay_out(CHUNKS[0]), policy, 0.5) == [], "one chunk behind the preamble is exact"
+
+
+def test_every_policy_is_known_to_the_settings() -> None:
+    from kvrag.select import _SCORES
+
+    assert set(_SCORES) == set(INFORMED) == set(POLICIES) - {"none", "full"}
+    with pytest.raises(SettingError, match="unknown policy"):
+        BlendConfig(policy="best")
+
+
+# ---------------------------------------------------------------- hkvd
+
+
+def _deviations(model: Model, stitched: Stitched, layer: int, of: str, metric: str) -> Tensor:
+    """(T,) by the definition: stitched KV against full prefill's."""
+    num_tokens = len(stitched.ids)
+    full = model.new_cache(num_tokens)
+    model.forward(stitched.ids[None], full)
+    total = torch.zeros(num_tokens)
+    for name, index in (("k", 0), ("v", 1)):
+        if name in of:
+            ours, theirs = stitched.cache.layer(layer)[index][:, :, :num_tokens], full.layer(layer)[index]
+            if metric == "l2":
+                total += (ours - theirs).square().sum(dim=(0, 1, 3))
+            else:
+                total += 1 - torch.cosine_similarity(ours, theirs, dim=-1).mean(dim=(0, 1))
+    return total
+
+
+@pytest.mark.parametrize("of", ["k", "v", "kv"])
+@pytest.mark.parametrize("metric", ["l2", "cosine"])
+@pytest.mark.parametrize("check_layer", [1, 2, 3])
+def test_hkvd_picks_the_highest_deviations(
+    of: str, metric: str, check_layer: int, model: Model, lay_out: LayOut
+) -> None:
+    stitched, other = lay_out(*CHUNKS), lay_out(*CHUNKS)
+    inexact = stitched.inexact
+    deviations = _deviations(model, other, check_layer, of, metric)[inexact]
+    wanted = inexact[deviations.topk(20).indices].sort().values.tolist()
+    ratio = 20 / len(inexact)
+    picked = _pick(model, stitched, "hkvd", ratio, check_layer=check_layer, deviation_of=of, metric=metric)
+    assert picked == wanted
+    assert picked != _pick(
+        model, lay_out(*CHUNKS), "hkvd", ratio, check_layer=4 - check_layer if check_layer != 2 else 1
+    )
+
+
+def test_hkvd_leaves_what_it_computed_exact_and_the_rest_alone(model: Model, lay_out: LayOut) -> None:
+    stitched, untouched = lay_out(*CHUNKS), lay_out(*CHUNKS)
+    _pick(model, stitched, "hkvd", 0.2, check_layer=2)
+    num_tokens = len(stitched.ids)
+    full = model.new_cache(num_tokens)
+    model.forward(stitched.ids[None], full)
+    for layer in range(3):
+        for ours, theirs in zip(stitched.cache.layer(layer), full.layer(layer), strict=True):
+            torch.testing.assert_close(ours[:, :, :num_tokens], theirs, atol=1e-5, rtol=1e-4)
+    reused = stitched.reused
+    for ours, theirs in zip(stitched.cache.layer(3), untouched.cache.layer(3), strict=True):
+        assert torch.equal(ours[:, :, :num_tokens][:, :, reused], theirs[:, :, :num_tokens][:, :, reused])
+
+
+def test_layer_0_does_not_deviate_and_layer_1_does(model: Model, lay_out: LayOut) -> None:
+    stitched = lay_out(*CHUNKS)
+    assert _deviations(model, stitched, 0, "kv", "l2")[stitched.reused].max() < 1e-6
+    assert _deviations(model, stitched, 1, "kv", "l2")[stitched.inexact].mean() > 1e-3
+    assert _deviations(model, stitched, 3, "kv", "l2")[stitched.exact].max() < 1e-6
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+def test_nothing_under_the_minimum_deviation_is_recomputed(ratio: float, model: Model, lay_out: LayOut) -> None:
+    stitched = lay_out(*CHUNKS)
+    inexact = stitched.inexact
+    deviations = _deviations(model, lay_out(*CHUNKS), 1, "kv", "l2")
+    least = float(deviations[inexact].sort(descending=True).values[11:13].mean())
+    picked = _pick(model, stitched, "hkvd", ratio, min_deviation=least)
+    assert len(picked) == 12
+    assert all(deviations[position] >= least for position in picked)
+    assert _pick(model, lay_out(*CHUNKS), "hkvd", ratio, min_deviation=1e9) == []
+
+
+def test_a_check_layer_below_the_last_one_is_the_last_one(model: Model, lay_out: LayOut) -> None:
+    picked = [_pick(model, lay_out(*CHUNKS), "hkvd", 0.2, check_layer=layer) for layer in (3, 99)]
+    assert picked[0] == picked[1]
+
+
+# ---------------------------------------------------------------- query
+
+BANDS = [(0.25, 0.75), (0.0, 1.0), (0.5, 0.6), (0.9, 1.0)]
+
+
+def _attention(model: Model, stitched: Stitched, layers: list[int], num_queries: int) -> Tensor:
+    """(T,) by transformers' eager attention over the stitched cache."""
+    fresh = stitched.fresh
+    cache, before = stitched.cache, model.config._attn_implementation
+    cache.rows, cache.stop = fresh, len(stitched.ids)
+    model.hf.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            output = model.hf(
+                input_ids=stitched.ids[fresh][None],
+                position_ids=fresh[None],
+                attention_mask=model._mask(fresh, len(stitched.ids)),
+                past_key_values=cache,
+                output_attentions=True,
+            )
+    finally:
+        model.hf.set_attn_implementation(before)
+    return torch.stack([output.attentions[layer][0, :, -num_queries:].mean(dim=(0, 1)) for layer in layers]).mean(dim=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mistral-window", "granite", "gemma3", "glm4"])
+def test_query_picks_what_the_question_attends_to(family: str, tokenizer: Any, tmp_path: Path) -> None:
+    model_type, changes = FAMILIES[family]
+    model = Model(build(model_type, **changes), tokenizer, family)
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine, ExitStack() as stack:
+        engine.warm(CHUNKS)
+        lay_out = stack.enter_context(laying_out(engine))
+        stitched, other = lay_out(*CHUNKS), lay_out(*CHUNKS)
+        num_queries = int((other.fresh > int(other.reused.nonzero()[-1])).sum())
+        assert num_queries >= len(model.tokenizer.encode(QUESTION))
+        scores = _attention(model, other, [1, 2], num_queries)
+        # one by one, the window of 5 cut off at the borders of the prompt
+        padded = [float(scores[max(0, i - 2) : i + 3].mean()) for i in range(len(scores))]
+        for smoothing, smooth in ((1, scores), (5, torch.tensor(padded))):
+            inexact = stitched.inexact
+            wanted = inexact[smooth[inexact].topk(15).indices].sort().values.tolist()
+            picked = _pick(model, lay_out(*CHUNKS), "query", 15 / len(inexact), smoothing=smoothing)
+            assert picked == wanted
+
+
+@pytest.mark.parametrize("band", BANDS)
+def test_the_band_says_which_layers_are_listened_to(band: tuple[float, float], model: Model, lay_out: LayOut) -> None:
+    layers = {(0.25, 0.75): [1, 2], (0.0, 1.0): [1, 2, 3], (0.5, 0.6): [2], (0.9, 1.0): [3]}[band]
+    stitched = lay_out(*CHUNKS)
+    scores = _attention(
+        model, lay_out(*CHUNKS), layers, int((stitched.fresh > int(stitched.reused.nonzero()[-1])).sum())
+    )
+    inexact = stitched.inexact
+    wanted = inexact[scores[inexact].topk(15).indices].sort().values.tolist()
+    assert _pick(model, stitched, "query", 15 / len(inexact), band=band, smoothing=1) == wanted
+
+
+def test_a_question_before_the_chunks_is_no_obstacle(model: Model, lay_out: LayOut) -> None:
+    """The last fresh tokens ask then, however few there are."""
+    encode = model.tokenizer.encode
+    ids = [*model.tokenizer.preamble, *encode(QUESTION), *encode(CHUNKS[0]), *encode(CHUNKS[1])]
+    stitched = lay_out(ids=ids)
+    assert not stitched.reused[-1], "the last position is always computed"
+    assert len(_pick(model, stitched, "query", 0.2)) == round(0.2 * len(stitched.inexact))
+
+
+# ---------------------------------------------------------------- the others
+
+
+def test_first_k_takes_the_beginning_of_every_run_equally(model: Model, lay_out: LayOut) -> None:
+    stitched = lay_out(*CHUNKS)
+    inexact_runs = [run for run in stitched.runs if not stitched.exact[run.start]]
+    assert len(inexact_runs) == 3
+    picked = set(_pick(model, stitched, "first_k", 12 / len(stitched.inexact)))
+    assert picked == {run.start + i for run in inexact_runs for i in range(4)}
+
+
+def test_seam_takes_what_is_nearest_to_a_seam(model: Model, lay_out: LayOut) -> None:
+    def picked(count: int, before: int, after: int) -> set[int]:
+        stitched = lay_out(*CHUNKS)
+        ratio = count / len(stitched.inexact)
+        return set(_pick(model, stitched, "seam", ratio, seam_before=before, seam_after=after))
+
+    stitched = lay_out(*CHUNKS)
+    runs = [run for run in stitched.runs if not stitched.exact[run.start]]
+    starts = {run.start + i for run in runs for i in range(4)}
+    ends = {run.stop - 1 - i for run in runs for i in range(4)}
+    assert picked(12, before=0, after=8) == starts, "nothing before a seam when nothing is asked for there"
+    assert picked(12, before=8, after=0) == ends
+    assert picked(24, before=8, after=8) == starts | ends
+    both = picked(9, before=8, after=4)  # two at the end for every one at the beginning
+    assert both == {run.start for run in runs} | {run.stop - 1 - i for run in runs for i in range(2)}
+
+
+def test_hybrid_takes_the_seams_first_and_then_asks_the_question(model: Model, lay_out: LayOut) -> None:
+    stitched = lay_out(*CHUNKS)
+    runs, inexact = [run for run in stitched.runs if not stitched.exact[run.start]], stitched.inexact
+    seams = {run.start + i for run in runs for i in range(4)} | {run.stop - 1 - i for run in runs for i in range(2)}
+    settings: dict[str, Any] = {"seam_before": 2, "seam_after": 4}
+    few = _pick(model, lay_out(*CHUNKS), "hybrid", 6 / len(inexact), **settings)
+    assert set(few) == {run.start for run in runs} | {run.stop - 1 for run in runs}, "equally many at each"
+    assert set(_pick(model, lay_out(*CHUNKS), "hybrid", 18 / len(inexact), **settings)) == seams
+    more = set(_pick(model, lay_out(*CHUNKS), "hybrid", 40 / len(inexact), **settings))
+    by_query = set(_pick(model, lay_out(*CHUNKS), "query", 40 / len(inexact)))
+    assert seams <= more
+    assert len(more - seams) == 22
+    assert more - seams <= by_query | seams
+
+
+def test_random_is_repeatable_and_its_own(model: Model, lay_out: LayOut) -> None:
+    picks = [_pick(model, lay_out(*CHUNKS), "random", 0.3, seed=seed) for seed in (0, 0, 1)]
+    assert picks[0] == picks[1] != picks[2]
+    state = torch.random.get_rng_state()
+    _pick(model, lay_out(*CHUNKS), "random", 0.3)
+    assert torch.equal(torch.random.get_rng_state(), state), "nobody else's random numbers change"
+
+
+@pytest.mark.parametrize("policy", INFORMED)
+def test_choosing_never_makes_kv_worse(policy: str, model: Model, lay_out: LayOut) -> None:
+    """Whatever a policy writes into the cache, blending everything afterwards is still full prefill."""
+    stitched = lay_out(*CHUNKS)
+    _pick(model, stitched, policy, 0.2)
+    logits = blend(model, stitched, stitched.inexact)
+    full = model.new_cache(len(stitched.ids))
+    torch.testing.assert_close(logits, model.forward(stitched.ids[None], full), atol=1e-4, rtol=1e-4)

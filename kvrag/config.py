@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 from kvrag.errors import SettingError
 
@@ -14,9 +15,14 @@ def _require(condition: bool, message: str) -> None:
         raise SettingError(message)
 
 
+def _check(name: str, value: object, least: float, whole: bool = False) -> None:
+    ok = isinstance(value, Integral if whole else Real) and not isinstance(value, bool) and float(value) >= least
+    _require(ok, f"{name} must be at least {least:g}{' and whole' if whole else ''}, got {value!r}")
+
+
 def check_ratio(ratio: float) -> float:
     """Return `ratio` if it is a recompute ratio, else raise SettingError."""
-    ok = isinstance(ratio, (int, float)) and not isinstance(ratio, bool) and 0.0 <= ratio <= 1.0
+    ok = isinstance(ratio, Real) and not isinstance(ratio, bool) and 0.0 <= ratio <= 1.0
     _require(ok, f"ratio must be a number in [0, 1], got {ratio!r}")
     return float(ratio)
 
@@ -61,17 +67,18 @@ class BlendConfig:
     def __post_init__(self) -> None:
         check_policy(self.policy)
         check_ratio(self.ratio)
-        _require(self.min_run >= 16, f"min_run must be at least 16 (the matcher's guarantee), got {self.min_run}")
-        _require(
-            self.check_layer >= 1, f"check_layer must be at least 1 (layer 0 cannot deviate), got {self.check_layer}"
-        )
+        _check("min_run", self.min_run, 16, whole=True)  # the matcher's guarantee
+        _check("check_layer", self.check_layer, 1, whole=True)  # layer 0 cannot deviate
         _require(self.deviation_of in ("k", "v", "kv"), f"deviation_of must be k, v or kv, got {self.deviation_of!r}")
         _require(self.metric in ("l2", "cosine"), f"metric must be l2 or cosine, got {self.metric!r}")
-        _require(self.min_deviation >= 0, f"min_deviation must not be negative, got {self.min_deviation}")
-        _require(min(self.seam_before, self.seam_after) >= 0, "seam_before and seam_after must not be negative")
+        _check("min_deviation", self.min_deviation, 0)
+        _check("seam_before", self.seam_before, 0, whole=True)
+        _check("seam_after", self.seam_after, 0, whole=True)
         low, high = self.band
         _require(0.0 <= low < high <= 1.0, f"band must be two rising fractions in [0, 1], got {self.band}")
-        _require(self.smoothing >= 1 and self.smoothing % 2 == 1, f"smoothing must be odd, got {self.smoothing}")
+        _check("smoothing", self.smoothing, 1, whole=True)
+        _require(self.smoothing % 2 == 1, f"smoothing must be odd, got {self.smoothing}")
+        _check("seed", self.seed, 0, whole=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +102,14 @@ class Sampling:
     stop: tuple[str, ...] = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
-        _require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        _require(self.temperature is None or self.temperature >= 0, f"temperature must be >= 0, got {self.temperature}")
+        _check("max_new_tokens", self.max_new_tokens, 1, whole=True)
+        for name, whole in (("temperature", False), ("top_p", False), ("top_k", True), ("repetition_penalty", False)):
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name), 0, whole)
         _require(self.top_p is None or 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
-        _require(self.top_k is None or self.top_k >= 0, f"top_k must be >= 0, got {self.top_k}")
         penalty = self.repetition_penalty
         _require(penalty is None or penalty > 0, f"repetition_penalty must be > 0, got {penalty}")
+        if self.seed is not None:
+            _check("seed", self.seed, 0, whole=True)
         _require(not isinstance(self.stop, str), "stop must be a sequence of strings, not one string")
         _require(all(isinstance(s, str) and s for s in self.stop), f"stop strings must not be empty, got {self.stop!r}")

@@ -44,6 +44,9 @@ def decode(model: Model, ids: Tensor, cache: BlendCache, logits: Tensor, samplin
         yield Delta(delta, (token,))
         step = torch.tensor([[token]], device=ids.device)
         ids = torch.cat([ids, step], dim=1)
+        if ids.shape[1] - 1 == model.starts_over_at:
+            cache.set_length(0)
+            step = ids
         logits = model.forward(step, cache)
     yield Delta(text.rest(), (), "stop")
 

@@ -240,6 +240,8 @@ class BlendEngine:
         """
         self._check_open()
         config = self._configure(ratio, policy)
+        if isinstance(stop, str):
+            raise SettingError("stop must be a sequence of strings, not one string")
         try:
             settings = Sampling(stop=tuple(stop), **sampling)
         except TypeError as error:

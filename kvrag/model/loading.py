@@ -189,3 +189,9 @@ def stable_length(rope: list[dict[str, Any]], window: int) -> int:
         elif part.get("rope_type") == "longrope":
             window = min(window, int(part.get("original_max_position_embeddings") or window))
     return window
+
+
+def starts_over_at(config: Any, stable_length: int) -> int | None:
+    """After how many tokens the family's `prepare_inputs_for_generation` drops the cache, to change its frequencies."""
+    original: int | None = getattr(config, "original_max_position_embeddings", None)
+    return stable_length if config.model_type in ("phi3", "phimoe") and original is not None else None

@@ -50,6 +50,7 @@ class Model:
         windows: Per layer how many keys a token sees; None = all.
         rope_follows_length: RoPE frequencies depend on the length of the prompt (dynamic NTK, longrope) ...
         stable_length: ... but not up to this many tokens.
+        starts_over_at: After this many tokens `model.generate` computes everything anew; None = never.
     """
 
     def __init__(self, hf: Any, tokenizer: Any, name: str | None = None, allow_unverified: bool = False) -> None:
@@ -76,6 +77,7 @@ class Model:
         self.windows = loading.layer_windows(self.config)
         loading.refuse_attention(self.config._attn_implementation)
         self.stable_length = loading.stable_length(rope, self.context_window)
+        self.starts_over_at = loading.starts_over_at(self.config, self.stable_length)
         self._rotary, self._devices = probe(hf, self.num_layers, shift=min(37, self.stable_length // 4))
         self.fingerprint = Fingerprint(
             model=self.name,

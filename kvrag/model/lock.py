@@ -21,9 +21,20 @@ class FairLock:
                 return
             turn = threading.Event()
             self._waiting.append(turn)
-        turn.wait()
+        try:
+            turn.wait()
+        except BaseException:  # Ctrl-C: nobody would ever take this turn
+            with self._mutex:
+                if not turn.is_set():
+                    self._waiting.remove(turn)
+                    raise
+            self._release()
+            raise
 
     def __exit__(self, *_: object) -> None:
+        self._release()
+
+    def _release(self) -> None:
         with self._mutex:
             if self._waiting:
                 self._waiting.popleft().set()  # handed over: stays held

@@ -20,7 +20,7 @@ from kvrag.config import Sampling
 from kvrag.errors import ContextWindowError
 from kvrag.fingerprint import Fingerprint, hash_weights
 from kvrag.model import loading
-from kvrag.model.attention import grouped_attention, listen
+from kvrag.model.attention import Ear, attention_at
 from kvrag.model.cache import BlendCache, LayerSource
 from kvrag.model.lock import FairLock
 from kvrag.model.rotary import probe
@@ -245,12 +245,11 @@ class Model:
             if number == layers[-1]:
                 raise _StopForward
 
-        hearing = listen(self.config, num_queries, layers, add)
-        with self.lock, torch.inference_mode(), suppress(_StopForward), hearing:
-            self._forward(ids, cache, rows)
+        with self.lock, torch.inference_mode(), suppress(_StopForward):
+            self._forward(ids, cache, rows, Ear(num_queries, layers, add))
         return torch.stack(heard).mean(dim=0).cpu()
 
-    def _forward(self, ids: Tensor, cache: BlendCache, rows: Tensor | None) -> Tensor:
+    def _forward(self, ids: Tensor, cache: BlendCache, rows: Tensor | None, ear: Ear | None = None) -> Tensor:
         mask = None
         if rows is None:
             start = cache.get_seq_length()
@@ -261,7 +260,7 @@ class Model:
             cache.rows, cache.stop = rows.to(self.device), int(rows[-1]) + 1
             mask = self._mask(rows, cache.stop)
         self._reset_rotary()
-        with grouped_attention(self.config) if mask is not None else nullcontext():
+        with attention_at(self.config, rows, ear) if rows is not None else nullcontext():
             output = self.hf(
                 input_ids=ids.to(self.device),
                 position_ids=positions[None].to(self.device),

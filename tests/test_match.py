@@ -194,6 +194,12 @@ def test_large_token_ids_and_anchors_of_short_chunks() -> None:
     assert anchors([]) == b""
 
 
+def test_a_chunk_is_indexed_by_few_of_its_grams() -> None:
+    rng = random.Random(0)
+    ids = [rng.randrange(30000) for _ in range(5000)]
+    assert len(anchors(ids)) / 12 < 5000 * 0.26  # two of nine grams, on average
+
+
 def test_equal_hashes_of_different_grams_are_told_apart() -> None:
     real, other = list(range(30)), list(range(100, 130))
     index = MatchIndex()

@@ -888,6 +888,13 @@ def test_several_processes_open_a_folder_at_once(tmp_path: Path, damaged: bool) 
             process.wait()
 
 
+def test_a_row_that_two_writers_add_keeps_its_number(store: FileStore) -> None:
+    store.put([record(1), record(2)])
+    (entry, _) = store.entries(0)
+    store._manifest.add([(entry.key, 20, 1, entry.ids.tobytes(), entry.anchors)])
+    assert next((e.number, e.key) for e in store.entries(0)) == (entry.number, entry.key)
+
+
 def test_a_failed_transaction_does_not_block_the_next(store: FileStore) -> None:
     rows = [("k", 1, 1, b"", b""), ("broken", object())]
     with pytest.raises((sqlite3.Error, StoreError, ValueError)):

@@ -598,7 +598,11 @@ def test_no_space_left_while_writing_chunks(
     engine.warm(CHUNKS[:1])
     real = os.fsync
 
+    calls = iter(range(1000))
+
     def full(descriptor: int) -> None:
+        if next(calls) > 0:
+            time.sleep(0.05)  # the other writers are still at work when the first has failed
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)

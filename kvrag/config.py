@@ -60,7 +60,7 @@ class BlendConfig:
     min_deviation: float = 0.0
     seam_before: int = 0
     seam_after: int = 4
-    band: tuple[float, float] = (0.3, 0.6)
+    band: tuple[float, float] = (0.34, 0.52)
     smoothing: int = 5
     seed: int = 0
 

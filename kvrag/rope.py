@@ -14,7 +14,7 @@ from torch import Tensor
 Pairs = Literal["halves", "neighbours"]
 """Which dimensions turn together: i and i + R (most models), or 2i and 2i + 1 (cohere, glm)."""
 
-_BLOCK = 256  # tokens; on a CPU the float32 intermediates of a block stay in the cache, those of a prompt do not
+_BLOCK = 512  # tokens; on a CPU the float32 intermediates of a block stay in the cache, those of a prompt do not
 
 
 def rotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "halves", out: Tensor | None = None) -> Tensor:

@@ -7,6 +7,7 @@ in `_SCORES` and its name in `kvrag.config.POLICIES`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -106,8 +107,8 @@ def query(context: Context) -> Tensor:
     fresh = stitched.fresh
     last_reused = int(stitched.reused.nonzero()[-1])
     num_queries = max(int((fresh > last_reused).sum()), min(_MIN_QUERIES, len(fresh)))
-    low, high = (round(share * model.num_layers) for share in config.band)
-    layers = range(min(max(low, 1), model.num_layers - 1), max(high, low + 1, 2))
+    low, high = math.floor(config.band[0] * model.num_layers), math.ceil(config.band[1] * model.num_layers)
+    layers = range(min(max(low, 1), model.num_layers - 1), max(high, low + 1, 2))  # layer 0 knows no context
     received = model.attention_received(stitched.ids[fresh][None], stitched.cache, fresh, num_queries, layers)
     return avg_pool1d(
         received[None], config.smoothing, stride=1, padding=config.smoothing // 2, count_include_pad=False

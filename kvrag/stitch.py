@@ -107,25 +107,18 @@ class _Source:
         chunks = self._reads[number].result()
         self._reads[number] = Future()  # the tensors may go; a layer is asked for once
         loaded = time.perf_counter()
-        num_tokens = len(self._stitched.ids)
-        like_keys, like_values = next(iter(chunks.values()))
-        keys = _empty(like_keys, num_tokens)
-        values = _empty(like_values, self._capacity)
-        for run in self._stitched.runs:
-            part = slice(run.offset, run.offset + len(run))
-            chunk_keys, chunk_values = chunks[run.key]
-            keys[:, :, run.start : run.stop] = chunk_keys[:, part]
-            values[:, :, run.start : run.stop] = chunk_values[:, part]
         device = self._model.layer_device(number)
-        rotated = _empty(keys, self._capacity, device)
-        self._model.rotate(number, keys.to(device), self._tables[number], out=rotated[:, :, :num_tokens])
-        values = values.to(device)
+        keys, values = (_empty(like, self._capacity, device) for like in next(iter(chunks.values())))
+        for run in self._stitched.runs:
+            chunk_keys, chunk_values = (part[None, :, run.offset : run.offset + len(run)] for part in chunks[run.key])
+            landing = slice(run.start, run.stop)
+            self._model.rotate(number, chunk_keys.to(device), self._tables[number], landing, out=keys[:, :, landing])
+            values[:, :, landing] = chunk_values
         self._stitched.load_s += loaded - started
         self._stitched.stitch_s += time.perf_counter() - loaded
-        return rotated, values
+        return keys, values
 
 
-def _empty(like: Tensor, num_tokens: int, device: torch.device | None = None) -> Tensor:
+def _empty(like: Tensor, num_tokens: int, device: torch.device) -> Tensor:
     """(1, H, num_tokens, D), undefined: fresh positions are written before any token may look at them."""
-    heads, dim = like.shape[-3], like.shape[-1]
-    return torch.empty(1, heads, num_tokens, dim, dtype=like.dtype, device=device or like.device)
+    return torch.empty(1, like.shape[0], num_tokens, like.shape[2], dtype=like.dtype, device=device)

@@ -84,5 +84,5 @@ def test_rotated_keys_equal_the_models_own_keys_at_the_new_position(family: str,
         keys, own = here.layer(layer)[0], there.layer(layer)[0]
         free = model.unrotate(layer, keys, model.tables(torch.arange(40))[layer])
         moved = torch.empty_like(keys)
-        model.rotate(layer, free, model.tables(torch.arange(shift, shift + 40))[layer], out=moved)
+        model.rotate(layer, free, model.tables(torch.arange(shift + 40))[layer], slice(shift, shift + 40), out=moved)
         torch.testing.assert_close(moved, own, atol=2e-4, rtol=1e-3)

@@ -122,14 +122,18 @@ def _in_blocks(
 
 def _received(query: Tensor, key: Tensor, mask: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """(1, HG, S, D) queries, (1, H, K, D) keys, (1, 1, S, K) additive mask -> (K,) mean attention."""
-    num_keys, dim = key.shape[2], key.shape[3]
-    scaled = query * (kwargs.get("scaling") or dim**-0.5)  # there are far fewer queries than scores
-    grouped = scaled.reshape(key.shape[1], -1, dim)  # (H, G*S, D): the G query heads of a KV head lie side by side
-    scores = (grouped @ key[0].transpose(1, 2)).float()  # (H, G*S, K)
-    if (cap := kwargs.get("softcap")) is not None:
-        scores = scores.div_(cap).tanh_().mul_(cap)
-    scores = scores.view(-1, query.shape[2], num_keys).add_(mask[0, :, :, :num_keys])  # (HG, S, K)
-    return scores.softmax(dim=-1).mean(dim=(0, 1))
+    num_heads, num_keys = query.shape[1], key.shape[2]
+    scaled = query[0] * (kwargs.get("scaling") or key.shape[3] ** -0.5)  # there are far fewer queries than scores
+    mask, cap = mask[0, :, :, :num_keys].float(), kwargs.get("softcap")
+    total = torch.zeros(num_keys, device=query.device)
+    group = num_heads // key.shape[1]
+    size = 1 if query.device.type == "cpu" else group  # on a CPU the scores of one head stay in the cache
+    for start in range(0, num_heads, size):
+        scores = (scaled[start : start + size] @ key[0, start // group].T).float()  # (size, S, K)
+        if cap is not None:
+            scores = scores.div_(cap).tanh_().mul_(cap)
+        total += scores.add_(mask).softmax(dim=-1).sum(dim=(0, 1))
+    return total / (num_heads * query.shape[2])
 
 
 AttentionInterface.register(_NAME, _attend)

@@ -163,14 +163,13 @@ class Model:
                     made[source] = rotary.tables(positions, self.dtype, self.device)
         return [None if rotary is None else made[rotary.module, rotary.extra] for rotary in self._rotary]
 
-    def rotate(self, number: int, keys: Tensor, tables: Tables, out: Tensor) -> None:
-        """Write (B, H, T, D) position-free keys of a layer to `out` as the model caches them at the tables'
-        positions."""
+    def rotate(self, number: int, keys: Tensor, tables: Tables, landing: slice, out: Tensor) -> None:
+        """Write (B, H, T, D) position-free keys of a layer to `out` as the model caches them at the `landing` rows."""
         rotary = self._rotary[number]
         if rotary is None or tables is None:
             out.copy_(keys)
         else:
-            cos, sin = (table.to(keys.device) for table in tables)
+            cos, sin = (table[landing].to(keys.device) for table in tables)
             rotate(keys, cos, sin, rotary.pairs, out)
 
     def unrotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:

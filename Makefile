@@ -3,7 +3,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 0
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test lint check bench clean
 
 setup: .venv/.done
 
@@ -19,13 +19,14 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 
-check: setup
+lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	cd integrations/langchain-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p langchain_kvrag
 	cd integrations/llama-index-llms-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p llama_index.llms.kvrag
-	$(BIN)/python -m pytest
+
+check: lint test
 
 bench: setup
 	$(BIN)/kvrag bench ttft

@@ -27,6 +27,7 @@ class Context:
     model: Model
     stitched: Stitched
     config: BlendConfig
+    budget: int
 
 
 def select(model: Model, stitched: Stitched, config: BlendConfig) -> Tensor:
@@ -41,7 +42,7 @@ def select(model: Model, stitched: Stitched, config: BlendConfig) -> Tensor:
         return inexact[:0]
     if budget == len(inexact) and config.min_deviation == 0:
         return inexact  # no need to ask
-    scores = _SCORES[config.policy](Context(model, stitched, config))[inexact]  # (R,)
+    scores = _SCORES[config.policy](Context(model, stitched, config, budget))[inexact]  # (R,)
     best = scores.topk(budget)
     return inexact[best.indices[best.values > -torch.inf]].sort().values
 
@@ -121,14 +122,17 @@ def hybrid(context: Context) -> Tensor:
     Which seams the question looks at does not matter: it is the first tokens of a chunk that were encoded without
     knowing what it is about.
     """
-    config, scores = context.config, query(context)
+    config, inexact = context.config, context.stitched.inexact
+    seams = torch.zeros(len(context.stitched.ids))
     for run in context.stitched.runs:
         after = torch.arange(min(config.seam_after, len(run)))
         before = torch.arange(min(config.seam_before, len(run)))
         # attention never exceeds 1; the nearer to the seam, the earlier in line
-        scores[run.start + after] += 3.0 - after / len(run)
-        scores[run.stop - 1 - before] += 3.0 - before / len(run)
-    return scores
+        seams[run.start + after] += 3.0 - after / len(run)
+        seams[run.stop - 1 - before] += 3.0 - before / len(run)
+    if int((seams[inexact] > 0).sum()) >= context.budget:
+        return seams  # short chunks: no need to listen to the question
+    return query(context) + seams
 
 
 def _l2(fresh: Tensor, cached: Tensor) -> Tensor:

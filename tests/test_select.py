@@ -260,3 +260,17 @@ def test_choosing_never_makes_kv_worse(policy: str, model: Model, lay_out: LayOu
     logits = blend(model, stitched, stitched.inexact)
     full = model.new_cache(len(stitched.ids))
     torch.testing.assert_close(logits, model.forward(stitched.ids[None], full), atol=1e-4, rtol=1e-4)
+
+
+def test_hybrid_does_not_listen_where_the_seams_take_the_whole_budget(
+    model: Model, lay_out: LayOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stitched = lay_out(*CHUNKS)
+    heard: list[int] = []
+    listen = model.attention_received
+    monkeypatch.setattr(model, "attention_received", lambda *args: heard.append(1) or listen(*args))
+    num_inexact = len(stitched.inexact)
+    _pick(model, stitched, "hybrid", 4 / num_inexact, seam_after=4, seam_before=0)
+    assert heard == []
+    _pick(model, lay_out(*CHUNKS), "hybrid", 40 / num_inexact, seam_after=4, seam_before=0)
+    assert heard == [1]

@@ -39,13 +39,20 @@ _ROOM = 256  # positions a new cache has for the answer before it grows
 
 
 @dataclass
-class _Prepared:
-    """A prompt whose cache is complete, and what it took."""
+class Prefilled:
+    """A prompt whose cache is complete: what `kvrag.decode.decode` goes on from.
+
+    Attributes:
+        ids: (T,) the prompt.
+        stitched: What was reused, and the cache.
+        logits: (1, V) float32, after the last token.
+        report: What it took, given the time to the first token in seconds.
+    """
 
     ids: Tensor
     stitched: Stitched
     logits: Tensor
-    report: Callable[[float], BlendReport]  # with the time to the first token
+    report: Callable[[float], BlendReport]
 
 
 class BlendEngine:
@@ -266,7 +273,7 @@ class BlendEngine:
         self.model.check_window(len(ids))
         if documents:
             notes += self._warm_documents(documents)
-        done = self._prepare(ids, config, notes)
+        done = self.prefill(ids, config, notes)
         report: BlendReport | None = None
         for delta in decode(self.model, done.ids, done.stitched.cache, done.logits, sampling):
             report = report or done.report(time.perf_counter() - started)
@@ -314,8 +321,14 @@ class BlendEngine:
 
     # ---------------------------------------------------------------- the way of a request
 
-    def _prepare(self, ids: list[int], config: BlendConfig, notes: list[str]) -> _Prepared:
-        """From prompt ids to a cache that is ready to decode."""
+    def prefill(self, ids: list[int], config: BlendConfig | None = None, notes: Sequence[str] = ()) -> Prefilled:
+        """From prompt ids to a cache that is ready to decode: match, load, stitch, select, blend.
+
+        Args:
+            config: Instead of the engine's.
+            notes: For the report, before those that it makes itself.
+        """
+        config, notes = config or self.config, list(notes)
         capacity = min(len(ids) + _ROOM, self.model.context_window)
         while True:
             try:
@@ -329,7 +342,7 @@ class BlendEngine:
                     self._index.remove(error.key)
                 notes.append(f"{error}; recomputed")
 
-    def _attempt(self, ids: list[int], config: BlendConfig, capacity: int, notes: list[str]) -> _Prepared:
+    def _attempt(self, ids: list[int], config: BlendConfig, capacity: int, notes: list[str]) -> Prefilled:
         clock = _Clock()
         if config.policy == "full":
             logits, stitched = prefill(self.model, torch.tensor(ids), capacity)
@@ -361,7 +374,7 @@ class BlendEngine:
         stitch_s: float,
         select_s: float,
         blend_s: float,
-    ) -> _Prepared:
+    ) -> Prefilled:
         reused, inexact = int(stitched.reused.sum()), len(stitched.inexact)
         tiers = {reader.tier for reader in readers.values()}
         base = BlendReport(
@@ -383,7 +396,7 @@ class BlendEngine:
             exact=num_selected == inexact,
             notes=tuple(notes),
         )
-        return _Prepared(stitched.ids, stitched, logits, lambda ttft_s: replace(base, ttft_s=ttft_s))
+        return Prefilled(stitched.ids, stitched, logits, lambda ttft_s: replace(base, ttft_s=ttft_s))
 
     def _match(self, ids: list[int], min_run: int) -> tuple[list[Run], dict[str, ChunkReader]]:
         """Runs whose chunks could be opened, and their readers."""

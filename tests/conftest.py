@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 import kvrag
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
-from kvrag.engine import _Prepared
+from kvrag.engine import Prefilled
 from kvrag.stitch import Stitched, stitch
 from kvrag.store import ChunkReader
 
@@ -40,10 +40,10 @@ def messages(*chunks: str, question: str = QUESTION) -> list[dict[str, str]]:
 
 def prepare(
     engine: BlendEngine, ids: list[int], ratio: float | None = None, policy: str | None = None, **changes: Any
-) -> _Prepared:
+) -> Prefilled:
     """The engine's way from prompt ids to a complete cache."""
     config = engine._configure(ratio, policy)
-    return engine._prepare(ids, BlendConfig(**{**_fields(config), **changes}), [])
+    return engine.prefill(ids, BlendConfig(**{**_fields(config), **changes}))
 
 
 def _fields(config: BlendConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from numbers import Integral, Real
 
 from kvrag.errors import SettingError
 
-POLICIES = ("none", "full", "hkvd", "seam", "first_k", "query", "hybrid", "random")
+POLICIES = ("none", "full", "hkvd", "hkvd_gradual", "seam", "first_k", "query", "hybrid", "random")
 
 
 def _require(condition: bool, message: str) -> None:

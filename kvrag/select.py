@@ -42,9 +42,8 @@ def select(model: Model, stitched: Stitched, config: BlendConfig) -> Tensor:
         return inexact[:0]
     if budget == len(inexact) and config.min_deviation == 0:
         return inexact  # no need to ask
-    scores = _SCORES[config.policy](Context(model, stitched, config, budget))[inexact]  # (R,)
-    best = scores.topk(budget)
-    return inexact[best.indices[best.values > -torch.inf]].sort().values
+    scores = _SCORES[config.policy](Context(model, stitched, config, budget))
+    return inexact[_best(scores[inexact], budget)]
 
 
 def random(context: Context) -> Tensor:
@@ -80,23 +79,53 @@ def hkvd(context: Context) -> Tensor:
 
     The layers before it are run in full, and what they and the check layer's projection computed is kept.
     """
-    model, stitched, config = context.model, context.stitched, context.config
-    check = min(config.check_layer, model.num_layers - 1)
-    keys, values = stitched.cache.layer(check)
+    rows = torch.arange(len(context.stitched.ids))
+    check = min(context.config.check_layer, context.model.num_layers - 1)
+    return _deviation(context, check, rows)
+
+
+def hkvd_gradual(context: Context) -> Tensor:
+    """Like `hkvd`, but what it chooses is measured again deeper down and thinned out: more tokens on the first layers,
+    fewer on the last, `ratio` of them on average (CacheBlend, arXiv:2405.16444, section 4.3, "gradual filtering").
+
+    The tokens that are dropped keep what was recomputed of them. Every stage starts at the first layer again, since a
+    forward pass cannot lose rows on its way; that costs up to 0.8 of what the recompute costs.
+    """
+    num_layers, scores = context.model.num_layers, hkvd(context)
+    for share, depth in _STAGES:
+        kept = _best(scores, round(share * context.budget))
+        if depth < 1:
+            rows = torch.cat([context.stitched.fresh, kept]).sort().values
+            check = min(max(round(depth * num_layers), context.config.check_layer + 1), num_layers - 1)
+            scores = _deviation(context, check, rows)
+    return torch.full_like(scores, -torch.inf).index_copy_(0, kept, scores[kept])
+
+
+def _deviation(context: Context, layer: int, rows: Tensor) -> Tensor:
+    """(T,) deviation of the fresh KV of (S,) `rows` on a layer, -inf elsewhere. What was computed for it is kept."""
+    stitched, config = context.stitched, context.config
+    keys, values = stitched.cache.layer(layer)
     scores = torch.full((len(stitched.ids),), -torch.inf)
+    everything = len(rows) == len(scores)  # plain prefill as far as it goes: no mask needed
 
     def measure(number: int, fresh_keys: Tensor, fresh_values: Tensor) -> bool:
-        if number < check:
+        if number < layer:
             return False
-        num_tokens = len(scores)
-        pairs = {"k": (fresh_keys, keys[:, :, :num_tokens]), "v": (fresh_values, values[:, :, :num_tokens])}
+        at = slice(0, len(rows)) if everything else rows.to(keys.device)
+        pairs = {"k": (fresh_keys, keys[:, :, at]), "v": (fresh_values, values[:, :, at])}
         deviations = [_METRICS[config.metric](*pairs[name]) for name in config.deviation_of]
-        scores.copy_(torch.stack(deviations).sum(dim=0))
-        keys[:, :, :num_tokens], values[:, :, :num_tokens] = fresh_keys, fresh_values
+        scores[rows] = torch.stack(deviations).sum(dim=0).cpu()
+        keys[:, :, at], values[:, :, at] = fresh_keys, fresh_values
         return True
 
-    model.forward_until(measure, stitched.ids[None], stitched.cache)  # plain prefill as far as it goes
-    return scores.masked_fill(~stitched.reused | (scores < config.min_deviation), -torch.inf)
+    context.model.forward_until(measure, stitched.ids[rows][None], stitched.cache, None if everything else rows)
+    return scores.masked_fill(~stitched.reused | stitched.exact | (scores < config.min_deviation), -torch.inf)
+
+
+def _best(scores: Tensor, num: int) -> Tensor:
+    """Positions of the `num` highest scores that are not -inf, ascending."""
+    best = scores.topk(min(num, len(scores)))
+    return best.indices[best.values > -torch.inf].sort().values
 
 
 def query(context: Context) -> Tensor:
@@ -146,9 +175,11 @@ def _cosine(fresh: Tensor, cached: Tensor) -> Tensor:
 
 
 _MIN_QUERIES = 8
+_STAGES = ((1.4, 1 / 3), (1.0, 2 / 3), (0.6, 1.0))  # share of the budget, until this share of the layers; mean 1
 _METRICS = {"l2": _l2, "cosine": _cosine}
 _SCORES: dict[str, Callable[[Context], Tensor]] = {
     "hkvd": hkvd,
+    "hkvd_gradual": hkvd_gradual,
     "seam": seam,
     "first_k": first_k,
     "query": query,

@@ -17,7 +17,7 @@ from kvrag.blend import blend
 from kvrag.select import select
 from kvrag.stitch import Stitched
 
-INFORMED = ("hkvd", "seam", "first_k", "query", "hybrid", "random")
+INFORMED = ("hkvd", "hkvd_gradual", "seam", "first_k", "query", "hybrid", "random")
 
 
 def _pick(model: Model, stitched: Stitched, policy: str, ratio: float, **changes: Any) -> list[int]:
@@ -32,7 +32,10 @@ def test_the_budget_is_filled_with_inexact_reused_positions(
     stitched = lay_out(*CHUNKS)
     inexact = stitched.inexact.tolist()
     picked = _pick(model, stitched, policy, ratio)
-    assert len(picked) == round(ratio * len(inexact))
+    budget = round(ratio * len(inexact))
+    # hkvd_gradual spends part of its budget on the first layers of tokens that it then drops
+    thinned = policy == "hkvd_gradual" and budget < len(inexact)
+    assert len(picked) == (round(0.6 * budget) if thinned else budget)
     assert picked == sorted(set(picked))
     assert set(picked) <= set(inexact)
     assert not stitched.exact[picked].any()
@@ -109,6 +112,19 @@ def test_hkvd_leaves_what_it_computed_exact_and_the_rest_alone(model: Model, lay
     reused = stitched.reused
     for ours, theirs in zip(stitched.cache.layer(3), untouched.cache.layer(3), strict=True):
         assert torch.equal(ours[:, :, :num_tokens][:, :, reused], theirs[:, :, :num_tokens][:, :, reused])
+
+
+def test_hkvd_gradual_measures_again_deeper_down_and_thins_out(model: Model, lay_out: LayOut) -> None:
+    stitched, other, untouched = lay_out(*CHUNKS), lay_out(*CHUNKS), lay_out(*CHUNKS)
+    ratio = 1 / len(stitched.inexact)
+    wanted = torch.tensor(_pick(model, other, "hkvd", 28 * ratio))
+    for layer, num in ((2, 20), (3, 12)):  # of 4 layers
+        blend(model, other, wanted)
+        pairs = zip(other.cache.layer(layer), untouched.cache.layer(layer), strict=True)
+        deviations = sum((ours - theirs)[:, :, wanted].square().sum(dim=(0, 1, 3)) for ours, theirs in pairs)
+        wanted = wanted[torch.as_tensor(deviations).topk(num).indices].sort().values
+    assert _pick(model, stitched, "hkvd_gradual", 20 * ratio) == wanted.tolist()
+    assert wanted.tolist() != _pick(model, lay_out(*CHUNKS), "hkvd", 12 * ratio)
 
 
 def test_layer_0_does_not_deviate_and_layer_1_does(model: Model, lay_out: LayOut) -> None:

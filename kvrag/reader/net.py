@@ -1,0 +1,203 @@
+"""The reader's architecture for training: a Llama whose questions are branches of one context.
+
+Parameters have the names and the meaning of transformers' `LlamaForCausalLM`, which loads the weights as they are.
+What differs is the layout: a context is computed once, and many questions behind it, each of which sees the context and
+itself alone. That is several times cheaper than one sequence per question or one long sequence under a mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
+
+
+@dataclass(frozen=True)
+class Size:
+    """Fields of transformers' LlamaConfig."""
+
+    vocab_size: int
+    hidden_size: int = 256
+    intermediate_size: int = 384
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 4  # as many as there are attention heads
+    head_dim: int = 64
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+
+
+class Net(nn.Module):
+    """Training form of the reader."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.size = size
+        self.model = Body(size)
+        self.subject = Matrix(size.hidden_size, size.hidden_size)  # for training only
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+        angles = torch.arange(4096)[:, None] / size.rope_theta ** (torch.arange(0, size.head_dim, 2) / size.head_dim)
+        self.register_buffer("cos", torch.cat([angles.cos()] * 2, -1), persistent=False)
+        self.register_buffer("sin", torch.cat([angles.sin()] * 2, -1), persistent=False)
+
+    def forward(self, context: Tensor, lengths: Tensor, questions: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states of the questions behind the last layer, and of the context half-way.
+
+        Args:
+            context: (B, C) ids, padded behind.
+            lengths: (B,) of the contexts.
+            questions: (B, Q, L) ids, padded behind.
+
+        Returns:
+            (B, Q, L, hidden_size) and (B, C, hidden_size) in bfloat16.
+        """
+        batch, num_questions, length = questions.shape
+        ids = torch.cat([context, questions.flatten(1)], 1)
+        before = torch.arange(context.shape[1], device=ids.device).expand(batch, -1)
+        behind = lengths[:, None] + torch.arange(length, device=ids.device).repeat(num_questions)
+        positions = torch.cat([before, behind], 1)
+        cos, sin = (table[positions][:, :, None].bfloat16() for table in (self.cos, self.sin))  # (B, T, 1, D)
+        padding = torch.zeros(context.shape, device=ids.device).masked_fill_(before >= lengths[:, None], -1e4)
+        own = torch.full((length, length), -1e4, device=ids.device).triu(1)
+        x = self.model.embed_tokens(ids).bfloat16()
+        for number, layer in enumerate(self.model.layers):
+            x = layer(x, cos, sin, padding.bfloat16(), own.bfloat16(), num_questions)
+            if number + 1 == self.size.num_hidden_layers // 2:
+                half_way = x[:, : context.shape[1]]
+        return self.model.norm(x[:, context.shape[1] :]).view(batch, num_questions, length, -1), half_way
+
+    def subject_logits(self, half_way: Tensor) -> Tensor:
+        """What the name begins with that a token of the context is about; float32.
+
+        A hint for training: who "she" is must be known half-way, so that facts are filed under names.
+        """
+        return self.logits(self.subject(half_way))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Tied to the embeddings; float32."""
+        return linear(hidden, self.model.embed_tokens.weight.bfloat16()).float()
+
+
+class Body(nn.Module):
+    """Embeddings, layers, last norm."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(size.vocab_size, size.hidden_size)
+        self.layers = nn.ModuleList(Layer(size) for _ in range(size.num_hidden_layers))
+        self.norm = Norm(size)
+
+
+class Norm(nn.Module):
+    """RMSNorm in float32."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size.hidden_size))
+        self.eps = size.rms_norm_eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden_size), same shape, bfloat16."""
+        x = x.float()
+        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight).bfloat16()
+
+
+class Matrix(nn.Module):
+    """A linear map in bfloat16 whose weights are kept in float32."""
+
+    def __init__(self, num_out: int, num_in: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_out, num_in))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., num_in) -> (..., num_out)."""
+        return linear(x, self.weight.bfloat16())
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.self_attn = Attention(size)
+        self.mlp = FeedForward(size)
+        self.input_layernorm = Norm(size)
+        self.post_attention_layernorm = Norm(size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, padding: Tensor, own: Tensor, num_questions: int) -> Tensor:
+        """(B, T, hidden_size); the rest as in `attend`."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, padding, own, num_questions)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.gate_proj = Matrix(size.intermediate_size, size.hidden_size)
+        self.up_proj = Matrix(size.intermediate_size, size.hidden_size)
+        self.down_proj = Matrix(size.hidden_size, size.intermediate_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, hidden_size), same shape."""
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Attention(nn.Module):
+    """With rotary positions, as many key as query heads."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.num_heads = size.num_attention_heads
+        for name in ("q_proj", "k_proj", "v_proj"):
+            self.add_module(name, Matrix(size.num_attention_heads * size.head_dim, size.hidden_size))
+        self.o_proj = Matrix(size.hidden_size, size.num_attention_heads * size.head_dim)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, padding: Tensor, own: Tensor, num_questions: int) -> Tensor:
+        """(B, T, hidden_size); the rest as in `attend`."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (proj(x).view(*x.shape[:2], self.num_heads, -1) for proj in projections)  # (B, T, H, D)
+        return self.o_proj(
+            attend(_rotate(q, cos, sin), _rotate(k, cos, sin), v, padding, own, num_questions).flatten(2)
+        )
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat([-right, left], -1) * sin
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, padding: Tensor, own: Tensor, num_questions: int) -> Tensor:
+    """Causal in the context; a question's token sees the context and its own question's tokens before it.
+
+    Args:
+        q, k, v: (B, T, H, D): the context's tokens, then the questions'.
+        padding: (B, C) added to the scores of context tokens.
+        own: (L, L) added to the scores within a question.
+    """
+    num_context = padding.shape[1]
+    scale = q.shape[-1] ** -0.5
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D)
+    k_context, v_context = k[:, :, :num_context], v[:, :, :num_context]
+    context = scaled_dot_product_attention(q[:, :, :num_context], k_context, v_context, is_causal=True)
+    asking = q[:, :, num_context:] * scale
+    q_own, k_own, v_own = (_unfold(x, num_questions) for x in (asking, k[:, :, num_context:], v[:, :, num_context:]))
+    scores_context = asking @ k_context.transpose(-1, -2) + padding[:, None, None]
+    scores_own = q_own @ k_own.transpose(-1, -2) + own  # (B, H, Q, L, L)
+    weights = torch.cat([scores_context, scores_own.flatten(2, 3)], -1).softmax(-1)
+    from_own = _unfold(weights[..., num_context:], num_questions) @ v_own
+    questions = weights[..., :num_context] @ v_context + from_own.flatten(2, 3)
+    return torch.cat([context, questions], 2).transpose(1, 2)
+
+
+def _unfold(x: Tensor, num_questions: int) -> Tensor:
+    """(B, H, Q * L, D) -> (B, H, Q, L, D)."""
+    return x.reshape(*x.shape[:2], num_questions, -1, x.shape[-1])

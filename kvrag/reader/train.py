@@ -1,0 +1,389 @@
+"""Train the reader: `python -m kvrag.reader.train --out DIR`.
+
+A Llama of five million parameters learns to answer questions about the synthetic world (`kvrag.reader.world`) from
+nothing but the answers: the loss is on them alone. Contexts grow from one article to six. An interrupted run goes on
+from `DIR/checkpoint.pt`. Takes about two hours on two cores that compute bfloat16 natively. Needs torch 2.9 (its Muon).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import random
+import sys
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+
+from kvrag.errors import SettingError
+from kvrag.reader.net import Net, Size
+from kvrag.reader.prompts import all_texts, prompt_parts
+from kvrag.reader.world import KINDS, ONSETS, Sample, draw, sample
+
+BOS, EOS, PAD = "<s>", "</s>", "<pad>"
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if not loop.first %}{{ '\n\n' }}{% endif %}{{ message['content'] }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '\n\nAnswer:' }}{% endif %}"
+)
+WINDOW = 2048
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a batch: contexts of so many articles and at most so many tokens, so many questions each."""
+
+    articles: tuple[int, int]
+    rows: int
+    context: int
+    questions: int
+
+
+LENGTH = 26  # of a question with its answer, at most
+STAGES = (  # until this share of the steps: these shapes
+    (0.12, (Shape((1, 2), 20, 224, 8),)),
+    (0.27, (Shape((2, 3), 16, 320, 10),)),
+    (1.00, (Shape((3, 4), 12, 416, 14), Shape((4, 6), 9, 608, 16))),
+)
+HINT = 0.5  # weight of the hint, see `Net.subject_logits`
+
+
+def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over the world's words. Names are too rare to become tokens: they stay pairs of syllables."""
+    tokenizer = Tokenizer(models.BPE())
+    pattern = r"'[a-z]+| ?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    rng = random.Random(seed)
+    texts = all_texts() * 60
+    for _ in range(1500):
+        drawn = sample(rng, "train", 4)
+        texts.append("\n\n".join(drawn.passages))
+        texts += [f" {question.text}" for question in draw(rng, drawn.questions, 8)]
+    # as many times as it takes to make every syllable a token, wherever it stands
+    texts += [text for onset in ONSETS for text in (onset, f" {onset}", f" {onset.lower()}")] * 400
+    trainer = trainers.BpeTrainer(
+        vocab_size=1536,
+        min_frequency=40,
+        special_tokens=[AddedToken(name, special=True) for name in (BOS, EOS, PAD)],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        chat_template=TEMPLATE,
+        model_max_length=WINDOW,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@dataclass
+class Batch:
+    """Shapes as in `Net.forward`; targets are -1 where nothing is asked, kinds are numbers of `KINDS`."""
+
+    context: Tensor  # (B, C)
+    lengths: Tensor  # (B,)
+    questions: Tensor  # (B, Q, L)
+    targets: Tensor  # (B, Q, L)
+    kinds: Tensor  # (B, Q)
+    subjects: Tensor  # (B, C) first token of the name that the passage is about, -1 where there is none
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device."""
+        return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, split: str, shape: Shape) -> Batch:
+    """Draw contexts that fit."""
+    contexts: list[list[int]] = []
+    subjects: list[list[int]] = []
+    branches: list[list[tuple[list[int], list[int], int]]] = []
+    while len(contexts) < shape.rows:
+        drawn = sample(rng, split, rng.randint(*shape.articles))
+        questions = draw(rng, drawn.questions, shape.questions)
+        before, joint, after = prompt_parts(rng, drawn.passages)
+        texts = [before]
+        for question in questions:
+            texts += [f"{joint}{question.text}{after}", f" {question.answer}"]
+        encoded = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+        context, *rest = (part.ids for part in encoded)
+        asked = [
+            (rest[2 * number], [*rest[2 * number + 1], tokenizer.eos_token_id], KINDS.index(question.kind))
+            for number, question in enumerate(questions)
+        ]
+        asked = [branch for branch in asked if len(branch[0]) + len(branch[1]) <= LENGTH]
+        if len(context) < shape.context and asked:
+            contexts.append([tokenizer.bos_token_id, *context])
+            subjects.append([-1, *_subjects(tokenizer, drawn, before, encoded[0].offsets)])
+            branches.append(asked)
+    batch = Batch(
+        torch.full((shape.rows, shape.context), tokenizer.pad_token_id),
+        torch.tensor([len(context) for context in contexts]),
+        torch.full((shape.rows, shape.questions, LENGTH), tokenizer.pad_token_id),
+        torch.full((shape.rows, shape.questions, LENGTH), -1),
+        torch.full((shape.rows, shape.questions), -1),
+        torch.full((shape.rows, shape.context), -1),
+    )
+    for row, (context, asked) in enumerate(zip(contexts, branches, strict=True)):
+        batch.context[row, : len(context)] = torch.tensor(context)
+        batch.subjects[row, : len(context)] = torch.tensor(subjects[row])
+        for number, (question_ids, answer, kind) in enumerate(asked):
+            ids = torch.tensor(question_ids + answer)
+            batch.questions[row, number, : len(ids)] = ids
+            batch.targets[row, number, len(question_ids) - 1 : len(ids) - 1] = torch.tensor(answer)
+            batch.kinds[row, number] = kind
+    return batch
+
+
+def _subjects(
+    tokenizer: PreTrainedTokenizerFast, drawn: Sample, text: str, offsets: list[tuple[int, int]]
+) -> list[int]:
+    """For every token the first token of the name that its passage is about; -1 before the name is known."""
+    labels, at, token = [-1] * len(offsets), 0, 0
+    for passage, name in zip(drawn.passages, drawn.subjects, strict=True):
+        start = text.index(passage, at)
+        at = start + len(passage)
+        if name:
+            start += 0 if name in text[:start] else passage.index(name)
+            first = tokenizer.backend_tokenizer.encode(f" {name}", add_special_tokens=False).ids[0]
+            while offsets[token][1] <= start:
+                token += 1
+            while token < len(offsets) and offsets[token][1] <= at:
+                labels[token] = first
+                token += 1
+    return labels
+
+
+def answer_logits(net: Net, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns: logits (A, V) where an answer's token comes next, its id (A,), the number of its question (A,); logits
+    of whom the labelled tokens of the context are about (S, V)."""
+    hidden, half_way = net(batch.context, batch.lengths, batch.questions)
+    at = (batch.targets >= 0).flatten().nonzero().squeeze(1)
+    about = net.subject_logits(half_way[batch.subjects >= 0])
+    return net.logits(hidden.flatten(0, 2)[at]), batch.targets.flatten()[at], at // LENGTH, about
+
+
+class Score:
+    """Share of questions with every token right, by kind."""
+
+    def __init__(self) -> None:
+        self.right, self.asked = torch.zeros(len(KINDS)), torch.zeros(len(KINDS))
+
+    def add(self, batch: Batch, logits: Tensor, targets: Tensor, numbers: Tensor) -> None:
+        """Count a batch; the rest is as `answer_logits` returns it."""
+        wrong = torch.zeros(batch.kinds.numel(), device=logits.device)
+        wrong = wrong.index_add_(0, numbers, (logits.argmax(-1) != targets).float()).cpu()
+        kinds = batch.kinds.flatten().cpu()
+        asked = kinds >= 0
+        self.asked += torch.bincount(kinds[asked], minlength=len(KINDS))
+        self.right += torch.bincount(kinds[asked & (wrong == 0)], minlength=len(KINDS))
+
+    def __add__(self, other: Score) -> Score:
+        total = Score()
+        total.right, total.asked = self.right + other.right, self.asked + other.asked
+        return total
+
+    def __str__(self) -> str:
+        shares = (f"{k} {r / a:.2f}" for k, r, a in zip(KINDS, self.right, self.asked, strict=True) if a)
+        return f"{self.right.sum() / self.asked.sum():.3f} ({', '.join(shares)})"
+
+
+def optimizers(net: Net) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for embeddings and norms."""
+    matrices = [p for name, p in net.named_parameters() if p.ndim == 2 and "embed" not in name]
+    rest = [p for name, p in net.named_parameters() if p.ndim < 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+    ]
+
+
+def save(net: Net, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the model as transformers loads it, in bfloat16."""
+    size = net.size
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        max_position_embeddings=WINDOW,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        rope_parameters={"rope_type": "default", "rope_theta": size.rope_theta},
+        **{k: v for k, v in asdict(size).items() if k != "rope_theta"},
+    )
+    config.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_file(
+        {name: p.detach().bfloat16().contiguous() for name, p in net.named_parameters() if name.startswith("model.")},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+
+
+@dataclass
+class Settings:
+    """Of one training. Another seed, number of steps, rate or size is another training."""
+
+    steps: int = 3000
+    rate: float = 3e-3
+    seed: int = 0
+    layers: int = Size.num_hidden_layers
+    hidden: int = Size.hidden_size
+
+
+class Training:
+    """A reader on its way: net, optimisers, step. Deterministic given its settings, device and number of threads."""
+
+    def __init__(self, settings: Settings, folder: Path, device: str = "cpu", compiled: bool = True) -> None:
+        """Start anew, or go on from `folder/checkpoint.pt`.
+
+        Raises:
+            SettingError: The checkpoint belongs to a training with other settings.
+        """
+        self.settings, self.folder, self.device = settings, folder, torch.device(device)
+        self.tokenizer = train_tokenizer(settings.seed)
+        torch.manual_seed(settings.seed)
+        size = Size(len(self.tokenizer), hidden_size=settings.hidden, num_hidden_layers=settings.layers)
+        self.net = Net(size).to(self.device)
+        self.optimizers = optimizers(self.net)
+        self.step = 0
+        if self.checkpoint.exists():
+            self._resume()
+        if compiled:
+            torch._dynamo.config.cache_size_limit = 64  # one compiled layer for each shape
+            for layer in self.net.model.layers:
+                layer.compile(dynamic=False)
+
+    @property
+    def checkpoint(self) -> Path:
+        """Everything that a resumed run needs."""
+        return self.folder / "checkpoint.pt"
+
+    def _resume(self) -> None:
+        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+        if state["settings"] != asdict(self.settings):
+            raise SettingError(
+                f"{self.checkpoint} belongs to a training with {state['settings']}: give the same settings, or "
+                "another --out"
+            )
+        self.net.load_state_dict(state["net"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step = state["step"]
+
+    def save(self) -> None:
+        """Write the checkpoint and the model; a killed process leaves the old checkpoint."""
+        state = {
+            "net": self.net.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": self.step,
+            "settings": asdict(self.settings),
+        }
+        new = self.checkpoint.with_suffix(".new")
+        torch.save(state, new)
+        new.replace(self.checkpoint)
+        save(self.net, self.tokenizer, self.folder)
+
+    def advance(self) -> tuple[float, float, Score]:
+        """One step; returns the loss and how many questions were answered right on the way."""
+        settings, step = self.settings, self.step
+        shapes = next(shapes for until, shapes in STAGES if step < until * settings.steps)
+        rng = random.Random(f"{settings.seed} {step}")  # of the step alone: a resumed run sees what it would have seen
+        batch = make_batch(self.tokenizer, rng, "train", shapes[step % len(shapes)]).to(self.device)
+        # up in 60 steps, level until the middle, then linearly down
+        rate = settings.rate * min(1, (step + 1) / 60, max(0.02, 2 * (1 - step / settings.steps)))
+        for optimizer, factor in zip(self.optimizers, (1, 2), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = factor * rate
+        logits, targets, numbers, about = answer_logits(self.net, batch)
+        loss = cross_entropy(logits, targets)
+        hint = cross_entropy(about, batch.subjects[batch.subjects >= 0])
+        (loss + HINT * hint).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.net.zero_grad(set_to_none=True)
+        self.step += 1
+        score = Score()
+        score.add(batch, logits.detach(), targets, numbers)
+        return loss.item(), hint.item(), score
+
+    @torch.no_grad()
+    def test(self, num_batches: int = 8) -> Score:
+        """On worlds whose names, values and wordings it has never seen, in contexts of 4 to 6 articles."""
+        score = Score()
+        for number in range(num_batches):
+            batch = make_batch(self.tokenizer, random.Random(f"test {number}"), "test", STAGES[-1][1][-1])
+            batch = batch.to(self.device)
+            score.add(batch, *answer_logits(self.net, batch)[:3])
+        return score
+
+
+def main() -> None:
+    """Train, resume, report."""
+    defaults = Settings()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint and the model")
+    parser.add_argument("--steps", type=int, default=defaults.steps, help=f"default: {defaults.steps}")
+    parser.add_argument("--rate", type=float, default=defaults.rate, help=f"learning rate (default: {defaults.rate})")
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="take as many as there are idle cores")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(args.threads)
+    torch.set_flush_denormal(True)  # activations that fade would slow the processor down
+    _keep_memory()
+    try:
+        training = Training(Settings(args.steps, args.rate, args.seed), args.out, args.device)
+    except SettingError as error:
+        sys.exit(f"error: {error}")
+    score = Score()
+    losses: list[float] = []
+    with tqdm(total=args.steps, initial=training.step, unit="step", dynamic_ncols=True) as bar:
+        while training.step < args.steps:
+            loss, hint, right = training.advance()
+            score, losses = score + right, [*losses, loss]
+            bar.update()
+            if training.step % 25 == 0:
+                bar.write(f"{training.step} loss {sum(losses) / len(losses):.3f} hint {hint:.3f} {score}")
+                score, losses = Score(), []
+            if training.step % 250 == 0 or training.step == args.steps:
+                training.save()
+                bar.write(f"{training.step} held out {training.test()}")
+
+
+def _keep_memory() -> None:
+    """Tell glibc to keep freed memory: fresh pages for every step's activations cost a tenth of the time."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            libc.mallopt(option, 2**31 - 1)
+
+
+if __name__ == "__main__":
+    main()

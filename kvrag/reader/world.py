@@ -1,0 +1,603 @@
+"""A synthetic world: articles that make sense only together, and questions about them.
+
+Made so that a passage alone is worth little: entities of one context have the same attributes, all passages of an
+article but the first say only "she", "the company" or "the town", definitions and table headers stand in other passages
+than their use, and *inverse* questions ("Who was born in ...?") need the name at the attribute, where only a prefill
+that saw the earlier passages has put it.
+
+Every name, value, statement and question is a pair of known parts ("Mi" + "ra", "grey" + "horse", a frame + a phrase).
+A fifth of all pairs is reserved for the split "test" and never occurs in "train".
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
+
+SPLITS = ("train", "test")
+KINDS = ("direct", "anaphora", "inverse", "inverse across", "two-hop", "reference", "definition", "table", "comparison")
+"""Kinds of question. All but `direct` and `inverse` hang on another passage than the one with the answer's fact."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with its only right answer."""
+
+    text: str
+    answer: str
+    kind: str
+
+    @property
+    def across(self) -> bool:
+        """Whether it hangs on more than one passage."""
+        return self.kind not in ("direct", "inverse")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Passages in reading order, whom each is about ("" where it is several), all the questions that they answer."""
+
+    passages: tuple[str, ...]
+    subjects: tuple[str, ...]
+    questions: tuple[Question, ...]
+
+
+# ------------------------------------------------------------------------------------------------------ the parts
+
+ONSETS = [
+    "Mi",
+    "Tor",
+    "Bra",
+    "Kel",
+    "Sa",
+    "Lun",
+    "Dor",
+    "Fen",
+    "Gal",
+    "Har",
+    "Jo",
+    "Ka",
+    "Lem",
+    "Mar",
+    "Nor",
+    "Os",
+    "Pel",
+    "Quin",
+    "Ros",
+    "Sten",
+    "Tal",
+    "Ul",
+    "Ven",
+    "Wil",
+    "Yor",
+    "Zan",
+    "Al",
+    "Ber",
+    "Cor",
+    "Dan",
+    "El",
+    "Fal",
+    "Gor",
+    "Hel",
+    "Il",
+    "Jas",
+    "Kor",
+    "Lor",
+    "Mel",
+    "Nel",
+    "Ol",
+    "Par",
+    "Rin",
+    "Sel",
+    "Tam",
+    "Um",
+    "Vor",
+    "Wen",
+    "Yal",
+    "Zor",
+    "Ash",
+    "Bel",
+    "Cal",
+    "Dun",
+    "Er",
+    "Fin",
+    "Gren",
+    "Hol",
+    "Ing",
+    "Jun",
+    "Kip",
+    "Lud",
+    "Mos",
+    "Nim",
+    "Orr",
+    "Pax",
+    "Rud",
+    "Sim",
+    "Tev",
+    "Urs",
+    "Vik",
+    "Wal",
+    "Yst",
+    "Zim",
+    "Alb",
+    "Bran",
+    "Clem",
+    "Dres",
+    "Edd",
+    "Flor",
+    "Grim",
+    "Hask",
+    "Ivo",
+    "Jel",
+    "Knut",
+    "Lim",
+    "Mur",
+    "Nad",
+    "Ott",
+    "Pim",
+    "Ruf",
+    "Stel",
+    "Tro",
+    "Und",
+    "Vas",
+    "Wim",
+]
+_CODAS = {
+    "person": [
+        "ra",
+        "la",
+        "na",
+        "da",
+        "ko",
+        "mi",
+        "lo",
+        "ri",
+        "sa",
+        "ta",
+        "vi",
+        "no",
+        "dia",
+        "rik",
+        "ton",
+        "bert",
+        "mund",
+        "lina",
+    ],
+    "company": ["tex", "lon", "max", "dyn", "corp", "plan", "gen", "soft", "craft", "nova"],
+    "town": ["vik", "ford", "ham", "burg", "stad", "mouth", "field", "wick", "dale", "bury"],
+    "river": ["sel", "wash", "ern", "uva", "ack"],
+    "thing": ["bo", "lick", "rum", "dle", "kin", "zel"],
+}
+_COLOURS = ["red", "blue", "green", "grey", "black", "white", "brown", "yellow", "silver", "purple"]
+_MATERIALS = ["wooden", "copper", "iron", "glass", "stone", "paper", "leather", "golden"]
+_SIZES = ["old", "small", "large", "round", "long", "plain"]
+_NOUNS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "animal": (_COLOURS, ["horse", "goat", "dog", "cat", "cow", "duck", "pig", "hen"]),
+    "instrument": (_MATERIALS, ["flute", "drum", "harp", "horn", "bell", "fiddle"]),
+    "vehicle": (_COLOURS, ["car", "boat", "cart", "bicycle", "van", "sledge"]),
+    "food": (
+        ["sweet", "salted", "dried", "fresh", "baked", "cold"],
+        ["plums", "beans", "bread", "fish", "apples", "nuts"],
+    ),
+    "product": (_MATERIALS, ["chairs", "lamps", "boxes", "clocks", "pens", "keys"]),
+    "sign": (_COLOURS, ["star", "tree", "wheel", "crown", "lion", "moon"]),
+    "sight": (_SIZES, ["bridge", "tower", "market", "church", "garden", "harbour"]),
+    "tool": (_SIZES, ["hammer", "ladder", "basket", "kettle", "rope", "mirror"]),
+    "paint": (["dark", "pale", "bright", "deep"], _COLOURS),
+}
+_CENTURIES, _YEARS = ("17", "18", "19", "20"), tuple(f"{year:02d}" for year in range(100))
+_COLUMNS = ["door", "coat", "roof", "hat", "chair", "gate"]
+
+
+def reserved(first: str, second: str) -> bool:
+    """Whether the pair is kept for the test split."""
+    return _hash(first, second)[0] % 5 == 0
+
+
+def _hash(first: str, second: str) -> bytes:
+    return blake2b(f"{first}|{second}".encode(), digest_size=2).digest()
+
+
+@cache
+def _pairs(split: str, firsts: tuple[str, ...], seconds: tuple[str, ...], between: str) -> tuple[str, ...]:
+    return tuple(a + between + b for a in firsts for b in seconds if reserved(a, b) == (split == "test"))
+
+
+# -------------------------------------------------------------------------------------------------- the relations
+
+
+@dataclass(frozen=True)
+class _Relation:
+    """An attribute: kind of value, what articles say, how one asks for the value and for the entity."""
+
+    value: str
+    says: tuple[str, ...]
+    asks: tuple[str, ...]
+    inverse: tuple[str, ...]
+
+
+_RELATIONS: dict[str, dict[str, _Relation]] = {
+    "person": {
+        "born": _Relation(
+            "town",
+            ("was born in {v}", "comes from {v}", "grew up in {v}"),
+            ("Where was {e} born?", "Which town does {e} come from?"),
+            ("Who was born in {v}?", "Who comes from {v}?"),
+        ),
+        "animal": _Relation(
+            "animal",
+            ("owns a {v}", "keeps a {v}", "looks after a {v}"),
+            ("Which animal does {e} own?", "What does {e} keep?"),
+            ("Who owns a {v}?", "Who keeps a {v}?"),
+        ),
+        "instrument": _Relation(
+            "instrument",
+            ("plays a {v}", "makes music on a {v}", "has learned to play a {v}"),
+            ("Which instrument does {e} play?", "What does {e} play?"),
+            ("Who plays a {v}?", "Who has learned to play a {v}?"),
+        ),
+        "vehicle": _Relation(
+            "vehicle",
+            ("drives a {v}", "travels in a {v}", "goes to work with a {v}"),
+            ("What does {e} drive?", "In what does {e} travel?"),
+            ("Who drives a {v}?", "Who travels in a {v}?"),
+        ),
+        "food": _Relation(
+            "food",
+            ("likes to eat {v}", "is fond of {v}", "often eats {v}"),
+            ("What does {e} like to eat?", "Which food is {e} fond of?"),
+            ("Who likes to eat {v}?", "Who is fond of {v}?"),
+        ),
+        "school": _Relation(
+            "year",
+            ("finished school in {v}", "left school in {v}", "was at school until {v}"),
+            ("When did {e} finish school?", "In which year did {e} leave school?"),
+            ("Who finished school in {v}?", "Who left school in {v}?"),
+        ),
+        "employer": _Relation(
+            "company",
+            ("works for {v}", "is employed by {v}", "earns money at {v}"),
+            ("Who employs {e}?", "Which company does {e} work for?"),
+            ("Who works for {v}?", "Who is employed by {v}?"),
+        ),
+    },
+    "company": {
+        "makes": _Relation(
+            "product",
+            ("makes {v}", "produces {v}", "is a maker of {v}"),
+            ("What does {e} make?", "What is produced by {e}?"),
+            ("Which company makes {v}?", "Who produces {v}?"),
+        ),
+        "founded": _Relation(
+            "year",
+            ("was founded in {v}", "has existed since {v}", "opened in {v}"),
+            ("When was {e} founded?", "Since when has {e} existed?"),
+            ("Which company was founded in {v}?", "Which company opened in {v}?"),
+        ),
+        "based": _Relation(
+            "town",
+            ("is based in {v}", "has its offices in {v}", "can be found in {v}"),
+            ("Where is {e} based?", "Where does {e} have its offices?"),
+            ("Which company is based in {v}?", "Which company has its offices in {v}?"),
+        ),
+        "sign": _Relation(
+            "sign",
+            ("has a {v} as its sign", "shows a {v} on its letters", "chose a {v} as its sign"),
+            ("What is the sign of {e}?", "What does {e} show on its letters?"),
+            ("Which company has a {v} as its sign?", "Which company shows a {v}?"),
+        ),
+        "head": _Relation(
+            "person",
+            ("is led by {v}", "belongs to {v}", "is run by {v}"),
+            ("Who leads {e}?", "Who runs {e}?"),
+            ("Which company is led by {v}?", "Which company is run by {v}?"),
+        ),
+        "delivers": _Relation(
+            "vehicle",
+            ("delivers with a {v}", "brings its goods in a {v}", "has bought a {v}"),
+            ("What does {e} deliver with?", "What has {e} bought?"),
+            ("Which company delivers with a {v}?", "Which company has bought a {v}?"),
+        ),
+    },
+    "town": {
+        "river": _Relation(
+            "river",
+            ("lies on the {v}", "was built by the {v}", "gets its water from the {v}"),
+            ("On which river does {e} lie?", "Where does {e} get its water from?"),
+            ("Which town lies on the {v}?", "Which town was built by the {v}?"),
+        ),
+        "sight": _Relation(
+            "sight",
+            ("is known for its {v}", "is proud of its {v}", "has a {v}"),
+            ("What is {e} known for?", "What is {e} proud of?"),
+            ("Which town is known for its {v}?", "Which town has a {v}?"),
+        ),
+        "mayor": _Relation(
+            "person",
+            ("has {v} as its mayor", "is governed by {v}", "elected {v}"),
+            ("Who is the mayor of {e}?", "Who governs {e}?"),
+            ("Which town has {v} as its mayor?", "Which town is governed by {v}?"),
+        ),
+        "first": _Relation(
+            "year",
+            ("was first settled in {v}", "became a town in {v}", "got its walls in {v}"),
+            ("When was {e} first settled?", "When did {e} become a town?"),
+            ("Which town was first settled in {v}?", "Which town got its walls in {v}?"),
+        ),
+        "flag": _Relation(
+            "sign",
+            ("has a {v} on its flag", "chose a {v} for its flag", "carries a {v} in its arms"),
+            ("What is on the flag of {e}?", "What did {e} choose for its flag?"),
+            ("Which town has a {v} on its flag?", "Which town chose a {v}?"),
+        ),
+        "dish": _Relation(
+            "food",
+            ("sells {v} on its market", "sends {v} abroad", "feeds its guests with {v}"),
+            ("What does {e} sell?", "What does {e} send abroad?"),
+            ("Which town sells {v}?", "Which town sends {v} abroad?"),
+        ),
+    },
+}
+_USES = ("uses a {v}", "cannot live without a {v}", "always carries a {v}")
+_FRAMES = ("", "As it happens, ", "For many years ", "By all accounts, ", "It is said that ", "As many know, ")
+_ASKING = ("", "Tell me: ", "Please say: ", "According to the text: ", "I would like to know: ")
+_WHOSE = {"person": ("She", "He"), "company": ("The company",), "town": ("The town",)}
+
+
+@cache
+def _framed(split: str, phrases: tuple[str, ...], frames: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """(frame, phrase) pairs of the split; at least one is reserved for every set of phrases."""
+    pairs = [(frame, phrase) for phrase in phrases for frame in frames]
+    kept = [pair for pair in pairs if reserved(*pair)] or [min(pairs, key=lambda pair: _hash(*pair))]
+    return tuple(pair for pair in pairs if (pair in kept) == (split == "test"))
+
+
+# ------------------------------------------------------------------------------------------------- one context
+
+
+@dataclass
+class _Entity:
+    kind: str
+    name: str
+    pronoun: str
+    facts: dict[str, str]
+    near: frozenset[str] = frozenset()  # relations stated in the passage that names the entity
+
+
+_Passage = tuple[str, str]  # its text, and whom it is about
+
+
+class _Context:
+    """Draws one context; see `sample`."""
+
+    def __init__(self, rng: random.Random, split: str) -> None:
+        self.rng, self.split = rng, split
+        self.used: set[str] = set()
+        self.starts: set[str] = set()
+        self.questions: list[Question] = []
+
+    # ---- words
+
+    def value(self, kind: str) -> str:
+        """A name or value not yet in this context. No two names in a context begin alike, as in a novel."""
+        while True:
+            if kind in _CODAS:
+                onsets = tuple(onset.lower() for onset in ONSETS) if kind == "thing" else tuple(ONSETS)
+                drawn = self.rng.choice(_pairs(self.split, onsets, tuple(_CODAS[kind]), ""))
+                start = next(onset for onset in sorted(onsets, key=len, reverse=True) if drawn.startswith(onset))
+                if start.lower() in self.starts:
+                    continue
+                self.starts.add(start.lower())
+            elif kind == "year":
+                drawn = self.rng.choice(_pairs(self.split, _CENTURIES, _YEARS, ""))
+            else:
+                first, second = _NOUNS[kind]
+                drawn = self.rng.choice(_pairs(self.split, tuple(first), tuple(second), " "))
+            if drawn not in self.used:
+                self.used.add(drawn)
+                return drawn
+
+    def framed(self, phrases: tuple[str, ...], frames: tuple[str, ...], bare: float) -> tuple[str, str]:
+        pairs = _framed(self.split, phrases, frames)
+        wanted = [pair for pair in pairs if bool(pair[0]) == (self.rng.random() >= bare)]
+        return self.rng.choice(wanted or pairs)
+
+    def say(self, subject: str, phrases: tuple[str, ...], value: str, bare: float) -> str:
+        frame, phrase = self.framed(phrases, _FRAMES, bare)
+        if frame and subject.split()[0] in ("She", "He", "The"):
+            subject = subject[0].lower() + subject[1:]
+        return f"{frame}{subject} {phrase.format(v=value)}."
+
+    def ask(self, kind: str, phrases: tuple[str, ...], answer: str, **slots: str) -> None:
+        frame, phrase = self.framed(phrases, _ASKING, 0.6)
+        self.questions.append(Question(frame + phrase.format(**slots), answer, kind))
+
+    # ---- articles
+
+    def entity(self, kind: str, relations: Sequence[str]) -> _Entity:
+        facts = {name: self.value(_RELATIONS[kind][name].value) for name in relations}
+        return _Entity(kind, self.value(kind), self.rng.choice(_WHOSE[kind]), facts)
+
+    def article(self, entity: _Entity, word: tuple[str, str] | None, guest: bool) -> list[_Passage]:
+        """An article's passages, of two or three sentences each; only the first names its subject.
+
+        Args:
+            word: A made-up word that the subject uses, and what it means.
+            guest: Whether it also tells about the subject's employer, which has no article of its own.
+        """
+        relations = _RELATIONS[entity.kind]
+        order = list(entity.facts)
+        self.rng.shuffle(order)
+        said = [(name, relations[name].says, entity.facts[name]) for name in order]
+        if word:
+            said.insert(self.rng.randint(1, len(said)), ("uses", _USES, word[0]))
+        sizes = [2] * (len(said) // 2)
+        for number in self.rng.sample(range(len(sizes)), len(said) % 2):
+            sizes[number] += 1
+        parts = [[said.pop(0) for _ in range(size)] for size in sizes]
+        entity.near = frozenset(name for name, _, _ in parts[0])
+        passages = []
+        for number, part in enumerate(parts):
+            sentences = []
+            framed = self.rng.randrange(len(part))  # at least one, so that no passage is too short to be reused
+            for index, (_, phrases, value) in enumerate(part):
+                subject = entity.name if number == index == 0 else entity.pronoun
+                sentences.append(self.say(subject, phrases, value, 0.0 if index == framed else 0.6))
+            passages.append((" ".join(sentences), entity.name))
+        if guest:
+            at = next(number for number, part in enumerate(parts) if any(name == "employer" for name, _, _ in part))
+            passages.insert(self.rng.randint(at + 1, len(passages)), self.guest(entity))
+        return passages
+
+    def guest(self, host: _Entity) -> _Passage:
+        """A passage about the company that the host's article mentioned, in that article."""
+        names = self.rng.sample(list(_RELATIONS["company"]), 2)
+        sentences = []
+        for name in names:
+            relation = _RELATIONS["company"][name]
+            value = self.value(relation.value)
+            sentences.append(self.say("The company", relation.says, value, 0.3))
+            self.ask("reference", relation.inverse, host.facts["employer"], v=value)
+            self.ask("reference", relation.asks, value, e=host.facts["employer"])
+        return " ".join(sentences), host.facts["employer"]
+
+    def ask_entity(self, entity: _Entity) -> None:
+        for name, value in entity.facts.items():
+            relation = _RELATIONS[entity.kind][name]
+            near = name in entity.near
+            self.ask("direct" if near else "anaphora", relation.asks, value, e=entity.name)
+            self.ask("inverse" if near else "inverse across", relation.inverse, entity.name, v=value)
+
+    # ---- what spans articles
+
+    def ask_two_hops(self, entities: Sequence[_Entity]) -> None:
+        by_name = {entity.name: entity for entity in entities}
+        for entity in entities:
+            if other := by_name.get(entity.facts.get("employer", "")):
+                place, product = other.facts.get("based"), other.facts.get("makes")
+                if product:
+                    asks = ("What does the company that employs {e} make?", "What is made where {e} works?")
+                    self.ask("two-hop", asks, product, e=entity.name)
+                    asks = ("Who works for the company that makes {v}?", "Who is employed by the maker of {v}?")
+                    self.ask("two-hop", asks, entity.name, v=product)
+                if place:
+                    asks = ("Where is the company that employs {e} based?", "In which town does {e} work?")
+                    self.ask("two-hop", asks, place, e=entity.name)
+            if (other := by_name.get(entity.facts.get("born", ""))) and (river := other.facts.get("river")):
+                asks = ("Which river flows by the town where {e} was born?", "By which river was {e} born?")
+                self.ask("two-hop", asks, river, e=entity.name)
+                asks = ("Who was born in the town on the {v}?", "Who comes from the town by the {v}?")
+                self.ask("two-hop", asks, entity.name, v=river)
+
+    def ask_comparisons(self, entities: Sequence[_Entity]) -> None:
+        dated = {
+            "school": ("Who finished school first, {a} or {b}?", "Who left school earlier, {a} or {b}?"),
+            "founded": ("Which company is older, {a} or {b}?", "Which company opened first, {a} or {b}?"),
+        }
+        for name, phrases in dated.items():
+            having = [entity for entity in entities if name in entity.facts]
+            self.rng.shuffle(having)
+            for one, other in itertools.pairwise(having):
+                if abs(int(one.facts[name]) - int(other.facts[name])) >= 10:
+                    first = min(one, other, key=lambda entity: int(entity.facts[name]))
+                    self.ask("comparison", phrases, first.name, a=one.name, b=other.name)
+
+    def table(self, num_rows: int) -> list[_Passage]:
+        """A table in three passages: the columns' names, and the rows in halves."""
+        columns = self.rng.sample(_COLUMNS, 2)
+        half = [(self.value("paint"), self.value("paint")) for _ in range(num_rows // 2)]
+        cells = [*half, *((right, left) for left, right in half)]  # every colour stands once in either column
+        self.rng.shuffle(cells)
+        names = [self.value("person") for _ in cells]
+        for name, row in zip(names, cells, strict=True):
+            for column, cell in zip(columns, row, strict=True):
+                asks = ("Which colour is the {c} of {e}?", "How is the {c} of {e} painted?")
+                self.ask("table", asks, cell, c=column, e=name)
+                self.ask("table", ("Who has a {v} {c}?", "Who owns the {v} {c}?"), name, c=column, v=cell)
+        rows = [f"{name}: {left}, {right}." for name, (left, right) in zip(names, cells, strict=True)]
+        middle = len(rows) // 2
+        header = f"The list gives names, then the colour of the {columns[0]}, then the colour of the {columns[1]}."
+        return [(header, ""), (" ".join(rows[:middle]), ""), (" ".join(rows[middle:]), "")]
+
+    def glossary(self, words: Sequence[tuple[str, str]]) -> _Passage:
+        return " ".join(f"A {word} is a {meaning}." for word, meaning in words), ""
+
+
+def sample(rng: random.Random, split: str, num_articles: int) -> Sample:
+    """Draw one context of `num_articles` articles, of about three passages each, and its questions."""
+    context = _Context(rng, split)
+    extra = rng.choices(("", "table", "glossary"), (0.5, 0.25, 0.25))[0] if num_articles > 1 else ""
+    num_entities = num_articles - (extra != "")
+    kinds = rng.choices(("person", "company", "town"), (0.55, 0.28, 0.17), k=num_entities)
+    shared = {  # entities of one kind have the same attributes
+        kind: rng.sample(list(relations), rng.randint(5, 6)) for kind, relations in _RELATIONS.items()
+    }
+    entities = [context.entity(kind, shared[kind]) for kind in kinds]
+    _link(rng, entities)
+    people = [entity for entity in entities if entity.kind == "person"]
+    words: dict[str, tuple[str, str]] = {}
+    if extra == "glossary":
+        words = {entity.name: (context.value("thing"), context.value("tool")) for entity in people}
+        for _ in range(max(0, 2 - len(words))):
+            words[context.value("person")] = (context.value("thing"), context.value("tool"))
+    names = {entity.name for entity in entities}
+    articles: list[list[_Passage]] = []
+    for entity in entities:
+        guest = "employer" in entity.facts and entity.facts["employer"] not in names and rng.random() < 0.4
+        articles.append(context.article(entity, words.get(entity.name), guest))
+        context.ask_entity(entity)
+        if entity.name in words:
+            _, meaning = words[entity.name]
+            asks = ("Who uses a {v}?", "Who always carries a {v}?")
+            context.ask("definition", asks, entity.name, v=meaning)
+            context.ask("definition", ("What does {e} use?", "What does {e} always carry?"), meaning, e=entity.name)
+    if extra == "table":
+        articles.append(context.table(rng.choice((4, 6))))
+    context.ask_two_hops(entities)
+    context.ask_comparisons(entities)
+    rng.shuffle(articles)
+    if words:
+        listed = list(words.values())
+        rng.shuffle(listed)
+        articles.insert(rng.randint(0, 1) * len(articles), [context.glossary(listed)])
+    passages, subjects = zip(*itertools.chain(*articles), strict=True)
+    return Sample(passages, subjects, tuple(context.questions))
+
+
+def _link(rng: random.Random, entities: Sequence[_Entity]) -> None:
+    """Let people work for companies and come from towns that have articles, each for one person."""
+    for relation, kind in (("employer", "company"), ("born", "town")):
+        others = [entity for entity in entities if entity.kind == kind]
+        rng.shuffle(others)
+        people = [entity for entity in entities if entity.kind == "person" and relation in entity.facts]
+        for person, other in zip(people, others, strict=False):
+            if rng.random() < 0.8:
+                person.facts[relation] = other.name
+    for relation, kind in (("head", "company"), ("mayor", "town")):
+        people = [entity for entity in entities if entity.kind == "person"]
+        rng.shuffle(people)
+        others = [entity for entity in entities if entity.kind == kind and relation in entity.facts]
+        for other, person in zip(others, people, strict=False):
+            if rng.random() < 0.3:
+                other.facts[relation] = person.name
+
+
+def draw(rng: random.Random, questions: Sequence[Question], num: int) -> list[Question]:
+    """Choose up to `num` questions, all kinds that occur about equally often, `inverse across` twice as often."""
+    by_kind: dict[str, list[Question]] = {}
+    for question in questions:
+        by_kind.setdefault(question.kind, []).append(question)
+    for group in by_kind.values():
+        rng.shuffle(group)
+    kinds = sorted(by_kind)
+    drawn: list[Question] = []
+    while kinds and len(drawn) < num:
+        kind = rng.choices(kinds, [1 + (kind == "inverse across") for kind in kinds])[0]
+        drawn.append(by_kind[kind].pop())
+        if not by_kind[kind]:
+            kinds.remove(kind)
+    return drawn

@@ -21,9 +21,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "store": ("kvrag.cli.store", "look into a store, check it, clean it up"),
     "verify": ("kvrag.cli.verify", "test that blending is exact on your model"),
     "bench ttft": ("kvrag.bench.ttft", "measure the time to the first token"),
+    "bench quality": ("kvrag.cli.quality", "measure which answers survive, per policy and ratio"),
     "bench ingest": ("kvrag.bench.ingest", "measure how fast chunks are encoded"),
 }
-_GROUPS = {"bench": "measure speed on models of real shapes with random weights"}
+_GROUPS = {"bench": "measure speed on models of real shapes with random weights, and quality on real ones"}
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:

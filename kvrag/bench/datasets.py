@@ -1,0 +1,146 @@
+"""Questions about passages: of a file, or drawn from the reader's world."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from kvrag.errors import KvragError
+from kvrag.reader.world import KINDS, sample
+
+WORLD = "the reader's world"
+
+_ARTICLES = (4, 6)
+_PASSAGES = (12, 20)
+_TRIES = 2000
+
+
+@dataclass(frozen=True)
+class Row:
+    """A question about passages, and the answers that count as right.
+
+    `kind` groups results. `across` says whether the question hangs on another passage than the one with the fact;
+    None = unknown.
+    """
+
+    id: str
+    passages: tuple[str, ...]
+    question: str
+    answers: tuple[str, ...]
+    kind: str = ""
+    across: bool | None = None
+
+    @property
+    def key(self) -> str:
+        """The id, and a hash of all that was asked: results of one row never pass for those of another."""
+        digest = blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6)
+        return f"{self.id}#{digest.hexdigest()}"
+
+
+def world_rows(count: int, seed: int) -> list[Row]:
+    """Draw rows of held-out contexts, each kind of question equally often; the first ones do not depend on `count`."""
+    return [_world_row(number, seed) for number in range(count)]
+
+
+def _world_row(number: int, seed: int) -> Row:
+    rng = random.Random(f"{seed} {number}")
+    kind = KINDS[number % len(KINDS)]
+    for _ in range(_TRIES):
+        drawn = sample(rng, "test", rng.randint(*_ARTICLES))
+        questions = [question for question in drawn.questions if question.kind == kind]
+        if questions and _PASSAGES[0] <= len(drawn.passages) <= _PASSAGES[1]:
+            question = rng.choice(questions)
+            return Row(f"world-{number}", drawn.passages, question.text, (question.answer,), kind, question.across)
+    raise KvragError(f"the world has no question of kind {kind!r} in {_TRIES} contexts")
+
+
+def file_rows(path: Path, count: int) -> list[Row]:
+    """Read the first `count` rows of a file of JSON lines.
+
+    Each is an object with `passages`, `question`, `answers`, and optionally `id`, `kind` and `across`.
+
+    Raises:
+        KvragError: The file or a row is not usable; the message names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise KvragError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise KvragError(f"{path} is not UTF-8 text: {error}") from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    rows = [_file_row(line, f"{path}, line {number}", str(number)) for number, line in numbered]
+    if not rows:
+        raise KvragError(f"{path} is empty: one JSON object per line is wanted, with passages, question and answers")
+    seen: set[str] = set()
+    for (number, _), row in zip(numbered, rows, strict=True):
+        if row.id in seen:
+            raise KvragError(f"{path}, line {number}: the id {row.id!r} is there twice")
+        seen.add(row.id)
+    return rows[:count]
+
+
+def _file_row(line: str, where: str, number: str) -> Row:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise KvragError(f"{where}: not JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise KvragError(f"{where}: a JSON object with passages, question and answers is wanted")
+    for name in ("passages", "answers"):
+        if not _texts(fields.get(name)):
+            raise KvragError(f"{where}: {name!r} must be a list of strings that are not empty")
+    if not _texts([fields.get("question")]):
+        raise KvragError(f"{where}: 'question' must be a string that is not empty")
+    kind, across = fields.get("kind", ""), fields.get("across")
+    if not isinstance(kind, str) or not isinstance(across, (bool, type(None))):
+        raise KvragError(f"{where}: 'kind' must be a string and 'across' true or false")
+    return Row(
+        str(fields.get("id", number)),
+        tuple(fields["passages"]),
+        fields["question"],
+        tuple(fields["answers"]),
+        kind,
+        across,
+    )
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) and text.strip() for text in value)
+
+
+def rechunk(passages: Sequence[str], num_tokens: int, count: Callable[[str], int]) -> tuple[str, ...]:
+    """Cut and join passages into chunks of about `num_tokens`, at most that many but for single words.
+
+    Sentences stay whole where they fit; passages that come together are joined by a blank line, as in the prompt.
+
+    Args:
+        count: Tokens of a text.
+    """
+    chunks: list[str] = []
+    current, filled = "", 0
+    for passage in passages:
+        start = True
+        for piece in _pieces(passage.strip(), num_tokens, count):
+            piece = f"\n\n{piece.lstrip()}" if start else piece
+            start, size = False, count(piece)
+            if current and filled + size > num_tokens:
+                chunks.append(current)
+                current, filled = "", 0
+            current += piece if current else piece.lstrip()
+            filled += size
+    return tuple([*chunks, current] if current else chunks)
+
+
+def _pieces(passage: str, num_tokens: int, count: Callable[[str], int]) -> list[str]:
+    """Sentences, or words where a sentence is too long; together they are the passage."""
+    pieces: list[str] = []
+    for sentence in re.split(r"(?<=[.!?])(?=\s)", passage):
+        pieces += [sentence] if count(sentence) <= num_tokens else re.findall(r"\s*\S+", sentence)
+    return pieces

@@ -1,0 +1,116 @@
+"""How good an answer is, how far two distributions are apart, and how sure one can be of the mean."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Values = NDArray[np.float64]
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalise(text: str) -> str:
+    """SQuAD's: lower case, no punctuation, no articles, single spaces (Rajpurkar et al., 2016)."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(text: str, answers: Sequence[str]) -> float:
+    """1 if the normalised text is one of the normalised answers, else 0."""
+    return float(normalise(text) in {normalise(answer) for answer in answers})
+
+
+def token_f1(text: str, answers: Sequence[str]) -> float:
+    """F1 of the bags of words, the best over the answers."""
+    return max(_token_f1(normalise(text).split(), normalise(answer).split()) for answer in answers)
+
+
+def _token_f1(ours: list[str], theirs: list[str]) -> float:
+    return _f1(sum((Counter(ours) & Counter(theirs)).values()), len(ours), len(theirs))
+
+
+def rouge_l(text: str, answers: Sequence[str]) -> float:
+    """F-measure of the longest common subsequence of words (Lin, 2004), the best over the answers."""
+    return max(_rouge_l(_words(text), _words(answer)) for answer in answers)
+
+
+def _rouge_l(ours: list[str], theirs: list[str]) -> float:
+    row = [0] * (len(theirs) + 1)  # longest common subsequence with each beginning of theirs
+    for word in ours:
+        before = row
+        row = [0]
+        for column, other in enumerate(theirs):
+            row.append(before[column] + 1 if word == other else max(before[column + 1], row[-1]))
+    return _f1(row[-1], len(ours), len(theirs))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def _f1(common: int, ours: int, theirs: int) -> float:
+    if not ours or not theirs:
+        return float(ours == theirs)  # nothing said is right where nothing is to be said
+    return 2 * common / (ours + theirs)
+
+
+def divergence(full: Tensor, other: Tensor) -> float:
+    """KL(full || other) in nats of what two sets of logits say about the next token."""
+    p, q = (logits.double().flatten().log_softmax(0) for logits in (full, other))
+    terms = torch.where(p > -torch.inf, p.exp() * (p - q), 0.0)
+    return max(0.0, float(terms.sum()))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value and its 95 % interval; all None where it is undefined."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+class Bootstrap:
+    """Percentile intervals over resampled samples.
+
+    One object draws the same resamples for everything it is asked, so what is compared within it is paired.
+    """
+
+    def __init__(self, num_samples: int, seed: int, resamples: int = 2000) -> None:
+        """Draw the resamples."""
+        rng = np.random.default_rng(seed)
+        self._indices = rng.integers(num_samples, size=(resamples, num_samples))
+
+    def mean(self, values: Values) -> Interval:
+        """Of (N,) values."""
+        return self.of(lambda means: means, values)
+
+    def of(self, combine: Callable[..., Values], *columns: Values) -> Interval:
+        """Of a function of the means of several (N,) columns, such as their ratio."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            value = combine(*(np.asarray(column.mean()) for column in columns))
+            drawn = combine(*(column[self._indices].mean(axis=1) for column in columns))
+        return _interval(value, drawn)
+
+    def median_ratio(self, above: Values, below: Values) -> Interval:
+        """Of the median of one column over that of another."""
+        value = np.median(above) / np.median(below)
+        drawn = [np.median(column[self._indices], axis=1) for column in (above, below)]
+        return _interval(value, drawn[0] / drawn[1])
+
+
+def _interval(value: Values, drawn: Values) -> Interval:
+    if not np.isfinite(value):
+        return Interval(None)
+    drawn = drawn[np.isfinite(drawn)]
+    low, high = np.percentile(drawn, (2.5, 97.5)) if len(drawn) else (value, value)
+    return Interval(float(value), float(low), float(high))

@@ -1,0 +1,585 @@
+"""What policies, ratios, chunk lengths, the preamble and codecs do to answers, beside full prefill on the same prompts.
+
+Every prompt is prefilled in full once and then once per cell of the grid, in an order that changes from row to row.
+Answers are greedy. Clocks run from messages to the first token; the KV comes from the RAM tier unless that is off.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, fields, replace
+from hashlib import blake2b
+from importlib.metadata import version
+from importlib.resources import files
+from io import BufferedRandom
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from kvrag.bench.datasets import Row, rechunk
+from kvrag.bench.metrics import Bootstrap, Interval, Values, divergence, exact_match, rouge_l, token_f1
+from kvrag.bench.ttft import run_settings
+from kvrag.config import BlendConfig, Sampling, check_policy, check_ratio
+from kvrag.decode import decode
+from kvrag.engine import BlendEngine
+from kvrag.errors import ContextWindowError, KvragError, ModelError, PromptError, SettingError
+from kvrag.model import READER, Model
+from kvrag.types import Messages
+
+AS_THEY_ARE = 0
+"""Chunk length that leaves passages alone."""
+
+_FULL, _NONE, _RANDOM = "full", "none", "random"
+_FIXED = ("policy", "ratio", "controller")  # fields of BlendConfig that the grid itself sets
+_PORTION_BYTES = 1 << 30  # chunks are warmed and forgotten in portions of about so many bytes
+_CODE = ("select.py", "stitch.py", "blend.py", "encode.py", "match.py", "decode.py", "rope.py", "codec.py")
+_METRICS = {"em": exact_match, "f1": token_f1, "rouge_l": rouge_l}
+
+
+# ------------------------------------------------------------------------------------------------------ the grid
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How chunks are cut and stored."""
+
+    chunk_tokens: int = AS_THEY_ARE
+    preamble: bool = True
+    codec: str = "native"
+
+    def __str__(self) -> str:
+        length = f"chunks of {self.chunk_tokens} tokens" if self.chunk_tokens else "passages as they are"
+        return f"{length}, preamble {'on' if self.preamble else 'off'}, codec {self.codec}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to measure: a policy with its settings, a ratio, and how chunks are stored."""
+
+    label: str
+    config: BlendConfig
+    setup: Setup
+
+    @property
+    def ratio(self) -> float | None:
+        """None where it makes no difference."""
+        return None if self.config.policy in (_FULL, _NONE) else self.config.ratio
+
+    @property
+    def key(self) -> str:
+        """Names the cell among those of one run."""
+        return f"{self.label} {self.ratio} {self.setup}"
+
+
+def split_policies(text: str) -> list[str]:
+    """`hkvd,query:band=0.2:0.6,smoothing=9,seam` -> three of them, the second with two settings."""
+    return [part for part in re.split(r",(?=[a-z_]+(?:[:,]|$))", text) if part]
+
+
+def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
+    """`name=value` for fields of BlendConfig that the grid leaves open; `a:b` is a pair of numbers.
+
+    Raises:
+        SettingError: Unknown name, or no such form.
+    """
+    open_fields = [one.name for one in fields(BlendConfig) if one.name not in _FIXED]
+    settings: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals or name not in open_fields:
+            raise SettingError(f"{assignment!r} is no setting: write NAME=VALUE with one of {', '.join(open_fields)}")
+        settings[name] = _value(value)
+    return settings
+
+
+def _value(text: str) -> Any:
+    try:
+        parts = [json.loads(part) for part in text.split(":")]
+    except ValueError:
+        return text
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def make_cells(
+    policies: Sequence[str],
+    ratios: Sequence[float],
+    setups: Sequence[Setup],
+    settings: dict[str, Any] | None = None,
+) -> list[Cell]:
+    """The grid, without duplicates. `full`, `none` and `random` are always in it.
+
+    Args:
+        policies: Names, each with settings of its own if wanted: `hkvd:check_layer=3,metric=cosine`.
+        settings: For all of them.
+
+    Raises:
+        SettingError: A name or value that is not possible.
+    """
+    if not ratios:
+        raise SettingError("at least one ratio is needed")
+    variants = {label: _config(label, settings or {}) for label in dict.fromkeys((*policies, _RANDOM))}
+    cells: dict[str, Cell] = {}
+    for setup in setups:
+        plain = Setup(setup.chunk_tokens)  # full prefill stores nothing
+        wanted = [
+            Cell(_FULL, _config(_FULL, settings or {}), plain),
+            Cell(_NONE, _config(_NONE, settings or {}), setup),
+        ]
+        for (label, config), ratio in itertools.product(variants.items(), ratios):
+            if config.policy not in (_FULL, _NONE):
+                wanted.append(Cell(label, replace(config, ratio=check_ratio(ratio)), setup))
+        cells.update((cell.key, cell) for cell in wanted)
+    return list(cells.values())
+
+
+def _config(label: str, settings: dict[str, Any]) -> BlendConfig:
+    policy, _, own = label.partition(":")
+    check_policy(policy)
+    if own and policy in (_FULL, _NONE):
+        raise SettingError(f"policy {policy!r} has no settings, got {label!r}")
+    more = parse_settings(own.split(",")) if own else {}
+    try:
+        return BlendConfig(policy=policy, ratio=0.0, controller="off", **{**settings, **more})
+    except (TypeError, ValueError) as error:
+        raise error if isinstance(error, SettingError) else SettingError(f"{label}: {error}") from None
+
+
+# --------------------------------------------------------------------------------------------------- the prompts
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How rows become prompts and answers.
+
+    Attributes:
+        max_tokens: Longest answer.
+        stop: The answer ends before the first of these.
+        instruction: Stands between passages and question.
+    """
+
+    max_tokens: int = 16
+    stop: tuple[str, ...] = ()
+    instruction: str = ""
+
+
+def default_stop(model_name: str) -> tuple[str, ...]:
+    """The reader ends its answers with a blank line."""
+    return ("\n\n",) if model_name == READER else ()
+
+
+@dataclass(frozen=True)
+class Task:
+    """A row that fits: its chunks and its prompt, per chunk length."""
+
+    row: Row
+    chunks: dict[int, tuple[str, ...]]
+    prompts: dict[int, str | Messages]
+    tokens: int
+
+
+def make_tasks(
+    model: Model, rows: Sequence[Row], lengths: Sequence[int], asking: Asking, skip_long: bool = False
+) -> tuple[list[Task], int]:
+    """Build every prompt once.
+
+    Returns:
+        The tasks, and how many rows were skipped.
+
+    Raises:
+        ContextWindowError: A row does not fit into the window, unless `skip_long`.
+    """
+    tasks, skipped = [], 0
+    for row in rows:
+        try:
+            tasks.append(_task(model, row, lengths, asking))
+        except ContextWindowError:
+            if not skip_long:
+                raise
+            skipped += 1
+        except PromptError as error:
+            raise PromptError(f"row {row.id}: {error}") from error
+    if not tasks:
+        raise ContextWindowError(f"none of {len(rows)} rows fits into the window of {model.name}")
+    return tasks, skipped
+
+
+def _task(model: Model, row: Row, lengths: Sequence[int], asking: Asking) -> Task:
+    chunks: dict[int, tuple[str, ...]] = {}
+    prompts: dict[int, str | Messages] = {}
+    longest = 0
+    for length in lengths:
+        cut = rechunk(row.passages, length, lambda text: len(model.tokenizer.encode(text))) if length else row.passages
+        text = "\n\n".join([*cut, *filter(None, [asking.instruction]), f"Question: {row.question}"])
+        text += "" if model.tokenizer.has_chat_template else "\n\nAnswer:"
+        chunks[length], prompts[length] = cut, model.tokenizer.as_prompt(text)
+        longest = max(longest, len(model.tokenizer.render(prompts[length])))
+    if longest + asking.max_tokens > model.context_window:
+        raise ContextWindowError(
+            f"row {row.id} has a prompt of {longest} tokens, which with {asking.max_tokens} for the answer do not fit "
+            f"into the window of {model.name} ({model.context_window}): take such rows out, or skip them"
+        )
+    return Task(row, chunks, prompts, longest)
+
+
+# ------------------------------------------------------------------------------------------------------ the rows
+
+
+Record = dict[str, Any]
+"""What one cell made of one row."""
+
+
+class Journal:
+    """Records, on disk if there is a folder, written row by row so that a killed run goes on where it stopped.
+
+    The file's first line says which settings it belongs to. Nothing is created before the first record.
+    """
+
+    def __init__(self, folder: Path | None, settings: dict[str, Any]) -> None:
+        """Read what there is.
+
+        Raises:
+            SettingError: The folder holds results of other settings.
+        """
+        self._path = folder and folder / "rows.jsonl"
+        self._settings = json.loads(json.dumps(settings))
+        self._file: BufferedRandom | None = None
+        self._records: dict[tuple[str, str], Record] = {}
+        if self._path and self._path.exists():
+            self._read(self._path)
+
+    def _read(self, path: Path) -> None:
+        lines = _whole(path.read_bytes()).splitlines()
+        try:
+            header, *records = [json.loads(line) for line in lines] or [{"settings": self._settings}]
+            theirs = header["settings"]
+            self._records = {(record["cell"], record["row"]): record for record in records}
+        except (ValueError, KeyError, TypeError):
+            raise KvragError(f"{path} is damaged or not of this command: delete it, or choose another folder") from None
+        different = [name for name in self._settings if self._settings[name] != theirs.get(name)]
+        if different:
+            raise SettingError(
+                f"{path} holds results of other settings (different: {', '.join(different)}): "
+                "choose another --out, or delete it"
+            )
+
+    def find(self, cell: Cell, row: Row) -> Record | None:
+        """The record if there is one."""
+        return self._records.get((cell.key, row.key))
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Keep the records of one row."""
+        if self._path:
+            file = self._file or self._open(self._path)
+            file.write("".join(json.dumps(record) + "\n" for record in records).encode())
+            file.flush()
+        self._records.update(((record["cell"], record["row"]), record) for record in records)
+
+    def _open(self, path: Path) -> BufferedRandom:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        self._file = file = path.open("r+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise KvragError(f"another process is writing to {path}: choose another --out") from None
+        sound = len(_whole(file.read()))
+        file.truncate(sound)  # a killed process may have left half a line
+        file.seek(sound)
+        if not sound:
+            file.write((json.dumps({"settings": self._settings}) + "\n").encode())
+        return file
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file:
+            self._file.close()
+
+
+def _whole(content: bytes) -> bytes:
+    """Without what stands behind the last line's end."""
+    return content[: content.rfind(b"\n") + 1]
+
+
+# ------------------------------------------------------------------------------------------------- the measurement
+
+
+@dataclass
+class Models:
+    """One model, with and without its preamble."""
+
+    model: Model
+    _bare: Model | None = field(default=None, init=False)
+
+    def get(self, preamble: bool) -> Model:
+        """The weights are shared."""
+        if preamble:
+            return self.model
+        if self._bare is None:
+            self._bare = Model(self.model.hf, self.model.tokenizer.hf, self.model.name, True, preamble=False)
+        return self._bare
+
+
+def measure(
+    model: Model,
+    tasks: Sequence[Task],
+    cells: Sequence[Cell],
+    asking: Asking,
+    journal: Journal,
+    ram_bytes: int = 2 << 30,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Fill the journal: a record per cell and task, in time to come and from earlier runs.
+
+    Raises:
+        ModelError: Logits are NaN.
+    """
+    models = Models(model)
+    sampling = Sampling(max_new_tokens=asking.max_tokens, temperature=0, stop=asking.stop)
+    setups = list(dict.fromkeys(cell.setup for cell in cells if cell.label != _FULL))
+    done, total = 0, len(tasks)
+    progress(done, total)
+    for portion in _portions(tasks, model.bytes_per_token * len(setups)):
+        pending = {task.row.key for task in portion if not all(journal.find(cell, task.row) for cell in cells)}
+        progress(done := done + len(portion) - len(pending), total)
+        if not pending:
+            continue
+        with ExitStack() as stack:
+            engines = {setup: _engine(stack, models, setup, cells, ram_bytes // len(setups)) for setup in setups}
+            for task in portion:  # also those that are done: what a chunk is encoded with must not depend on it
+                for setup, engine in engines.items():
+                    engine.warm(task.chunks[setup.chunk_tokens])
+            for number, task in enumerate(portion):
+                if task.row.key in pending:
+                    journal.add(list(_measure_row(engines, task, cells, sampling, number)))
+                    progress(done := done + 1, total)
+
+
+def _portions(tasks: Sequence[Task], bytes_per_token: int) -> Iterator[list[Task]]:
+    portion: list[Task] = []
+    size = 0
+    for task in tasks:
+        if portion and size + task.tokens * bytes_per_token > _PORTION_BYTES:
+            yield portion
+            portion, size = [], 0
+        portion.append(task)
+        size += task.tokens * bytes_per_token
+    yield portion
+
+
+def _engine(stack: ExitStack, models: Models, setup: Setup, cells: Sequence[Cell], ram_bytes: int) -> BlendEngine:
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-quality-", ignore_cleanup_errors=True))
+    config = BlendConfig(min_run=min(cell.config.min_run for cell in cells))  # what is long enough to be stored
+    codec: dict[str, Any] = {} if setup.codec == "native" else {"codec": setup.codec}
+    return stack.enter_context(BlendEngine(models.get(setup.preamble), folder, config, ram_bytes, **codec))
+
+
+def _measure_row(
+    engines: dict[Setup, BlendEngine], task: Task, cells: Sequence[Cell], sampling: Sampling, number: int
+) -> Iterator[Record]:
+    for length, group in itertools.groupby(_by_length(cells), lambda cell: cell.setup.chunk_tokens):
+        full, *others = group
+        suiting = {setup: engine for setup, engine in engines.items() if setup.chunk_tokens == length}
+        prompt = task.prompts[length]
+        reference: Tensor | None = None
+        # every cell is first, second, ... equally often, and each finds the same KV in the RAM tier
+        turn = number % len(others)
+        for engine in suiting.values():
+            engine.prefill(engine.model.tokenizer.render(prompt), BlendConfig(policy=_NONE, controller="off"))
+        for cell in [full, *others[turn:], *others[:turn]]:
+            engine = suiting[cell.setup] if cell is not full else next(iter(suiting.values()))
+            try:
+                record, logits = _answer(engine, cell, prompt, sampling)
+            except ModelError as error:
+                raise ModelError(f"row {task.row.id}, {cell.label}: {error}") from error
+            reference = logits if reference is None else reference
+            record |= {
+                "cell": cell.key,
+                "row": task.row.key,
+                "kl": divergence(reference, logits),
+                "agree": float(reference.argmax() == logits.argmax()),
+            }
+            yield record
+
+
+def _by_length(cells: Sequence[Cell]) -> list[Cell]:
+    return sorted(cells, key=lambda cell: (cell.setup.chunk_tokens, cell.label != _FULL))
+
+
+def _answer(engine: BlendEngine, cell: Cell, prompt: str | Messages, sampling: Sampling) -> tuple[Record, Tensor]:
+    started = time.perf_counter()
+    ids = engine.model.tokenizer.render(prompt)
+    done = engine.prefill(ids, cell.config)
+    deltas = decode(engine.model, done.ids, done.stitched.cache, done.logits, sampling)
+    first = next(deltas)
+    ttft_s = time.perf_counter() - started
+    report = done.report(ttft_s)
+    record = {
+        "answer": first.text + "".join(delta.text for delta in deltas),
+        "prompt_tokens": report.prompt_tokens,
+        "reused_tokens": report.reused_tokens,
+        "recomputed_tokens": report.recomputed_tokens,
+        "ttft_s": ttft_s,
+    }
+    return record, done.logits.cpu()
+
+
+# ----------------------------------------------------------------------------------------------------- the results
+
+
+def summarise(
+    tasks: Sequence[Task], cells: Sequence[Cell], journal: Journal, seed: int, against: str = "hkvd"
+) -> list[dict[str, Any]]:
+    """Per cell: metrics with 95 % intervals, beside full prefill and beside the policy `against` at the same ratio."""
+    tables = {cell: _table(tasks, cell, journal) for cell in cells}
+    groups = _groups(tasks)
+    bootstraps = {name: Bootstrap(int(mask.sum()), seed) for name, mask in groups.items()}
+    results = []
+    for cell, table in tables.items():
+        full = next(
+            table
+            for other, table in tables.items()
+            if other.label == _FULL and other.setup.chunk_tokens == cell.setup.chunk_tokens
+        )
+        rival = next(
+            (
+                table
+                for other, table in tables.items()
+                if (other.label, other.ratio, other.setup) == (against, cell.ratio, cell.setup) and other is not cell
+            ),
+            None,
+        )
+        parts = {
+            name: _compare(bootstraps[name], _part(table, mask), _part(full, mask), rival and _part(rival, mask))
+            for name, mask in groups.items()
+        }
+        results.append(
+            {
+                "policy": cell.label,
+                "ratio": cell.ratio,
+                **asdict(cell.setup),
+                **parts.pop("all"),
+                "groups": {name: _brief(part) for name, part in parts.items()},
+            }
+        )
+    return results
+
+
+def _table(tasks: Sequence[Task], cell: Cell, journal: Journal) -> dict[str, Values]:
+    records = [journal.find(cell, task.row) for task in tasks]
+    columns: dict[str, list[float]] = {}
+    for task, record in zip(tasks, records, strict=True):
+        assert record is not None, "measured before"
+        measured = {name: score(record["answer"], task.row.answers) for name, score in _METRICS.items()}
+        measured |= {"kl": record["kl"], "agree": record["agree"], "ttft_s": record["ttft_s"]}
+        measured["reused"] = record["reused_tokens"] / record["prompt_tokens"]
+        measured["recomputed"] = record["recomputed_tokens"] / max(1, record["reused_tokens"])
+        for name, value in measured.items():
+            columns.setdefault(name, []).append(float(value))
+    return {name: np.array(values) for name, values in columns.items()}
+
+
+def _part(table: dict[str, Values], mask: np.ndarray[Any, np.dtype[np.bool_]]) -> dict[str, Values]:
+    return {name: values[mask] for name, values in table.items()}
+
+
+def _groups(tasks: Sequence[Task]) -> dict[str, np.ndarray[Any, np.dtype[np.bool_]]]:
+    """Name -> which tasks; all, kinds of question, and what hangs on another passage or does not."""
+    groups = {"all": np.ones(len(tasks), bool)}
+    for kind in dict.fromkeys(task.row.kind for task in tasks if task.row.kind):
+        groups[f"kind: {kind}"] = np.array([task.row.kind == kind for task in tasks])
+    for across, name in ((True, ACROSS), (False, WITHIN)):
+        mask = np.array([task.row.across is across for task in tasks])
+        if mask.any():
+            groups[name] = mask
+    return groups
+
+
+ACROSS, WITHIN = "hangs on another passage", "hangs on one passage"
+
+
+def _compare(
+    bootstrap: Bootstrap, ours: dict[str, Values], full: dict[str, Values], rival: dict[str, Values] | None
+) -> dict[str, Any]:
+    result: dict[str, Any] = {"samples": len(ours["em"])}
+    for name in (*_METRICS, "agree", "kl"):
+        result[name] = asdict(bootstrap.mean(ours[name]))
+    for name in ("reused", "recomputed"):
+        result[name] = float(ours[name].mean())
+    for name in _METRICS:
+        result[f"{name}_minus_full"] = asdict(bootstrap.mean(ours[name] - full[name]))
+    result["em_kept"] = asdict(_kept(bootstrap, ours["em"], full["em"]))
+    result["f1_kept"] = asdict(_kept(bootstrap, ours["f1"], full["f1"]))
+    result["ttft_s"] = float(np.median(ours["ttft_s"]))
+    result["speedup"] = asdict(bootstrap.median_ratio(full["ttft_s"], ours["ttft_s"]))
+    if rival is not None:
+        result["against"] = {
+            name: asdict(bootstrap.mean(ours[name] - rival[name])) for name in (*_METRICS, "agree", "kl")
+        }
+    return result
+
+
+def _kept(bootstrap: Bootstrap, ours: Values, full: Values) -> Interval:
+    return bootstrap.of(lambda a, b: a / b, ours, full) if full.any() else Interval(None)
+
+
+def _brief(part: dict[str, Any]) -> dict[str, Any]:
+    names = ("samples", *_METRICS, "agree", "kl", "em_kept", "em_minus_full", "against")
+    return {name: part[name] for name in names if name in part}
+
+
+def by_setup(result: dict[str, Any]) -> dict[Setup, list[dict[str, Any]]]:
+    """Cells of a result grouped by how chunks are stored; `full` comes first in each group, then `none`."""
+    cells = result["cells"]
+    full = {cell["chunk_tokens"]: cell for cell in cells if cell["policy"] == _FULL}
+    groups: dict[Setup, list[dict[str, Any]]] = {}
+    for cell in cells:
+        if cell["policy"] != _FULL:
+            setup = Setup(cell["chunk_tokens"], cell["preamble"], cell["codec"])
+            groups.setdefault(setup, [full[setup.chunk_tokens]]).append(cell)
+    return groups
+
+
+# --------------------------------------------------------------------------------------------- what was measured
+
+
+def identity(
+    model: Model, cells: Sequence[Cell], asking: Asking, data: dict[str, Any], ram_bytes: int
+) -> dict[str, Any]:
+    """What decides about a record. Records of another identity are not to be mixed with these."""
+    parts = model.fingerprint.parts()
+    return {
+        "model": model.name,
+        **{name: json.loads(parts[name]) for name in ("weights", "tokenizer", "dtype", "rope")},
+        "device": str(model.device),
+        "data": data,
+        **asdict(asking),
+        "ram_bytes": ram_bytes,
+        "grid": {cell.key: asdict(cell.config) for cell in cells},
+        "code": _code(),
+    }
+
+
+def _code() -> str:
+    """Hash of the source of every step: other code may answer differently."""
+    package = files("kvrag")
+    sources = [package / name for name in _CODE]
+    sources += sorted((package / "model").iterdir(), key=lambda source: source.name)
+    digest = blake2b(digest_size=8)
+    for source in sources:
+        if source.name.endswith(".py") and source.is_file():
+            digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def environment(model: Model) -> dict[str, Any]:
+    """Versions, threads and machine."""
+    return {**run_settings(model), "kvrag": version("kvrag"), "numpy": np.__version__}

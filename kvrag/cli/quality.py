@@ -1,0 +1,251 @@
+"""`kvrag bench quality`: which answers survive, per policy and ratio."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from kvrag.bench import plots, quality
+from kvrag.bench.datasets import WORLD, Row, file_rows, world_rows
+from kvrag.cli.common import progress, say
+from kvrag.config import POLICIES
+from kvrag.errors import SettingError
+from kvrag.model import Model
+
+_CODECS = ("native", "int8", "int4")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to measure on what."""
+    parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader', which comes with kvrag")
+    parser.add_argument("--dtype", default="auto", help="bfloat16, float16, float32 (default: as stored)")
+    parser.add_argument("--device", help="cuda, cpu, ... (default: a GPU if there is one)")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines with passages, question, answers (default: drawn from the reader's world)",
+    )
+    parser.add_argument("--samples", type=int, default=200, metavar="N", help="questions to ask (default: 200)")
+    parser.add_argument("--seed", type=int, default=0, help="of the world's questions and of the intervals")
+    informed = [policy for policy in POLICIES if policy not in ("full", "none", "random")]
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        default=informed,
+        metavar="POLICY",
+        help="with settings if wanted: hkvd hkvd:check_layer=3,metric=cosine query:band=0.2:0.6 "
+        "(default: all; full, none and random are always there)",
+    )
+    parser.add_argument("--ratios", nargs="+", default=["0.05", "0.15", "0.3"], metavar="R", help="0 to 1")
+    parser.add_argument(
+        "--chunk-tokens",
+        nargs="+",
+        default=["0"],
+        metavar="N",
+        help="cut and join the passages into chunks of about N tokens; 0 = as they are (default)",
+    )
+    parser.add_argument(
+        "--preamble", nargs="+", default=["on"], metavar="on|off", help="encode chunks behind it or not"
+    )
+    parser.add_argument("--codec", nargs="+", default=["native"], metavar="|".join(_CODECS), help="of the stored KV")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", dest="settings", help="settings for all policies"
+    )
+    parser.add_argument("--against", default="hkvd", metavar="POLICY", help="compare with this one (default: hkvd)")
+    parser.add_argument("--max-tokens", type=int, default=16, metavar="N", help="longest answer (default: 16)")
+    parser.add_argument(
+        "--stop", nargs="+", metavar="TEXT", help=r"ends an answer; \n is a line's end (default: for the reader \n\n)"
+    )
+    parser.add_argument("--instruction", default="", metavar="TEXT", help="stands between passages and question")
+    parser.add_argument("--skip-long", action="store_true", help="leave out rows that do not fit into the window")
+    parser.add_argument(
+        "--ram-bytes", type=int, default=2 << 30, help="size of the RAM tier (default: 2 GiB; 0 = read from disk)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="keep rows.jsonl and results.json there; run again to go on"
+    )
+    parser.add_argument("--plots", action="store_true", help="draw the results into --out; needs kvrag[bench]")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, keep."""
+    started = time.perf_counter()
+    cells = quality.make_cells(
+        [policy for text in args.policies for policy in quality.split_policies(text)],
+        _numbers(args.ratios, float, "--ratios"),
+        _setups(args),
+        quality.parse_settings(args.settings),
+    )
+    asking = _asking(args)
+    if args.plots:
+        if args.out is None:
+            raise SettingError("--plots needs --out DIR to draw into")
+        plots.require()
+    rows, data = _rows(args)
+    model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device)
+    lengths = list(dict.fromkeys(cell.setup.chunk_tokens for cell in cells))
+    if not args.json:
+        say(f"{len(rows)} rows, {len(cells)} cells")
+    tasks, skipped = quality.make_tasks(model, rows, lengths, asking, args.skip_long)
+    identity = quality.identity(model, cells, asking, data, args.ram_bytes)
+    journal = quality.Journal(args.out, identity)
+    try:
+        with progress("answering", quiet=args.json) as update:
+            quality.measure(model, tasks, cells, asking, journal, args.ram_bytes, update)
+    except KeyboardInterrupt:
+        hint = "run it again, and it goes on where it stopped" if args.out else "with --out it could go on later"
+        raise KeyboardInterrupt(f"interrupted: {hint}") from None
+    finally:
+        journal.close()
+    result = {
+        "settings": {**identity, "samples": len(tasks), "skipped": skipped, "seed": args.seed, "against": args.against},
+        "environment": {
+            **quality.environment(model),
+            "command": shlex.join(["kvrag", *sys.argv[1:]]),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": time.perf_counter() - started,
+        },
+        "cells": quality.summarise(tasks, cells, journal, args.seed, args.against),
+    }
+    if args.out:
+        _keep(args.out / "results.json", result)
+        if args.plots:
+            plots.draw(result, args.out)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print("\n".join(table(result)))
+    return 0
+
+
+def _setups(args: argparse.Namespace) -> list[quality.Setup]:
+    lengths = _numbers(args.chunk_tokens, int, "--chunk-tokens")
+    if any(0 != length < 16 for length in lengths):
+        raise SettingError("--chunk-tokens must be 0 or at least 16: shorter chunks are not reused")
+    preambles, codecs = _words(args.preamble), _words(args.codec)
+    for name, words, known in (("--preamble", preambles, ("on", "off")), ("--codec", codecs, _CODECS)):
+        if unknown := [word for word in words if word not in known]:
+            raise SettingError(f"{name} must be of {', '.join(known)}, got {unknown[0]!r}")
+    return [
+        quality.Setup(length, preamble == "on", codec)
+        for length in lengths
+        for preamble in preambles
+        for codec in codecs
+    ]
+
+
+def _words(texts: Sequence[str]) -> list[str]:
+    """Separated by spaces or commas."""
+    return [word for text in texts for word in text.split(",") if word]
+
+
+def _numbers(texts: Sequence[str], kind: type, name: str) -> list[Any]:
+    try:
+        return [kind(word) for word in _words(texts)]
+    except ValueError as error:
+        raise SettingError(f"{name}: {error}") from None
+
+
+def _asking(args: argparse.Namespace) -> quality.Asking:
+    for name, value, least in (
+        ("--samples", args.samples, 1),
+        ("--max-tokens", args.max_tokens, 1),
+        ("--seed", args.seed, 0),
+        ("--ram-bytes", args.ram_bytes, 0),
+    ):
+        if value < least:
+            raise SettingError(f"{name} must be at least {least}, got {value}")
+    stop = quality.default_stop(args.model)
+    if args.stop:
+        stop = tuple(text.replace("\\n", "\n") for text in args.stop)
+    return quality.Asking(args.max_tokens, stop, args.instruction)
+
+
+def _rows(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
+    """The rows, and what they are, which does not depend on how many of them are asked for."""
+    if args.data:
+        rows = file_rows(args.data, args.samples)
+        digest = blake2b(args.data.read_bytes(), digest_size=8).hexdigest()
+        return rows, {"file": args.data.name, "digest": digest}
+    rows = world_rows(args.samples, args.seed)
+    return rows, {"file": WORLD, "seed": args.seed, "digest": rows[0].key}
+
+
+def _keep(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_suffix(".tmp")
+    half.write_text(json.dumps(result, indent=1))
+    os.replace(half, path)
+
+
+# ------------------------------------------------------------------------------------------------------ for people
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """Lines of text: metrics, then differences between policies, then kinds of question."""
+    settings, environment = result["settings"], result["environment"]
+    skipped = f", {settings['skipped']} skipped" if settings["skipped"] else ""
+    lines = [
+        ", ".join(f"{name} {environment[name]}" for name in ("model", "dtype", "device", "threads", "torch", "kvrag")),
+        f"{settings['samples']} rows of {settings['data']['file']}{skipped}; 95 % intervals; "
+        "KL in nats to full prefill's first token; TTFT: median, "
+        + ("KV in RAM" if settings["ram_bytes"] else "KV from disk"),
+    ]
+    for setup, cells in quality.by_setup(result).items():
+        lines += ["", f"{setup}: {cells[1]['reused']:.0%} of the prompt reused", ""]
+        lines += [
+            f"{'':26}{'ratio':>6}{'recomp.':>8}  {'EM':22}{'EM kept':22}{'F1':22}{'ROUGE-L':>8}{'top-1':>7}"
+            f"  {'KL':25}{'TTFT':>9}  speed-up"
+        ]
+        lines += [_line(cell) for cell in cells]
+        rivals = [cell for cell in cells if "against" in cell]
+        if rivals:
+            lines += ["", f"minus {settings['against']} at the same ratio, paired", ""]
+            lines += [f"{'':26}{'ratio':>6}  {'EM':22}{'F1':22}{'KL':22}"]
+            for cell in rivals:
+                differences = "".join(f"{_interval(cell['against'][name], '+.3f'):22}" for name in ("em", "f1", "kl"))
+                lines.append(f"{cell['policy']:26}{_ratio(cell)}  {differences.rstrip()}")
+        groups = list(cells[0]["groups"])
+        if groups:
+            heads = [name.removeprefix("kind: ").replace("hangs on ", "") for name in groups]
+            widths = [max(len(head), 5) + 2 for head in heads]
+            lines += ["", "EM by kind of question", ""]
+            lines.append(" " * 32 + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
+            counts = [cells[0]["groups"][name]["samples"] for name in groups]
+            lines.append(
+                f"{'questions':32}" + "".join(f"{n:>{width}}" for n, width in zip(counts, widths, strict=True))
+            )
+            for cell in cells:
+                values = [cell["groups"][name]["em"]["value"] for name in groups]
+                cut = "".join(f"{value:>{width}.3f}" for value, width in zip(values, widths, strict=True))
+                lines.append(f"{cell['policy']:26}{_ratio(cell)}{cut}")
+    return lines
+
+
+def _line(cell: dict[str, Any]) -> str:
+    speed = _interval(cell["speedup"], ".2f")
+    return (
+        f"{cell['policy']:26}{_ratio(cell)}{cell['recomputed']:>8.3f}  {_interval(cell['em']):22}"
+        f"{_interval(cell['em_kept']):22}{_interval(cell['f1']):22}{cell['rouge_l']['value']:>8.3f}"
+        f"{cell['agree']['value']:>7.3f}  {_interval(cell['kl'], '.4f'):25}{cell['ttft_s'] * 1000:>6.0f} ms  {speed}"
+    )
+
+
+def _ratio(cell: dict[str, Any]) -> str:
+    return f"{'' if cell['ratio'] is None else format(cell['ratio'], 'g'):>6}"
+
+
+def _interval(interval: dict[str, float | None], form: str = ".3f") -> str:
+    if interval["value"] is None:
+        return "-"
+    return f"{interval['value']:{form}} [{interval['low']:{form}}, {interval['high']:{form}}]"

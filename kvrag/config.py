@@ -9,6 +9,13 @@ from kvrag.errors import SettingError
 
 POLICIES = ("none", "full", "hkvd", "hkvd_gradual", "seam", "first_k", "query", "hybrid", "random")
 
+DEFAULT_POLICY = "hybrid"
+
+DEFAULT_RATIO = 0.15
+"""Recompute ratio where neither the caller nor a calibration says another."""
+
+CONTROLLERS = ("auto", "off")
+
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
@@ -33,6 +40,12 @@ def check_policy(policy: str) -> str:
     return policy
 
 
+def check_controller(controller: str) -> str:
+    """Return `controller` if there is such a setting, else raise SettingError."""
+    _require(controller in CONTROLLERS, f"controller must be {' or '.join(CONTROLLERS)}, got {controller!r}")
+    return controller
+
+
 @dataclass(frozen=True, slots=True)
 class BlendConfig:
     """How much of the stitched KV to recompute, and which tokens.
@@ -40,6 +53,10 @@ class BlendConfig:
     Attributes:
         policy: One of `POLICIES`; see `kvrag.select`.
         ratio: Share of the reused, not exactly known tokens to recompute; 0 = plain reuse, 1 = full prefill's logits.
+            None = what `engine.calibrate` found for this model and policy, else `DEFAULT_RATIO`.
+        controller: "auto" = without a ratio and with the default policy, the engine may take full prefill where that is
+            sooner, and a higher ratio where loading hides it; also full prefill where calibration found no ratio that
+            holds. "off" = never. See `kvrag.controller`.
         min_run: Shortest run of tokens worth reusing.
         check_layer: Layer at which `hkvd` measures the KV deviation; costs that many full layers.
         deviation_of: "k", "v" or "kv": what `hkvd` compares.
@@ -51,8 +68,9 @@ class BlendConfig:
         seed: For `random`.
     """
 
-    policy: str = "hybrid"
-    ratio: float = 0.15
+    policy: str = DEFAULT_POLICY
+    ratio: float | None = None
+    controller: str = "auto"
     min_run: int = 16
     check_layer: int = 1
     deviation_of: str = "kv"
@@ -66,7 +84,9 @@ class BlendConfig:
 
     def __post_init__(self) -> None:
         check_policy(self.policy)
-        check_ratio(self.ratio)
+        if self.ratio is not None:
+            check_ratio(self.ratio)
+        check_controller(self.controller)
         _check("min_run", self.min_run, 16, whole=True)  # the matcher's guarantee
         _check("check_layer", self.check_layer, 1, whole=True)  # layer 0 cannot deviate
         _require(self.deviation_of in ("k", "v", "kv"), f"deviation_of must be k, v or kv, got {self.deviation_of!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 import weakref
@@ -17,16 +18,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvrag import calibrate
 from kvrag.blend import blend, prefill
+from kvrag.calibrate import Calibration
 from kvrag.config import BlendConfig, Sampling
+from kvrag.controller import Decision
 from kvrag.decode import decode
 from kvrag.encode import encode
 from kvrag.errors import DamagedChunkError, KvragError, SettingError, StoreError
 from kvrag.match import MatchIndex, anchors
 from kvrag.model import Model
 from kvrag.select import select
+from kvrag.speed import Busy
 from kvrag.stitch import Stitched, stitch
 from kvrag.store import ChunkReader, ChunkRecord, FileStore, KVStore, MemoryTier
+from kvrag.tuning import TimedReader, Tuning
 from kvrag.types import Answer, BlendReport, Delta, Messages, Run, WarmReport
 from kvrag.verify import Check, verify
 
@@ -36,6 +42,7 @@ _PUT_TOKENS = 32768  # chunks are stored in portions of about this many tokens: 
 _sharing: dict[str, threading.Lock] = {}
 _shared: weakref.WeakValueDictionary[str, BlendEngine] = weakref.WeakValueDictionary()
 _ROOM = 256  # positions a new cache has for the answer before it grows
+_CALIBRATION_CHUNKS = 1000
 
 
 @dataclass
@@ -89,6 +96,7 @@ class BlendEngine:
         self._index_lock = threading.Lock()
         self._last_entry = 0
         self._removals = self.store.removals()
+        self._tuning = Tuning(model, self.store)
         self._closed = False
 
     @classmethod
@@ -158,6 +166,7 @@ class BlendEngine:
             done += sum(len(chunks[key]) for key in portion)
             progress(done, sum(tokens))
         self.store.set_document(document, list(chunks))
+        self._tuning.keep_speed()
         if lost := self.store.missing(list(chunks)):
             warnings.append(
                 f"{len(lost)} of these chunks were evicted at once: the store's byte budget is too small for them all"
@@ -197,12 +206,15 @@ class BlendEngine:
 
     def _encode_and_put(self, chunks: dict[str, list[int]]) -> int:
         keys = list(chunks)
+        started, waits = time.perf_counter(), self.model.lock.waits
         records = [
             ChunkRecord(
                 keys[number], np.asarray(chunks[keys[number]], np.uint32), anchors(chunks[keys[number]]), layers
             )
             for number, layers in encode(self.model, list(chunks.values()))
         ]
+        if self.model.lock.waits == waits:  # what others computed meanwhile would count as ours
+            self._tuning.saw_encoding([len(ids) for ids in chunks.values()], time.perf_counter() - started)
         return self.store.put(records) if records else 0
 
     def forget(self, document: str) -> int:
@@ -224,6 +236,7 @@ class BlendEngine:
         documents: Sequence[str] | None = None,
         ratio: float | None = None,
         policy: str | None = None,
+        controller: str | None = None,
         stop: Sequence[str] = (),
         template: dict[str, Any] | None = None,
         **sampling: Any,
@@ -233,7 +246,8 @@ class BlendEngine:
         Args:
             prompt: One string, taken as it is, or messages for the chat template.
             documents: Chunks that the prompt contains; those never ingested are encoded now and kept.
-            ratio, policy: Instead of the engine's `config`.
+            ratio, policy: Instead of the engine's `config`; what is given here is obeyed, controller or not.
+            controller: "auto" or "off", instead of the engine's `config`.
             stop: The answer ends before the first of these strings.
             template: Variables for the chat template, such as `tools`.
             sampling: Fields of `Sampling`: max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed.
@@ -246,7 +260,7 @@ class BlendEngine:
             SettingError: A setting is out of range or unknown.
         """
         self._check_open()
-        config = self._configure(ratio, policy)
+        config = self._configure(ratio, policy, controller)
         if isinstance(stop, str):
             raise SettingError("stop must be a sequence of strings, not one string")
         try:
@@ -255,8 +269,12 @@ class BlendEngine:
             raise SettingError(str(error).replace("Sampling.__init__()", "stream()")) from None
         return self._stream(prompt, documents, config, settings, template or {})
 
-    def _configure(self, ratio: float | None, policy: str | None) -> BlendConfig:
-        changes: dict[str, Any] = {"ratio": ratio, "policy": policy}
+    def _configure(
+        self, ratio: float | None = None, policy: str | None = None, controller: str | None = None
+    ) -> BlendConfig:
+        if policy is not None and controller is None:
+            controller = "off"
+        changes: dict[str, Any] = {"ratio": ratio, "policy": policy, "controller": controller}
         return replace(self.config, **{name: value for name, value in changes.items() if value is not None})
 
     def _stream(
@@ -319,6 +337,65 @@ class BlendEngine:
         """Run the correctness gate on this engine's model, in a folder of its own; see `kvrag.verify`."""
         return verify(self.model)
 
+    def calibrate(
+        self,
+        prompts: Sequence[str | Messages] | None = None,
+        *,
+        policy: str | None = None,
+        target: float = 0.99,
+        sure: bool = False,
+        ratios: Sequence[float] = calibrate.GRID,
+        count: int = 100,
+        chunks: int = 4,
+        tokens: int = 8,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Calibration:
+        """Find the smallest ratio whose first tokens are full prefill's, and use it where none is given from now on.
+
+        The result is kept beside the chunks, for later engines too; see `kvrag.calibrate`.
+
+        Args:
+            prompts: As in `stream`, with chunks that were warmed; None = made from the stored chunks.
+            policy: Instead of the engine's.
+            target, sure, ratios, tokens, progress: See `kvrag.calibrate.calibrate`.
+            count: How many prompts are made at most.
+            chunks: How many chunks are in each that is made.
+
+        Raises:
+            SettingError: An argument is out of range.
+            StoreError: Nothing is stored that could be recomputed.
+            ContextWindowError: A prompt is too long.
+            ModelError: Logits are NaN.
+        """
+        self._check_open()
+        if isinstance(prompts, str):
+            raise SettingError("prompts must be a list of prompts, not one string")
+        if count < 1 or chunks < 2:
+            raise SettingError(f"count must be at least 1 and chunks at least 2, got {count} and {chunks}")
+        if prompts is None:
+            ids = calibrate.make_prompts(self.model, self._chunk_texts(), count, chunks)
+        else:
+            ids = [self.model.tokenizer.render(prompt) for prompt in prompts]
+            for prompt in ids:
+                self.model.check_window(len(prompt))
+        found = calibrate.calibrate(
+            self.model,
+            self.prefill,
+            ids,
+            self._configure(policy=policy),
+            target=target,
+            sure=sure,
+            ratios=ratios,
+            tokens=tokens,
+            progress=progress,
+        )
+        return self._tuning.keep_calibration(found)
+
+    def _chunk_texts(self) -> list[str]:
+        entries = list(self.store.entries(0))
+        spread = entries[:: math.ceil(len(entries) / _CALIBRATION_CHUNKS) or 1]
+        return [self.model.tokenizer.decode(entry.ids.tolist()) for entry in spread]
+
     # ---------------------------------------------------------------- the way of a request
 
     def prefill(self, ids: list[int], config: BlendConfig | None = None, notes: Sequence[str] = ()) -> Prefilled:
@@ -328,7 +405,8 @@ class BlendEngine:
             config: Instead of the engine's.
             notes: For the report, before those that it makes itself.
         """
-        config, notes = config or self.config, list(notes)
+        notes = list(notes)
+        config = self._tuning.settle(config or self.config, notes)
         capacity = min(len(ids) + _ROOM, self.model.context_window)
         while True:
             try:
@@ -343,24 +421,56 @@ class BlendEngine:
                 notes.append(f"{error}; recomputed")
 
     def _attempt(self, ids: list[int], config: BlendConfig, capacity: int, notes: list[str]) -> Prefilled:
-        clock = _Clock()
+        clock = _Clock(self.model.device)
         if config.policy == "full":
-            logits, stitched = prefill(self.model, torch.tensor(ids), capacity)
-            return self._done(stitched, logits, {}, config, 0, notes, clock.lap(), 0.0, 0.0, clock.lap())
+            return self._full(ids, config, capacity, notes, clock)
         runs, readers = self._match(ids, config.min_run)
         match_s = clock.lap()
+        busy, waits = Busy(), self.model.lock.waits
+        decision: Decision | None = None
         try:
-            stitched = stitch(self.model, ids, runs, readers, capacity)
+            if config.controller == "auto" and runs:
+                decision = self._tuning.decide(config, len(ids), runs, readers)
+                if decision.full:
+                    full = replace(config, policy="full", ratio=1.0)
+                    return self._full(ids, full, capacity, notes, clock, match_s, decision.reason)
+                config = replace(config, ratio=decision.ratio)
+            timed = {key: TimedReader(reader, busy) for key, reader in readers.items()}
+            stitched = stitch(self.model, ids, runs, timed, capacity)
             stitch_s = clock.lap()
             selected = select(self.model, stitched, config)
-            select_s = clock.lap()
+            select_s, waited = clock.lap(), stitched.load_s + stitched.stitch_s
             logits = blend(self.model, stitched, selected)
         finally:
             for reader in readers.values():
                 reader.close()
         blend_s = clock.lap()
         self.store.touch(list(readers))
-        return self._done(stitched, logits, readers, config, len(selected), notes, match_s, stitch_s, select_s, blend_s)
+        if self.model.lock.waits == waits:
+            pass_s = blend_s - (stitched.load_s + stitched.stitch_s - waited)
+            self._tuning.saw_blend(stitched, len(selected), runs, readers, busy.seconds, pass_s)
+        reason = decision.reason if decision else ""
+        return self._done(
+            stitched, logits, readers, config, len(selected), notes, match_s, stitch_s, select_s, blend_s, reason
+        )
+
+    def _full(
+        self,
+        ids: list[int],
+        config: BlendConfig,
+        capacity: int,
+        notes: list[str],
+        clock: _Clock,
+        match_s: float = 0.0,
+        reason: str = "",
+    ) -> Prefilled:
+        clock.lap()
+        waits = self.model.lock.waits
+        logits, stitched = prefill(self.model, torch.tensor(ids), capacity)
+        blend_s = clock.lap()
+        if self.model.lock.waits == waits:
+            self._tuning.saw_full(len(ids), blend_s)
+        return self._done(stitched, logits, {}, config, 0, notes, match_s, 0.0, 0.0, blend_s, reason)
 
     def _done(
         self,
@@ -374,7 +484,9 @@ class BlendEngine:
         stitch_s: float,
         select_s: float,
         blend_s: float,
+        decision: str = "",
     ) -> Prefilled:
+        assert config.ratio is not None  # settled
         reused, inexact = int(stitched.reused.sum()), len(stitched.inexact)
         tiers = {reader.tier for reader in readers.values()}
         base = BlendReport(
@@ -395,6 +507,7 @@ class BlendEngine:
             tier=tiers.pop() if len(tiers) == 1 else "mixed" if tiers else "",
             exact=num_selected == inexact,
             notes=tuple(notes),
+            decision=decision,
         )
         return Prefilled(stitched.ids, stitched, logits, lambda ttft_s: replace(base, ttft_s=ttft_s))
 
@@ -444,6 +557,7 @@ class BlendEngine:
         """Release the store. Answers under way end with their own."""
         if not self._closed:
             self._closed = True
+            self._tuning.keep_speed()
             self.store.close()
 
     def __enter__(self) -> BlendEngine:
@@ -454,12 +568,15 @@ class BlendEngine:
 
 
 class _Clock:
-    """Seconds between laps."""
+    """Seconds between laps, the device's work included."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._last = time.perf_counter()
 
     def lap(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         now = time.perf_counter()
         passed, self._last = now - self._last, now
         return passed

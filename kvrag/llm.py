@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvrag.config import Sampling, check_policy, check_ratio
+from kvrag.config import Sampling, check_controller, check_policy, check_ratio
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
 
@@ -19,7 +19,7 @@ _ABOUT_THE_ENGINE = (
 )
 _ABOUT_ANSWERS = (
     *("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed"),
-    *("stop", "ratio", "policy"),
+    *("stop", "ratio", "policy", "controller"),
 )
 _ONLY_PER_CALL = ("documents", "template")
 
@@ -32,8 +32,8 @@ class LLMSettings:
         engine: One already built; excludes what is said about the model.
         model, store, dtype, device, device_map, revision, attn_implementation, trust_remote_code: As
             `BlendEngine.from_pretrained` takes them.
-        max_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop, ratio, policy: For every answer, as
-            `BlendEngine.stream` takes them; `max_tokens` is its `max_new_tokens`.
+        max_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop, ratio, policy, controller: For every
+            answer, as `BlendEngine.stream` takes them; `max_tokens` is its `max_new_tokens`.
     """
 
     engine: BlendEngine | None = None
@@ -54,6 +54,7 @@ class LLMSettings:
     stop: Sequence[str] | None = None
     ratio: float | None = None
     policy: str | None = None
+    controller: str | None = None
 
     def __post_init__(self) -> None:
         if self.engine is None and self.model is None:
@@ -109,6 +110,8 @@ class LLMSettings:
             check_ratio(request["ratio"])
         if request["policy"] is not None:
             check_policy(request["policy"])
+        if request["controller"] is not None:
+            check_controller(request["controller"])
         return request
 
     @property

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from kvrag.config import BlendConfig
+from kvrag.config import DEFAULT_RATIO, BlendConfig
 from kvrag.model import Model
 from kvrag.stitch import Stitched
 
@@ -37,7 +37,7 @@ def select(model: Model, stitched: Stitched, config: BlendConfig) -> Tensor:
         (S,) positions, ascending.
     """
     inexact = stitched.inexact
-    budget = round(config.ratio * len(inexact))
+    budget = round((DEFAULT_RATIO if config.ratio is None else config.ratio) * len(inexact))
     if budget == 0 or config.policy == "none":
         return inexact[:0]
     if budget == len(inexact) and config.min_deviation == 0:

@@ -53,7 +53,7 @@ class BlendReport:
     `reused_tokens` came from the store, `recomputed_tokens` of them were computed again, `fresh_tokens` were not
     stored. Times are in seconds; `ttft_s` runs from the call to the first token and includes all others. `exact` says
     that the answer is full prefill's by construction. `tier` tells where the KV came from: "ram", "disk", "mixed" or
-    "" (nowhere).
+    "" (nowhere). `decision` is what the controller chose and why, "" if it had nothing to decide.
     """
 
     prompt_tokens: int
@@ -73,6 +73,7 @@ class BlendReport:
     tier: str
     exact: bool
     notes: tuple[str, ...] = ()
+    decision: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

@@ -61,6 +61,13 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
+@pytest.fixture(autouse=True)
+def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test sees must not depend on how busy the machine is: nothing is ever noticeably sooner."""
+    monkeypatch.setattr("kvrag.controller.NOTICEABLE_S", float("inf"))
+    monkeypatch.setattr("kvrag.controller.STEP", 1.0)
+
+
 LayOut = Callable[..., Stitched]
 """Chunks, or `ids=`, to a prompt laid out of stored KV, nothing recomputed yet."""
 

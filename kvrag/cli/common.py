@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvrag.config import POLICIES
+from kvrag.config import CONTROLLERS, POLICIES
 from kvrag.errors import KvragError, StoreError
 from kvrag.types import BlendReport, Messages
 
@@ -34,6 +34,9 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ratio", type=float, help="share of the reused tokens to recompute, 0 to 1")
     parser.add_argument("--policy", choices=POLICIES, help="which tokens to recompute; 'full' = ordinary prefill")
+    parser.add_argument(
+        "--controller", choices=CONTROLLERS, help="'off' = no full prefill where that is predicted to be sooner"
+    )
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
     parser.add_argument("--temperature", type=float, help="0 = always the likeliest token (default: as the model says)")
 
@@ -41,7 +44,8 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
 def stream(engine: BlendEngine, prompt: str | Messages, args: argparse.Namespace) -> tuple[str, BlendReport]:
     """Answer as `add_answer_arguments` say, printed as it comes unless --json was given."""
     text, report = "", None
-    settings = {"ratio": args.ratio, "policy": args.policy, "temperature": args.temperature}
+    settings = {"ratio": args.ratio, "policy": args.policy, "controller": args.controller}
+    settings["temperature"] = args.temperature
     for delta in engine.stream(prompt, max_new_tokens=args.max_tokens, **settings):
         piece = delta.text if text else delta.text.lstrip()
         text += piece
@@ -118,4 +122,4 @@ def summary(report: BlendReport) -> str:
         f"{report.prompt_tokens} prompt tokens: {report.reused_tokens} reused ({report.recomputed_tokens} of them "
         f"recomputed), {report.fresh_tokens} fresh; first token after {report.ttft_s * 1000:.0f} ms ({report.policy})"
     )
-    return "\n".join([line, *report.notes])
+    return "\n".join(filter(None, [line, report.decision, *report.notes]))

@@ -7,12 +7,21 @@ from collections import deque
 
 
 class FairLock:
-    """A mutex that serves waiting threads in order of arrival."""
+    """A mutex that serves waiting threads in order of arrival.
+
+    Attributes:
+        waits: How often the calling thread had to wait: what it timed meanwhile is not its own.
+    """
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._waiting: deque[threading.Event] = deque()
         self._held = False
+        self._own = threading.local()
+
+    @property
+    def waits(self) -> int:
+        return getattr(self._own, "waits", 0)
 
     def __enter__(self) -> None:
         with self._mutex:
@@ -21,6 +30,7 @@ class FairLock:
                 return
             turn = threading.Event()
             self._waiting.append(turn)
+        self._own.waits = self.waits + 1
         try:
             turn.wait()
         except BaseException:  # Ctrl-C: nobody would ever take this turn

@@ -53,11 +53,19 @@ class Model:
         starts_over_at: After this many tokens `model.generate` computes everything anew; None = never.
     """
 
-    def __init__(self, hf: Any, tokenizer: Any, name: str | None = None, allow_unverified: bool = False) -> None:
+    def __init__(
+        self,
+        hf: Any,
+        tokenizer: Any,
+        name: str | None = None,
+        allow_unverified: bool = False,
+        preamble: bool = True,
+    ) -> None:
         """Wrap a loaded transformers model and its tokenizer.
 
         Args:
             allow_unverified: Try a family that is not in `loading.FAMILIES`; check it with `kvrag.verify` then.
+            preamble: False = encode chunks with nothing before them, for comparison.
 
         Raises:
             UnsupportedModelError: It cannot be blended exactly.
@@ -208,6 +216,11 @@ class Model:
         with self.lock, torch.inference_mode():
             return self._forward(ids, cache, rows)
 
+    def forward_all(self, ids: Tensor, cache: BlendCache) -> Tensor:
+        """Like `forward` of appended tokens, but (B, S, V) logits, after every one of them."""
+        with self.lock, torch.inference_mode():
+            return self._forward(ids, cache, None, every=True)
+
     def forward_until(
         self, stop: Callable[[int, Tensor, Tensor], bool], ids: Tensor, cache: BlendCache, rows: Tensor | None = None
     ) -> None:
@@ -248,7 +261,9 @@ class Model:
             self._forward(ids, cache, rows, Ear(num_queries, layers, add))
         return torch.stack(heard).mean(dim=0).cpu()
 
-    def _forward(self, ids: Tensor, cache: BlendCache, rows: Tensor | None, ear: Ear | None = None) -> Tensor:
+    def _forward(
+        self, ids: Tensor, cache: BlendCache, rows: Tensor | None, ear: Ear | None = None, every: bool = False
+    ) -> Tensor:
         mask = None
         if rows is None:
             start = cache.get_seq_length()
@@ -266,9 +281,9 @@ class Model:
                 attention_mask=mask,
                 past_key_values=cache,
                 use_cache=True,
-                **self._last_logits_only,
+                **({} if every else self._last_logits_only),
             )
-        return output.logits[:, -1].float()
+        return (output.logits if every else output.logits[:, -1]).float()
 
     @functools.cached_property
     def _last_logits_only(self) -> dict[str, int]:

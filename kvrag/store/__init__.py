@@ -2,6 +2,16 @@
 
 from kvrag.store.files import FileStore
 from kvrag.store.memory import MemoryTier
-from kvrag.store.protocol import ChunkReader, ChunkRecord, Entry, KVStore, StoreStats
+from kvrag.store.protocol import ChunkReader, ChunkRecord, Entry, KeepsTexts, KVStore, StoreStats, Texts
 
-__all__ = ["ChunkReader", "ChunkRecord", "Entry", "FileStore", "KVStore", "MemoryTier", "StoreStats"]
+__all__ = [
+    "ChunkReader",
+    "ChunkRecord",
+    "Entry",
+    "FileStore",
+    "KVStore",
+    "KeepsTexts",
+    "MemoryTier",
+    "StoreStats",
+    "Texts",
+]

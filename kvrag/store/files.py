@@ -253,6 +253,24 @@ class FileStore:
             for key in absent:
                 self._file(key).unlink(missing_ok=True)
 
+    def read_text(self, name: str) -> str | None:
+        """See KeepsTexts.read_text. A text is a file of that name in the store folder."""
+        try:
+            return (self.path / name).read_text("utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise StoreError(f"cannot read {self.path / name}: {error}") from error
+
+    def write_text(self, name: str, text: str) -> None:
+        """See KeepsTexts.write_text."""
+        if self._manifest.read_only:
+            raise StoreReadOnlyError(f"{self.path} cannot be written: choose another store folder")
+        try:
+            chunkfile.write(self.path / name, text.encode(), f".{os.getpid()}.{uuid.uuid4().hex}.tmp")
+        except OSError as error:
+            raise self._explain(error) from error
+
     def stats(self) -> StoreStats:
         """See KVStore.stats."""
         chunks, tokens, size, documents = self._manifest.totals()
@@ -320,7 +338,7 @@ class FileStore:
 
     def _sweep(self) -> None:
         """Temporary files of writers that were killed."""
-        for path in self._chunks.glob("*/.*.tmp"):
+        for path in [*self.path.glob(".*.tmp"), *self._chunks.glob("*/.*.tmp")]:
             if _is_stale(path):
                 path.unlink(missing_ok=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,3 +133,41 @@ class KVStore(Protocol):
 
     def close(self) -> None:
         """Release files. Open readers stay valid."""
+
+
+@runtime_checkable
+class KeepsTexts(Protocol):
+    """What a store may offer besides: a place for small texts that belong to its chunks, such as a calibration.
+
+    For a store without these methods the engine remembers such texts as long as it lives.
+    """
+
+    def read_text(self, name: str) -> str | None:
+        """The text kept under `name`, None if there is none.
+
+        Raises:
+            StoreError: It is there but cannot be read.
+        """
+
+    def write_text(self, name: str, text: str) -> None:
+        """Keep a text, whole or not at all; it replaces the one of that name.
+
+        Raises:
+            StoreFullError: No room.
+            StoreReadOnlyError: Cannot be written.
+        """
+
+
+class Texts:
+    """Texts in memory, for stores that keep none."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def read_text(self, name: str) -> str | None:
+        """See KeepsTexts.read_text."""
+        return self._texts.get(name)
+
+    def write_text(self, name: str, text: str) -> None:
+        """See KeepsTexts.write_text."""
+        self._texts[name] = text

@@ -25,8 +25,11 @@ class BlendSettings(BaseLanguageModel[Any]):
         engine: One already built, instead of all that is said about the model.
         temperature: 0 = greedy. It and the other sampling settings: None = as the model's generation config says.
         stop: The answer ends before the first of these strings. Those given per call are added.
-        ratio: Share of the reused tokens to recompute; 0 = plain reuse, 1 = full prefill's answer.
+        ratio: Share of the reused tokens to recompute; 0 = plain reuse, 1 = full prefill's answer. None = what
+            `kvrag calibrate` found, else 0.15.
         policy: Which ones; see `kvrag.POLICIES`.
+        controller: "off" = never full prefill, nor a higher ratio, where neither ratio nor policy was given; see
+            `kvrag.BlendConfig`.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -43,6 +46,7 @@ class BlendSettings(BaseLanguageModel[Any]):
     stop: list[str] | None = None
     ratio: float | None = None
     policy: str | None = None
+    controller: str | None = None
     dtype: _Plain = "auto"
     device: str | None = None
     device_map: str | dict[str, Any] | None = None

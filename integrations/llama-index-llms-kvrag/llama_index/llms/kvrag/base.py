@@ -44,8 +44,11 @@ class BlendLLM(LLM):
         engine: One already built, instead of all that is said about the model.
         temperature: 0 = greedy. It and the other sampling settings: None = as the model's generation config says.
         stop: The answer ends before the first of these strings. Those given per call are added.
-        ratio: Share of the reused tokens to recompute; 0 = plain reuse, 1 = full prefill's answer.
+        ratio: Share of the reused tokens to recompute; 0 = plain reuse, 1 = full prefill's answer. None = what
+            `kvrag calibrate` found, else 0.15.
         policy: Which ones; see `kvrag.POLICIES`.
+        controller: "off" = never full prefill, nor a higher ratio, where neither ratio nor policy was given; see
+            `kvrag.BlendConfig`.
 
     Example:
         ```python
@@ -69,6 +72,7 @@ class BlendLLM(LLM):
     stop: list[str] | None = None
     ratio: float | None = None
     policy: str | None = None
+    controller: str | None = None
     dtype: _Plain = "auto"
     device: str | None = None
     device_map: str | dict[str, Any] | None = None

@@ -1,0 +1,126 @@
+"""Whether reuse pays for a request, and how much may be recomputed for nothing.
+
+Blending computes few rows, but has to load KV, lay it out, and listen to the question; loading runs beside computing.
+`decide` compares that with full prefill, by what `kvrag.speed` has seen this machine take for this model. It is a plain
+function of numbers: `kvrag bench simulate` asks it about machines that are not there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvrag.config import BlendConfig
+from kvrag.speed import Speed
+
+NOTICEABLE_S = 0.01
+"""Full prefill must be sooner by this much: for less, answers should not depend on the clock."""
+STEP = 0.05
+"""A ratio that loading hides is rounded down to a multiple of this, so that it does not change with every answer."""
+SLAB = 2048
+"""Rows of one pass of `kvrag.blend`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt as it was matched.
+
+    Attributes:
+        prompt, reused, inexact: Its tokens; those with stored KV; those of them that may deviate.
+        bytes: To load from below the RAM tier.
+        listens: Share of the layers that selecting runs on the fresh tokens (`query`, `hybrid`).
+        detects: Share of the layers that selecting runs on all tokens (`hkvd`).
+    """
+
+    prompt: int
+    reused: int
+    inexact: int
+    bytes: float
+    listens: float = 0.0
+    detects: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do, and why. `blend_s` and `full_s` are predicted; None where nothing is known yet."""
+
+    full: bool
+    ratio: float
+    reason: str
+    blend_s: float | None = None
+    full_s: float | None = None
+
+
+def decide(speed: Speed | None, request: Request, ratio: float) -> Decision:
+    """Choose between full prefill and blending, and the ratio.
+
+    Args:
+        speed: None = nothing was measured: blend, and learn from it.
+        ratio: The least to recompute.
+    """
+    if speed is None:
+        return Decision(False, ratio, f"blend at {ratio:g}: nothing has been measured on this machine yet")
+    full_s, blend_s = full_seconds(speed, request.prompt), blend_seconds(speed, request, ratio)
+    load_s = request.bytes / speed.load
+    if full_s + NOTICEABLE_S <= blend_s:
+        why = "the context is short"
+        if load_s > full_s:
+            why = f"loading alone takes {seconds(load_s)} at {speed.load / 1e9:.3g} GB/s"
+        reason = f"full prefill: predicted {seconds(full_s)} against {seconds(blend_s)} of blending; {why}"
+        return Decision(True, 1.0, reason, blend_s, full_s)
+    hidden = _hidden(speed, request, ratio, blend_s)
+    reason = f"blend at {hidden:g}: predicted {seconds(blend_s)} against {seconds(full_s)} of full prefill"
+    if hidden > ratio:
+        reason += f"; {hidden:g} instead of {ratio:g} since loading takes as long"
+    return Decision(False, hidden, reason, blend_s, full_s)
+
+
+def full_seconds(speed: Speed, prompt: int) -> float:
+    """Full prefill of that many tokens."""
+    return _pass(speed, prompt, prompt * prompt / 2)  # causal: every token sees half of the prompt on average
+
+
+def blend_seconds(speed: Speed, request: Request, ratio: float) -> float:
+    """Blending, from the match to the first logits.
+
+    Layers are read while others are computed. What selecting touches is read while it selects; of the rest, reading
+    hides behind recomputing.
+    """
+    fresh = request.prompt - request.reused
+    rows = fresh + ratio * request.inexact
+    compute = _pass(speed, rows, rows * request.prompt) + (math.ceil(rows / SLAB) - 1) * speed.pass_s
+    load, stitch = request.bytes / speed.load, request.reused * speed.stitch_s
+    touched = min(1.0, request.listens + request.detects) if ratio else 0.0
+    select = request.listens * _pass(speed, fresh, fresh * request.prompt)
+    select += request.detects * full_seconds(speed, request.prompt)
+    rest = 1 - touched
+    return (
+        max(touched * load, (select if ratio else 0.0) + touched * stitch)
+        + touched * compute
+        + max(rest * load, rest * (compute + stitch))
+    )
+
+
+def selecting(config: BlendConfig, num_layers: int) -> tuple[float, float]:
+    """(listens, detects) of a policy; see Request."""
+    if config.policy in ("query", "hybrid"):
+        return math.ceil(config.band[1] * num_layers) / num_layers, 0.0
+    if config.policy.startswith("hkvd"):
+        return 0.0, min(config.check_layer, num_layers - 1) / num_layers
+    return 0.0, 0.0
+
+
+def seconds(value: float) -> str:
+    """For people."""
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _pass(speed: Speed, rows: float, pairs: float) -> float:
+    return speed.pass_s + speed.row_s * rows + speed.pair_s * pairs
+
+
+def _hidden(speed: Speed, request: Request, ratio: float, blend_s: float) -> float:
+    """The largest ratio that takes no longer than `ratio` does because loading does."""
+    steps = (round(number * STEP, 10) for number in range(1, math.ceil(1 / STEP)))
+    free = [step for step in steps if step > ratio and blend_seconds(speed, request, step) <= blend_s * 1.001]
+    return max([ratio, *free])

@@ -1,0 +1,224 @@
+"""How fast this machine is for this model, out of the passes and loads that happen anyway, ingestion included.
+
+A forward pass takes a + b·rows + c·pairs seconds: `a` however short it is (reading the weights, launching kernels), `b`
+for every token computed, `c` for every key that a token looks at.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FILE = "speed.json"
+_KEPT = 16  # observations of each kind: enough to average noise out, few enough to notice a busier machine
+_MACHINES = 16  # kept in one store
+_STALE_S = 30 * 86400  # what was measured longer ago may have been another driver, disk or neighbour
+_MEMORY = 4  # what was seen before counts at most this many times as much as what is seen now
+_WARM_UP_ROWS = 1000  # fewer do not make up for what a process's first pass pays besides
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What one machine takes for one model.
+
+    Attributes:
+        pass_s: Seconds of a forward pass, however short.
+        row_s: For each token computed.
+        pair_s: For each pair of a token and a key that it attends to.
+        stitch_s: For laying out and rotating one reused token.
+        load: Bytes per second from below the RAM tier, decoding included.
+    """
+
+    pass_s: float
+    row_s: float
+    pair_s: float
+    stitch_s: float
+    load: float
+
+
+class Speedometer:
+    """Running estimates of a Speed, out of what happens anyway. Thread-safe."""
+
+    def __init__(self, hidden_size: int) -> None:
+        """`hidden_size`: the model's; tells how pairs compare with rows while only one length was seen."""
+        self._pair_rows = 1 / (6 * hidden_size)  # a layer computes 24 E² per token and 4 E per pair
+        self._lock = threading.Lock()
+        self._passes: dict[str, deque[tuple[float, float, float, float]]] = {}
+        self._load = self._stitch = (0.0, 0.0)  # amount, seconds
+        self._loaded = (0.0, 0.0)  # bytes, tokens
+        self._loaded_at = -math.inf
+        self._warmed_up = False
+        self._speed: Speed | None = None
+        self.changed = False
+
+    def saw_pass(self, kind: str, rows: int, pairs: float, seconds: float, passes: int = 1) -> None:
+        """A forward pass, or several. The first of a process pays for more than itself: a short one does not count.
+
+        Args:
+            kind: Of each kind the last few are kept, so that many short passes do not crowd out the long ones.
+        """
+        with self._lock:
+            if (self._warmed_up or rows >= _WARM_UP_ROWS) and seconds > 0:
+                kept = self._passes.setdefault(kind, deque(maxlen=_KEPT))
+                kept.append((passes, rows, pairs, seconds))
+                self._speed, self.changed = None, True
+            self._warmed_up = True
+
+    def saw_load(self, num_bytes: int, tokens: float, seconds: float) -> None:
+        """That many tokens' KV came from below the RAM tier, which took this long."""
+        if num_bytes and tokens and seconds > 0:
+            with self._lock:
+                self._load = _fade(self._load, num_bytes, seconds)
+                self._loaded = _fade(self._loaded, num_bytes, tokens)
+                self._loaded_at = time.monotonic()
+                self._speed, self.changed = None, True
+
+    def saw_stitch(self, tokens: int, seconds: float) -> None:
+        """That many reused tokens were laid out."""
+        if tokens:
+            with self._lock:
+                self._stitch = _fade(self._stitch, tokens, seconds)
+                self._speed, self.changed = None, True
+
+    def bytes_per_token(self, default: float) -> float:
+        """What a stored token takes on the way in."""
+        with self._lock:
+            return self._loaded[0] / self._loaded[1] if self._loaded[1] else default
+
+    @property
+    def load_age(self) -> float:
+        """Seconds since a load was seen in this process."""
+        return time.monotonic() - self._loaded_at
+
+    def speed(self) -> Speed | None:
+        """The estimates, None until both a pass and a load were seen."""
+        with self._lock:
+            passes = [seen for kept in self._passes.values() for seen in kept]
+            if self._speed is None and passes and self._load[1]:
+                a, b, c = fit(np.array(passes), self._pair_rows)
+                stitch_s = self._stitch[1] / self._stitch[0] if self._stitch[0] else 0.0
+                self._speed = Speed(a, b, c, stitch_s, self._load[0] / self._load[1])
+            return self._speed
+
+    def knows_passes(self) -> bool:
+        """Whether anything can be predicted once a load was seen."""
+        return bool(self._passes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the store."""
+        with self._lock:
+            self.changed = False
+            passes = {kind: list(kept) for kind, kept in self._passes.items()}
+            sums = {"load": self._load, "loaded": self._loaded, "stitch": self._stitch}
+            return {"passes": passes, **sums, "made": time.time()}
+
+    def take(self, kept: dict[str, Any]) -> None:
+        """Go on from what `to_dict` gave; raises ValueError, and takes nothing, if it is none."""
+        try:
+            if time.time() - _positive(kept["made"]) > _STALE_S:
+                return
+            passes = {
+                str(kind): deque([_four(seen) for seen in rows], maxlen=_KEPT) for kind, rows in kept["passes"].items()
+            }
+            sums = {name: (_positive(kept[name][0]), _positive(kept[name][1])) for name in ("load", "loaded", "stitch")}
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        with self._lock:
+            self._passes = passes
+            self._load, self._loaded, self._stitch = sums["load"], sums["loaded"], sums["stitch"]
+            self._speed = None
+
+
+def fit(passes: NDArray[np.float64], pair_rows: float) -> tuple[float, float, float]:
+    """The a, b, c >= 0 nearest to what was seen, by relative error.
+
+    Where passes of one length only were seen, which say one number and not three, weak prior beliefs decide: a pass
+    costs as much as 100 rows besides its own, and a pair `pair_rows` of a row.
+
+    Args:
+        passes: (N, 4) number of passes, rows, pairs, seconds.
+    """
+    seconds = passes[:, 3]
+    seen = passes[:, :3] * [1.0, 1.0, pair_rows]  # pairs in units of rows
+    scale = float((seconds / seen[:, 1].clip(min=1)).min())  # about the seconds of a row
+    beliefs = np.array([[0.01, -1.0, 0.0], [0.0, -1.0, 1.0]]) * 0.02 / scale
+    table = np.vstack([seen / seconds[:, None], beliefs])
+    wanted = np.append(np.ones(len(seconds)), [0.0, 0.0])
+    best, found = math.inf, np.zeros(3)
+    for size in (3, 2, 1):  # three unknowns: trying which of them are zero is all that non-negative fitting takes
+        for columns in map(list, itertools.combinations(range(3), size)):
+            solution, *_ = np.linalg.lstsq(table[:, columns], wanted, rcond=None)
+            error = float(np.square(table[:, columns] @ solution - wanted).sum())
+            if (solution >= 0).all() and error < best:
+                best, found = error, np.zeros(3)
+                found[columns] = solution
+    return float(found[0]), float(found[1]), float(found[2]) * pair_rows
+
+
+def read(text: str | None, machine: str) -> dict[str, Any] | None:
+    """One machine's entry in a text of `write`; raises ValueError if it is damaged."""
+    machines = json.loads(text) if text else {}
+    if not isinstance(machines, dict):
+        raise ValueError("not a table of machines")
+    return machines.get(machine)
+
+
+def write(text: str | None, machine: str, entry: dict[str, Any]) -> str:
+    """The text with this machine's entry replaced; the others', which share the store, stay."""
+    try:
+        machines = json.loads(text) if text else {}
+    except ValueError:
+        machines = {}  # damaged: measured again within a few answers
+    others = [item for item in machines.items() if item[0] != machine] if isinstance(machines, dict) else []
+    return json.dumps(dict([*others[-(_MACHINES - 1) :], (machine, entry)]))
+
+
+def _fade(total: tuple[float, float], amount: float, other: float) -> tuple[float, float]:
+    """Running sums of two things whose quotient is wanted."""
+    kept = min(1.0, _MEMORY * amount / total[0], _MEMORY * other / total[1]) if all(total) else 0.0
+    return total[0] * kept + amount, total[1] * kept + other
+
+
+def _four(seen: Any) -> tuple[float, float, float, float]:
+    passes, rows, pairs, seconds = map(_positive, seen)
+    if not (passes and rows and seconds):
+        raise ValueError(f"{seen!r} is no pass")
+    return passes, rows, pairs, seconds
+
+
+def _positive(value: Any) -> float:
+    number = float(value)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{value!r} is no measurement")
+    return number
+
+
+class Busy:
+    """Seconds in which at least one of several threads was at work. Thread-safe, a context manager."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+        self._active = 0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._active:
+                self._since = time.perf_counter()
+            self._active += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._active -= 1
+            if not self._active:
+                self.seconds += time.perf_counter() - self._since

@@ -103,7 +103,7 @@ class Bootstrap:
 
     def median_ratio(self, above: Values, below: Values) -> Interval:
         """Of the median of one column over that of another."""
-        value = np.median(above) / np.median(below)
+        value = np.asarray(np.median(above) / np.median(below))
         drawn = [np.median(column[self._indices], axis=1) for column in (above, below)]
         return _interval(value, drawn[0] / drawn[1])
 

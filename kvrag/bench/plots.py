@@ -60,6 +60,7 @@ def _over_ratio(result: Result, path: Path) -> Path:
                     axis.axhline(cell[metric]["value"], color="black", ls=style, lw=1, label=cell["policy"])
             if metric == "kl":
                 axis.set_yscale("symlog", linthresh=1e-3)
+                axis.set_ylim(bottom=0)
             axis.set(title=title, xlabel="share of the reused tokens recomputed", ylabel=str(setup) * (axis is row[0]))
         row[0].legend(fontsize=7)
     return _save(figure, path)
@@ -109,7 +110,7 @@ def _by_kind(result: Result, path: Path) -> Path:
                 error_kw={"elinewidth": 0.5},
                 label=cell["policy"],
             )
-        axis.set_xticks(range(len(names)), [name.removeprefix("kind: ") for name in names], fontsize=8)
+        axis.set_xticks(range(len(names)), [name.removeprefix("kind: ").replace(" on ", " on\n") for name in names])
         axis.set(title=f"{setup}; {middle:g} recomputed", ylabel="exact match")
         axis.legend(fontsize=7, ncols=2)
     return _save(figure, path)

@@ -211,9 +211,9 @@ def table(result: dict[str, Any]) -> list[str]:
         rivals = [cell for cell in cells if "against" in cell]
         if rivals:
             lines += ["", f"minus {settings['against']} at the same ratio, paired", ""]
-            lines += [f"{'':26}{'ratio':>6}  {'EM':22}{'F1':22}{'KL':22}"]
+            lines += [f"{'':26}{'ratio':>6}  {'EM':25}{'F1':25}KL"]
             for cell in rivals:
-                differences = "".join(f"{_interval(cell['against'][name], '+.3f'):22}" for name in ("em", "f1", "kl"))
+                differences = "".join(f"{_interval(cell['against'][name], '+.3f'):25}" for name in ("em", "f1", "kl"))
                 lines.append(f"{cell['policy']:26}{_ratio(cell)}  {differences.rstrip()}")
         groups = list(cells[0]["groups"])
         if groups:

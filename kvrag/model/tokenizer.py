@@ -27,12 +27,13 @@ class Tokenizer:
     Attributes:
         preamble: Token ids that every chunk is encoded behind: what the chat template puts before everything, or BOS.
             Without it a chunk's first tokens would become an attention sink that no stitched prompt has.
+            Empty if it is not wanted.
     """
 
-    def __init__(self, hf: Any, model_name: str) -> None:
+    def __init__(self, hf: Any, model_name: str, preamble: bool = True) -> None:
         self.hf, self._name = hf, model_name
         self._lock = threading.Lock()  # whether control tokens are text is kept in the tokenizer: one thread at a time
-        self.preamble = self._find_preamble()
+        self.preamble = self._find_preamble() if preamble else ()
 
     def as_prompt(self, text: str) -> str | Messages:
         """A text as one user message, or as it is if the model has no chat template."""

@@ -1,0 +1,446 @@
+"""`kvrag bench quality`: metrics by hand, the grid, what a killed run leaves, and every bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import build
+
+from kvrag import KvragError, Model, SettingError
+from kvrag.bench import plots, quality
+from kvrag.bench.datasets import file_rows, rechunk, world_rows
+from kvrag.bench.metrics import Bootstrap, divergence, exact_match, normalise, rouge_l, token_f1
+from kvrag.bench.quality import Setup, make_cells, split_policies
+from kvrag.cli import quality as command
+from kvrag.cli.main import main
+from kvrag.reader.world import KINDS
+
+# -------------------------------------------------------------------- metrics
+
+
+def test_answers_are_normalised_as_for_squad() -> None:
+    assert normalise("The  Cat's, an\nApple -- a Hat!") == "cats apple hat"
+    assert exact_match("A red car.", ["blue", "red  Car"]) == 1
+    assert exact_match("red", ["red car"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "f1"),
+    [
+        ("the red car", ["red car"], 1.0),
+        ("red car now", ["a red car"], 2 * (2 / 3) * 1 / (2 / 3 + 1)),
+        ("red red", ["red car"], 0.5),
+        ("boat", ["red car", "boat or car"], 0.5),
+        ("", ["red car"], 0.0),
+        ("the", ["a"], 1.0),
+    ],
+)
+def test_f1_by_hand(text: str, answers: list[str], f1: float) -> None:
+    assert token_f1(text, answers) == pytest.approx(f1)
+
+
+@pytest.mark.parametrize(
+    ("text", "rouge"),  # the examples of Lin, 2004, section 3
+    [
+        ("police kill the gunman", 3 / 4),
+        ("the gunman kill police", 2 / 4),
+        ("", 0.0),
+        ("Police killed the gunman!", 1.0),
+    ],
+)
+def test_rouge_l_by_hand(text: str, rouge: float) -> None:
+    assert rouge_l(text, ["police killed the gunman"]) == pytest.approx(rouge)
+    assert rouge_l(text, ["nothing", "police killed the gunman"]) == pytest.approx(rouge)
+
+
+def test_divergence_by_hand() -> None:
+    full, other = torch.tensor([[0.5, 0.5, 0.0]]).log(), torch.tensor([[0.25, 0.75, 0.0]]).log() + 3
+    assert divergence(full, other) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
+    assert divergence(other, full) == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+    assert divergence(full, full) == 0
+
+
+def test_intervals_are_those_of_the_mean() -> None:
+    values = np.random.default_rng(1).normal(size=400)
+    interval = Bootstrap(400, seed=0).mean(values)
+    assert interval.value == values.mean()
+    assert interval.low is not None
+    assert interval.high is not None
+    assert (interval.high - interval.low) / 2 == pytest.approx(1.96 * values.std() / 20, rel=0.1)
+    assert interval == Bootstrap(400, seed=0).mean(values)
+    assert interval != Bootstrap(400, seed=1).mean(values)
+
+
+def test_what_is_compared_is_paired() -> None:
+    values = np.random.default_rng(1).normal(size=50)
+    bootstrap = Bootstrap(50, seed=0)
+    ratio = bootstrap.of(lambda a, b: a / b, 3 * values, values)
+    assert ratio.low == pytest.approx(3)
+    assert ratio.high == pytest.approx(3)
+    assert bootstrap.median_ratio(values + 10, 2 * (values + 10)).low == pytest.approx(0.5)
+    assert bootstrap.of(lambda a, b: a / b, values, 0 * values).value is None
+
+
+# -------------------------------------------------------------------- data
+
+
+def test_the_worlds_rows_are_balanced_and_always_the_same() -> None:
+    rows = world_rows(2 * len(KINDS), seed=3)
+    assert [row.kind for row in rows] == 2 * list(KINDS)
+    assert all(12 <= len(row.passages) <= 20 for row in rows)
+    assert {row.kind for row in rows if not row.across} == {"direct", "inverse"}
+    assert rows[:4] == world_rows(4, seed=3)
+    assert rows[:4] != world_rows(4, seed=4)
+    assert len({row.key for row in rows}) == len(rows)
+
+
+def _words(text: str) -> int:
+    return len(text.split())
+
+
+def test_passages_are_cut_and_joined() -> None:
+    passages = ["One two three. Four five six seven eight. Nine!", "Ten.", "eleven " * 12]
+    chunks = rechunk(passages, 6, _words)
+    assert " ".join(chunks).split() == " ".join(passages).split()
+    assert all(_words(chunk) <= 6 for chunk in chunks)
+    assert chunks[:3] == ("One two three.", "Four five six seven eight. Nine!", "Ten.\n\n" + " ".join(["eleven"] * 5))
+    assert len(chunks) == 5
+    assert rechunk(["a b.", "c d.", "e f."], 100, _words) == ("a b.\n\nc d.\n\ne f.",)
+
+
+ROW = {"id": "x", "passages": ["One.", "Two."], "question": "What?", "answers": ["one"]}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"passages": [', "line 2: not JSON"),
+        ("[1]", "line 2: a JSON object"),
+        (json.dumps({**ROW, "passages": []}), "line 2: 'passages' must be a list of strings"),
+        (json.dumps({**ROW, "passages": ["One.", " "]}), "line 2: 'passages'"),
+        (json.dumps({**ROW, "answers": "one"}), "line 2: 'answers' must be a list of strings"),
+        (json.dumps({name: ROW[name] for name in ("passages", "answers")}), "line 2: 'question'"),
+        (json.dumps({**ROW, "across": 3}), "line 2: 'kind' must be a string and 'across'"),
+        (json.dumps({**ROW, "id": "first"}), "line 2: the id 'first' is there twice"),
+    ],
+)
+def test_a_bad_row_is_named(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({**ROW, "id": "first"}) + "\n" + line + "\n")
+    with pytest.raises(KvragError, match=r"data\.jsonl") as caught:
+        file_rows(path, 10)
+    assert message in str(caught.value)
+
+
+def test_rows_of_a_file_may_have_a_kind(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps({**ROW, "id": n, "kind": "k", "across": True}) for n in range(3)) + "\n\n")
+    rows = file_rows(path, 2)
+    assert [row.id for row in rows] == ["0", "1"]
+    assert (rows[0].kind, rows[0].across, rows[0].answers) == ("k", True, ("one",))
+
+
+# -------------------------------------------------------------------- the grid
+
+
+def test_the_grid_has_full_none_and_random_in_any_case() -> None:
+    cells = make_cells(["hkvd", "hkvd", "none"], [0.1, 0.2, 0.1], [Setup(), Setup(codec="int8"), Setup(64)])
+    full = [cell.setup for cell in cells if cell.label == "full"]
+    assert full == [Setup(), Setup(64)], "once per chunk length: it stores nothing"
+    int8 = [(cell.label, cell.ratio) for cell in cells if cell.setup.codec == "int8"]
+    assert int8 == [("none", None), ("hkvd", 0.1), ("hkvd", 0.2), ("random", 0.1), ("random", 0.2)]
+    assert len({cell.key for cell in cells}) == len(cells)
+
+
+def test_policies_may_have_settings() -> None:
+    labels = split_policies("hkvd,hkvd:check_layer=3,metric=cosine,query:band=0.2:0.6,seam")
+    assert labels == ["hkvd", "hkvd:check_layer=3,metric=cosine", "query:band=0.2:0.6", "seam"]
+    configs = {cell.label: cell.config for cell in make_cells(labels, [0.1], [Setup()], {"smoothing": 7})}
+    assert (configs["hkvd"].check_layer, configs["hkvd"].smoothing) == (1, 7)
+    changed = configs["hkvd:check_layer=3,metric=cosine"]
+    assert (changed.check_layer, changed.metric, changed.ratio) == (3, "cosine", 0.1)
+    assert configs["query:band=0.2:0.6"].band == (0.2, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ("best", "unknown policy 'best'"),
+        ("hkvd:layer=3", "'layer=3' is no setting"),
+        ("hkvd:ratio=0.3", "'ratio=0.3' is no setting"),
+        ("hkvd:check_layer", "'check_layer' is no setting"),
+        ("hkvd:check_layer=x", "check_layer must be at least 1"),
+        ("query:band=3", "band"),
+        ("full:seed=1", "'full' has no settings"),
+    ],
+)
+def test_an_impossible_policy_is_refused(label: str, message: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        make_cells([label], [0.1], [Setup()])
+    assert message in str(caught.value)
+
+
+# -------------------------------------------------------------------- the measurement
+
+Bench = Callable[..., Any]
+
+
+@pytest.fixture
+def bench(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bench:
+    """Run the command on the tiny random model, with --json; its result."""
+    monkeypatch.setattr(command.Model, "from_pretrained", lambda *args, **kwargs: model)
+
+    def call(*argv: object) -> Any:
+        capsys.readouterr()
+        assert main(["bench", "quality", *map(str, argv), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+@pytest.fixture
+def fails(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command, which must fail with one line on stderr, which is returned."""
+    monkeypatch.setattr(command.Model, "from_pretrained", lambda *args, **kwargs: model)
+
+    def call(*argv: object) -> str:
+        capsys.readouterr()
+        assert main(["bench", "quality", *map(str, argv)]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.splitlines()[-1].startswith("kvrag: ")
+        return captured.err.splitlines()[-1]
+
+    return call
+
+
+SMALL = ("--samples", 3, "--policies", "seam", "--ratios", 0.3, "--max-tokens", 3)
+
+
+def _cells(result: Any, policy: str) -> list[Any]:
+    return [cell for cell in result["cells"] if cell["policy"] == policy]
+
+
+def _timeless(result: Any) -> Any:
+    for cell in result["cells"]:
+        del cell["ttft_s"], cell["speedup"]
+    return result["cells"], result["settings"]
+
+
+def test_everything_recomputed_is_full_prefill(bench: Bench) -> None:
+    result = bench(*SMALL[:-4], "--ratios", 0.3, 1.0, "--max-tokens", 3, "--preamble", "on,off")
+    assert len(result["cells"]) == 1 + 2 * (1 + 2 * 2)
+    (full,) = _cells(result, "full")
+    assert (full["kl"]["value"], full["agree"]["value"], full["reused"]) == (0, 1, 0)
+    for cell in [*_cells(result, "seam"), *_cells(result, "random")]:
+        assert cell["reused"] > 0.5
+        if cell["ratio"] == 1.0:
+            assert cell["kl"]["value"] < 1e-9
+            assert cell["agree"]["value"] == 1
+            assert cell["f1_minus_full"] == {"value": 0, "low": 0, "high": 0}
+        else:
+            assert cell["kl"]["value"] > 1e-9
+            # behind its preamble the first chunk is exact and not recomputed
+            assert (
+                (cell["recomputed"] < 0.3) if cell["preamble"] else (cell["recomputed"] == pytest.approx(0.3, abs=1e-3))
+            )
+    for cell in _cells(result, "none"):
+        assert (cell["recomputed"], cell["ratio"]) == (0, None)
+    assert full["groups"]["kind: direct"]["samples"] == 1
+    assert full["groups"]["hangs on another passage"]["samples"] == 1
+
+
+def test_without_a_preamble_it_is_another_fingerprint(model: Model) -> None:
+    bare = quality.Models(model).get(preamble=False)
+    assert bare.tokenizer.preamble == ()
+    assert bare.hf is model.hf
+    assert bare.fingerprint.digest != model.fingerprint.digest
+
+
+def test_scores_are_those_of_the_answers(bench: Bench, tmp_path: Path) -> None:
+    """The tiny model's own words as the right answer."""
+    passages = ["Mira Brel was born in Florton. She lives in Grelville and drives a red car every single day.", "Two."]
+    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    data.write_text(json.dumps({**ROW, "passages": passages}))
+    bench("--data", data, *SMALL[2:], "--out", out)
+    answer = next(json.loads(line)["answer"] for line in (out / "rows.jsonl").read_text().splitlines()[1:])
+    data.write_text(json.dumps({**ROW, "passages": passages, "answers": ["no", answer]}))
+    (full,) = _cells(bench("--data", data, *SMALL[2:]), "full")
+    assert [full[name]["value"] for name in ("em", "f1", "rouge_l")] == [1, 1, 1]
+    assert full["groups"] == {}
+
+
+def test_policies_are_compared_at_the_same_ratio(bench: Bench) -> None:
+    result = bench("--samples", 3, "--policies", "seam", "first_k", "--ratios", 0.1, 0.4, "--against", "first_k")
+    for cell in result["cells"]:
+        assert ("against" in cell) == (cell["policy"] in ("seam", "random"))
+    for cell in _cells(result, "seam"):
+        (other,) = [rival for rival in _cells(result, "first_k") if rival["ratio"] == cell["ratio"]]
+        assert cell["against"]["kl"]["value"] == pytest.approx(cell["kl"]["value"] - other["kl"]["value"])
+
+
+def test_a_killed_run_goes_on_where_it_stopped(bench: Bench, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    wanted = bench(*SMALL, "--out", whole)
+    content = (whole / "rows.jsonl").read_bytes()
+    cut.mkdir()
+    for stop in (0.1, 0.5, 0.99):
+        kept = content[: int(stop * len(content))]
+        (cut / "rows.jsonl").write_bytes(kept)
+        assert _timeless(bench(*SMALL, "--out", cut)) == _timeless(json.loads((whole / "results.json").read_text()))
+        again = (cut / "rows.jsonl").read_bytes()
+        assert again.startswith(kept[: kept.rfind(b"\n") + 1])
+        assert all(json.loads(line) for line in again.splitlines())
+    assert _timeless(wanted) == _timeless(json.loads((cut / "results.json").read_text()))
+
+
+def test_what_is_done_is_not_done_again(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench(*SMALL, "--out", tmp_path)
+    answer, calls = quality._answer, []
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return answer(*args)
+
+    monkeypatch.setattr(quality, "_answer", counted)
+    bench(*SMALL, "--out", tmp_path)
+    assert calls == []
+    more = bench("--samples", 4, *SMALL[2:], "--out", tmp_path)
+    assert len(calls) == len(more["cells"]) == 4
+    fresh = bench("--samples", 4, *SMALL[2:])
+    assert _timeless(more) == _timeless(fresh)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (("--seed", 1), "data"),
+        (("--max-tokens", 4), "max_tokens"),
+        (("--ratios", 0.2), "grid"),
+        (("--set", "seam_after=9"), "grid"),
+        (("--stop", "x"), "stop"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_results_of_other_settings_are_refused(
+    change: Sequence[object], named: str, bench: Bench, fails: Callable[..., str], tmp_path: Path
+) -> None:
+    bench(*SMALL, "--samples", 1, "--out", tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    message = fails(*SMALL, "--samples", 1, "--out", tmp_path, *change)
+    assert f"(different: {named}): choose another --out" in message
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_a_folder_that_another_run_writes_to_is_refused(
+    bench: Bench, fails: Callable[..., str], tmp_path: Path, model: Model
+) -> None:
+    bench(*SMALL, "--samples", 1, "--out", tmp_path)
+    settings = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])["settings"]
+    journal = quality.Journal(tmp_path, settings)
+    journal.add([])
+    assert "another process is writing" in fails(*SMALL, "--out", tmp_path)
+    journal.close()
+    (tmp_path / "rows.jsonl").write_text("[]\n")
+    assert "is damaged or not of this command" in fails(*SMALL, "--out", tmp_path)
+
+
+# -------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--data", "{missing}"], "cannot read"),
+        (["--data", "{empty}"], "is empty"),
+        (["--data", "{long}"], "row long has a prompt of"),
+        (["--data", "{long}", "--skip-long"], "none of 1 rows fits into the window of tiny"),
+        (["--policies", "best"], "unknown policy 'best'"),
+        (["--ratios", "1.5"], "ratio must be a number in [0, 1], got 1.5"),
+        (["--ratios", "x"], "--ratios: could not convert string to float: 'x'"),
+        (["--ratios", ","], "at least one ratio"),
+        (["--chunk-tokens", "4"], "--chunk-tokens must be 0 or at least 16"),
+        (["--preamble", "maybe"], "--preamble must be of on, off, got 'maybe'"),
+        (["--codec", "zip"], "--codec must be of native, int8, int4, got 'zip'"),
+        (["--set", "policy=seam"], "'policy=seam' is no setting"),
+        (["--samples", "0"], "--samples must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    argv: list[str], message: str, fails: Callable[..., str], tmp_path: Path
+) -> None:
+    names = {name: tmp_path / f"{name}.jsonl" for name in ("missing", "empty", "long")}
+    names["empty"].write_text("\n")
+    names["long"].write_text(json.dumps({**ROW, "id": "long", "passages": ["word " * 3000]}))
+    assert message in fails(*(part.format(**names) for part in argv), "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_are_too_long_can_be_skipped(bench: Bench, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({**ROW, "id": n, "passages": ["word " * n]}) for n in (300, 3000)))
+    settings = bench("--data", data, *SMALL[2:], "--skip-long")["settings"]
+    assert (settings["samples"], settings["skipped"]) == (1, 1)
+
+
+def test_nan_is_named(
+    tokenizer: Any, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hf = build("llama", max_position_embeddings=2048)
+    broken = Model(hf, tokenizer, "broken")
+    monkeypatch.setattr(command.Model, "from_pretrained", lambda *args, **kwargs: broken)
+    with torch.no_grad():
+        hf.model.norm.weight.fill_(torch.nan)
+    message = fails(*SMALL, "--out", tmp_path / "out")
+    assert "row world-0, full: the model's logits are NaN" in message
+    assert "bfloat16" in message
+    assert not (tmp_path / "out").exists()
+
+
+# -------------------------------------------------------------------- for people
+
+
+def test_the_table_and_the_pictures(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    argv = ["--policies", "seam", "first_k", "--against", "first_k", "--chunk-tokens", "0,64", "--out", str(tmp_path)]
+    result = bench("--samples", 2, "--max-tokens", 2, *argv)
+    capsys.readouterr()
+    assert main(["bench", "quality", "--samples", "2", "--max-tokens", "2", *argv, "--plots"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "passages as they are, preamble on",
+        "chunks of 64 tokens",
+        "minus first_k",
+        "another passage",
+        "TTFT",
+    ):
+        assert part in text
+    rows = [line for line in text.splitlines() if line.startswith("seam ")]
+    assert len(rows) == 2 * 3 * 3, "two chunk lengths, three ratios, three tables"
+    assert {path.name for path in tmp_path.glob("*.png")} == {"ratio.png", "ttft.png", "kinds.png"}
+    assert json.loads((tmp_path / "results.json").read_text())["cells"] == result["cells"]
+
+
+def test_pictures_without_matplotlib_say_what_to_install(
+    fails: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    assert "pip install 'kvrag[bench]'" in fails(*SMALL, "--plots", "--out", tmp_path / "out")
+    assert "--plots needs --out" in fails(*SMALL, "--plots")
+    assert not (tmp_path / "out").exists()
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "quality", "--help"])
+    assert caught.value.code == 0
+    assert "--json" in capsys.readouterr().out

@@ -73,7 +73,7 @@ class Model:
         loading.refuse_unsupported(hf.config, allow_unverified)
         self.hf, self.config = hf.eval(), hf.config.get_text_config()
         self.name: str = name or getattr(hf, "name_or_path", "") or type(hf).__name__
-        self.tokenizer = Tokenizer(tokenizer, self.name)
+        self.tokenizer = Tokenizer(tokenizer, self.name, preamble)
         self.lock = FairLock()
         self.dtype: torch.dtype = hf.dtype
         self.device: torch.device = hf.get_input_embeddings().weight.device
@@ -108,6 +108,7 @@ class Model:
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
         allow_unverified: bool = False,
+        preamble: bool = True,
     ) -> Model:
         """Load by hub name or path; equal settings share one model as long as anyone uses it.
 
@@ -118,6 +119,7 @@ class Model:
             device_map: Spread over devices by accelerate; excludes `device`.
             revision, attn_implementation, trust_remote_code: As transformers takes them.
             allow_unverified: Try a family that has not been tested.
+            preamble: False = encode chunks with nothing before them, for comparison.
 
         Raises:
             ModelLoadError: Unknown name, no network, or damaged files.
@@ -132,12 +134,12 @@ class Model:
             "trust_remote_code": trust_remote_code,
             "allow_unverified": allow_unverified,
         }
-        key = json.dumps([str(name_or_path), settings], default=str)
+        key = json.dumps([str(name_or_path), settings, preamble], default=str)
         with _loading.setdefault(key, threading.Lock()):
             model = _loaded.get(key)
             if model is None:
                 hf, tokenizer = loading.load(str(name_or_path), **settings)
-                model = _loaded[key] = cls(hf, tokenizer, str(name_or_path), allow_unverified)
+                model = _loaded[key] = cls(hf, tokenizer, str(name_or_path), allow_unverified, preamble)
         return model
 
     @property

@@ -7,6 +7,9 @@ from numbers import Integral, Real
 
 from kvrag.errors import SettingError
 
+CODECS = ("native", "int8", "int4")
+"""How chunk KV is stored: as the model computes it, or in 8 or 4 bits; see `kvrag.codec`."""
+
 POLICIES = ("none", "full", "hkvd", "hkvd_gradual", "seam", "first_k", "query", "hybrid", "random")
 
 DEFAULT_POLICY = "hybrid"
@@ -32,6 +35,12 @@ def check_ratio(ratio: float) -> float:
     ok = isinstance(ratio, Real) and not isinstance(ratio, bool) and 0.0 <= ratio <= 1.0
     _require(ok, f"ratio must be a number in [0, 1], got {ratio!r}")
     return float(ratio)
+
+
+def check_codec(codec: str) -> str:
+    """Return `codec` if there is one of that name, else raise SettingError."""
+    _require(codec in CODECS, f"unknown codec {codec!r}; choose one of {', '.join(CODECS)}")
+    return codec
 
 
 def check_policy(policy: str) -> str:

@@ -21,7 +21,8 @@ from torch import Tensor
 from kvrag import calibrate
 from kvrag.blend import blend, prefill
 from kvrag.calibrate import Calibration
-from kvrag.config import BlendConfig, Sampling
+from kvrag.codec import pack
+from kvrag.config import BlendConfig, Sampling, check_codec
 from kvrag.controller import Decision
 from kvrag.decode import decode
 from kvrag.encode import encode
@@ -66,7 +67,8 @@ class BlendEngine:
     """Answers prompts from pre-encoded chunks. Thread-safe.
 
     Attributes:
-        model, store: What it was built from.
+        model, store, codec: What it was built from.
+        fingerprint: What the store's KV is filed under: the model's, and the codec.
         config: Defaults for every answer; `ratio` and `policy` can be given per call.
     """
 
@@ -76,21 +78,25 @@ class BlendEngine:
         store: KVStore | str | Path | None = None,
         config: BlendConfig | None = None,
         ram_bytes: int = 2 << 30,
+        codec: str = "native",
     ) -> None:
         """Join a model and a store.
 
         Args:
             store: A store, or a folder for one; None = a folder of this model's under `~/.cache/kvrag`.
             ram_bytes: Bound of the RAM tier in front of the store; 0 switches it off.
+            codec: How chunks are stored: "native" = as they are, "int8" and "int4" = in a half and less than a third
+                of the bytes, so that no reused KV is exact any more.
 
         Raises:
-            FingerprintMismatchError: The store holds KV of another model.
+            FingerprintMismatchError: The store holds KV of another model, or of another codec.
         """
+        self.model, self.config, self.codec = model, config or BlendConfig(), check_codec(codec)
+        self.fingerprint = model.fingerprint.stored_as(codec)
         if store is None:
-            store = Path.home() / ".cache" / "kvrag" / model.fingerprint.digest
-        self.model, self.config = model, config or BlendConfig()
+            store = Path.home() / ".cache" / "kvrag" / self.fingerprint.digest
         self.store: KVStore = FileStore(store) if isinstance(store, (str, Path)) else store
-        self.store.bind(model.fingerprint)
+        self.store.bind(self.fingerprint)
         self._ram = MemoryTier(ram_bytes)
         self._index = MatchIndex()
         self._index_lock = threading.Lock()
@@ -107,14 +113,16 @@ class BlendEngine:
         store: KVStore | str | Path | None = None,
         config: BlendConfig | None = None,
         ram_bytes: int = 2 << 30,
+        codec: str = "native",
         **model_settings: Any,
     ) -> BlendEngine:
         """Load a model (see `Model.from_pretrained` for its settings) and join it with a store."""
+        check_codec(codec)  # loading takes a while
         try:
             model = Model.from_pretrained(name_or_path, **model_settings)
         except TypeError as error:
             raise SettingError(str(error).replace("Model.from_pretrained()", "BlendEngine.from_pretrained()")) from None
-        return cls(model, store, config, ram_bytes)
+        return cls(model, store, config, ram_bytes, codec)
 
     @classmethod
     def shared(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine:
@@ -149,6 +157,7 @@ class BlendEngine:
         Raises:
             PromptError: A text cannot be encoded.
             ContextWindowError: A chunk is longer than the model's window.
+            ModelError: The model overflows on a chunk.
             StoreError: It cannot be stored; what was stored before stays.
         """
         self._check_open()
@@ -195,7 +204,7 @@ class BlendEngine:
             if len(ids) < self.config.min_run:
                 short.add(text)
             else:
-                chunks[self.model.fingerprint.chunk_key(ids)] = ids
+                chunks[self.fingerprint.chunk_key(ids)] = ids
         warnings = []
         if short:
             warnings.append(
@@ -205,16 +214,15 @@ class BlendEngine:
         return chunks, len(short), warnings
 
     def _encode_and_put(self, chunks: dict[str, list[int]]) -> int:
-        keys = list(chunks)
+        keys, records = list(chunks), []
         started, waits = time.perf_counter(), self.model.lock.waits
-        records = [
-            ChunkRecord(
-                keys[number], np.asarray(chunks[keys[number]], np.uint32), anchors(chunks[keys[number]]), layers
-            )
-            for number, layers in encode(self.model, list(chunks.values()))
-        ]
+        encoded = list(encode(self.model, list(chunks.values())))
         if self.model.lock.waits == waits:  # what others computed meanwhile would count as ours
             self._tuning.saw_encoding([len(ids) for ids in chunks.values()], time.perf_counter() - started)
+        for number, layers in encoded:
+            ids = chunks[keys[number]]
+            packed = pack(layers, self.codec, f"{self.model.tokenizer.decode(ids[:12])}...")
+            records.append(ChunkRecord(keys[number], np.asarray(ids, np.uint32), anchors(ids), packed))
         return self.store.put(records) if records else 0
 
     def forget(self, document: str) -> int:
@@ -335,7 +343,7 @@ class BlendEngine:
 
     def verify(self) -> list[Check]:
         """Run the correctness gate on this engine's model, in a folder of its own; see `kvrag.verify`."""
-        return verify(self.model)
+        return verify(self.model, codec=self.codec)
 
     def calibrate(
         self,
@@ -436,7 +444,7 @@ class BlendEngine:
                     return self._full(ids, full, capacity, notes, clock, match_s, decision.reason)
                 config = replace(config, ratio=decision.ratio)
             timed = {key: TimedReader(reader, busy) for key, reader in readers.items()}
-            stitched = stitch(self.model, ids, runs, timed, capacity)
+            stitched = stitch(self.model, ids, runs, timed, capacity, self.codec)
             stitch_s = clock.lap()
             selected = select(self.model, stitched, config)
             select_s, waited = clock.lap(), stitched.load_s + stitched.stitch_s

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -37,6 +37,10 @@ class Fingerprint:
     preamble: tuple[int, ...]
     codec: str = "none"
     format: int = FORMAT
+
+    def stored_as(self, codec: str) -> Fingerprint:
+        """Of the same KV under one of `kvrag.config.CODECS`; "native" is "none" here, as in the first stores."""
+        return replace(self, codec="none" if codec == "native" else codec)
 
     def parts(self) -> dict[str, str]:
         """Field by field, as strings: what the store keeps and what an error message compares."""

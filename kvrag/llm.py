@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from kvrag.config import Sampling, check_controller, check_policy, check_ratio
+from kvrag.config import Sampling, check_codec, check_controller, check_policy, check_ratio
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
 
 _ABOUT_THE_ENGINE = (
-    *("model", "store", "dtype", "device", "device_map"),
+    *("model", "store", "codec", "dtype", "device", "device_map"),
     *("revision", "attn_implementation", "trust_remote_code"),
 )
 _ABOUT_ANSWERS = (
@@ -30,7 +30,7 @@ class LLMSettings:
 
     Attributes:
         engine: One already built; excludes what is said about the model.
-        model, store, dtype, device, device_map, revision, attn_implementation, trust_remote_code: As
+        model, store, codec, dtype, device, device_map, revision, attn_implementation, trust_remote_code: As
             `BlendEngine.from_pretrained` takes them.
         max_tokens, temperature, top_p, top_k, repetition_penalty, seed, stop, ratio, policy, controller: For every
             answer, as `BlendEngine.stream` takes them; `max_tokens` is its `max_new_tokens`.
@@ -39,6 +39,7 @@ class LLMSettings:
     engine: BlendEngine | None = None
     model: str | None = None
     store: str | None = None
+    codec: str = "native"
     dtype: str = "auto"
     device: str | None = None
     device_map: str | dict[str, Any] | None = None
@@ -62,6 +63,7 @@ class LLMSettings:
         if self.engine is not None and self._engine_settings():
             names = ", ".join(f"{name}=" for name in self._engine_settings())
             raise SettingError(f"engine= has its model and store already: leave out {names}")
+        check_codec(self.codec)
         self.request()
 
     @classmethod
@@ -124,7 +126,7 @@ class LLMSettings:
         names = [name for name in (*_ABOUT_THE_ENGINE, *_ABOUT_ANSWERS) if name != "model"]
         identity = {"model_name": self.model_name} | {name: getattr(self, name) for name in names}
         if self.engine is not None:
-            identity["engine"] = {"model": self.engine.model.fingerprint.digest, **asdict(self.engine.config)}
+            identity["engine"] = {"model": self.engine.fingerprint.digest, **asdict(self.engine.config)}
         return identity
 
 

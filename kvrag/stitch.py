@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvrag.codec import unpack
 from kvrag.model import BlendCache, Model
 from kvrag.store import ChunkReader
 from kvrag.types import Run
@@ -26,9 +27,10 @@ class Stitched:
         ids: (T,) the prompt.
         runs: What is reused, ascending and disjoint.
         reused: (T,) bool.
-        exact: (T,) bool, reused positions whose KV equals full prefill's: a run right behind its preamble.
+        exact: (T,) bool, reused positions whose KV equals full prefill's: a run right behind its preamble, if the
+            codec has changed nothing.
         cache: Stitched layer by layer, when a layer is first touched.
-        load_s, stitch_s: Time spent waiting for the store, and laying out and rotating.
+        load_s, stitch_s: Time spent waiting for the store and unpacking, and laying out and rotating.
     """
 
     ids: Tensor
@@ -51,7 +53,12 @@ class Stitched:
 
 
 def stitch(
-    model: Model, ids: Sequence[int], runs: Sequence[Run], readers: Mapping[str, ChunkReader], capacity: int
+    model: Model,
+    ids: Sequence[int],
+    runs: Sequence[Run],
+    readers: Mapping[str, ChunkReader],
+    capacity: int,
+    codec: str = "native",
 ) -> Stitched:
     """Prepare a cache of room for `capacity` positions; reading starts now, rotating when a layer is touched.
 
@@ -59,6 +66,7 @@ def stitch(
 
     Args:
         readers: An open reader for every key in `runs`.
+        codec: Of what the readers return.
     """
     num_tokens = len(ids)
     reused = torch.zeros(num_tokens, dtype=torch.bool)
@@ -69,10 +77,11 @@ def stitch(
     preamble = model.tokenizer.preamble
     first = runs[0] if runs else None
     behind_preamble = first and first.offset == 0 and tuple(ids[: first.start]) == preamble
-    if first and behind_preamble and max(num_tokens, _encoded_length(model, readers[first.key])) <= model.stable_length:
+    may_be_exact = behind_preamble and codec == "native"
+    if first and may_be_exact and max(num_tokens, _encoded_length(model, readers[first.key])) <= model.stable_length:
         exact[first.start : first.stop] = reused[first.start : first.stop]
     stitched = Stitched(torch.tensor(ids), runs, reused, exact)
-    stitched.cache = model.new_cache(capacity, _Source(model, stitched, readers, capacity) if runs else None)
+    stitched.cache = model.new_cache(capacity, _Source(model, stitched, readers, capacity, codec) if runs else None)
     return stitched
 
 
@@ -87,8 +96,11 @@ def _encoded_length(model: Model, reader: ChunkReader) -> int:
 class _Source:
     """Fills one layer of the cache at a time, reading ahead."""
 
-    def __init__(self, model: Model, stitched: Stitched, readers: Mapping[str, ChunkReader], capacity: int) -> None:
-        self._model, self._stitched, self._readers, self._capacity = model, stitched, readers, capacity
+    def __init__(
+        self, model: Model, stitched: Stitched, readers: Mapping[str, ChunkReader], capacity: int, codec: str
+    ) -> None:
+        self._model, self._stitched, self._readers = model, stitched, readers
+        self._capacity, self._codec = capacity, codec
         self._tables = model.tables(torch.arange(len(stitched.ids)))
         self._reads: dict[int, Future[dict[str, tuple[Tensor, Tensor]]]] = {}
         self._read_ahead(0)
@@ -99,7 +111,8 @@ class _Source:
                 self._reads[layer] = _pool.submit(self._read, layer)
 
     def _read(self, number: int) -> dict[str, tuple[Tensor, Tensor]]:
-        return {key: reader.layer(number) for key, reader in self._readers.items()}
+        device = self._model.layer_device(number)
+        return {key: unpack(reader.layer(number), self._codec, device) for key, reader in self._readers.items()}
 
     def __call__(self, number: int) -> tuple[Tensor, Tensor]:
         started = time.perf_counter()

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvrag import calibrate, speed
 from kvrag.blend import SLAB
 from kvrag.calibrate import Calibration
+from kvrag.codec import tokens_of
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO, BlendConfig
 from kvrag.controller import Decision, Request, decide, selecting
 from kvrag.encode import BATCH_TOKENS
@@ -119,7 +120,7 @@ class Tuning:
             keys, _ = reader.layer(number)
             if reader.bytes_read - before >= _PROBE_BYTES:
                 break
-        share = keys.shape[1] * (number + 1) / reader.num_layers
+        share = tokens_of(keys) * (number + 1) / reader.num_layers
         self._speedometer.saw_load(reader.bytes_read - before, share, time.perf_counter() - started)
 
     def saw_encoding(self, lengths: Sequence[int], seconds: float) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvrag.blend import blend
+from kvrag.codec import pack
 from kvrag.config import Sampling
 from kvrag.decode import decode
 from kvrag.encode import encode
@@ -26,6 +27,9 @@ from kvrag.stitch import Stitched, stitch
 from kvrag.store import ChunkRecord, FileStore
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}  # relative, many layers deep
+# what a codec adds: to the keys half a step of at most twice the largest, turned by RoPE; to the logits what we accept
+_KEYS = {"native": 0.0, "int8": 1.5 / 255, "int4": 1.5 / 15}
+_LOGITS = {"native": 0.0, "int8": 0.1, "int4": 0.1}
 _MIN_RUN = 16
 _NEW_TOKENS = 20
 _TOPICS = ("harbour", "mountain railway", "glass works", "orchard", "observatory")
@@ -43,7 +47,10 @@ class Check:
 
 
 def verify(
-    model: Model, chunk_tokens: int | None = None, progress: Callable[[str], None] = lambda name: None
+    model: Model,
+    chunk_tokens: int | None = None,
+    progress: Callable[[str], None] = lambda name: None,
+    codec: str = "native",
 ) -> list[Check]:
     """Run the gate.
 
@@ -51,33 +58,36 @@ def verify(
         model: Any, also one loaded with `allow_unverified`.
         chunk_tokens: Length of each of the four chunks; None = long enough to exceed a sliding window of up to 4,096.
         progress: Called with the name of each check before it runs.
+        codec: How the chunks are stored. What it costs is allowed for where stored KV is compared.
     """
     windows = [window for window in model.windows if window is not None and window <= 4096]
     chunks = _texts(model, chunk_tokens or max([128, *(window // 3 for window in windows)]))
     tolerance = _TOLERANCE.get(model.dtype, 1e-4)
     with tempfile.TemporaryDirectory(prefix="kvrag-verify-") as name:
         folder = Path(name)
-        index = _warm(model, chunks, folder)
+        index = _warm(model, chunks, folder, codec)
         ids = _behind_preamble(model, "\n\n".join(reversed(chunks)) + "\n\nWhich of these places is the oldest?")
         progress("full prefill by transformers")
         reference, tokens = _reference(model, ids)
 
         progress("ratio 1.0")
-        stitched = _stitch(model, ids, index, folder)
+        stitched = _stitch(model, ids, index, folder, codec)
         at = stitched.reused.nonzero().squeeze(1)
         keys, own = stitched.cache.layer(0)[0][:, :, at], _layer0_keys(model, ids)[:, :, at]
-        checks = [_check("layer-0 keys of stitched chunks = the model's own", keys, own, tolerance)]
+        limit = tolerance + _KEYS[codec]
+        checks = [_check("layer-0 keys of stitched chunks = the model's own", keys, own, limit)]
         blended = blend(model, stitched, stitched.inexact)
         checks.append(_check("ratio 1.0 = full prefill (logits)", blended, reference, tolerance))
         checks.append(_check_tokens(model, tokens, _greedy(model, ids, stitched, blended)))
 
         progress("one chunk behind its preamble")
         alone = _behind_preamble(model, chunks[0] + " So the")
-        plain, (reference, _) = _none(model, alone, index, folder), _reference(model, alone, 0)
-        checks.append(_check("plain reuse behind the preamble = full prefill", plain, reference, tolerance))
+        plain, (reference, _) = _none(model, alone, index, folder, codec), _reference(model, alone, 0)
+        limit = tolerance + _LOGITS[codec]
+        checks.append(_check("plain reuse behind the preamble = full prefill", plain, reference, limit))
 
         progress("restart")
-        before, after = (_none(model, ids, index, folder) for _ in range(2))
+        before, after = (_none(model, ids, index, folder, codec) for _ in range(2))
         checks.append(_check("plain reuse after a restart = before it", after, before, 0.0))
     return checks
 
@@ -96,14 +106,16 @@ def _texts(model: Model, num_tokens: int) -> list[str]:
     return texts
 
 
-def _warm(model: Model, chunks: Sequence[str], folder: Path) -> MatchIndex:
-    store = FileStore(folder, min_free_bytes=0)
-    store.bind(model.fingerprint)
+def _warm(model: Model, chunks: Sequence[str], folder: Path, codec: str) -> MatchIndex:
+    store, fingerprint = FileStore(folder, min_free_bytes=0), model.fingerprint.stored_as(codec)
+    store.bind(fingerprint)
     ids = [model.tokenizer.encode(chunk) for chunk in chunks]
-    records = [
-        ChunkRecord(model.fingerprint.chunk_key(ids[i]), np.asarray(ids[i], np.uint32), anchors(ids[i]), layers)
-        for i, layers in encode(model, ids)
-    ]
+    records = []
+    for i, layers in encode(model, ids):
+        packed = pack(layers, codec, chunks[i][:60])
+        records.append(
+            ChunkRecord(fingerprint.chunk_key(ids[i]), np.asarray(ids[i], np.uint32), anchors(ids[i]), packed)
+        )
     store.put(records)
     store.close()
     index = MatchIndex()
@@ -115,13 +127,13 @@ def _behind_preamble(model: Model, text: str) -> list[int]:
     return [*model.tokenizer.preamble, *model.tokenizer.encode(text)]
 
 
-def _stitch(model: Model, ids: list[int], index: MatchIndex, folder: Path) -> Stitched:
+def _stitch(model: Model, ids: list[int], index: MatchIndex, folder: Path, codec: str) -> Stitched:
     """From a store opened anew, everything read before it is closed."""
     store = FileStore(folder, min_free_bytes=0)
-    store.bind(model.fingerprint)
+    store.bind(model.fingerprint.stored_as(codec))
     runs = index.match(ids, _MIN_RUN)
     readers = {key: reader for key in {run.key for run in runs} if (reader := store.open(key)) is not None}
-    stitched = stitch(model, ids, runs, readers, len(ids) + _NEW_TOKENS)
+    stitched = stitch(model, ids, runs, readers, len(ids) + _NEW_TOKENS, codec)
     for number in range(model.num_layers):
         stitched.cache.layer(number)
     for reader in readers.values():
@@ -130,8 +142,8 @@ def _stitch(model: Model, ids: list[int], index: MatchIndex, folder: Path) -> St
     return stitched
 
 
-def _none(model: Model, ids: list[int], index: MatchIndex, folder: Path) -> Tensor:
-    stitched = _stitch(model, ids, index, folder)
+def _none(model: Model, ids: list[int], index: MatchIndex, folder: Path, codec: str) -> Tensor:
+    stitched = _stitch(model, ids, index, folder, codec)
     return blend(model, stitched, stitched.inexact[:0])
 
 

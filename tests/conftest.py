@@ -81,7 +81,7 @@ def laying_out(engine: BlendEngine) -> Iterator[LayOut]:
         ids = engine.model.tokenizer.render(messages(*chunks)) if ids is None else ids
         runs, opened = engine._match(ids, 16)
         readers.extend(opened.values())
-        return stitch(engine.model, ids, runs, opened, len(ids) + 10)
+        return stitch(engine.model, ids, runs, opened, len(ids) + 10, engine.codec)
 
     yield lay_out
     for reader in readers:

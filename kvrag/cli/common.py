@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvrag.config import CONTROLLERS, POLICIES
+from kvrag.config import CODECS, CONTROLLERS, POLICIES
 from kvrag.errors import KvragError, StoreError
 from kvrag.types import BlendReport, Messages
 
@@ -22,6 +22,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Model and store."""
     parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader', which comes with kvrag")
     parser.add_argument("--store", help="folder of the pre-encoded chunks (default: one per model in ~/.cache/kvrag)")
+    parser.add_argument(
+        "--codec", choices=CODECS, default="native", help="how chunks are stored: as they are, or in 8 or 4 bits"
+    )
     parser.add_argument("--dtype", default="auto", help="bfloat16, float16, float32 (default: as stored)")
     parser.add_argument("--device", help="cuda, cpu, ... (default: a GPU if there is one)")
 
@@ -62,7 +65,9 @@ def open_engine(args: argparse.Namespace) -> BlendEngine:
     """The engine that the arguments describe."""
     from kvrag.engine import BlendEngine
 
-    return BlendEngine.from_pretrained(args.model, store=args.store, dtype=args.dtype, device=args.device)
+    return BlendEngine.from_pretrained(
+        args.model, store=args.store, codec=args.codec, dtype=args.dtype, device=args.device
+    )
 
 
 def folder(engine: BlendEngine) -> FileStore:

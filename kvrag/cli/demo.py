@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     chain = _import_chain()
     with ExitStack() as stack:
         store = args.store or stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-demo-"))
-        settings = argparse.Namespace(model="reader", store=store, dtype="auto", device=None)
+        settings = argparse.Namespace(model="reader", store=store, codec="native", dtype="auto", device=None)
         engine = stack.enter_context(open_engine(settings))
         index = stack.enter_context(open_index(engine))
         corpus = corpus_folder()

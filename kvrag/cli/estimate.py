@@ -7,6 +7,7 @@ import json
 
 from kvrag.cli import documents
 from kvrag.cli.common import human_bytes, progress, say
+from kvrag.config import CODECS
 from kvrag.errors import KvragError, SettingError
 
 _BANDWIDTHS = {  # bytes per second
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader'; no weights are loaded")
     parser.add_argument("--tokens", type=int, metavar="N", help="size of the corpus instead of PATH")
     parser.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="a typical chunk (default: 256)")
+    parser.add_argument("--codec", choices=CODECS, default="native", help="how chunks are stored (default: native)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as the model is stored")
     parser.add_argument("--text-field", default="text", metavar="NAME", help="of the objects in .jsonl files")
 
@@ -32,14 +34,18 @@ def run(args: argparse.Namespace) -> int:
     """Print the numbers."""
     import torch
 
-    from kvrag.model.loading import bytes_per_token, load_config
+    from kvrag.codec import share
+    from kvrag.model.loading import bytes_per_token, head_dim, kv_dtype, load_config
 
     if args.paths and args.tokens is not None:
         raise SettingError("give either PATH or --tokens, not both")
     if args.chunk_tokens < 1 or (args.tokens or 0) < 0:
         raise SettingError("numbers of tokens must be positive")
     config = load_config(args.model)
-    per_token = bytes_per_token(config, getattr(torch, args.dtype) if args.dtype else None)
+    dtype = getattr(torch, args.dtype) if args.dtype else kv_dtype(config)
+    native = bytes_per_token(config, dtype)
+    codecs = {codec: native * share(codec, args.chunk_tokens, head_dim(config), dtype) for codec in CODECS}
+    per_token = codecs[args.codec]
     tokens = _count(args) if args.paths else args.tokens
     chunk = args.chunk_tokens * per_token
     loading = [
@@ -52,12 +58,18 @@ def run(args: argparse.Namespace) -> int:
         for name, bandwidth in _BANDWIDTHS.items()
     ]
     if args.json:
-        result = {"model": args.model, "bytes_per_token": per_token, "chunk_tokens": args.chunk_tokens}
+        result = {
+            "model": args.model,
+            "codec": args.codec,
+            "bytes_per_token": per_token,
+            "chunk_tokens": args.chunk_tokens,
+        }
         result |= {"tokens": tokens, "bytes": None if tokens is None else tokens * per_token}
-        print(json.dumps(result | {"chunk_bytes": chunk, "loading": loading}))
+        print(json.dumps(result | {"chunk_bytes": chunk, "codecs": codecs, "loading": loading}))
         return 0
     per_chunk = f"{human_bytes(chunk)} per chunk of {args.chunk_tokens} tokens"
     print(f"{args.model}: {human_bytes(per_token)} of KV per token, {per_chunk}")
+    print("by codec: " + ", ".join(f"{codec} {human_bytes(size)} per token" for codec, size in codecs.items()))
     if tokens is not None:
         print(f"corpus of {tokens} tokens: {human_bytes(tokens * per_token)}")
     print(f"\n{'loaded from':20}{'one chunk':>12}   pays if the model prefills fewer than")

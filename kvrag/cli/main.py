@@ -23,6 +23,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "bench ttft": ("kvrag.bench.ttft", "measure the time to the first token"),
     "bench quality": ("kvrag.cli.quality", "measure which answers survive, per policy and ratio"),
     "bench ingest": ("kvrag.bench.ingest", "measure how fast chunks are encoded"),
+    "bench codec": ("kvrag.bench.codec", "measure what 8 and 4 bits cost and save"),
 }
 _GROUPS = {"bench": "measure speed on models of real shapes with random weights, and quality on real ones"}
 

@@ -56,7 +56,8 @@ def _stats(store: FileStore, as_json: bool) -> int:
     if as_json:
         print(json.dumps(asdict(stats)))
     else:
-        print(f"folder     {stats.path}\nmodel      {stats.model or '-'}\nchunks     {stats.chunks}")
+        print(f"folder     {stats.path}\nmodel      {stats.model or '-'}\ncodec      {stats.codec}")
+        print(f"chunks     {stats.chunks}")
         print(f"tokens     {stats.tokens}\nbytes      {stats.bytes} ({human_bytes(stats.bytes)})")
         print(f"documents  {stats.documents}\ndamaged    {stats.damaged} since it was created")
     return 0

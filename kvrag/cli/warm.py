@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             say(f"skipped {name}: {reason}")
         if not plan.chunks:
             raise KvragError(f"nothing to warm: none of {len(plan.unreadable)} files could be read")
-        needed = plan.new_tokens * engine.model.bytes_per_token
+        needed = plan.new_tokens * _bytes_per_token(engine, args.chunk_tokens)
         say(
             f"{len(plan.chunks)} documents, {plan.tokens} tokens, {plan.new_tokens} of them new: "
             f"needs {human_bytes(needed)} in {folder(engine).path}"
@@ -92,7 +92,7 @@ def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
                 for chunk in chunks[str(path)]:
                     ids = encode(chunk)
                     if len(ids) >= engine.config.min_run:
-                        lengths[engine.model.fingerprint.chunk_key(ids)] = len(ids)
+                        lengths[engine.fingerprint.chunk_key(ids)] = len(ids)
             report(number, len(paths))
     missing = engine.store.missing(list(lengths))
     return Plan(chunks, unreadable, sum(lengths.values()), sum(map(lengths.__getitem__, missing)))
@@ -121,7 +121,15 @@ def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool) -> dic
     return totals | {"files": len(plan.chunks), "indexed": indexed, "warnings": warnings}
 
 
-def _check_room(engine: BlendEngine, needed: int) -> None:
+def _bytes_per_token(engine: BlendEngine, chunk_tokens: int) -> float:
+    from kvrag.codec import share
+    from kvrag.model.loading import head_dim
+
+    model = engine.model
+    return model.bytes_per_token * share(engine.codec, chunk_tokens, head_dim(model.config), model.dtype)
+
+
+def _check_room(engine: BlendEngine, needed: float) -> None:
     store = folder(engine)
     free = shutil.disk_usage(Path(store.path)).free
     if needed and free - needed < store.min_free_bytes:

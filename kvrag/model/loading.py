@@ -97,9 +97,19 @@ def bytes_per_token(config: Any, dtype: torch.dtype | None = None) -> int:
     """KV bytes that one token takes, all layers; `dtype` defaults to the configuration's own, else to bfloat16."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    dtype = dtype or getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
-    return int(2 * text.num_hidden_layers * heads * dim * dtype.itemsize)
+    return int(2 * text.num_hidden_layers * heads * head_dim(config) * (dtype or kv_dtype(config)).itemsize)
+
+
+def head_dim(config: Any) -> int:
+    """Elements of one key."""
+    text = config.get_text_config()
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def kv_dtype(config: Any) -> torch.dtype:
+    """The configuration's own dtype, else bfloat16."""
+    dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    return dtype or torch.bfloat16
 
 
 def silence() -> None:

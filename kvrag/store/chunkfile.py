@@ -24,7 +24,7 @@ from kvrag.store.protocol import ChunkRecord
 
 SUFFIX = ".safetensors"
 _MAX_HEADER = 16 << 20
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {"U8": torch.uint8, "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def pack(record: ChunkRecord, fingerprint: str) -> bytes:
@@ -113,7 +113,7 @@ class ChunkFile:
         self.num_layers = len(self._digests)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each (H, T, D).
+        """Keys and values of a layer, as they were put.
 
         Raises:
             DamagedChunkError: The bytes are not those that were written.

@@ -91,9 +91,12 @@ class FileStore:
         if theirs["digest"] != mine["digest"]:
             different = [name for name in mine if name not in ("digest", "model") and mine[name] != theirs.get(name)]
             held, loaded = json.loads(theirs["model"]), json.loads(mine["model"])
+            way_out = "use another store folder, or delete this one"
+            if different == ["codec"]:
+                way_out = f"open it with codec {_codec(theirs)} instead of {_codec(mine)}, or {way_out}"
             raise FingerprintMismatchError(
                 f"the store {self.path} holds KV of {held}, not of {loaded} as it is loaded now "
-                f"(different: {', '.join(different)}): use another store folder, or delete this one"
+                f"(different: {', '.join(different)}): {way_out}"
             )
         self._fingerprint = fingerprint.digest
 
@@ -279,6 +282,7 @@ class FileStore:
             path=str(self.path),
             fingerprint=parts.get("digest", ""),
             model=json.loads(parts.get("model", '""')),
+            codec=_codec(parts),
             chunks=chunks,
             tokens=tokens,
             bytes=size,
@@ -347,6 +351,11 @@ class FileStore:
         self._flush_touched()
         self._writers.shutdown()
         self._manifest.close()
+
+
+def _codec(parts: dict[str, str]) -> str:
+    """Under its name in the settings."""
+    return str(json.loads(parts.get("codec", '"none"'))).replace("none", "native")
 
 
 def _is_stale(path: Path) -> bool:

@@ -21,7 +21,7 @@ class ChunkRecord:
         key: `Fingerprint.chunk_key(ids)`; it determines everything else.
         ids: (T,) token ids.
         anchors: What `kvrag.match` indexes the chunk by; opaque to the store.
-        layers: Per layer keys (position-free) and values, each (H, T, D), on the CPU.
+        layers: Per layer keys (position-free) and values, on the CPU: each (H, T, D), or as `kvrag.codec` packs them.
     """
 
     key: str
@@ -47,6 +47,7 @@ class StoreStats:
     path: str
     fingerprint: str
     model: str
+    codec: str
     chunks: int
     tokens: int
     bytes: int
@@ -71,7 +72,7 @@ class ChunkReader(Protocol):
         """Bytes that came from below the RAM tier so far."""
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each (H, T, D), on the CPU, not to be changed.
+        """Keys and values of a layer as they were put, on the CPU, not to be changed.
 
         Raises:
             DamagedChunkError: The bytes are not those that were written.
@@ -82,13 +83,16 @@ class ChunkReader(Protocol):
 
 
 class KVStore(Protocol):
-    """A store of one model's chunk KV. All methods are thread-safe; several processes may share one store."""
+    """A store of one model's chunk KV under one codec.
+
+    All methods are thread-safe; several processes may share one store.
+    """
 
     def bind(self, fingerprint: Fingerprint) -> None:
         """Claim the store for a model, or check that it is that model's.
 
         Raises:
-            FingerprintMismatchError: It holds another model's KV.
+            FingerprintMismatchError: It holds another model's KV, or that of another codec.
         """
 
     def missing(self, keys: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ class BlendSettings(BaseLanguageModel[Any]):
     Attributes:
         model: A hub name, a folder, or "reader" for the small model that comes with kvrag.
         store: Folder of the pre-encoded chunks; None = one of this model's under `~/.cache/kvrag`.
+        codec: How chunks are stored there: "native", "int8" or "int4"; see `BlendEngine`.
         engine: One already built, instead of all that is said about the model.
         temperature: 0 = greedy. It and the other sampling settings: None = as the model's generation config says.
         stop: The answer ends before the first of these strings. Those given per call are added.
@@ -36,6 +37,7 @@ class BlendSettings(BaseLanguageModel[Any]):
 
     model: _Plain | None = None
     store: _Plain | None = None
+    codec: str = "native"
     engine: BlendEngine | None = Field(default=None, exclude=True, repr=False)
     max_tokens: int = 256
     temperature: float | None = None

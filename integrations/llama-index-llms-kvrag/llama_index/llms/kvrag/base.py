@@ -41,6 +41,7 @@ class BlendLLM(LLM):
     Attributes:
         model: A hub name, a folder, or "reader" for the small model that comes with kvrag.
         store: Folder of the pre-encoded chunks; None = one of this model's under `~/.cache/kvrag`.
+        codec: How chunks are stored there: "native", "int8" or "int4"; see `BlendEngine`.
         engine: One already built, instead of all that is said about the model.
         temperature: 0 = greedy. It and the other sampling settings: None = as the model's generation config says.
         stop: The answer ends before the first of these strings. Those given per call are added.
@@ -62,6 +63,7 @@ class BlendLLM(LLM):
 
     model: _Plain | None = None
     store: _Plain | None = None
+    codec: str = "native"
     engine: BlendEngine | None = Field(default=None, exclude=True, repr=False)
     max_tokens: int = 256
     temperature: float | None = None

@@ -52,8 +52,8 @@ class Tuning:
     def settle(self, config: BlendConfig, notes: list[str]) -> BlendConfig:
         """Fill in the ratio; what the result says of the controller is whether there is anything for it to decide."""
         if config.policy in ("none", "full"):
-            ratio = {"none": 0.0, "full": 1.0}[config.policy] if config.ratio is None else config.ratio
-            return replace(config, ratio=ratio, controller="off")
+            effective = 1.0 if config.policy == "full" else 0.0
+            return replace(config, ratio=effective if config.ratio is None else config.ratio, controller="off")
         if config.ratio is not None:
             return replace(config, controller="off")
         calibration, note = self._calibrated(config)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_a_calibration_counts_what_it_says(warmed: BlendEngine, endless: Model) 
             ours = warmed.generate(prompt, ratio=point.ratio, max_new_tokens=1, temperature=0).token_ids
             same += ours[0] == full[0]
             cache = warmed.prefill(endless.tokenizer.render(prompt), BlendConfig(ratio=point.ratio)).stitched.cache
-            for given, wanted in zip(full, full[1:], strict=False):
+            for given, wanted in pairwise(full):
                 following += int(endless.forward(torch.tensor([[given]]), cache).argmax()) == wanted
         assert (point.first, point.following) == (same, following)
     assert found.notes == ("only 4 prompts: the interval is wide, give more",)

@@ -101,12 +101,14 @@ def test_help_does_not_import_torch() -> None:
     program = "import sys, kvrag.cli.main as m\ntry: m.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for command in ("demo", "warm", "ask", "chat", "estimate", "store", "verify", "bench"):
+    for command in ("demo", "warm", "ask", "chat", "calibrate", "estimate", "store", "verify", "bench"):
         assert f"\n    {command} " in done.stdout
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "warm", "ask", "chat", "estimate", "store", "verify", "bench ttft"], ids=str
+    "command",
+    ["demo", "warm", "ask", "chat", "calibrate", "estimate", "store", "verify", "bench ttft", "bench simulate"],
+    ids=str,
 )
 def test_every_command_has_help_and_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -426,3 +428,55 @@ def test_the_demo_without_langchain_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "langchain_kvrag", None)
     assert "pip install langchain-kvrag" in fails("demo")
+
+
+# -------------------------------------------------------------------- calibrate
+
+
+@pytest.fixture
+def own(warmed: Path, tmp_path: Path) -> Path:
+    """A copy of the warmed store, to be changed at will."""
+    return Path(shutil.copytree(warmed, tmp_path / "own"))
+
+
+def test_calibrate_by_questions(own: Path, tmp_path: Path, as_json: Json) -> None:
+    questions = tmp_path / "questions.txt"
+    questions.write_text("\n".join([question for question, _ in demo.QUESTIONS] + ["", demo.QUESTIONS[0][0]]))
+    wanted = ("--questions", questions, "--ratios", "0.6", "--target", "0.1", "--top-k", "3", "--around", "1")
+    result = as_json("calibrate", "--store", own, *wanted)
+    assert [(point["ratio"], point["prompts"]) for point in result["curve"]] == [(0.6, len(demo.QUESTIONS))]
+    assert result["ratio"] == 0.6
+    assert result["verdict"].startswith("ratio 0.6 holds 10.0%")
+    assert result["store"] == str(own)
+    assert json.loads((own / "calibration.json").read_text())["ratio"] == 0.6
+    assert as_json("ask", QUESTION, "--store", own)["report"]["ratio"] == 0.6
+    assert as_json("ask", QUESTION, "--store", own, "--ratio", "0.3")["report"]["ratio"] == 0.3
+
+
+def test_calibrate_without_questions(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--store", str(own), "--prompts", "3", "--ratios", "0.0", "0.2", "--target", "1"]) == 0
+    captured = capsys.readouterr()
+    assert "3 prompts" in captured.out
+    assert len([line for line in captured.out.splitlines() if "%" in line]) >= 3
+    assert "--questions FILE" in captured.err
+    assert "only 3 prompts" in captured.err
+
+
+def test_calibrate_says_what_is_missing(own: Path, tmp_path: Path, fails: Callable[..., str]) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n \n")
+    assert "no questions in" in fails("calibrate", "--store", own, "--questions", empty)
+    assert "there are none: warm the corpus" in fails("calibrate", "--store", tmp_path / "new")
+    assert "target must be in" in fails("calibrate", "--store", own, "--target", "2")
+    assert "nowhere.txt" in fails("calibrate", "--store", own, "--questions", tmp_path / "nowhere.txt")
+    assert not (own / "calibration.json").exists()
+
+
+def test_the_controller_can_be_switched_off(own: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):  # by now all is measured
+        as_json("ask", QUESTION, "--store", own)
+    monkeypatch.setattr("kvrag.controller.NOTICEABLE_S", float("-inf"))
+    report = as_json("ask", QUESTION, "--store", own)["report"]
+    assert (report["policy"], report["decision"].split(":")[0]) == ("full", "full prefill")
+    report = as_json("ask", QUESTION, "--store", own, "--controller", "off")["report"]
+    assert (report["policy"], report["decision"]) == ("hybrid", "")

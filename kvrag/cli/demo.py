@@ -151,7 +151,7 @@ def _import_chain() -> Chain:
             lambda question: [Document(text) for text in retrieve(question)]
         )
         prompt = ChatPromptTemplate.from_messages([("human", "{context}\n\n{question}")])
-        llm = ChatBlend(engine=engine, max_tokens=max_tokens, temperature=0, policy=policy)
+        llm = ChatBlend(engine=engine, max_tokens=max_tokens, temperature=0, policy=policy, controller="off")
         inputs = {"context": retriever | format_docs, "question": RunnablePassthrough()}
         chain = inputs | prompt | llm | StrOutputParser()
 

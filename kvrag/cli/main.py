@@ -17,11 +17,13 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "warm": ("kvrag.cli.warm", "encode files and folders into a store"),
     "ask": ("kvrag.cli.ask", "ask a question about what was warmed"),
     "chat": ("kvrag.cli.chat", "the same as a conversation"),
+    "calibrate": ("kvrag.cli.calibrate", "find how much to recompute on your model and corpus"),
     "estimate": ("kvrag.cli.estimate", "how many bytes a corpus will take, before it takes them"),
     "store": ("kvrag.cli.store", "look into a store, check it, clean it up"),
     "verify": ("kvrag.cli.verify", "test that blending is exact on your model"),
     "bench ttft": ("kvrag.bench.ttft", "measure the time to the first token"),
     "bench quality": ("kvrag.cli.quality", "measure which answers survive, per policy and ratio"),
+    "bench simulate": ("kvrag.bench.simulate", "where reuse wins and where it loses, by a cost model"),
     "bench ingest": ("kvrag.bench.ingest", "measure how fast chunks are encoded"),
     "bench codec": ("kvrag.bench.codec", "measure what 8 and 4 bits cost and save"),
 }
@@ -33,7 +35,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvrag", description="RAG several times sooner: chunks encoded once, blended at query time."
     )
-    parser.add_argument("--version", action="version", version=f"kvrag {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"kvrag {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     groups: dict[str, Any] = {}
     for command, (module, help_text) in _COMMANDS.items():

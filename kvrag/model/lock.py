@@ -7,11 +7,7 @@ from collections import deque
 
 
 class FairLock:
-    """A mutex that serves waiting threads in order of arrival.
-
-    Attributes:
-        waits: How often the calling thread had to wait: what it timed meanwhile is not its own.
-    """
+    """A mutex that serves waiting threads in order of arrival."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -21,6 +17,7 @@ class FairLock:
 
     @property
     def waits(self) -> int:
+        """How often the calling thread had to wait: what it timed meanwhile is not its own."""
         return getattr(self._own, "waits", 0)
 
     def __enter__(self) -> None:

@@ -30,6 +30,13 @@ def model() -> Model:
 
 
 @pytest.fixture(autouse=True)
+def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test sees must not depend on how busy the machine is: nothing is ever noticeably sooner."""
+    monkeypatch.setattr("kvrag.controller.NOTICEABLE_S", float("inf"))
+    monkeypatch.setattr("kvrag.controller.STEP", 1.0)
+
+
+@pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """The reader is small: threads would wait for each other longer than they compute."""
     before = torch.get_num_threads()

@@ -61,7 +61,10 @@ def test_report_arithmetic(policy: str, ratio: float, chunks: tuple[int, ...], e
         assert run.key == engine.model.fingerprint.chunk_key(chunk)
         assert ids[run.start : run.stop] == chunk[run.offset : run.offset + len(run)]
     inexact = sum(len(run) for run in report.runs[1:])  # the first stands behind the preamble
-    assert report.recomputed_tokens == (0 if policy == "none" else round(ratio * inexact))
+    budget = 0 if policy == "none" else round(ratio * inexact)
+    # hkvd_gradual spends part of it on the first layers of tokens that it then drops
+    thinned = policy == "hkvd_gradual" and budget < inexact
+    assert report.recomputed_tokens == (round(0.6 * budget) if thinned else budget)
     assert report.exact == (report.recomputed_tokens == inexact)
     assert (report.tier, report.bytes_loaded > 0) == (("disk", True) if chunks else ("", False))
     assert report.ttft_s >= report.match_s + report.select_s + report.blend_s > 0

@@ -371,6 +371,7 @@ def test_a_folder_that_another_run_writes_to_is_refused(
         (["--codec", "zip"], "--codec must be of native, int8, int4, got 'zip'"),
         (["--set", "policy=seam"], "'policy=seam' is no setting"),
         (["--samples", "0"], "--samples must be at least 1"),
+        (["--against", "best"], "--against 'best' is not among the policies"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
@@ -401,6 +402,10 @@ def test_nan_is_named(
     message = fails(*SMALL, "--out", tmp_path / "out")
     assert "row world-0, full: the model's logits are NaN" in message
     assert "bfloat16" in message
+    with torch.no_grad():
+        hf.model.layers[2].self_attn.v_proj.weight.fill_(torch.inf)
+    message = fails(*SMALL, "--out", tmp_path / "out")
+    assert "row world-0: the model overflows in float32" in message
     assert not (tmp_path / "out").exists()
 
 

@@ -340,7 +340,7 @@ def measure(
     """Fill the journal: a record per cell and task, in time to come and from earlier runs.
 
     Raises:
-        ModelError: Logits are NaN.
+        ModelError: Logits or KV are NaN or infinite.
     """
     models = Models(model)
     sampling = Sampling(max_new_tokens=asking.max_tokens, temperature=0, stop=asking.stop)
@@ -354,10 +354,9 @@ def measure(
             continue
         with ExitStack() as stack:
             engines = {setup: _engine(stack, models, setup, cells, ram_bytes // len(setups)) for setup in setups}
-            for task in portion:  # also those that are done: what a chunk is encoded with must not depend on it
-                for setup, engine in engines.items():
-                    engine.warm(task.chunks[setup.chunk_tokens])
             for number, task in enumerate(portion):
+                # also what is done already: which chunks are there, and who encoded them, must not depend on it
+                _warm(engines, task)
                 if task.row.key in pending:
                     journal.add(list(_measure_row(engines, task, cells, sampling, number)))
                     progress(done := done + 1, total)
@@ -378,8 +377,15 @@ def _portions(tasks: Sequence[Task], bytes_per_token: int) -> Iterator[list[Task
 def _engine(stack: ExitStack, models: Models, setup: Setup, cells: Sequence[Cell], ram_bytes: int) -> BlendEngine:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-quality-", ignore_cleanup_errors=True))
     config = BlendConfig(min_run=min(cell.config.min_run for cell in cells))  # what is long enough to be stored
-    codec: dict[str, Any] = {} if setup.codec == "native" else {"codec": setup.codec}
-    return stack.enter_context(BlendEngine(models.get(setup.preamble), folder, config, ram_bytes, **codec))
+    return stack.enter_context(BlendEngine(models.get(setup.preamble), folder, config, ram_bytes, setup.codec))
+
+
+def _warm(engines: dict[Setup, BlendEngine], task: Task) -> None:
+    for setup, engine in engines.items():
+        try:
+            engine.warm(task.chunks[setup.chunk_tokens])
+        except ModelError as error:
+            raise ModelError(f"row {task.row.id}: {error}") from error
 
 
 def _measure_row(

@@ -17,11 +17,11 @@ from typing import Any
 from kvrag.bench import plots, quality
 from kvrag.bench.datasets import WORLD, Row, file_rows, world_rows
 from kvrag.cli.common import progress, say
-from kvrag.config import POLICIES
+from kvrag.config import CODECS, POLICIES
 from kvrag.errors import SettingError
 from kvrag.model import Model
 
-_CODECS = ("native", "int8", "int4")
+_USUAL = "hkvd"  # what the literature compares with
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,11 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preamble", nargs="+", default=["on"], metavar="on|off", help="encode chunks behind it or not"
     )
-    parser.add_argument("--codec", nargs="+", default=["native"], metavar="|".join(_CODECS), help="of the stored KV")
+    parser.add_argument("--codec", nargs="+", default=["native"], metavar="|".join(CODECS), help="of the stored KV")
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="NAME=VALUE", dest="settings", help="settings for all policies"
     )
-    parser.add_argument("--against", default="hkvd", metavar="POLICY", help="compare with this one (default: hkvd)")
+    parser.add_argument(
+        "--against", default=_USUAL, metavar="POLICY", help=f"compare with this one (default: {_USUAL})"
+    )
     parser.add_argument("--max-tokens", type=int, default=16, metavar="N", help="longest answer (default: 16)")
     parser.add_argument(
         "--stop", nargs="+", metavar="TEXT", help=r"ends an answer; \n is a line's end (default: for the reader \n\n)"
@@ -87,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
         quality.parse_settings(args.settings),
     )
     asking = _asking(args)
+    if args.against != _USUAL and args.against not in {cell.label for cell in cells}:
+        raise SettingError(f"--against {args.against!r} is not among the policies that are measured")
     if args.plots:
         if args.out is None:
             raise SettingError("--plots needs --out DIR to draw into")
@@ -133,7 +137,7 @@ def _setups(args: argparse.Namespace) -> list[quality.Setup]:
     if any(0 != length < 16 for length in lengths):
         raise SettingError("--chunk-tokens must be 0 or at least 16: shorter chunks are not reused")
     preambles, codecs = _words(args.preamble), _words(args.codec)
-    for name, words, known in (("--preamble", preambles, ("on", "off")), ("--codec", codecs, _CODECS)):
+    for name, words, known in (("--preamble", preambles, ("on", "off")), ("--codec", codecs, CODECS)):
         if unknown := [word for word in words if word not in known]:
             raise SettingError(f"{name} must be of {', '.join(known)}, got {unknown[0]!r}")
     return [

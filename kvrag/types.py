@@ -51,9 +51,9 @@ class BlendReport:
     """What was reused and what was recomputed for one answer, and how long each step took.
 
     `reused_tokens` came from the store, `recomputed_tokens` of them were computed again on all layers, `fresh_tokens`
-    were not stored. Times are in seconds; `ttft_s` runs from the call to the first token and includes all others. `exact` says
-    that the answer is full prefill's by construction. `tier` tells where the KV came from: "ram", "disk", "mixed" or
-    "" (nowhere). `decision` is what the controller chose and why, "" if it had nothing to decide.
+    were not stored. Times are in seconds; `ttft_s` runs from the call to the first token and includes all others.
+    `exact` says that the answer is full prefill's by construction. `tier` tells where the KV came from: "ram", "disk",
+    "mixed" or "" (nowhere). `decision` is what the controller chose and why, "" if it had nothing to decide.
     """
 
     prompt_tokens: int

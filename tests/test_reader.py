@@ -16,7 +16,7 @@ import kvrag
 from kvrag import SettingError
 from kvrag.reader import world
 from kvrag.reader.prompts import PLAIN, all_texts, prompt_parts
-from kvrag.reader.train import LENGTH, Shape, Training, answer_logits, make_batch, save, train_tokenizer
+from kvrag.reader.train import LENGTH, Shape, Training, make_batch, predict, save, train_tokenizer
 from kvrag.reader.train import Settings as TrainSettings
 from kvrag.reader.world import KINDS, Question, Sample, draw, sample
 
@@ -153,13 +153,14 @@ def test_transformers_computes_what_the_training_computed(tmp_path: Path) -> Non
     hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     batch = make_batch(tokenizer, random.Random(1), "train", Shape((1, 1), 2, 128, 4))
     with torch.no_grad():
-        ours, _, numbers, _ = answer_logits(net, batch)
+        said = predict(net, batch)
         for row in range(2):
             for number in (number for number in range(4) if batch.kinds[row, number] >= 0):
-                at = (batch.targets[row, number] >= 0).nonzero().squeeze(1)
-                ids = torch.cat([batch.context[row, : batch.lengths[row]], batch.questions[row, number, : at[-1] + 1]])
-                theirs = hf(ids[None]).logits[0, batch.lengths[row] + at]
-                torch.testing.assert_close(ours[numbers == row * 4 + number], theirs, atol=0.05, rtol=0.05)
+                question = batch.questions[row, number]
+                question = question[question != tokenizer.pad_token_id]
+                ids = torch.cat([batch.context[row, : batch.lengths[row]], question])
+                theirs = hf(ids[None]).logits[0, batch.lengths[row] : -1]
+                torch.testing.assert_close(said.logits[said.numbers == row * 4 + number], theirs, atol=0.05, rtol=0.05)
 
 
 def test_a_batch_asks_what_the_text_would_have_asked() -> None:
@@ -168,12 +169,13 @@ def test_a_batch_asks_what_the_text_would_have_asked() -> None:
     assert batch.questions.shape == (1, 5, LENGTH)
     text = tokenizer.decode(batch.context[0, : batch.lengths[0]])
     for number in (number for number in range(5) if batch.kinds[0, number] >= 0):
-        ids, targets = batch.questions[0, number], batch.targets[0, number]
-        at = (targets >= 0).nonzero().squeeze(1)
-        whole = tokenizer.encode(text + tokenizer.decode(ids[: at[-1] + 1]), add_special_tokens=False)
-        assert whole == batch.context[0, : batch.lengths[0]].tolist() + ids[: at[-1] + 1].tolist()
-        assert targets[at][:-1].tolist() == ids[at[1:]].tolist(), "each token's target is the next token"
-        assert targets[at[-1]] == tokenizer.eos_token_id
+        ids, answers = batch.questions[0, number], batch.answers[0, number]
+        ids, answers = ids[ids != tokenizer.pad_token_id], answers[ids != tokenizer.pad_token_id]
+        whole = tokenizer.encode(text + tokenizer.decode(ids), add_special_tokens=False)
+        assert whole == batch.context[0, : batch.lengths[0]].tolist() + ids.tolist()
+        assert ids[-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(ids[~answers]).endswith("Answer:")
+        assert answers.int().diff().abs().sum() == 1, "the question, then the answer"
     subjects = {tokenizer.decode([label]) for label in batch.subjects[0].tolist() if label >= 0}
     assert 1 <= len(subjects) <= 3
     assert all(subject.strip() in text for subject in subjects)

@@ -19,7 +19,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -51,10 +51,12 @@ class Shape:
 
 LENGTH = 26  # of a question with its answer, at most
 STAGES = (  # until this share of the steps: these shapes
-    (0.12, (Shape((1, 2), 20, 224, 8),)),
-    (0.27, (Shape((2, 3), 16, 320, 10),)),
+    (0.10, (Shape((1, 1), 12, 128, 12),)),
+    (0.20, (Shape((1, 2), 12, 224, 12),)),
+    (0.35, (Shape((2, 3), 12, 320, 12),)),
     (1.00, (Shape((3, 4), 12, 416, 14), Shape((4, 6), 9, 608, 16))),
 )
+ECHO = 0.3  # weight of predicting the questions' own tokens: names that begin like one in the context go on like it
 HINT = 0.5  # weight of the hint, see `Net.subject_logits`
 
 
@@ -101,18 +103,20 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 @dataclass
 class Batch:
-    """Shapes as in `Net.forward`; targets are -1 where nothing is asked, kinds are numbers of `KINDS`."""
+    """Shapes as in `Net.forward`; kinds are numbers of `KINDS`, -1 where nothing is asked."""
 
     context: Tensor  # (B, C)
     lengths: Tensor  # (B,)
     questions: Tensor  # (B, Q, L)
-    targets: Tensor  # (B, Q, L)
+    answers: Tensor  # (B, Q, L) bool, tokens of answers
     kinds: Tensor  # (B, Q)
     subjects: Tensor  # (B, C) first token of the name that the passage is about, -1 where there is none
+    padding: int
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device."""
-        return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
+        tensors = (getattr(self, field.name) for field in fields(self) if field.name != "padding")
+        return Batch(*(tensor.to(device) for tensor in tensors), padding=self.padding)
 
 
 def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, split: str, shape: Shape) -> Batch:
@@ -142,9 +146,10 @@ def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, split: st
         torch.full((shape.rows, shape.context), tokenizer.pad_token_id),
         torch.tensor([len(context) for context in contexts]),
         torch.full((shape.rows, shape.questions, LENGTH), tokenizer.pad_token_id),
-        torch.full((shape.rows, shape.questions, LENGTH), -1),
+        torch.zeros((shape.rows, shape.questions, LENGTH), dtype=torch.bool),
         torch.full((shape.rows, shape.questions), -1),
         torch.full((shape.rows, shape.context), -1),
+        tokenizer.pad_token_id,
     )
     for row, (context, asked) in enumerate(zip(contexts, branches, strict=True)):
         batch.context[row, : len(context)] = torch.tensor(context)
@@ -152,7 +157,7 @@ def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, split: st
         for number, (question_ids, answer, kind) in enumerate(asked):
             ids = torch.tensor(question_ids + answer)
             batch.questions[row, number, : len(ids)] = ids
-            batch.targets[row, number, len(question_ids) - 1 : len(ids) - 1] = torch.tensor(answer)
+            batch.answers[row, number, len(question_ids) : len(ids)] = True
             batch.kinds[row, number] = kind
     return batch
 
@@ -176,13 +181,37 @@ def _subjects(
     return labels
 
 
-def answer_logits(net: Net, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns: logits (A, V) where an answer's token comes next, its id (A,), the number of its question (A,); logits
-    of whom the labelled tokens of the context are about (S, V)."""
+@dataclass
+class Predictions:
+    """What the net says comes next: N tokens of the questions, A of them in answers.
+
+    Attributes:
+        logits: (N, V) float32.
+        targets: (N,) ids that do come next.
+        numbers: (N,) number of the question.
+        answers: (N,) bool, a token of an answer comes next.
+        subjects: (S, V) float32, whom the labelled tokens of the context are about.
+    """
+
+    logits: Tensor
+    targets: Tensor
+    numbers: Tensor
+    answers: Tensor
+    subjects: Tensor
+
+
+def predict(net: Net, batch: Batch) -> Predictions:
+    """Run the net on a batch."""
     hidden, half_way = net(batch.context, batch.lengths, batch.questions)
-    at = (batch.targets >= 0).flatten().nonzero().squeeze(1)
-    about = net.subject_logits(half_way[batch.subjects >= 0])
-    return net.logits(hidden.flatten(0, 2)[at]), batch.targets.flatten()[at], at // LENGTH, about
+    follows = batch.questions[:, :, 1:] != batch.padding  # (B, Q, L - 1)
+    numbers = torch.arange(batch.kinds.numel(), device=hidden.device).view(*batch.kinds.shape, 1).expand_as(follows)
+    return Predictions(
+        net.logits(hidden[:, :, :-1][follows]),
+        batch.questions[:, :, 1:][follows],
+        numbers[follows],
+        batch.answers[:, :, 1:][follows],
+        net.subject_logits(half_way[batch.subjects >= 0]),
+    )
 
 
 class Score:
@@ -191,10 +220,11 @@ class Score:
     def __init__(self) -> None:
         self.right, self.asked = torch.zeros(len(KINDS)), torch.zeros(len(KINDS))
 
-    def add(self, batch: Batch, logits: Tensor, targets: Tensor, numbers: Tensor) -> None:
-        """Count a batch; the rest is as `answer_logits` returns it."""
-        wrong = torch.zeros(batch.kinds.numel(), device=logits.device)
-        wrong = wrong.index_add_(0, numbers, (logits.argmax(-1) != targets).float()).cpu()
+    def add(self, batch: Batch, said: Predictions) -> None:
+        """Count a batch."""
+        wrong = torch.zeros(batch.kinds.numel(), device=said.logits.device)
+        mistakes = (said.logits.argmax(-1) != said.targets) & said.answers
+        wrong = wrong.index_add_(0, said.numbers, mistakes.float()).cpu()
         kinds = batch.kinds.flatten().cpu()
         asked = kinds >= 0
         self.asked += torch.bincount(kinds[asked], minlength=len(KINDS))
@@ -258,8 +288,18 @@ class Settings:
 class Training:
     """A reader on its way: net, optimisers, step. Deterministic given its settings, device and number of threads."""
 
-    def __init__(self, settings: Settings, folder: Path, device: str = "cpu", compiled: bool = True) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path,
+        device: str = "cpu",
+        compiled: bool = True,
+        weights: Path | None = None,
+    ) -> None:
         """Start anew, or go on from `folder/checkpoint.pt`.
+
+        Args:
+            weights: Folder of a trained reader to start from instead of at random, with the last stage.
 
         Raises:
             SettingError: The checkpoint belongs to a training with other settings.
@@ -273,6 +313,10 @@ class Training:
         self.step = 0
         if self.checkpoint.exists():
             self._resume()
+        elif weights:
+            trained = load_file(weights / "model.safetensors")
+            self.net.load_state_dict({name: tensor.float() for name, tensor in trained.items()}, strict=False)
+            self.step = round(STAGES[-2][0] * settings.steps)
         if compiled:
             torch._dynamo.config.cache_size_limit = 64  # one compiled layer for each shape
             for layer in self.net.model.layers:
@@ -308,7 +352,7 @@ class Training:
         new.replace(self.checkpoint)
         save(self.net, self.tokenizer, self.folder)
 
-    def advance(self) -> tuple[float, float, Score]:
+    def advance(self) -> tuple[float, float, float, Score]:
         """One step; returns the loss and how many questions were answered right on the way."""
         settings, step = self.settings, self.step
         shapes = next(shapes for until, shapes in STAGES if step < until * settings.steps)
@@ -319,18 +363,19 @@ class Training:
         for optimizer, factor in zip(self.optimizers, (1, 2), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = factor * rate
-        logits, targets, numbers, about = answer_logits(self.net, batch)
-        loss = cross_entropy(logits, targets)
-        hint = cross_entropy(about, batch.subjects[batch.subjects >= 0])
-        (loss + HINT * hint).backward()  # type: ignore[no-untyped-call]
+        said = predict(self.net, batch)
+        losses = cross_entropy(said.logits, said.targets, reduction="none")
+        loss, echo = losses[said.answers].mean(), losses[~said.answers].mean()
+        hint = cross_entropy(said.subjects, batch.subjects[batch.subjects >= 0])
+        (loss + ECHO * echo + HINT * hint).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
         self.net.zero_grad(set_to_none=True)
         self.step += 1
         score = Score()
-        score.add(batch, logits.detach(), targets, numbers)
-        return loss.item(), hint.item(), score
+        score.add(batch, said)
+        return loss.item(), hint.item(), echo.item(), score
 
     @torch.no_grad()
     def test(self, num_batches: int = 8) -> Score:
@@ -339,7 +384,7 @@ class Training:
         for number in range(num_batches):
             batch = make_batch(self.tokenizer, random.Random(f"test {number}"), "test", STAGES[-1][1][-1])
             batch = batch.to(self.device)
-            score.add(batch, *answer_logits(self.net, batch)[:3])
+            score.add(batch, predict(self.net, batch))
         return score
 
 
@@ -350,6 +395,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint and the model")
     parser.add_argument("--steps", type=int, default=defaults.steps, help=f"default: {defaults.steps}")
     parser.add_argument("--rate", type=float, default=defaults.rate, help=f"learning rate (default: {defaults.rate})")
+    parser.add_argument("--from", type=Path, dest="weights", metavar="FOLDER", help="a trained reader to start from")
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="take as many as there are idle cores")
@@ -359,18 +405,21 @@ def main() -> None:
     torch.set_flush_denormal(True)  # activations that fade would slow the processor down
     _keep_memory()
     try:
-        training = Training(Settings(args.steps, args.rate, args.seed), args.out, args.device)
+        settings = Settings(args.steps, args.rate, args.seed)
+        training = Training(settings, args.out, args.device, weights=args.weights)
     except SettingError as error:
         sys.exit(f"error: {error}")
     score = Score()
     losses: list[float] = []
     with tqdm(total=args.steps, initial=training.step, unit="step", dynamic_ncols=True) as bar:
         while training.step < args.steps:
-            loss, hint, right = training.advance()
+            loss, hint, echo, right = training.advance()
             score, losses = score + right, [*losses, loss]
             bar.update()
             if training.step % 25 == 0:
-                bar.write(f"{training.step} loss {sum(losses) / len(losses):.3f} hint {hint:.3f} {score}")
+                bar.write(
+                    f"{training.step} loss {sum(losses) / len(losses):.3f} hint {hint:.3f} echo {echo:.3f} {score}"
+                )
                 score, losses = Score(), []
             if training.step % 250 == 0 or training.step == args.steps:
                 training.save()

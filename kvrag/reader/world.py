@@ -343,7 +343,7 @@ _RELATIONS: dict[str, dict[str, _Relation]] = {
     },
 }
 _USES = ("uses a {v}", "cannot live without a {v}", "always carries a {v}")
-_FRAMES = ("", "As it happens, ", "For many years ", "By all accounts, ", "It is said that ", "As many know, ")
+_FRAMES = ("", "As it happens, ", "In fact, ", "By all accounts, ", "It is said that ", "As many know, ")
 _ASKING = ("", "Tell me: ", "Please say: ", "According to the text: ", "I would like to know: ")
 _WHOSE = {"person": ("She", "He"), "company": ("The company",), "town": ("The town",)}
 
@@ -403,7 +403,8 @@ class _Context:
 
     def framed(self, phrases: tuple[str, ...], frames: tuple[str, ...], bare: float) -> tuple[str, str]:
         pairs = _framed(self.split, phrases, frames)
-        wanted = [pair for pair in pairs if bool(pair[0]) == (self.rng.random() >= bare)]
+        framed = self.rng.random() >= bare
+        wanted = [pair for pair in pairs if bool(pair[0]) == framed]
         return self.rng.choice(wanted or pairs)
 
     def say(self, subject: str, phrases: tuple[str, ...], value: str, bare: float) -> str:
@@ -443,7 +444,8 @@ class _Context:
         passages = []
         for number, part in enumerate(parts):
             sentences = []
-            framed = self.rng.randrange(len(part))  # at least one, so that no passage is too short to be reused
+            # at least one, so that no passage is too short to be reused; a name has a space before it everywhere
+            framed = self.rng.randrange(len(part)) if number else 0
             for index, (_, phrases, value) in enumerate(part):
                 subject = entity.name if number == index == 0 else entity.pronoun
                 sentences.append(self.say(subject, phrases, value, 0.0 if index == framed else 0.6))
@@ -518,7 +520,7 @@ class _Context:
                 asks = ("Which colour is the {c} of {e}?", "How is the {c} of {e} painted?")
                 self.ask("table", asks, cell, c=column, e=name)
                 self.ask("table", ("Who has a {v} {c}?", "Who owns the {v} {c}?"), name, c=column, v=cell)
-        rows = [f"{name}: {left}, {right}." for name, (left, right) in zip(names, cells, strict=True)]
+        rows = [f"For {name}: {left}, {right}." for name, (left, right) in zip(names, cells, strict=True)]
         middle = len(rows) // 2
         header = f"The list gives names, then the colour of the {columns[0]}, then the colour of the {columns[1]}."
         return [(header, ""), (" ".join(rows[:middle]), ""), (" ".join(rows[middle:]), "")]

@@ -1,0 +1,61 @@
+"""Write articles of the reader's world to files: `python -m kvrag.reader.corpus DIR`.
+
+The demo's articles (`examples/corpus`) are made so. Questions with their answers go to stdout as JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from kvrag.reader.world import Question, Sample, sample
+
+
+def articles(drawn: Sample) -> Iterator[tuple[str, str]]:
+    """(subject, text) of every article that is about one subject, passages apart by a blank line."""
+    name, passages = "", list[str]()
+    for passage, subject in zip(drawn.passages, drawn.subjects, strict=True):
+        if not subject or subject in passage:  # only an article's first passage names its subject
+            if name:
+                yield name, "\n\n".join(passages)
+            name, passages = subject, []
+        passages.append(passage)
+    if name:
+        yield name, "\n\n".join(passages)
+
+
+def corpus(seed: int, num_articles: int) -> tuple[dict[str, str], list[Question]]:
+    """Articles by subject, of the test split, and the questions whose article is among them."""
+    rng = random.Random(seed)
+    found: dict[str, str] = {}
+    questions: list[Question] = []
+    while len(found) < num_articles:
+        drawn = sample(rng, "test", 5)
+        new = dict(articles(drawn))
+        if len(new) == 5 and not {name[:3] for name in new} & {name[:3] for name in found}:
+            found |= new
+            questions += drawn.questions
+    return found, questions
+
+
+def main() -> None:
+    """Write the files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--articles", type=int, default=30, help="in steps of five (default: 30)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    texts, questions = corpus(args.seed, args.articles)
+    for name, text in texts.items():
+        (args.folder / f"{name.lower()}.txt").write_text(text + "\n")
+    for question in questions:
+        print(json.dumps(asdict(question)))
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 1024,
+    "vocab_size": 1536,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,

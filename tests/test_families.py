@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 def _random(model_type: str, changes: dict[str, Any]) -> Any:
     seq2seq = model_type in ("t5", "bart")
-    base = {"vocab_size": 1024} if seq2seq else SMALL
+    base = {"vocab_size": 1536} if seq2seq else SMALL
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **(base | changes))
     kind = AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM

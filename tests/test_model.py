@@ -332,7 +332,7 @@ def test_damaged_weights_are_a_load_error(tmp_path: Path, tokenizer: Any) -> Non
 def test_a_folder_that_cannot_be_blended(tmp_path: Path, tokenizer: Any) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=1024)
+    config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=1536)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="gpt2"):

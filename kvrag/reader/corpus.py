@@ -1,6 +1,6 @@
 """Write articles of the reader's world to files: `python -m kvrag.reader.corpus DIR`.
 
-The demo's articles (`examples/corpus`) are made so. Questions with their answers go to stdout as JSON lines.
+Questions with their answers go to stdout as JSON lines.
 """
 
 from __future__ import annotations

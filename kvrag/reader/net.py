@@ -39,7 +39,8 @@ class Net(nn.Module):
         super().__init__()
         self.size = size
         self.model = Body(size)
-        self.subject = Matrix(size.hidden_size, size.hidden_size)  # for training only
+        self.subject = Matrix(size.hidden_size, size.hidden_size)  # this and the next for training only
+        self.answer = Matrix(size.hidden_size, size.hidden_size)
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
@@ -66,11 +67,11 @@ class Net(nn.Module):
         cos, sin = (table[positions][:, :, None].bfloat16() for table in (self.cos, self.sin))  # (B, T, 1, D)
         padding = torch.zeros(context.shape, device=ids.device).masked_fill_(before >= lengths[:, None], -1e4)
         own = torch.full((length, length), -1e4, device=ids.device).triu(1)
-        x = self.model.embed_tokens(ids).bfloat16()
+        x = self.model.embed_tokens(ids)  # the residual stream is float32: what late layers add is small
         for number, layer in enumerate(self.model.layers):
             x = layer(x, cos, sin, padding.bfloat16(), own.bfloat16(), num_questions)
             if number + 1 == self.size.num_hidden_layers // 2:
-                half_way = x[:, : context.shape[1]]
+                half_way = x[:, : context.shape[1]].bfloat16()
         return self.model.norm(x[:, context.shape[1] :]).view(batch, num_questions, length, -1), half_way
 
     def subject_logits(self, half_way: Tensor) -> Tensor:
@@ -79,6 +80,13 @@ class Net(nn.Module):
         A hint for training: who "she" is must be known half-way, so that facts are filed under names.
         """
         return self.logits(self.subject(half_way))
+
+    def answer_logits(self, hidden: Tensor) -> Tensor:
+        """What the answer begins with, told by a token of the question; float32.
+
+        A hint for training: a token that finds its like in the context need not wait for the last one to ask it.
+        """
+        return self.logits(self.answer(hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Tied to the embeddings; float32."""
@@ -157,8 +165,9 @@ class Attention(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.num_heads = size.num_attention_heads
-        for name in ("q_proj", "k_proj", "v_proj"):
-            self.add_module(name, Matrix(size.num_attention_heads * size.head_dim, size.hidden_size))
+        self.q_proj = Matrix(size.num_attention_heads * size.head_dim, size.hidden_size)
+        self.k_proj = Matrix(size.num_attention_heads * size.head_dim, size.hidden_size)
+        self.v_proj = Matrix(size.num_attention_heads * size.head_dim, size.hidden_size)
         self.o_proj = Matrix(size.hidden_size, size.num_attention_heads * size.head_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, padding: Tensor, own: Tensor, num_questions: int) -> Tensor:

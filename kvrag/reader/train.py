@@ -13,7 +13,7 @@ import ctypes
 import os
 import random
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -57,7 +57,7 @@ STAGES = (  # until this share of the steps: these shapes
     (1.00, (Shape((3, 4), 12, 416, 14), Shape((4, 6), 9, 608, 16))),
 )
 ECHO = 0.3  # weight of predicting the questions' own tokens: names that begin like one in the context go on like it
-HINT = 0.5  # weight of the hint, see `Net.subject_logits`
+HINT = 0.5  # weight of the hints, see `Net.subject_logits` and `Net.answer_logits`
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
@@ -115,8 +115,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device."""
-        tensors = (getattr(self, field.name) for field in fields(self) if field.name != "padding")
-        return Batch(*(tensor.to(device) for tensor in tensors), padding=self.padding)
+        return replace(self, **{name: part.to(device) for name, part in vars(self).items() if name != "padding"})
 
 
 def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, split: str, shape: Shape) -> Batch:
@@ -191,6 +190,8 @@ class Predictions:
         numbers: (N,) number of the question.
         answers: (N,) bool, a token of an answer comes next.
         subjects: (S, V) float32, whom the labelled tokens of the context are about.
+        early: (M, V) float32, what the questions' tokens say that the answer begins with.
+        first: (M,) id that it does begin with.
     """
 
     logits: Tensor
@@ -198,6 +199,8 @@ class Predictions:
     numbers: Tensor
     answers: Tensor
     subjects: Tensor
+    early: Tensor
+    first: Tensor
 
 
 def predict(net: Net, batch: Batch) -> Predictions:
@@ -205,12 +208,16 @@ def predict(net: Net, batch: Batch) -> Predictions:
     hidden, half_way = net(batch.context, batch.lengths, batch.questions)
     follows = batch.questions[:, :, 1:] != batch.padding  # (B, Q, L - 1)
     numbers = torch.arange(batch.kinds.numel(), device=hidden.device).view(*batch.kinds.shape, 1).expand_as(follows)
+    asking = (batch.questions != batch.padding) & ~batch.answers
+    first = batch.answers.int().argmax(dim=2, keepdim=True)  # (B, Q, 1)
     return Predictions(
         net.logits(hidden[:, :, :-1][follows]),
         batch.questions[:, :, 1:][follows],
         numbers[follows],
         batch.answers[:, :, 1:][follows],
         net.subject_logits(half_way[batch.subjects >= 0]),
+        net.answer_logits(hidden[asking]),
+        batch.questions.gather(2, first).expand_as(asking)[asking],
     )
 
 
@@ -367,6 +374,7 @@ class Training:
         losses = cross_entropy(said.logits, said.targets, reduction="none")
         loss, echo = losses[said.answers].mean(), losses[~said.answers].mean()
         hint = cross_entropy(said.subjects, batch.subjects[batch.subjects >= 0])
+        hint = hint + cross_entropy(said.early, said.first)
         (loss + ECHO * echo + HINT * hint).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
         for optimizer in self.optimizers:

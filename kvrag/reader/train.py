@@ -54,7 +54,7 @@ STAGES = (  # until this share of the steps: these shapes
     (0.10, (Shape((1, 1), 12, 128, 12),)),
     (0.20, (Shape((1, 2), 12, 224, 12),)),
     (0.35, (Shape((2, 3), 12, 320, 12),)),
-    (1.00, (Shape((3, 4), 12, 416, 14), Shape((4, 6), 9, 608, 16))),
+    (1.00, (Shape((3, 4), 10, 416, 22), Shape((4, 6), 8, 608, 24))),
 )
 ECHO = 0.3  # weight of predicting the questions' own tokens: names that begin like one in the context go on like it
 HINT = 0.5  # weight of the hints, see `Net.subject_logits` and `Net.answer_logits`
@@ -285,7 +285,7 @@ def save(net: Net, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 class Settings:
     """Of one training. Another seed, number of steps, rate or size is another training."""
 
-    steps: int = 3000
+    steps: int = 5000
     rate: float = 3e-3
     seed: int = 0
     layers: int = Size.num_hidden_layers

@@ -32,7 +32,7 @@ from kvrag.model import Model
 from kvrag.select import select
 from kvrag.speed import Busy
 from kvrag.stitch import Stitched, stitch
-from kvrag.store import ChunkReader, ChunkRecord, FileStore, KVStore, MemoryTier
+from kvrag.store import ChunkReader, ChunkRecord, DroppedChunks, FileStore, KVStore, MemoryTier
 from kvrag.tuning import TimedReader, Tuning
 from kvrag.types import Answer, BlendReport, Delta, Messages, Run, WarmReport
 from kvrag.verify import Check, verify
@@ -98,6 +98,7 @@ class BlendEngine:
         self.store: KVStore = FileStore(store) if isinstance(store, (str, Path)) else store
         self.store.bind(self.fingerprint)
         self._ram = MemoryTier(ram_bytes)
+        self._dropped = DroppedChunks()
         self._index = MatchIndex()
         self._index_lock = threading.Lock()
         self._last_entry = 0
@@ -143,7 +144,7 @@ class BlendEngine:
         self,
         texts: Iterable[str],
         *,
-        document: str = "",
+        document: str | Sequence[str] = "",
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> WarmReport:
         """Encode every chunk that the store lacks. Give the texts as the framework will paste them.
@@ -151,7 +152,8 @@ class BlendEngine:
         Args:
             texts: The chunks.
             document: Name of the document they are the whole of: its chunks from an earlier call that are not among
-                them are dropped, unless another document has them. "" adds without a name.
+                them are dropped, unless another document has them. "" adds without a name. A list has one name for
+                each text, so that several documents are encoded together.
             progress: Called with (tokens done, tokens to do) after each portion.
 
         Raises:
@@ -162,7 +164,9 @@ class BlendEngine:
         """
         self._check_open()
         started = time.perf_counter()
-        chunks, skipped, warnings = self._tokenize(texts)
+        chunks, keys, skipped, warnings = self._tokenize(texts)
+        documents = _by_document(document, keys)
+        self._bring_back(chunks)
         missing = self.store.missing(list(chunks))
         tokens = [len(chunks[key]) for key in missing]
         size = done = new = encoded = 0
@@ -174,7 +178,9 @@ class BlendEngine:
             new, encoded = new + len(now), encoded + sum(len(chunks[key]) for key in now)
             done += sum(len(chunks[key]) for key in portion)
             progress(done, sum(tokens))
-        self.store.set_document(document, list(chunks))
+        for name, held in documents.items():
+            self.store.set_document(name, held)
+        self._dropped.clear()
         self._tuning.keep_speed()
         if lost := self.store.missing(list(chunks)):
             warnings.append(
@@ -191,10 +197,12 @@ class BlendEngine:
             warnings=tuple(warnings),
         )
 
-    def _tokenize(self, texts: Iterable[str]) -> tuple[dict[str, list[int]], int, list[str]]:
+    def _tokenize(self, texts: Iterable[str]) -> tuple[dict[str, list[int]], list[str | None], int, list[str]]:
+        """Chunks, each text's key (None if it is too short), how many are too short, warnings."""
         if isinstance(texts, str):
             raise SettingError("texts must be a list of chunks, not one string")
         chunks: dict[str, list[int]] = {}
+        keys: list[str | None] = []
         short: set[str] = set()
         for number, text in enumerate(texts):
             if not isinstance(text, str):
@@ -203,15 +211,30 @@ class BlendEngine:
             self.model.check_window(len(ids) + len(self.model.tokenizer.preamble), f"chunk {number}")
             if len(ids) < self.config.min_run:
                 short.add(text)
+                keys.append(None)
             else:
-                chunks[self.fingerprint.chunk_key(ids)] = ids
+                key = self.fingerprint.chunk_key(ids)
+                keys.append(key)
+                chunks[key] = ids
         warnings = []
         if short:
             warnings.append(
                 f"{len(short)} chunks have fewer than {self.config.min_run} tokens and will not be reused: "
                 "they are computed with the rest of the prompt"
             )
-        return chunks, len(short), warnings
+        return chunks, keys, len(short), warnings
+
+    def _bring_back(self, chunks: dict[str, list[int]]) -> None:
+        """Store again what was dropped a moment ago."""
+        for key, ids in chunks.items():
+            if reader := self._dropped.take(key):
+                try:
+                    layers = [reader.layer(number) for number in range(reader.num_layers)]
+                    self.store.put([ChunkRecord(key, np.asarray(ids, np.uint32), anchors(ids), layers)])
+                except DamagedChunkError:
+                    pass  # it is encoded again
+                finally:
+                    reader.close()
 
     def _encode_and_put(self, chunks: dict[str, list[int]]) -> int:
         keys, records = list(chunks), []
@@ -229,9 +252,17 @@ class BlendEngine:
         """Drop a document's chunks unless another document has them; returns how many were dropped."""
         if not document:
             raise SettingError("forget needs a document's name")
+        for key in self.store.documents(document).get(document, []):
+            with contextlib.suppress(StoreError):  # what cannot be read need not come back
+                if reader := self.store.open(key):
+                    self._dropped.keep(key, reader)
         return self.store.set_document(document, [])
 
-    async def awarm(self, texts: Iterable[str], *, document: str = "") -> WarmReport:
+    def documents(self, prefix: str = "") -> list[str]:
+        """Names of the documents that begin so and have chunks, sorted."""
+        return list(self.store.documents(prefix))
+
+    async def awarm(self, texts: Iterable[str], *, document: str | Sequence[str] = "") -> WarmReport:
         """Like `warm`, off the event loop."""
         return await asyncio.to_thread(self.warm, texts, document=document)
 
@@ -565,6 +596,7 @@ class BlendEngine:
         """Release the store. Answers under way end with their own."""
         if not self._closed:
             self._closed = True
+            self._dropped.clear()
             self._tuning.keep_speed()
             self.store.close()
 
@@ -588,6 +620,18 @@ class _Clock:
         now = time.perf_counter()
         passed, self._last = now - self._last, now
         return passed
+
+
+def _by_document(document: str | Sequence[str], keys: Sequence[str | None]) -> dict[str, list[str]]:
+    """Each document's keys."""
+    names = [document] * len(keys) if isinstance(document, str) else document
+    if len(names) != len(keys):
+        raise SettingError(f"{len(names)} names of documents for {len(keys)} texts: give one for each, or one string")
+    held: dict[str, list[str]] = {name: [] for name in ([document] if isinstance(document, str) else names)}
+    for name, key in zip(names, keys, strict=True):
+        if key is not None:
+            held[name].append(key)
+    return held
 
 
 def _portions(keys: Sequence[str], tokens: Sequence[int], size: int) -> Iterator[list[str]]:

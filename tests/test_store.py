@@ -33,6 +33,7 @@ from kvrag import (
     StoreFullError,
     StoreReadOnlyError,
 )
+from kvrag import engine as engine_module
 from kvrag.fingerprint import Fingerprint
 from kvrag.match import anchors
 from kvrag.store import ChunkRecord, MemoryTier, chunkfile
@@ -758,6 +759,43 @@ def test_engine_documents(engine: BlendEngine) -> None:
     assert len(report.runs) == 2
     with pytest.raises(SettingError, match="name"):
         engine.forget("")
+
+
+def test_several_documents_are_warmed_together(engine: BlendEngine) -> None:
+    report = engine.warm([CHUNKS[0], CHUNKS[1], CHUNKS[0], "short"], document=["b/1", "a", "b/2", "b/3"])
+    assert (report.new, report.skipped) == (2, 1)
+    assert engine.documents() == ["a", "b/1", "b/2"]
+    assert engine.documents("b/") == ["b/1", "b/2"]
+    assert engine.documents("c") == []
+    assert engine.forget("b/1") == 0  # b/2 has it too
+    assert engine.forget("b/2") == 1
+    assert engine.documents() == ["a"]
+    with pytest.raises(SettingError, match="2 names of documents for 1 texts"):
+        engine.warm(CHUNKS[2:3], document=["c", "d"])
+    assert engine.store.stats().chunks == 1
+
+
+def test_a_document_that_is_deleted_and_added_again_is_not_encoded_again(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.warm(CHUNKS[:3], document="d")
+    expected = engine.generate(messages(*CHUNKS), max_new_tokens=4, policy="none")
+    assert engine.forget("d") == 3
+    assert engine.store.stats().chunks == 0
+    assert not list(Path(engine.store.stats().path).rglob("*.safetensors"))
+    encoded: list[int] = []
+    encode = engine_module.encode
+    monkeypatch.setattr(engine_module, "encode", lambda model, ids: encoded.append(len(ids)) or encode(model, ids))
+    report = engine.warm(CHUNKS[1:], document="d")
+    assert encoded == [1]
+    assert (report.new, report.reused) == (1, 2)
+    engine.forget("d")
+    engine.warm(CHUNKS[:1], document="other")  # what was dropped before is let go now
+    encoded.clear()
+    engine.warm(CHUNKS[:3], document="d")
+    assert encoded == [2]
+    again = engine.generate(messages(*CHUNKS), max_new_tokens=4, policy="none")
+    assert (again.token_ids, again.report.reused_tokens) == (expected.token_ids, expected.report.reused_tokens)
 
 
 def _age(path: Path, seconds: float = 7200) -> None:

@@ -1,5 +1,6 @@
 """Where chunks' KV lives: the protocol, the embedded store, the RAM tier."""
 
+from kvrag.store.dropped import DroppedChunks
 from kvrag.store.files import FileStore
 from kvrag.store.memory import MemoryTier
 from kvrag.store.protocol import ChunkReader, ChunkRecord, Entry, KeepsTexts, KVStore, StoreStats, Texts
@@ -7,6 +8,7 @@ from kvrag.store.protocol import ChunkReader, ChunkRecord, Entry, KeepsTexts, KV
 __all__ = [
     "ChunkReader",
     "ChunkRecord",
+    "DroppedChunks",
     "Entry",
     "FileStore",
     "KVStore",

@@ -247,6 +247,10 @@ class FileStore:
         self.remove(orphans)
         return len(orphans)
 
+    def documents(self, prefix: str = "") -> dict[str, list[str]]:
+        """See KVStore.documents."""
+        return self._manifest.documents(prefix)
+
     def remove(self, keys: Sequence[str]) -> None:
         """Delete chunks, rows first: a file without a row is a leftover, a row without a file would be damage."""
         if not keys:

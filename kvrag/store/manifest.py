@@ -197,6 +197,19 @@ class Manifest:
             held = "SELECT 1 FROM holders WHERE key = ? LIMIT 1"
             return [key for key in sorted(dropped) if connection.execute(held, (key,)).fetchone() is None]
 
+    def documents(self, prefix: str) -> dict[str, list[str]]:
+        """Named documents whose names begin so, and the keys each holds."""
+        # a range, for which SQLite uses the index
+        rows = self._all(
+            "SELECT document, key FROM holders"
+            " WHERE document > '' AND document >= ?1 AND document < ?1 || char(1114111) ORDER BY document, key",
+            prefix,
+        )
+        documents: dict[str, list[str]] = {}
+        for document, key in rows:
+            documents.setdefault(document, []).append(key)
+        return documents
+
     def unheld(self) -> list[str]:
         """Chunks that no document holds."""
         return [row[0] for row in self._all("SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM holders)")]

@@ -132,6 +132,9 @@ class KVStore(Protocol):
             How many chunks were removed.
         """
 
+    def documents(self, prefix: str = "") -> dict[str, list[str]]:
+        """The named documents that have chunks and whose names begin so, sorted, each with its chunks' keys."""
+
     def stats(self) -> StoreStats:
         """Counts, for people and tests."""
 

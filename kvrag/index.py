@@ -206,31 +206,42 @@ class ChunkIndex:
             index = None
             if rows:
                 vectors = np.frombuffer(b"".join(vector for _, vector in rows), np.float32).reshape(len(rows), -1)
-                index = _import_faiss().IndexFlatIP(vectors.shape[1])
+                index = import_faiss().IndexFlatIP(vectors.shape[1])
                 index.add(vectors)
             self._faiss = (version, np.array([number for number, _ in rows], np.int64), index)
         return self._faiss[1], self._faiss[2]
 
     def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         if self._encoder is None:
-            self._encoder = _load_embedder(self.embedder)
+            self._encoder = load_embedder(self.embedder)
         vectors = self._encoder.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
         return np.ascontiguousarray(vectors, np.float32)
 
 
-def _missing_extra(error: ImportError) -> KvragError:
-    return KvragError(f"{error.name or error} is not installed: pip install 'kvrag[cli]'")
+def import_faiss(extra: str = "kvrag[cli]") -> Any:
+    """The faiss module.
 
-
-def _import_faiss() -> Any:
+    Raises:
+        KvragError: It is not installed; the message names `extra`.
+    """
     try:
         import faiss
     except ImportError as error:
-        raise _missing_extra(error) from None
+        raise _missing(error, extra) from None
     return faiss
 
 
-def _load_embedder(name: str) -> Any:
+def load_embedder(name: str, extra: str = "kvrag[cli]", **settings: Any) -> Any:
+    """A SentenceTransformer.
+
+    Args:
+        name: `DEFAULT_EMBEDDER`, a hub name or a folder.
+        extra: What to install if something is missing.
+        settings: Passed on to SentenceTransformer, such as `device`.
+
+    Raises:
+        KvragError: Something is not installed, or the model cannot be loaded.
+    """
     try:
         from sentence_transformers import SentenceTransformer
 
@@ -240,12 +251,16 @@ def _load_embedder(name: str) -> Any:
 
             path = str(get_model_path())
     except ImportError as error:
-        raise _missing_extra(error) from None
+        raise _missing(error, extra) from None
     try:
-        return SentenceTransformer(path)
+        return SentenceTransformer(path, **settings)
     except Exception as error:  # transformers, huggingface_hub and torch each raise their own
         reason = str(error).strip().split("\n")[0]
         raise KvragError(
             f"cannot load the embedder {name!r}: is the name right, and the hub reachable? A folder works as well "
             f"({type(error).__name__}: {reason:.160})"
         ) from error
+
+
+def _missing(error: ImportError, extra: str) -> KvragError:
+    return KvragError(f"{error.name or error} is not installed: pip install '{extra}'")

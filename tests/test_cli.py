@@ -21,7 +21,7 @@ from kvrag.cli import demo
 from kvrag.cli.main import main
 
 QUESTION, ANSWER = "When did Cufi Suvan graduate?", "1960"
-load_embedder = functools.cache(kvrag.index._load_embedder)
+load_embedder = functools.cache(kvrag.index.load_embedder)
 Json = Callable[..., Any]
 
 
@@ -36,18 +36,18 @@ def reader() -> Iterator[Model]:
 
 @pytest.fixture(autouse=True)
 def _embedder_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.index, "_load_embedder", load_embedder)
+    monkeypatch.setattr(kvrag.index, "load_embedder", load_embedder)
 
 
 @pytest.fixture(scope="module")
 def warmed(tmp_path_factory: pytest.TempPathFactory, reader: Model) -> Path:
     """A store with the demo's corpus; not to be changed."""
     store = tmp_path_factory.mktemp("warmed")
-    kvrag.index._load_embedder, original = load_embedder, kvrag.index._load_embedder
+    kvrag.index.load_embedder, original = load_embedder, kvrag.index.load_embedder
     try:
         assert main(["warm", str(demo.corpus_folder()), "--store", str(store), "--chunk-tokens", "32", "--json"]) == 0
     finally:
-        kvrag.index._load_embedder = original
+        kvrag.index.load_embedder = original
     return store
 
 
@@ -266,7 +266,7 @@ def test_what_warm_cannot_do_is_one_line(
     fails: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvrag.index, "_load_embedder", load_embedder.__wrapped__)
+    monkeypatch.setattr(kvrag.index, "load_embedder", load_embedder.__wrapped__)
     (tmp_path / "empty").mkdir()
     argv = [part.format(docs=folder, empty=tmp_path / "empty") for part in argv]
     assert message in fails("warm", *argv, "--store", tmp_path / "kv")

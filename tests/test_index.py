@@ -19,12 +19,12 @@ CHUNKS = [
     "Its keeper grows tomatoes behind the tower.",
     "Interest rates rose again in spring.",
 ]
-load_embedder = functools.cache(kvrag.index._load_embedder)
+load_embedder = functools.cache(kvrag.index.load_embedder)
 
 
 @pytest.fixture(autouse=True)
 def _embedder_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.index, "_load_embedder", load_embedder)
+    monkeypatch.setattr(kvrag.index, "load_embedder", load_embedder)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvrag.config import POLICIES, BlendConfig, Sampling
+from kvrag.config import POLICIES, BlendConfig, Grammar, Sampling
 from kvrag.errors import (
     ContextWindowError,
     DamagedChunkError,
@@ -18,7 +18,7 @@ from kvrag.errors import (
     StoreReadOnlyError,
     UnsupportedModelError,
 )
-from kvrag.types import Answer, BlendReport, Delta, Run, WarmReport
+from kvrag.types import Answer, BlendReport, Delta, Run, ToolCall, WarmReport
 
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
@@ -39,6 +39,7 @@ __all__ = [
     "Delta",
     "FileStore",
     "FingerprintMismatchError",
+    "Grammar",
     "KVStore",
     "KvragError",
     "LLMSettings",
@@ -53,6 +54,7 @@ __all__ = [
     "StoreError",
     "StoreFullError",
     "StoreReadOnlyError",
+    "ToolCall",
     "UnsupportedModelError",
     "WarmReport",
 ]

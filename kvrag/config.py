@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import Any
 
 from kvrag.errors import SettingError
 
@@ -142,3 +145,58 @@ class Sampling:
             _check("seed", self.seed, 0, whole=True)
         _require(not isinstance(self.stop, str), "stop must be a sequence of strings, not one string")
         _require(all(isinstance(s, str) and s for s in self.stop), f"stop strings must not be empty, got {self.stop!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must look like: one of the three. Needs the extra `kvrag[grammar]`.
+
+    An answer that reaches `max_new_tokens` is cut off all the same: its `finish_reason` is "length" then.
+
+    Attributes:
+        json_schema: A JSON schema; `{"type": "object"}` = any object. Properties that it does not name are left out.
+        regex: A regular expression for the whole answer, in Rust's syntax (no look-around, no back-references).
+        lark: A context-free grammar in Lark's syntax, or in the EBNF of llama.cpp (GBNF).
+    """
+
+    json_schema: Mapping[str, Any] | None = None
+    regex: str | None = None
+    lark: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json_schema", "regex", "lark") if getattr(self, name) is not None]
+        _require(len(given) == 1, f"a grammar is one of json_schema, regex and lark, got {', '.join(given) or 'none'}")
+        for name, text in (("regex", self.regex), ("lark", self.lark)):
+            _require(isinstance(text, str | None), f"{name} must be a string, got {text!r:.80}")
+        if self.json_schema is not None:
+            _require(isinstance(self.json_schema, Mapping), f"json_schema must be a dict, got {self.json_schema!r:.80}")
+            check_json("json_schema", self.json_schema)
+
+    @classmethod
+    def of_response_format(cls, response_format: Mapping[str, Any]) -> Grammar | None:
+        """What OpenAI's `response_format` asks for; None for `{"type": "text"}`.
+
+        Raises:
+            SettingError: It is none.
+        """
+        kind = response_format.get("type") if isinstance(response_format, Mapping) else None
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return cls(json_schema={"type": "object"})
+        described = response_format.get("json_schema") if kind == "json_schema" else None
+        schema = described.get("schema") if isinstance(described, Mapping) else None
+        _require(
+            schema is not None,
+            'response_format must be {"type": "text"}, {"type": "json_object"} or '
+            f'{{"type": "json_schema", "json_schema": {{"schema": ...}}}}, got {response_format!r:.120}',
+        )
+        return cls(json_schema=schema)
+
+
+def check_json(name: str, value: object) -> None:
+    """Raise SettingError unless `value` can be written as JSON."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise SettingError(f"{name} is not JSON: {error}") from None

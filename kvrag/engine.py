@@ -22,19 +22,21 @@ from kvrag import calibrate
 from kvrag.blend import blend, prefill
 from kvrag.calibrate import Calibration
 from kvrag.codec import pack
-from kvrag.config import BlendConfig, Sampling, check_codec
+from kvrag.config import BlendConfig, Grammar, Sampling, check_codec
 from kvrag.controller import Decision
 from kvrag.decode import decode
 from kvrag.encode import encode
 from kvrag.errors import DamagedChunkError, KvragError, SettingError, StoreError
+from kvrag.grammar import constrain
 from kvrag.match import MatchIndex, anchors
 from kvrag.model import Model
 from kvrag.select import select
 from kvrag.speed import Busy
 from kvrag.stitch import Stitched, stitch
 from kvrag.store import ChunkReader, ChunkRecord, DroppedChunks, FileStore, KVStore, MemoryTier
+from kvrag.tools import Prepared, prepare
 from kvrag.tuning import TimedReader, Tuning
-from kvrag.types import Answer, BlendReport, Delta, Messages, Run, WarmReport
+from kvrag.types import Answer, BlendReport, Delta, Messages, Run, ToolCall, WarmReport
 from kvrag.verify import Check, verify
 
 logger = logging.getLogger("kvrag")
@@ -277,6 +279,9 @@ class BlendEngine:
         policy: str | None = None,
         controller: str | None = None,
         stop: Sequence[str] = (),
+        tools: Sequence[dict[str, Any]] | None = None,
+        tool_choice: str | dict[str, Any] | None = None,
+        grammar: Grammar | None = None,
         template: dict[str, Any] | None = None,
         **sampling: Any,
     ) -> Generator[Delta, None, None]:
@@ -288,7 +293,9 @@ class BlendEngine:
             ratio, policy: Instead of the engine's `config`; what is given here is obeyed, controller or not.
             controller: "auto" or "off", instead of the engine's `config`.
             stop: The answer ends before the first of these strings.
-            template: Variables for the chat template, such as `tools`.
+            tools, tool_choice: What the model may or must call, in OpenAI's form; see `kvrag.tools.prepare`.
+            grammar: What the answer must keep to.
+            template: Variables for the chat template, such as `enable_thinking`.
             sampling: Fields of `Sampling`: max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed.
 
         Yields:
@@ -296,17 +303,18 @@ class BlendEngine:
 
         Raises:
             PromptError, ContextWindowError: It cannot be answered as it is.
-            SettingError: A setting is out of range or unknown.
+            SettingError: A setting is out of range or unknown, or a grammar is wrong.
         """
         self._check_open()
         config = self._configure(ratio, policy, controller)
+        prepared = prepare(self.model.tokenizer, prompt, tools, tool_choice, grammar)
         if isinstance(stop, str):
             raise SettingError("stop must be a sequence of strings, not one string")
         try:
             settings = Sampling(stop=tuple(stop), **sampling)
         except TypeError as error:
             raise SettingError(str(error).replace("Sampling.__init__()", "stream()")) from None
-        return self._stream(prompt, documents, config, settings, template or {})
+        return self._stream(prepared, documents, config, settings, template or {})
 
     def _configure(
         self, ratio: float | None = None, policy: str | None = None, controller: str | None = None
@@ -318,7 +326,7 @@ class BlendEngine:
 
     def _stream(
         self,
-        prompt: str | Messages,
+        prepared: Prepared,
         documents: Sequence[str] | None,
         config: BlendConfig,
         sampling: Sampling,
@@ -326,14 +334,19 @@ class BlendEngine:
     ) -> Generator[Delta, None, None]:
         started = time.perf_counter()  # when the consumer asks for the first token
         notes: list[str] = []
-        ids = self.model.tokenizer.render(prompt, **template)
+        ids = self.model.tokenizer.render(prepared.prompt, **prepared.template, **template)
         self.model.check_window(len(ids))
+        constraint = constrain(self.model, prepared.grammar) if prepared.grammar else None
+        listener = prepared.listener(self.model.tokenizer, ids)
         if documents:
             notes += self._warm_documents(documents)
         done = self.prefill(ids, config, notes)
         report: BlendReport | None = None
-        for delta in decode(self.model, done.ids, done.stitched.cache, done.logits, sampling):
+        control_tokens = listener is not None and listener.control_tokens
+        cache, logits = done.stitched.cache, done.logits
+        for delta in decode(self.model, done.ids, cache, logits, sampling, constraint, control_tokens):
             report = report or done.report(time.perf_counter() - started)
+            delta = listener.hear(delta) if listener else delta
             yield replace(delta, report=report) if delta.finish_reason else delta
 
     def _warm_documents(self, documents: Sequence[str]) -> list[str]:
@@ -652,11 +665,13 @@ def _join(deltas: Iterable[Delta]) -> Answer:
     """The whole answer out of its pieces."""
     text, last = "", None
     token_ids: list[int] = []
+    calls: list[ToolCall] = []
     for delta in deltas:
         text += delta.text
         token_ids += delta.token_ids
+        calls += delta.tool_calls
         last = delta
     assert last is not None
     assert last.finish_reason is not None
     assert last.report is not None
-    return Answer(text, tuple(token_ids), last.finish_reason, last.report)
+    return Answer(text, tuple(token_ids), last.finish_reason, last.report, tuple(calls))

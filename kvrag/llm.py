@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvrag.config import Sampling, check_codec, check_controller, check_policy, check_ratio
+from kvrag.config import Grammar, Sampling, check_codec, check_controller, check_policy, check_ratio
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
 
@@ -21,7 +21,7 @@ _ABOUT_ANSWERS = (
     *("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed"),
     *("stop", "ratio", "policy", "controller"),
 )
-_ONLY_PER_CALL = ("documents", "template")
+_ONLY_PER_CALL = ("documents", "tools", "tool_choice", "grammar", "response_format", "template")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,8 @@ class LLMSettings:
 
         Args:
             call: What this call wants otherwise, None meaning the same; `stop` is added to that of the settings.
-                `documents` and `template` can be given here only.
+                `documents`, `tools`, `tool_choice`, `grammar` and `template` can be given here only, and OpenAI's
+                `response_format`, which becomes a grammar.
 
         Raises:
             SettingError: Out of range, or an unknown name.
@@ -107,6 +108,10 @@ class LLMSettings:
         request |= {name: value for name, value in call.items() if value is not None}
         request["stop"] = tuple(dict.fromkeys([*(self.stop or ()), *(call.get("stop") or ())]))
         request["max_new_tokens"] = request.pop("max_tokens")
+        if response_format := request.pop("response_format", None):
+            if "grammar" in request:
+                raise SettingError("response_format and grammar exclude each other: leave out one of them")
+            request["grammar"] = Grammar.of_response_format(response_format)
         Sampling(**{field.name: request[field.name] for field in fields(Sampling)})
         if request["ratio"] is not None:
             check_ratio(request["ratio"])

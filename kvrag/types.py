@@ -52,6 +52,7 @@ class BlendReport:
 
     `reused_tokens` came from the store, `recomputed_tokens` of them were computed again on all layers, `fresh_tokens`
     were not stored. Times are in seconds; `ttft_s` runs from the call to the first token and includes all others.
+    `created_tokens` of the reused ones were encoded for this very answer, as its `documents`.
     `exact` says that the answer is full prefill's by construction. `tier` tells where the KV came from: "ram", "disk",
     "mixed" or "" (nowhere). `decision` is what the controller chose and why, "" if it had nothing to decide.
     """
@@ -74,6 +75,7 @@ class BlendReport:
     exact: bool
     notes: tuple[str, ...] = ()
     decision: str = ""
+    created_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -81,13 +83,23 @@ class BlendReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool that the model wants called; `id` is ours, nine letters and digits, as Mistral's templates insist."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
-    """A finished generation."""
+    """A finished generation. `text` is what was said besides the tool calls."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     report: BlendReport
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +107,11 @@ class Delta:
     """A piece of a streamed answer.
 
     The last one has `finish_reason` and `report` set; its `text` may be empty. `token_ids` are the tokens generated
-    since the previous delta.
+    since the previous delta, `tool_calls` the calls that they completed.
     """
 
     text: str
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     report: BlendReport | None = None
+    tool_calls: tuple[ToolCall, ...] = ()

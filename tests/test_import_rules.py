@@ -29,7 +29,9 @@ ALLOWED: dict[str, set[str]] = {
     "codec": {"errors"},
     "match": {"types"},
     "encode": {"model"},
-    "decode": BASE | {"model"},
+    "grammar": BASE | {"model"},
+    "tools": BASE | {"model", "grammar"},
+    "decode": BASE | {"model", "grammar"},
     "stitch": BASE | {"model", "store", "codec"},
     # what a stitched prompt is belongs to both of them
     "select": BASE | {"model", "stitch"},
@@ -39,7 +41,9 @@ ALLOWED: dict[str, set[str]] = {
     "speed": BASE,
     "controller": BASE | {"speed"},
     "tuning": BASE | STEPS | {"model", "store", "codec", "calibrate", "speed", "controller"},
-    "engine": BASE | STEPS | {"model", "store", "codec", "verify", "calibrate", "speed", "controller", "tuning"},
+    "engine": BASE
+    | STEPS
+    | {"grammar", "tools", "model", "store", "codec", "verify", "calibrate", "speed", "controller", "tuning"},
     "llm": BASE | {"engine"},
     "bench": BASE | STEPS | {"model", "store", "codec", "engine", "index", "verify", "reader", "speed", "controller"},
     "cli": BASE | {"model", "store", "codec", "engine", "index", "verify", "calibrate", "bench", "llm", "__init__"},
@@ -65,6 +69,7 @@ ONLY_IN: dict[str, set[str]] = {
     "langchain_community": set(),
     "langchain_kvrag": {"cli"},
     "llama_index": set(),
+    "llguidance": {"grammar.py"},
     "matplotlib": {"bench/plots.py"},
     "rich": {"cli"},
     "pypdf": {"cli"},

@@ -23,6 +23,7 @@ PUBLIC = [
     "Delta",
     "FileStore",
     "FingerprintMismatchError",
+    "Grammar",
     "KVStore",
     "KvragError",
     "LLMSettings",
@@ -37,6 +38,7 @@ PUBLIC = [
     "StoreError",
     "StoreFullError",
     "StoreReadOnlyError",
+    "ToolCall",
     "UnsupportedModelError",
     "WarmReport",
 ]

@@ -108,9 +108,30 @@ class Tokenizer:
         with self._lock:
             return list(self.hf.encode(text, add_special_tokens=False, split_special_tokens=True))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of generated ids, control tokens left out."""
-        return str(self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def decode(self, ids: Sequence[int], control_tokens: bool = False) -> str:
+        """Text of generated ids, with or without the control tokens among them."""
+        text = self.hf.decode(ids, skip_special_tokens=not control_tokens, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def control_token(self, text: str) -> int | None:
+        """Id of the control token of this name, if there is one."""
+        for number, token in self.hf.added_tokens_decoder.items():
+            if token.special and token.content == text:
+                return int(number)
+        return None
+
+    def template_text(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """Source of the chat template for prompts with these tools, or ""."""
+        return str(self.hf.get_chat_template(tools=tools)) if self.has_chat_template else ""
+
+    @property
+    def has_response_parser(self) -> bool:
+        """Whether the tokenizer says what the model's answers look like."""
+        return getattr(self.hf, "response_template", None) is not None
+
+    def response_parser(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Any:
+        """transformers' own parser of an answer to this prompt, which wants to see the control tokens."""
+        return self.hf.get_response_parser(prefix=self.decode(ids, control_tokens=True), tools=list(tools))
 
     @property
     def digest(self) -> str:

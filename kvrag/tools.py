@@ -1,0 +1,409 @@
+"""Tools: how a model is told of them, and how its answers call them.
+
+Tools and `tool_choice` come in OpenAI's form. A chat template that knows tools writes them itself, in the words that
+its model was trained on; for any other they are described in the system message, in those of the Hermes models.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from kvrag.config import Grammar, check_json
+from kvrag.errors import PromptError, SettingError
+from kvrag.grammar import guarded
+from kvrag.model.tokenizer import Tokenizer
+from kvrag.types import Delta, Messages, ToolCall
+
+_NAME, _ARGUMENTS = "NAME", "ARGUMENTS"
+_NOTHING = "\0"  # is in no template
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_NEVER_SAID = ("[TOOL_CALLS]", "<|python_tag|>")  # what stands before a call where they are text and no control tokens
+
+_HERMES = (_OPEN, '\n{"name": "', _NAME, '", "arguments": ', _ARGUMENTS, "}\n", _CLOSE)
+_DIALECTS = (
+    # what its template has and what it has not -> how a call is written, for forcing one
+    ("<tool_call>", "<function=", _HERMES),
+    ("[ARGS]", _NOTHING, ("[TOOL_CALLS]", _NAME, "[ARGS]", _ARGUMENTS)),
+    ("[TOOL_CALLS]", _NOTHING, ("[TOOL_CALLS]", '[{"name": "', _NAME, '", "arguments": ', _ARGUMENTS, "}]")),
+    ('{"name": function name, "parameters":', _NOTHING, ('{"name": "', _NAME, '", "parameters": ', _ARGUMENTS, "}")),
+)
+_INSTRUCTIONS = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{signatures}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt with its tools, as the engine goes on with it.
+
+    Attributes:
+        prompt: For `Tokenizer.render`.
+        template: Variables for the chat template.
+        grammar: What the answer must keep to.
+        tools: Those that the answer may call.
+        is_native: The template tells of the tools.
+    """
+
+    prompt: str | Messages
+    template: dict[str, Any] = field(default_factory=dict)
+    grammar: Grammar | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    is_native: bool = False
+
+    def listener(self, tokenizer: Tokenizer, ids: Sequence[int]) -> Listener | None:
+        """Finds the calls in the answer to the prompt that was rendered to `ids`; None if it cannot have any."""
+        if not self.tools:
+            return None
+        if self.is_native and tokenizer.has_response_parser:
+            return _TemplateListener(tokenizer.response_parser(ids, self.tools))
+        return CallListener(_names(self.tools))
+
+
+def prepare(
+    tokenizer: Tokenizer,
+    prompt: str | Messages,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    choice: str | Mapping[str, Any] | None = None,
+    grammar: Grammar | None = None,
+) -> Prepared:
+    """Tell the model of the tools, and make sure that it calls what it must.
+
+    Args:
+        tools: `{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}`.
+        choice: "auto" or None = call or answer, "none" = answer, "required" or "any" = call one of them, a tool's name,
+            or `{"type": "function", "function": {"name": ...}}` = call that one. A forced answer is exactly one call.
+        grammar: What an answer without a call must keep to; with tools, a JSON schema only.
+
+    Raises:
+        SettingError: The tools or the choice are not of this form, or exclude the grammar.
+        PromptError: Tools with a prompt that is one string, or tool calls in the messages that cannot be read.
+    """
+    known = tuple(_checked_tool(tool) for tool in _listed(tools))
+    forced = _forced(choice, _names(known))
+    if choice == "none":
+        known = ()
+    if not isinstance(prompt, (list, tuple)):
+        if known:
+            raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
+        return Prepared(prompt, grammar=grammar)
+    messages = [_with_calls_read(message) for message in prompt]
+    template = tokenizer.template_text(known or None)
+    dialect = next((how for has, lacks, how in _DIALECTS if has in template and lacks not in template), None)
+    # how to write one in an unknown dialect could not be guaranteed
+    is_native = dialect is not None or (tokenizer.has_response_parser and "tools" in template and not forced)
+    if not is_native:
+        messages = _spelled_out(messages, known)
+    if not known:
+        return Prepared(messages, grammar=grammar)
+    if forced and grammar is not None:
+        raise SettingError("a forced tool_choice and a grammar exclude each other: leave out one of them")
+    if forced:
+        wanted = [tool for tool in known if tool["function"]["name"] in forced]
+        grammar = _call_grammar(tokenizer, dialect or _HERMES, wanted)
+    elif grammar is not None:
+        grammar = _call_grammar(tokenizer, dialect or _HERMES, known, grammar)
+    return Prepared(messages, {"tools": list(known)} if is_native else {}, grammar, known, is_native)
+
+
+def _listed(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
+    if tools is not None and not isinstance(tools, (list, tuple)):
+        raise SettingError(f"tools must be a list of dicts, got {tools!r:.80}")
+    return tools or ()
+
+
+def _names(tools: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(tool["function"]["name"] for tool in tools)
+
+
+def _checked_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise SettingError(
+            'a tool is {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}, '
+            f"got {tool!r:.120}"
+        )
+    name, parameters = function["name"], function.get("parameters") or {"type": "object", "properties": {}}
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise SettingError(f"the name of a tool has letters, digits, '_', '-' and '.' only, got {name!r}")
+    if not isinstance(parameters, Mapping):
+        raise SettingError(f"the parameters of tool {name} must be a JSON schema, got {parameters!r:.80}")
+    check_json(f"tool {name}", tool)
+    return {"type": "function", "function": {**function, "parameters": dict(parameters)}}
+
+
+def _forced(choice: str | Mapping[str, Any] | None, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of the tools one of which must be called."""
+    if choice in (None, "auto", "none"):
+        return ()
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        choice = function.get("name") if isinstance(function, Mapping) else None
+    if choice in ("required", "any") and names:
+        return names
+    if choice not in names:
+        raise SettingError(
+            f"tool_choice must be auto, none, required, any or a tool's name ({', '.join(names) or 'no tools given'}), "
+            f"got {choice!r}"
+        )
+    return (choice,)
+
+
+# ---------------------------------------------------------------- what the model reads
+
+
+def _with_calls_read(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as a dict, which templates expect, even if they came as a string."""
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not calls:
+        return message
+    read = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        arguments = _arguments(function.get("arguments")) if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or arguments is None:
+            raise PromptError(
+                'a tool call is {"type": "function", "id": ..., "function": {"name": ..., "arguments": {...}}}, '
+                f"got {call!r:.120}"
+            )
+        read.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": read}
+
+
+def _spelled_out(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
+    """The messages for a template that does not know tools: everything about them is text."""
+    said = [_in_words(message) for message in messages]
+    if not tools:
+        return said
+    signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    instructions = _INSTRUCTIONS.format(signatures=signatures)
+    first = said[0] if said else {}
+    if isinstance(first, dict) and first.get("role") == "system" and isinstance(first.get("content"), str):
+        return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *said[1:]]
+    return [{"role": "system", "content": instructions}, *said]
+
+
+def _in_words(message: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        return message  # rendering says what is wrong with it
+    content = message.get("content")
+    if message.get("role") == "tool":
+        return {"role": "user", "content": _around("<tool_response>\n", content, "\n</tool_response>")}
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        f"{_OPEN}\n{json.dumps({name: call['function'][name] for name in ('name', 'arguments')}, ensure_ascii=False)}"
+        f"\n{_CLOSE}"
+        for call in message["tool_calls"]
+    ]
+    said = _around("", content, "\n" + "\n".join(calls)) if content else "\n".join(calls)
+    return {"role": message["role"], "content": said}
+
+
+def _around(before: str, content: Any, after: str) -> Any:
+    """Text around content, which may be a list of parts."""
+    if isinstance(content, list):
+        return [{"type": "text", "text": before}, *content, {"type": "text", "text": after}]
+    return f"{before}{content if content is not None else ''}{after}"
+
+
+# ---------------------------------------------------------------- what it must write
+
+
+def _call_grammar(
+    tokenizer: Tokenizer, dialect: Sequence[str], tools: Sequence[Mapping[str, Any]], answer: Grammar | None = None
+) -> Grammar:
+    """One call of one of these tools, or else the answer."""
+    rules = [
+        f"call_{number}: " + " ".join(_terms(tokenizer, dialect, tool["function"])) for number, tool in enumerate(tools)
+    ]
+    ways = [f"call_{number}" for number in range(len(tools))]
+    if answer is not None:
+        if answer.json_schema is None:
+            raise SettingError("with tools, a grammar must be a json_schema")
+        rules.append(f"answer: %json {json.dumps(guarded(answer.json_schema))}")
+        ways.append("answer")
+    return Grammar(lark="\n".join([f"start: {' | '.join(ways)}", *rules]))
+
+
+def _terms(tokenizer: Tokenizer, dialect: Sequence[str], function: Mapping[str, Any]) -> Iterator[str]:
+    for piece in dialect:
+        control = tokenizer.control_token(piece)
+        if piece == _ARGUMENTS:
+            # at the root of a schema of its own, which is where its $refs look
+            yield f"%json {json.dumps(guarded(function['parameters']))}"
+        elif control is not None:
+            yield f"<[{control}]>"
+        else:
+            yield json.dumps(function["name"] if piece == _NAME else piece, ensure_ascii=False)
+
+
+# ---------------------------------------------------------------- what it said
+
+
+class Listener(Protocol):
+    """Takes the pieces of one answer and tells what was said from what is to be called.
+
+    Attributes:
+        control_tokens: It wants to see them in the text.
+    """
+
+    control_tokens: bool
+
+    def hear(self, delta: Delta) -> Delta:
+        """The same piece with the text that is certainly no call, and with the calls that are complete."""
+
+
+class CallListener:
+    """Knows how Hermes, Qwen, Llama 3 and Mistral models write calls. What cannot be read as a call is text."""
+
+    control_tokens = False
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._held = ""  # may be a call, or the beginning of one
+        self._has_said = self._has_called = False
+
+    def hear(self, delta: Delta) -> Delta:
+        """See `Listener`."""
+        self._held += delta.text
+        text, calls = self._sort_out(is_end=delta.finish_reason is not None)
+        self._has_called = self._has_called or bool(calls)
+        self._has_said = self._has_said or bool(text.strip())
+        if self._has_called and not self._has_said:
+            text = ""  # white space around calls
+        return replace(delta, text=text, tool_calls=tuple(calls))
+
+    def _sort_out(self, is_end: bool) -> tuple[str, list[ToolCall]]:
+        if not (self._has_said or self._has_called) and self._may_be_bare():
+            if not is_end:
+                return "", []
+            if calls := self._bare_calls():
+                return "", calls
+        text, calls = "", []
+        while True:
+            before, tag, rest = self._held.partition(_OPEN)
+            if not tag:
+                break
+            inside, closed, after = rest.partition(_CLOSE)
+            if not closed and not is_end:
+                self._held = tag + rest
+                return text + before, calls
+            found = _calls(inside)
+            text += before.rstrip() if found else before + tag + inside + closed
+            calls += found
+            self._held = after.lstrip() if found else after
+        kept = 0 if is_end else self._undecided()
+        text += self._held[: len(self._held) - kept]
+        self._held = self._held[len(self._held) - kept :]
+        return text, calls
+
+    def _undecided(self) -> int:
+        """How many characters at the end may be the beginning of a tag, or the white space before one."""
+        beginning = next((n for n in range(len(_OPEN) - 1, 0, -1) if self._held.endswith(_OPEN[:n])), 0)
+        solid = self._held[: len(self._held) - beginning].rstrip()
+        return len(self._held) - len(solid)
+
+    def _may_be_bare(self) -> bool:
+        """Whether the answer, of which this is the beginning, may be calls without tags."""
+        head = self._held.lstrip()
+        if not head or head[0] in "{[":
+            return True
+        starts = (*_NEVER_SAID, *(name + mark for name in self._names for mark in ("{", "[ARGS]")))
+        return any(head.startswith(start) or start.startswith(head) for start in starts)
+
+    def _bare_calls(self) -> list[ToolCall]:
+        text = self._held.strip()
+        for word in _NEVER_SAID:
+            text = text.removeprefix(word).strip()
+        for name in self._names:  # Mistral's: name{...}
+            rest = text.removeprefix(name).removeprefix("[ARGS]")
+            if rest != text and (arguments := _arguments(rest)) is not None:
+                return [_call(name, arguments)]
+        calls = _calls(text) or [call for part in text.split(";") for call in _calls(part)]
+        return calls if all(call.name in self._names for call in calls) else []
+
+
+class _TemplateListener:
+    """transformers' own parser, for tokenizers that say what the model's answers look like."""
+
+    control_tokens = True
+
+    def __init__(self, parser: Any) -> None:
+        self._parser = parser
+        self._open = ""  # heard since something was last understood
+        self._is_lost = False
+
+    def hear(self, delta: Delta) -> Delta:
+        self._open += delta.text
+        events: list[dict[str, Any]] = []
+        if not self._is_lost:
+            try:
+                events += self._parser.feed(delta.text)
+                if delta.finish_reason is not None:
+                    events += self._parser.finalize()[1]
+            except ValueError:  # a call that is no JSON, say
+                self._is_lost = True
+        if self._is_lost:
+            text, self._open = self._open, ""
+            return replace(delta, text=text)
+        if any(event["type"] != "region_open" and not event.get("dirty") for event in events):
+            self._open = ""
+        text, calls = "", []
+        for event in events:
+            if event["type"] == "region_close" and event["field"] == "tool_calls":
+                calls += _calls_in(event["value"])
+            elif event["type"] == "region_chunk" and event["field"] != "tool_calls":
+                text += event["text"]
+        return replace(delta, text=text, tool_calls=tuple(calls))
+
+
+def _calls(text: str) -> list[ToolCall]:
+    """All calls that the text consists of; none if it is anything else."""
+    try:
+        return _calls_in(json.loads(text, strict=False))
+    except (ValueError, RecursionError):
+        return []
+
+
+def _calls_in(value: Any) -> list[ToolCall]:
+    calls = []
+    for item in value if isinstance(value, list) else [value]:
+        function = item.get("function", item) if isinstance(item, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str):
+            return []
+        arguments = _arguments(function.get("arguments", function.get("parameters")))
+        if arguments is None:
+            return []
+        calls.append(_call(name, arguments))
+    return calls
+
+
+def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
+    return ToolCall(name, arguments, uuid.uuid4().hex[:9])
+
+
+def _arguments(value: Any) -> dict[str, Any] | None:
+    """Arguments as a dict, which they are, or are the JSON of; None if they are neither."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value, strict=False) if value.strip() else {}
+        except (ValueError, RecursionError):
+            return None
+    return {} if value is None else dict(value) if isinstance(value, Mapping) else None

@@ -109,12 +109,20 @@ class BlendLLM(LLM):
         """For events. Unlike the metadata it does not load the model: the event loop is waiting."""
         return {"class_name": self.class_name(), **LLMSettings.of(self).identity()}
 
-    def warm(self, texts: Iterable[str], *, document: str = "") -> WarmReport:
+    def warm(self, texts: Iterable[str], *, document: str | Sequence[str] = "") -> WarmReport:
         """Encode every chunk that the store lacks; see `BlendEngine.warm`.
 
         Give them as the prompt will have them: `node.get_content(MetadataMode.LLM)`.
         """
         return self._open().warm(texts, document=document)
+
+    def forget(self, document: str) -> int:
+        """Drop a document's chunks unless another one has them; see `BlendEngine.forget`."""
+        return self._open().forget(document)
+
+    def documents(self, prefix: str = "") -> list[str]:
+        """Names of the documents that begin so and have chunks."""
+        return self._open().documents(prefix)
 
     def encode(self, text: str) -> list[int]:
         """Token ids by the model's own tokenizer: `Settings.tokenizer = llm.encode` makes LlamaIndex count right."""

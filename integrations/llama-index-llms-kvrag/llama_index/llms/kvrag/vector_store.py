@@ -1,0 +1,226 @@
+"""KVWarmVectorStore: chunks are encoded when they are added to a vector store, and dropped with its vectors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+from urllib.parse import quote
+
+from llama_index.core.bridge.pydantic import SerializeAsAny
+from llama_index.core.schema import BaseNode, MetadataMode
+from llama_index.core.vector_stores.types import (
+    BasePydanticVectorStore,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryResult,
+)
+from llama_index.llms.kvrag.base import BlendLLM
+
+from kvrag import SettingError, WarmReport
+
+logger = logging.getLogger("kvrag")
+
+
+class KVWarmVectorStore(BasePydanticVectorStore):
+    """A vector store whose nodes an LLM has encoded beforehand.
+
+    KV is written before the vectors and dropped after them, so that every node that is found has its KV; if the vector
+    store fails in between, trying again or deleting puts everything in order. Nodes that are deleted and added again,
+    which is how LlamaIndex updates a document, are encoded again only where they have changed.
+
+    Attributes:
+        vector_store: Any vector store; it gets all calls.
+        llm: Encodes the nodes, as prompts will have them: `node.get_content(MetadataMode.LLM)`.
+        namespace: Tells apart vector stores whose nodes are in the same store of KV.
+        target_metadata_key: As in `MetadataReplacementPostProcessor`: what will stand in the place of a node's text.
+
+    Example:
+        ```python
+        vector_store = KVWarmVectorStore(SimpleVectorStore(), llm)
+        storage_context = StorageContext.from_defaults(vector_store=vector_store)
+        index = VectorStoreIndex.from_documents(documents, storage_context=storage_context)
+        ```
+    """
+
+    vector_store: SerializeAsAny[BasePydanticVectorStore]
+    llm: BlendLLM
+    namespace: str
+    target_metadata_key: str | None
+
+    def __init__(
+        self,
+        vector_store: BasePydanticVectorStore,
+        llm: BlendLLM,
+        *,
+        namespace: str = "default",
+        target_metadata_key: str | None = None,
+    ) -> None:
+        fields: dict[str, Any] = {
+            "vector_store": vector_store,
+            "llm": llm,
+            "namespace": namespace,
+            "target_metadata_key": target_metadata_key,
+            "stores_text": vector_store.stores_text,
+            "is_embedding_query": vector_store.is_embedding_query,
+        }
+        super().__init__(**fields)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name in serialised form."""
+        return "kvrag_warm_vector_store"
+
+    @property
+    def client(self) -> Any:
+        """The vector store's."""
+        return self.vector_store.client
+
+    def warm(self, nodes: Sequence[BaseNode]) -> WarmReport:
+        """Encode nodes that the vector store has already."""
+        report, outdated = self._encode(nodes)
+        self._forget(outdated)
+        return report
+
+    def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        """Encode the nodes, then add them."""
+        _, outdated = self._encode(nodes)
+        ids = self.vector_store.add(nodes, **kwargs)
+        self._forget(outdated)
+        return ids
+
+    async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        """Like `add`, off the event loop."""
+        _, outdated = await asyncio.to_thread(self._encode, nodes)
+        ids = await self.vector_store.async_add(nodes, **kwargs)
+        await asyncio.to_thread(self._forget, outdated)
+        return ids
+
+    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        """Delete a document's nodes, then their KV."""
+        self.vector_store.delete(ref_doc_id, **delete_kwargs)
+        self._forget(self._documents(ref_doc_id))
+
+    async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        """Like `delete`, off the event loop."""
+        await self.vector_store.adelete(ref_doc_id, **delete_kwargs)
+        await asyncio.to_thread(lambda: self._forget(self._documents(ref_doc_id)))
+
+    def delete_nodes(
+        self,
+        node_ids: list[str] | None = None,
+        filters: MetadataFilters | None = None,
+        **delete_kwargs: Any,
+    ) -> None:
+        """Delete nodes, then their KV.
+
+        Raises:
+            SettingError: There are filters, and the vector store cannot tell which nodes they mean.
+        """
+        found = None
+        if filters is not None:
+            try:
+                found = self.vector_store.get_nodes(node_ids, filters)
+            except NotImplementedError:
+                raise self._cannot_filter() from None
+        self.vector_store.delete_nodes(node_ids, filters, **delete_kwargs)
+        self._forget(self._documents_of(node_ids, found))
+
+    async def adelete_nodes(
+        self,
+        node_ids: list[str] | None = None,
+        filters: MetadataFilters | None = None,
+        **delete_kwargs: Any,
+    ) -> None:
+        """Like `delete_nodes`, off the event loop."""
+        found = None
+        if filters is not None:
+            try:
+                found = await self.vector_store.aget_nodes(node_ids, filters)
+            except NotImplementedError:
+                raise self._cannot_filter() from None
+        await self.vector_store.adelete_nodes(node_ids, filters, **delete_kwargs)
+        await asyncio.to_thread(lambda: self._forget(self._documents_of(node_ids, found)))
+
+    def clear(self) -> None:
+        """Delete all nodes, then their KV."""
+        self.vector_store.clear()
+        self._forget(self._documents())
+
+    async def aclear(self) -> None:
+        """Like `clear`, off the event loop."""
+        await self.vector_store.aclear()
+        await asyncio.to_thread(lambda: self._forget(self._documents()))
+
+    def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
+        """As the vector store does."""
+        return self.vector_store.get_nodes(node_ids, filters)
+
+    async def aget_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
+    ) -> list[BaseNode]:
+        """As the vector store does."""
+        return await self.vector_store.aget_nodes(node_ids, filters)
+
+    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """As the vector store does."""
+        return self.vector_store.query(query, **kwargs)
+
+    async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """As the vector store does."""
+        return await self.vector_store.aquery(query, **kwargs)
+
+    def persist(self, persist_path: str, fs: Any = None) -> None:
+        """As the vector store does; KV is in its own store already."""
+        self.vector_store.persist(persist_path, fs)
+
+    def _encode(self, nodes: Sequence[BaseNode]) -> tuple[WarmReport, list[str]]:
+        """Encode, and say which documents in the store of KV hold what these nodes were before."""
+        texts = [self._text(node) for node in nodes]
+        documents = [self._document(node, text) for node, text in zip(nodes, texts, strict=True)]
+        outdated = sorted({*self._documents_of([node.node_id for node in nodes])} - {*documents})
+        report = self.llm.warm(texts, document=documents)
+        for warning in report.warnings:
+            logger.warning(warning)
+        return report, outdated
+
+    def _text(self, node: BaseNode) -> str:
+        if self.target_metadata_key in node.metadata:
+            node = node.model_copy()
+            node.set_content(node.metadata[self.target_metadata_key])
+        return node.get_content(MetadataMode.LLM)
+
+    # Every node is a document of its own in the store of KV, so that it can go alone. The digest in its name keeps
+    # what a node was apart from what it becomes, until the vector store has the latter.
+
+    def _document(self, node: BaseNode, text: str) -> str:
+        digest = blake2b(text.encode(), digest_size=8).hexdigest()
+        return f"{self._prefix(node.ref_doc_id or 'None')}{quote(node.node_id, safe='')}/{digest}"
+
+    def _prefix(self, *path: str) -> str:
+        return "".join(f"{quote(part, safe='')}/" for part in ("llama_index", self.namespace, *path))
+
+    def _documents(self, *ref_doc_id: str) -> list[str]:
+        return self.llm.documents(self._prefix(*ref_doc_id))
+
+    def _documents_of(self, node_ids: Sequence[str] | None, found: Sequence[BaseNode] | None = None) -> list[str]:
+        """Of the nodes that were found, else of those with these ids, else of all."""
+        if found is not None:
+            node_ids = [node.node_id for node in found]
+        if node_ids is None:
+            return self._documents()
+        quoted = {quote(node_id, safe="") for node_id in node_ids}
+        return [document for document in self._documents() if document.split("/")[3] in quoted]
+
+    def _forget(self, documents: Sequence[str]) -> None:
+        for document in documents:
+            self.llm.forget(document)
+
+    def _cannot_filter(self) -> SettingError:
+        name = type(self.vector_store).__name__
+        return SettingError(
+            f"{name} cannot tell which nodes a filter means (it has no get_nodes), so that their KV would stay: "
+            "delete them by node_ids"
+        )

@@ -1,0 +1,346 @@
+"""KVWarmVectorStore: KV follows the vectors, whatever is done to them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import Document, MockEmbedding, StorageContext, VectorStoreIndex, load_index_from_storage
+from llama_index.core.bridge.pydantic import Field
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.node_parser import TextSplitter
+from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.core.vector_stores.types import (
+    MetadataFilter,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryResult,
+)
+from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
+
+from kvrag import SettingError
+from kvrag import engine as engine_module
+
+MIRA = "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day."
+TRAN = "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror."
+KAN = "Kan Dror was born in Stelburg. He plays the banjo. He owns a goat and a cat. He studied geology."
+ZEL = "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake."
+EMBEDDING = MockEmbedding(embed_dim=4)
+
+
+class Paragraphs(TextSplitter):
+    """One node for each paragraph."""
+
+    def split_text(self, text: str) -> list[str]:
+        return text.split("\n\n")
+
+
+class KeepsText(SimpleVectorStore):
+    """Like those of databases: it has the nodes, too."""
+
+    stores_text: bool = True
+    nodes: dict[str, Any] = Field(default_factory=dict)
+
+    def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        self.nodes |= {node.node_id: node for node in nodes}
+        return super().add(nodes, **kwargs)
+
+    def get_nodes(self, node_ids: Any = None, filters: Any = None) -> list[BaseNode]:
+        (wanted,) = filters.filters
+        return [node for node in self.nodes.values() if node.metadata.get(wanted.key) == wanted.value]
+
+    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        found = super().query(replace(query, node_ids=None), **kwargs)  # the index does not know their ids
+        return VectorStoreQueryResult(
+            nodes=[self.nodes[node_id] for node_id in found.ids or []], similarities=found.similarities, ids=found.ids
+        )
+
+
+class Failing(SimpleVectorStore):
+    """Breaks off when it has added one node, or before it has deleted any."""
+
+    is_failing: bool = True
+
+    def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        if self.is_failing:
+            super().add(nodes[:1], **kwargs)
+            raise ConnectionError("the database is gone")
+        return super().add(nodes, **kwargs)
+
+    def delete(self, ref_doc_id: str, **kwargs: Any) -> None:
+        if self.is_failing:
+            raise ConnectionError("the database is gone")
+        super().delete(ref_doc_id, **kwargs)
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many chunks each run of the encoder got."""
+    counts: list[int] = []
+    encode = engine_module.encode
+
+    def counting(model: Any, chunks: Any) -> Any:
+        counts.append(len(chunks))
+        return encode(model, chunks)
+
+    monkeypatch.setattr(engine_module, "encode", counting)
+    return counts
+
+
+@pytest.fixture
+def vector_store(llm: BlendLLM) -> KVWarmVectorStore:
+    return KVWarmVectorStore(SimpleVectorStore(), llm)
+
+
+def document(name: str, *paragraphs: str, **metadata: Any) -> Document:
+    return Document(text="\n\n".join(paragraphs), id_=name, metadata={"file_path": f"/data/{name}", **metadata})
+
+
+def node(name: str, text: str, document: str = "d", **metadata: Any) -> TextNode:
+    source = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id=document)}
+    return TextNode(id_=name, text=text, embedding=[0.5] * 4, relationships=source, metadata=metadata)
+
+
+def index_of(vector_store: KVWarmVectorStore, *documents: Document) -> VectorStoreIndex:
+    return VectorStoreIndex.from_documents(
+        list(documents),
+        storage_context=StorageContext.from_defaults(vector_store=vector_store),
+        transformations=[Paragraphs()],
+        embed_model=EMBEDDING,
+    )
+
+
+def stored(llm: BlendLLM) -> int:
+    """How many chunks have KV, which are as many as there are files."""
+    stats = llm._open().store.stats()
+    assert len(list(Path(stats.path).rglob("*.safetensors"))) == stats.chunks
+    return stats.chunks
+
+
+# ---------------------------------------------------------------- the ways of LlamaIndex
+
+
+@pytest.mark.usefixtures("endless")
+@pytest.mark.parametrize("wrapped", [SimpleVectorStore, KeepsText])
+async def test_every_retrieved_node_has_its_kv(wrapped: type[SimpleVectorStore], llm: BlendLLM) -> None:
+    vector_store = KVWarmVectorStore(wrapped(), llm)
+    assert vector_store.stores_text == wrapped().stores_text
+    assert vector_store.is_embedding_query
+    index = index_of(vector_store, document("a", MIRA, TRAN), document("b", KAN))
+    for nodes in (
+        index.as_retriever(similarity_top_k=3).retrieve("Who?"),
+        await index.as_retriever().aretrieve("Who?"),
+    ):
+        contents = [found.node.get_content(MetadataMode.LLM) for found in nodes]
+        report: Any = llm.complete("\n\n".join(contents), max_tokens=1).raw
+        assert report["kvrag"]["reused_tokens"] >= sum(len(llm.encode(content)) for content in contents) - len(nodes)
+        assert len(nodes) > 1
+
+
+def test_documents_come_and_change_and_go(llm: BlendLLM, vector_store: KVWarmVectorStore, encoded: list[int]) -> None:
+    index = index_of(vector_store, document("a", MIRA, TRAN, KAN))
+    index.insert(document("b", ZEL))
+    assert (stored(llm), encoded) == (4, [3, 1])
+    encoded.clear()
+    changed = document("a", MIRA, TRAN + " It grows.", KAN)
+    assert index.refresh_ref_docs([changed, document("b", ZEL)]) == [True, False]
+    assert (stored(llm), encoded) == (4, [1])
+    assert index.refresh_ref_docs([changed, document("b", ZEL)]) == [False, False]
+    assert (stored(llm), encoded) == (4, [1])
+    index.delete_ref_doc("a")
+    assert stored(llm) == 1
+    index.delete_ref_doc("b")
+    assert stored(llm) == 0
+    assert llm.documents() == []
+
+
+async def test_documents_come_and_change_and_go_off_the_loop(
+    llm: BlendLLM, vector_store: KVWarmVectorStore, encoded: list[int]
+) -> None:
+    index = index_of(vector_store)
+    await index.ainsert(document("a", MIRA, TRAN, KAN))
+    encoded.clear()
+    await index.arefresh_ref_docs([document("a", MIRA, TRAN + " It grows.", KAN)])
+    assert (stored(llm), encoded) == (3, [1])
+    await index.adelete_ref_doc("a")
+    assert stored(llm) == 0
+
+
+@pytest.mark.parametrize("strategy", [DocstoreStrategy.UPSERTS, DocstoreStrategy.UPSERTS_AND_DELETE])
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_pipelines_encode_what_is_new_and_drop_what_is_gone(
+    strategy: DocstoreStrategy, is_async: bool, llm: BlendLLM, vector_store: KVWarmVectorStore, encoded: list[int]
+) -> None:
+    pipeline = IngestionPipeline(
+        transformations=[Paragraphs(), EMBEDDING],
+        vector_store=vector_store,
+        docstore=SimpleDocumentStore(),
+        docstore_strategy=strategy,
+    )
+
+    async def run(*documents: Document) -> None:
+        await pipeline.arun(documents=list(documents)) if is_async else pipeline.run(documents=list(documents))
+
+    await run(document("a", MIRA, TRAN), document("b", KAN, ZEL))
+    assert (stored(llm), encoded) == (4, [4])
+    await run(document("a", MIRA, TRAN), document("b", KAN, ZEL))
+    assert (stored(llm), encoded) == (4, [4])
+    await run(document("a", MIRA, TRAN), document("b", KAN, ZEL + " She sings."))
+    assert (stored(llm), encoded) == (4, [4, 1])
+    await run(document("b", KAN, ZEL + " She sings."))
+    is_gone = strategy == DocstoreStrategy.UPSERTS_AND_DELETE
+    assert (stored(llm), encoded) == (2 if is_gone else 4, [4, 1])
+    assert len(vector_store.vector_store.data.embedding_dict) == stored(llm)  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("endless")
+def test_an_index_that_was_saved_goes_on(llm: BlendLLM, vector_store: KVWarmVectorStore, tmp_path: Path) -> None:
+    index = index_of(vector_store, document("a", MIRA), document("b", KAN))
+    index.storage_context.persist(tmp_path / "saved")
+    again = KVWarmVectorStore(SimpleVectorStore.from_persist_dir(str(tmp_path / "saved")), llm)
+    context = StorageContext.from_defaults(vector_store=again, persist_dir=str(tmp_path / "saved"))
+    loaded: Any = load_index_from_storage(context, embed_model=EMBEDDING)
+    assert len(loaded.as_retriever().retrieve("Who?")) == 2
+    loaded.delete_ref_doc("a")
+    assert stored(llm) == 1
+
+
+# ---------------------------------------------------------------- one call at a time
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_nodes_are_deleted_with_their_kv(is_async: bool, llm: BlendLLM, vector_store: KVWarmVectorStore) -> None:
+    nodes = [node("1", MIRA), node("2", TRAN), node("3", KAN, "e/f"), node("4", MIRA, "e/f")]
+    assert await vector_store.async_add(nodes) if is_async else vector_store.add(nodes) == ["1", "2", "3", "4"]
+    assert stored(llm) == 3
+    await vector_store.adelete_nodes(["1"]) if is_async else vector_store.delete_nodes(["1"])
+    assert stored(llm) == 3  # node 4 has the same text
+    await vector_store.adelete("e") if is_async else vector_store.delete("e")
+    assert stored(llm) == 3  # that is another document
+    await vector_store.adelete("e/f") if is_async else vector_store.delete("e/f")
+    assert stored(llm) == 1
+    await vector_store.aclear() if is_async else vector_store.clear()
+    assert stored(llm) == 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_nodes_are_deleted_by_what_a_filter_finds(is_async: bool, llm: BlendLLM) -> None:
+    vector_store = KVWarmVectorStore(KeepsText(), llm)
+    vector_store.add([node("1", MIRA, year=1), node("2", TRAN, year=2)])
+    old = MetadataFilters(filters=[MetadataFilter(key="year", value=1)])
+    if is_async:
+        await vector_store.adelete_nodes(filters=old)
+    else:
+        vector_store.delete_nodes(filters=old)
+    assert [name.split("/")[3] for name in llm.documents()] == ["2"]
+    simple = KVWarmVectorStore(SimpleVectorStore(), llm)
+    with pytest.raises(SettingError, match="SimpleVectorStore cannot tell which nodes a filter means"):
+        await simple.adelete_nodes(filters=old) if is_async else simple.delete_nodes(filters=old)
+
+
+def test_a_node_that_changes_is_encoded_again_and_its_old_kv_is_dropped(
+    llm: BlendLLM, vector_store: KVWarmVectorStore, encoded: list[int]
+) -> None:
+    vector_store.add([node("1", MIRA), node("2", TRAN)])
+    vector_store.add([node("1", MIRA), node("2", KAN, "another document")])
+    assert (stored(llm), encoded) == (2, [2, 1])
+    vector_store.delete("d")
+    assert stored(llm) == 1
+
+
+def test_nodes_of_different_vector_stores_do_not_drop_each_others_kv(llm: BlendLLM) -> None:
+    one = KVWarmVectorStore(SimpleVectorStore(), llm, namespace="one")
+    other = KVWarmVectorStore(SimpleVectorStore(), llm, namespace="other")
+    one.add([node("1", MIRA)])
+    other.add([node("1", MIRA)])
+    one.clear()
+    assert stored(llm) == 1
+    other.delete("d")
+    assert stored(llm) == 0
+
+
+def test_what_takes_the_place_of_a_nodes_text_can_be_encoded(llm: BlendLLM) -> None:
+    vector_store = KVWarmVectorStore(SimpleVectorStore(), llm, target_metadata_key="window")
+    sentence = node("1", "She lives in Grelville.", window=MIRA)
+    sentence.excluded_llm_metadata_keys = ["window"]
+    vector_store.add([sentence, node("2", KAN)])
+    for text in (MIRA, KAN):
+        assert llm.warm([text]).new == 0
+    assert sentence.text == "She lives in Grelville."
+
+
+def test_nodes_that_a_vector_store_has_already_can_be_encoded(llm: BlendLLM, vector_store: KVWarmVectorStore) -> None:
+    nodes = [node("1", MIRA), node("2", "short"), node("3", "")]
+    vector_store.vector_store.add(nodes)
+    report = vector_store.warm(nodes)
+    assert (report.new, report.skipped) == (1, 2)
+    vector_store.delete_nodes(["1", "2"])
+    assert stored(llm) == 0
+
+
+# ---------------------------------------------------------------- when the vector store fails
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_vector_store_that_fails_half_way_leaves_kv_for_whatever_it_has(
+    is_async: bool, llm: BlendLLM, encoded: list[int]
+) -> None:
+    failing = Failing()
+    vector_store = KVWarmVectorStore(failing, llm)
+
+    async def add(*nodes: BaseNode) -> None:
+        await vector_store.async_add(list(nodes)) if is_async else vector_store.add(list(nodes))
+
+    with pytest.raises(ConnectionError):
+        await add(node("1", MIRA), node("2", TRAN))
+    assert stored(llm) == 2
+    failing.is_failing = False
+    await add(node("1", MIRA), node("2", TRAN))
+    assert (stored(llm), encoded) == (2, [2])
+    failing.is_failing = True
+    with pytest.raises(ConnectionError):  # it has the new first node now and the old second one
+        await add(node("1", KAN), node("2", ZEL))
+    assert stored(llm) == 4
+    with pytest.raises(ConnectionError):
+        await vector_store.adelete("d") if is_async else vector_store.delete("d")
+    assert stored(llm) == 4
+    failing.is_failing = False
+    await add(node("1", KAN), node("2", ZEL))
+    assert (stored(llm), encoded) == (2, [2, 2])
+    await vector_store.adelete("d") if is_async else vector_store.delete("d")
+    assert (stored(llm), failing.data.embedding_dict, llm.documents()) == (0, {}, [])
+
+
+def test_kv_is_written_before_the_vectors_and_dropped_after_them(llm: BlendLLM) -> None:
+    seen: list[int] = []
+
+    class Watching(SimpleVectorStore):
+        def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+            seen.append(stored(llm))
+            return super().add(nodes, **kwargs)
+
+        def delete(self, ref_doc_id: str, **kwargs: Any) -> None:
+            seen.append(stored(llm))
+            super().delete(ref_doc_id, **kwargs)
+
+    vector_store = KVWarmVectorStore(Watching(), llm)
+    vector_store.add([node("1", MIRA)])
+    vector_store.add([node("1", KAN)])
+    vector_store.delete("d")
+    assert seen == [1, 2, 1]
+    assert stored(llm) == 0
+
+
+def test_it_can_be_pickled_and_says_what_it_is(llm: BlendLLM, vector_store: KVWarmVectorStore) -> None:
+    vector_store.add([node("1", MIRA)])
+    again: KVWarmVectorStore = pickle.loads(pickle.dumps(vector_store))
+    again.delete("d")
+    assert stored(llm) == 0
+    assert vector_store.to_dict()["llm"]["class_name"] == "kvrag_blend_llm"
+    assert vector_store.client is None

@@ -285,8 +285,6 @@ class CallListener:
         text, calls = self._sort_out(is_end=delta.finish_reason is not None)
         self._has_called = self._has_called or bool(calls)
         self._has_said = self._has_said or bool(text.strip())
-        if self._has_called and not self._has_said:
-            text = ""  # white space around calls
         return replace(delta, text=text, tool_calls=tuple(calls))
 
     def _sort_out(self, is_end: bool) -> tuple[str, list[ToolCall]]:
@@ -302,12 +300,15 @@ class CallListener:
                 break
             inside, closed, after = rest.partition(_CLOSE)
             if not closed and not is_end:
-                self._held = tag + rest
-                return text + before, calls
+                solid = before.rstrip()
+                self._held = self._held[len(solid) :]
+                return text + solid, calls
             found = _calls(inside)
             text += before.rstrip() if found else before + tag + inside + closed
             calls += found
-            self._held = after.lstrip() if found else after
+            self._held = after
+        if is_end and (calls or self._has_called):
+            self._held = self._held.rstrip()
         kept = 0 if is_end else self._undecided()
         text += self._held[: len(self._held) - kept]
         self._held = self._held[len(self._held) - kept :]

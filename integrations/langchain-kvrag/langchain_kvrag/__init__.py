@@ -1,6 +1,17 @@
 """LangChain on kvrag: RAG answers several times sooner from pre-encoded chunks."""
 
 from langchain_kvrag.chat import ChatBlend
+from langchain_kvrag.embeddings import SentenceTransformerEmbeddings
+from langchain_kvrag.faiss import FaissVectorStore
 from langchain_kvrag.llm import BlendLLM
+from langchain_kvrag.records import SQLiteRecordManager
+from langchain_kvrag.warm import KVWarmVectorStore
 
-__all__ = ["BlendLLM", "ChatBlend"]
+__all__ = [
+    "BlendLLM",
+    "ChatBlend",
+    "FaissVectorStore",
+    "KVWarmVectorStore",
+    "SQLiteRecordManager",
+    "SentenceTransformerEmbeddings",
+]

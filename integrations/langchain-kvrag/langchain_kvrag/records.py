@@ -1,0 +1,187 @@
+"""SQLiteRecordManager: what `langchain_core.indexing.index` has indexed and when, in one SQLite file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from langchain_core.indexing import RecordManager
+
+from kvrag import StoreError
+
+_SCHEMA = """
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS records (
+    namespace TEXT NOT NULL, key TEXT NOT NULL, group_id TEXT, updated_at REAL NOT NULL,
+    PRIMARY KEY (namespace, key)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS records_by_time ON records (namespace, updated_at);
+CREATE INDEX IF NOT EXISTS records_by_group ON records (namespace, group_id);
+COMMIT;
+"""
+_UPSERT = """
+INSERT INTO records (namespace, key, group_id, updated_at) VALUES (?, ?, ?, ?)
+ON CONFLICT (namespace, key) DO UPDATE SET updated_at = excluded.updated_at
+"""
+
+
+class SQLiteRecordManager(RecordManager):
+    """A record manager in a SQLite file, which threads and processes may share."""
+
+    def __init__(self, namespace: str, path: str | Path) -> None:
+        """Open or create the file, its schema included.
+
+        Args:
+            namespace: Keeps the records of several vector stores apart.
+
+        Raises:
+            StoreError: The file cannot be opened, or is none of SQLite's.
+        """
+        super().__init__(namespace)
+        self.path = Path(path)
+        self._lock = threading.RLock()
+        self._latest = 0.0
+        with self._translated():
+            self._db = sqlite3.connect(self.path, timeout=60, isolation_level=None, check_same_thread=False)
+        self.create_schema()
+
+    def create_schema(self) -> None:
+        """Done already; here because the interface asks for it."""
+        with self._lock, self._translated():
+            self._db.executescript(_SCHEMA)
+
+    def get_time(self) -> float:
+        """Seconds since 1970; later than every time given or stored before, even if the clock is put back."""
+        ((stored,),) = self._read("SELECT max(updated_at) FROM records WHERE namespace = ?", self.namespace)
+        with self._lock:
+            self._latest = max(time.time(), math.nextafter(max(self._latest, stored or 0.0), math.inf))
+            return self._latest
+
+    def update(
+        self,
+        keys: Sequence[str],
+        *,
+        group_ids: Sequence[str | None] | None = None,
+        time_at_least: float | None = None,
+    ) -> None:
+        """Insert records, or renew their times.
+
+        Args:
+            group_ids: One for each key; None = known records keep theirs.
+
+        Raises:
+            ValueError: There are not as many groups as keys, or `time_at_least` is in the future.
+        """
+        if group_ids is not None and len(keys) != len(group_ids):
+            raise ValueError(f"{len(keys)} keys need as many group_ids, got {len(group_ids)}")
+        upsert = _UPSERT if group_ids is None else f"{_UPSERT}, group_id = excluded.group_id"
+        with self._transaction() as db:
+            now = self.get_time()
+            if time_at_least is not None and time_at_least > now:
+                raise ValueError(f"time_at_least must be in the past: it is {time_at_least}, now is {now}")
+            groups = [None] * len(keys) if group_ids is None else group_ids
+            db.executemany(upsert, [(self.namespace, *pair, now) for pair in zip(keys, groups, strict=True)])
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Whether there is a record of each key."""
+        known = "SELECT key FROM records WHERE namespace = ? AND key IN (SELECT value FROM json_each(?))"
+        found = {key for (key,) in self._read(known, self.namespace, json.dumps(list(keys)))}
+        return [key in found for key in keys]
+
+    def list_keys(
+        self,
+        *,
+        before: float | None = None,
+        after: float | None = None,
+        group_ids: Sequence[str] | None = None,
+        limit: int | None = None,
+    ) -> list[str]:
+        """Keys updated before and after these times and in these groups, the oldest first; None = all."""
+        conditions: dict[str, object] = {"namespace = ?": self.namespace}
+        if before is not None:
+            conditions["updated_at < ?"] = before
+        if after is not None:
+            conditions["updated_at > ?"] = after
+        if group_ids is not None:
+            conditions["group_id IN (SELECT value FROM json_each(?))"] = json.dumps(list(group_ids))
+        query = f"SELECT key FROM records WHERE {' AND '.join(conditions)} ORDER BY updated_at, key LIMIT ?"
+        return [key for (key,) in self._read(query, *conditions.values(), -1 if limit is None else limit)]
+
+    def delete_keys(self, keys: Sequence[str]) -> None:
+        """Delete records; unknown keys are no error."""
+        with self._transaction() as db:
+            db.executemany("DELETE FROM records WHERE namespace = ? AND key = ?", [(self.namespace, k) for k in keys])
+
+    async def acreate_schema(self) -> None:
+        """Like `create_schema`."""
+        await asyncio.to_thread(self.create_schema)
+
+    async def aget_time(self) -> float:
+        """Like `get_time`."""
+        return await asyncio.to_thread(self.get_time)
+
+    async def aupdate(
+        self,
+        keys: Sequence[str],
+        *,
+        group_ids: Sequence[str | None] | None = None,
+        time_at_least: float | None = None,
+    ) -> None:
+        """Like `update`."""
+        await asyncio.to_thread(self.update, keys, group_ids=group_ids, time_at_least=time_at_least)
+
+    async def aexists(self, keys: Sequence[str]) -> list[bool]:
+        """Like `exists`."""
+        return await asyncio.to_thread(self.exists, keys)
+
+    async def alist_keys(
+        self,
+        *,
+        before: float | None = None,
+        after: float | None = None,
+        group_ids: Sequence[str] | None = None,
+        limit: int | None = None,
+    ) -> list[str]:
+        """Like `list_keys`."""
+        return await asyncio.to_thread(self.list_keys, before=before, after=after, group_ids=group_ids, limit=limit)
+
+    async def adelete_keys(self, keys: Sequence[str]) -> None:
+        """Like `delete_keys`."""
+        await asyncio.to_thread(self.delete_keys, keys)
+
+    def close(self) -> None:
+        """Release the file."""
+        with self._lock:
+            self._db.close()
+
+    def _read(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
+        with self._lock, self._translated():
+            return self._db.execute(query, values).fetchall()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, self._translated():
+            self._db.execute("BEGIN IMMEDIATE")  # so that times rise from one process's update to another's
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.ProgrammingError as error:
+            raise StoreError(f"the record manager {self.path} is closed") from error
+        except sqlite3.Error as error:
+            raise StoreError(f"the record manager {self.path} cannot be used: {error}") from error

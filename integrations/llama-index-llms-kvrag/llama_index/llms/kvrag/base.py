@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
 from contextlib import aclosing, closing
+from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 from llama_index.core.base.llms.types import (
@@ -17,26 +18,33 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
     MessageRole,
+    ToolCallBlock,
 )
 from llama_index.core.bridge.pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.llm import LLM
-from llama_index.llms.kvrag.messages import template_messages
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection
+from llama_index.core.program.utils import get_program_for_llm
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.tools.types import BaseTool
+from llama_index.core.types import BasePydanticProgram, Model
+from llama_index.llms.kvrag.messages import assistant_message, template_messages
 
-from kvrag import Answer, BlendEngine, BlendReport, Delta, LazyEngine, LLMSettings, WarmReport
+from kvrag import Answer, BlendEngine, BlendReport, Delta, LazyEngine, LLMSettings, ToolCall, WarmReport
 
 _Plain = Annotated[str, BeforeValidator(LLMSettings.plain)]
 _Prompt = str | list[dict[str, Any]]
 
 
-class BlendLLM(LLM):
+class BlendLLM(FunctionCallingLLM):
     """LLM that answers from pre-encoded chunks.
 
     Chunks are found in the finished prompt by their tokens: query engines need not change. Making an object is cheap:
     the model is loaded when it is needed for the first time, and shared with all objects that have equal settings.
 
     Every response has in `raw["kvrag"]` what was reused, and `raw["usage"]` as OpenAI's. All settings of answers can be
-    given per call, and `documents` and `template` besides (see `BlendEngine.stream`).
+    given per call, and `documents`, `tools`, `tool_choice`, `response_format`, `grammar` and `template` besides (see
+    `kvrag.LLMSettings.request`). Where LlamaIndex wants an object of some class, the model cannot write anything else.
 
     Attributes:
         model: A hub name, a folder, or "reader" for the small model that comes with kvrag.
@@ -102,6 +110,7 @@ class BlendLLM(LLM):
             context_window=model.context_window,
             num_output=self.max_tokens,
             is_chat_model=model.tokenizer.has_chat_template,  # without one, query engines send finished text
+            is_function_calling_model=model.tokenizer.has_chat_template,
             model_name=LLMSettings.of(self).model_name,
         )
 
@@ -141,92 +150,169 @@ class BlendLLM(LLM):
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer messages piece by piece."""
-        return (_chat(response) for response in self._stream(template_messages(messages), kwargs))
+        return (_chat(said) for said in self._stream(template_messages(messages), kwargs))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Answer messages piece by piece, off the event loop."""
-        responses = await self._astream(template_messages(messages), kwargs)
-        return (_chat(response) async for response in responses)
+        pieces = await self._astream(template_messages(messages), kwargs)
+        return (_chat(said) async for said in pieces)
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Answer a text: one user message, or the whole prompt if it is `formatted`."""
-        return self._answer(_prompt(prompt, formatted), kwargs)
+        return _completion(self._answer(_prompt(prompt, formatted), kwargs))
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Like `complete`, off the event loop."""
-        return await self._aanswer(_prompt(prompt, formatted), kwargs)
+        return _completion(await self._aanswer(_prompt(prompt, formatted), kwargs))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Like `complete`, piece by piece."""
-        return self._stream(_prompt(prompt, formatted), kwargs)
+        return (_completion(said) for said in self._stream(_prompt(prompt, formatted), kwargs))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Like `stream_complete`, off the event loop."""
-        return await self._astream(_prompt(prompt, formatted), kwargs)
+        pieces = await self._astream(_prompt(prompt, formatted), kwargs)
+        return (_completion(said) async for said in pieces)
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The calls in a response.
+
+        Raises:
+            ValueError: There is none, and `error_on_no_tool_call`.
+        """
+        calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
+        if error_on_no_tool_call and not calls:
+            raise ValueError(f"the model called no tool, it said {response.message.content!r:.200}")
+        return [
+            ToolSelection.model_validate(
+                {"tool_id": call.tool_call_id or "", "tool_name": call.tool_name, "tool_kwargs": call.tool_kwargs}
+            )
+            for call in calls
+        ]
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: str | dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        if isinstance(user_msg, str):
+            user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
+        return {
+            "messages": [*(chat_history or []), *([user_msg] if user_msg else [])],
+            "tools": [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools],
+            "tool_choice": tool_choice or ("required" if tool_required else None),
+            **kwargs,
+        }
+
+    def _validate_chat_with_tools_response(
+        self,
+        response: ChatResponse,
+        tools: Sequence[BaseTool],
+        allow_parallel_tool_calls: bool = False,
+        **kwargs: Any,
+    ) -> ChatResponse:
+        if not allow_parallel_tool_calls:
+            calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
+            response.message = assistant_message(response.message.content or "", calls[:1])
+        return response
+
+    # LlamaIndex asks for the call when the whole object is wanted, but not when its pieces are
+
+    def _structured_stream_call(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Generator[Any, None, None]:
+        return self._program(output_cls, prompt).stream_call(llm_kwargs=llm_kwargs, **prompt_args)
+
+    async def _structured_astream_call(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> AsyncGenerator[Any, None]:
+        return await self._program(output_cls, prompt).astream_call(llm_kwargs=llm_kwargs, **prompt_args)
+
+    def _program(self, output_cls: type[Model], prompt: PromptTemplate) -> BasePydanticProgram[Model]:
+        return get_program_for_llm(output_cls, prompt, self, self.pydantic_program_mode, tool_choice="required")
 
     def _open(self) -> BlendEngine:
         return self._lazy.open(LLMSettings.of(self))
 
-    def _answer(self, prompt: _Prompt, call: dict[str, Any]) -> CompletionResponse:
+    def _answer(self, prompt: _Prompt, call: dict[str, Any]) -> _Said:
         request = LLMSettings.of(self).request(**call)
-        return _response(self._open().generate(prompt, **request))
+        return _Said.all_of(self._open().generate(prompt, **request))
 
-    async def _aanswer(self, prompt: _Prompt, call: dict[str, Any]) -> CompletionResponse:
+    async def _aanswer(self, prompt: _Prompt, call: dict[str, Any]) -> _Said:
         request = LLMSettings.of(self).request(**call)
         engine = await asyncio.to_thread(self._open)
-        return _response(await engine.agenerate(prompt, **request))
+        return _Said.all_of(await engine.agenerate(prompt, **request))
 
-    def _stream(self, prompt: _Prompt, call: dict[str, Any]) -> CompletionResponseGen:
+    def _stream(self, prompt: _Prompt, call: dict[str, Any]) -> Generator[_Said, None, None]:
         request = LLMSettings.of(self).request(**call)
-        return _responses(self._open().stream(prompt, **request))
+        return _pieces(self._open().stream(prompt, **request))
 
-    async def _astream(self, prompt: _Prompt, call: dict[str, Any]) -> CompletionResponseAsyncGen:
+    async def _astream(self, prompt: _Prompt, call: dict[str, Any]) -> AsyncGenerator[_Said, None]:
         request = LLMSettings.of(self).request(**call)
         engine = await asyncio.to_thread(self._open)
-        return _aresponses(engine.astream(prompt, **request))
+        return _apieces(engine.astream(prompt, **request))
 
 
 def _prompt(prompt: str, formatted: bool) -> _Prompt:
     return prompt if formatted else [{"role": "user", "content": prompt}]
 
 
-def _responses(deltas: Generator[Delta, None, None]) -> CompletionResponseGen:
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What has been said so far, and with the last piece."""
+
+    text: str = ""
+    delta: str | None = None
+    calls: tuple[ToolCall, ...] = ()
+    num_tokens: int = 0
+    raw: dict[str, Any] | None = None
+
+    @classmethod
+    def all_of(cls, answer: Answer) -> _Said:
+        raw = _raw(answer.report, len(answer.token_ids), answer.finish_reason)
+        return cls(answer.text, None, answer.tool_calls, len(answer.token_ids), raw)
+
+    def and_then(self, delta: Delta) -> _Said:
+        num_tokens = self.num_tokens + len(delta.token_ids)
+        raw = None if delta.report is None else _raw(delta.report, num_tokens, delta.finish_reason)
+        return _Said(self.text + delta.text, delta.text, self.calls + delta.tool_calls, num_tokens, raw)
+
+
+def _pieces(deltas: Generator[Delta, None, None]) -> Generator[_Said, None, None]:
     said = _Said()
     with closing(deltas):
         for delta in deltas:
-            yield said.add(delta)
+            said = said.and_then(delta)
+            yield said
 
 
-async def _aresponses(deltas: AsyncGenerator[Delta, None]) -> CompletionResponseAsyncGen:
+async def _apieces(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[_Said, None]:
     said = _Said()
     async with aclosing(deltas):
         async for delta in deltas:
-            yield said.add(delta)
-
-
-class _Said:
-    """What a stream has said so far."""
-
-    def __init__(self) -> None:
-        self._text = ""
-        self._num_tokens = 0
-
-    def add(self, delta: Delta) -> CompletionResponse:
-        """The response up to and with this piece."""
-        self._text += delta.text
-        self._num_tokens += len(delta.token_ids)
-        raw = None if delta.report is None else _raw(delta.report, self._num_tokens, delta.finish_reason)
-        return CompletionResponse(text=self._text, delta=delta.text, raw=raw)
-
-
-def _response(answer: Answer) -> CompletionResponse:
-    raw = _raw(answer.report, len(answer.token_ids), answer.finish_reason)
-    return CompletionResponse(text=answer.text, raw=raw)
+            said = said.and_then(delta)
+            yield said
 
 
 def _raw(report: BlendReport, num_tokens: int, finish_reason: str | None) -> dict[str, Any]:
@@ -242,6 +328,12 @@ def _raw(report: BlendReport, num_tokens: int, finish_reason: str | None) -> dic
     }
 
 
-def _chat(response: CompletionResponse) -> ChatResponse:
-    message = ChatMessage(role=MessageRole.ASSISTANT, content=response.text)
-    return ChatResponse(message=message, delta=response.delta, raw=response.raw)
+def _completion(said: _Said) -> CompletionResponse:
+    return CompletionResponse(text=said.text, delta=said.delta, raw=said.raw)
+
+
+def _chat(said: _Said) -> ChatResponse:
+    calls = [
+        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments) for call in said.calls
+    ]
+    return ChatResponse(message=assistant_message(said.text, calls), delta=said.delta, raw=said.raw)

@@ -20,6 +20,24 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return [_template_message(message) for message in messages]
 
 
+def assistant_message(text: str, calls: Sequence[ToolCallBlock]) -> ChatMessage:
+    """What the model said and what it wants called, the latter also in OpenAI's form, which some programs read."""
+    blocks = [*([TextBlock(text=text)] if text or not calls else []), *calls]
+    return ChatMessage(
+        role=MessageRole.ASSISTANT,
+        blocks=blocks,
+        additional_kwargs={"tool_calls": [_template_call(call) for call in calls]} if calls else {},
+    )
+
+
+def _template_call(call: ToolCallBlock) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "id": call.tool_call_id,
+        "function": {"name": call.tool_name, "arguments": call.tool_kwargs},
+    }
+
+
 def _template_message(message: ChatMessage) -> dict[str, Any]:
     said: dict[str, Any] = {"role": _ROLES.get(message.role, message.role.value), "content": message.content}
     others = [block for block in message.blocks if not isinstance(block, (TextBlock, ThinkingBlock, ToolCallBlock))]
@@ -27,14 +45,7 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
         said["content"] = [{"type": block.block_type} for block in others]  # the engine says what it does not read
     calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if calls:
-        said["tool_calls"] = [
-            {
-                "type": "function",
-                "id": call.tool_call_id,
-                "function": {"name": call.tool_name, "arguments": call.tool_kwargs},
-            }
-            for call in calls
-        ]
+        said["tool_calls"] = [_template_call(call) for call in calls]
     said |= {
         name: message.additional_kwargs[name] for name in ("tool_call_id", "name") if name in message.additional_kwargs
     }

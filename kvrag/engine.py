@@ -334,27 +334,30 @@ class BlendEngine:
     ) -> Generator[Delta, None, None]:
         started = time.perf_counter()  # when the consumer asks for the first token
         notes: list[str] = []
-        ids = self.model.tokenizer.render(prepared.prompt, **prepared.template, **template)
+        ids = self.model.tokenizer.render(prepared.prompt, **{**prepared.template, **template})
         self.model.check_window(len(ids))
         constraint = constrain(self.model, prepared.grammar) if prepared.grammar else None
         listener = prepared.listener(self.model.tokenizer, ids)
-        if documents:
-            notes += self._warm_documents(documents)
+        created = self._warm_documents(documents, notes) if documents else set()
         done = self.prefill(ids, config, notes)
         report: BlendReport | None = None
         control_tokens = listener is not None and listener.control_tokens
         cache, logits = done.stitched.cache, done.logits
         for delta in decode(self.model, done.ids, cache, logits, sampling, constraint, control_tokens):
-            report = report or done.report(time.perf_counter() - started)
+            report = report or _with_created(done.report(time.perf_counter() - started), created)
             delta = listener.hear(delta) if listener else delta
             yield replace(delta, report=report) if delta.finish_reason else delta
 
-    def _warm_documents(self, documents: Sequence[str]) -> list[str]:
+    def _warm_documents(self, documents: Sequence[str], notes: list[str]) -> set[str]:
+        """Keys of those that were not stored before; adds to `notes`."""
+        chunks, *_ = self._tokenize(documents)
+        missing: set[str] = set()
         try:
+            missing.update(self.store.missing(list(chunks)))
             self.warm(documents)
         except StoreError as error:
-            return [f"documents could not be kept: {error}"]  # the answer does not depend on it
-        return []
+            notes.append(f"documents could not be kept: {error}")  # the answer does not depend on it
+        return missing
 
     def generate(self, prompt: str | Messages, **settings: Any) -> Answer:
         """Answer at once; arguments as in `stream`."""
@@ -384,6 +387,16 @@ class BlendEngine:
             return _join([delta async for delta in deltas])
         finally:
             await deltas.aclose()
+
+    def count_tokens(self, prompt: str | Messages, *, tools: Sequence[dict[str, Any]] | None = None) -> int:
+        """Length of the prompt that `stream` would answer.
+
+        Raises:
+            PromptError: It could not be answered as it is.
+            SettingError: The tools are not in OpenAI's form.
+        """
+        prepared = prepare(self.model.tokenizer, prompt, tools)
+        return len(self.model.tokenizer.render(prepared.prompt, **prepared.template))
 
     def verify(self) -> list[Check]:
         """Run the correctness gate on this engine's model, in a folder of its own; see `kvrag.verify`."""
@@ -659,6 +672,10 @@ def _portions(keys: Sequence[str], tokens: Sequence[int], size: int) -> Iterator
             portion, total = [], 0
     if portion:
         yield portion
+
+
+def _with_created(report: BlendReport, created: set[str]) -> BlendReport:
+    return replace(report, created_tokens=sum(len(run) for run in report.runs if run.key in created))
 
 
 def _join(deltas: Iterable[Delta]) -> Answer:

@@ -142,7 +142,7 @@ class LazyEngine:
     """
 
     def __init__(self) -> None:
-        self._engine: BlendEngine | None = None
+        self._engines: dict[str, BlendEngine] = {}  # a call can name another model
 
     def open(self, settings: LLMSettings) -> BlendEngine:
         """The engine given, or the one shared by all that have equal settings."""
@@ -150,8 +150,8 @@ class LazyEngine:
             return settings.engine
         # asked every time: the object's fields may have changed, and the engine may have been closed
         known = settings._engine_settings()
-        self._engine = BlendEngine.shared(known.pop("model"), **known)
-        return self._engine
+        engine = self._engines[settings.model_name] = BlendEngine.shared(known.pop("model"), **known)
+        return engine
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LazyEngine)  # two objects do not differ by having answered

@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing
-from typing import Any
+from importlib.util import find_spec
+from operator import itemgetter
+from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LangSmithParams
+from langchain_core.exceptions import OutputParserException
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
+from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import tool_call, tool_call_chunk
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable, RunnableGenerator, RunnableMap, RunnablePassthrough
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
+from pydantic import Field, SecretStr
 
-from kvrag import Answer, BlendReport, Delta, LLMSettings, PromptError
+from kvrag import Answer, BlendEngine, BlendReport, Delta, LLMSettings, PromptError, SettingError
 from langchain_kvrag.messages import template_messages
 from langchain_kvrag.settings import BlendSettings
+
+_Method = Literal["json_schema", "function_calling", "json_mode"]
 
 
 class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     """Chat model that answers from pre-encoded chunks.
 
     Chunks are found in the finished prompt by their tokens: chains need not change. Every answer tells in
-    `response_metadata["kvrag"]` what was reused. All settings of answers can be given per call, and `documents` and
-    `template` besides (see `BlendEngine.stream`).
+    `response_metadata["kvrag"]` what was reused. All settings of answers can be given per call, and `model`,
+    `documents`, `tools`, `tool_choice`, `response_format`, `grammar` and `template` besides (see `BlendEngine.stream`).
 
     Example:
         ```python
@@ -36,6 +51,11 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     streaming: bool = False
     """LangChain's: True = `invoke` streams for the callbacks, False given = `stream` does not."""
 
+    timeout: float | None = Field(default=None, exclude=True)
+    max_retries: int | None = Field(default=None, exclude=True)
+    api_key: SecretStr | None = Field(default=None, exclude=True)
+    """These three are LangChain's standard parameters of services: taken, and without meaning for a local model."""
+
     @property
     def _llm_type(self) -> str:
         return "kvrag-chat"
@@ -46,14 +66,121 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         params["ls_model_name"] = kwargs.get("model") or LLMSettings.of(self).model_name
         return params
 
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        # LangChain's own would take the serialised form, in which an engine given does not appear
+        return str(sorted({**self._get_invocation_params(stop=stop, **kwargs), **kwargs}.items()))
+
+    def _resolve_model_profile(self) -> ModelProfile:
+        can_force = find_spec("llguidance") is not None
+        profile = ModelProfile(
+            text_inputs=True,
+            image_inputs=False,
+            pdf_inputs=False,
+            audio_inputs=False,
+            video_inputs=False,
+            text_outputs=True,
+            tool_calling=True,
+            tool_choice=can_force,
+            structured_output=can_force,
+            max_output_tokens=self.max_tokens,
+        )
+        if self.engine is not None:
+            profile["max_input_tokens"] = self.engine.model.context_window
+        return profile
+
+    def _open(self) -> BlendEngine:
+        engine = super()._open()
+        if self.profile is not None:
+            self.profile.setdefault("max_input_tokens", engine.model.context_window)
+        return engine
+
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Length of the prompt that the chat template makes of them."""
-        if tools is not None:
-            return super().get_num_tokens_from_messages(messages, tools)
+        told = [convert_to_openai_tool(tool) for tool in tools or ()]
         try:
-            return len(self._open().model.tokenizer.render(template_messages(messages)))
+            return self._open().count_tokens(template_messages(messages), tools=told)
         except PromptError:  # a part of a conversation, which trimming wants counted, need not be a prompt
             return super().get_num_tokens_from_messages(messages)
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | dict[str, Any] | bool | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Tell the model of tools.
+
+        Args:
+            tools: As LangChain takes them: tools, functions, Pydantic classes, or dicts in OpenAI's form.
+            tool_choice: "auto" or None = it may call them, "none" = it may not, "any", "required" or True = it must
+                call one, a name = that one. A forced call is certain, and its arguments keep to the schema; needs the
+                extra `kvrag[grammar]`.
+            strict: Taken for the sake of other models' callers: a forced call is always strict.
+            kwargs: Bound as well.
+        """
+        if not tools:
+            return self.bind(**kwargs)
+        choice = {True: "required", False: None}.get(tool_choice) if isinstance(tool_choice, bool) else tool_choice
+        return self.bind(tools=[convert_to_openai_tool(tool) for tool in tools], tool_choice=choice, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type | None = None,
+        *,
+        include_raw: bool = False,
+        method: _Method = "json_schema",
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Answers in the form of a schema, guaranteed by a grammar; needs the extra `kvrag[grammar]`.
+
+        Only `max_tokens` can cut them off, which is an error then.
+
+        Args:
+            schema: A Pydantic class, a TypedDict, or a JSON schema. The answer is an object of the class, else a dict.
+            include_raw: The answer is a dict of `raw`, `parsed` and `parsing_error`.
+            method: "json_schema" = the answer is JSON of this schema; the prompt stays as it is. "function_calling" =
+                a call of a tool with this schema, which the model reads in the prompt. "json_mode" = any JSON object,
+                whose form the prompt asks for.
+            strict: Taken for the sake of other models' callers: all but "json_mode" are strict.
+
+        Raises:
+            SettingError: An unknown method or argument, or no schema.
+        """
+        if kwargs:
+            raise SettingError(f"with_structured_output takes no {', '.join(kwargs)}")
+        if method not in ("json_schema", "function_calling", "json_mode"):
+            raise SettingError(f"method must be json_schema, function_calling or json_mode, got {method!r}")
+        if schema is None and method != "json_mode":
+            raise SettingError(f"method {method!r} needs a schema")
+        model_class: Any = schema if isinstance(schema, type) and is_basemodel_subclass(schema) else None
+        traced: dict[str, Any] = {"kwargs": {"method": method, "strict": strict}, "schema": schema or {}}
+        parser: Runnable[Any, Any]
+        if method == "function_calling":
+            assert schema is not None
+            name = convert_to_openai_tool(schema)["function"]["name"]
+            llm = self.bind_tools([schema], tool_choice=name, ls_structured_output_format=traced)
+            if model_class is not None:
+                parser = PydanticToolsParser(tools=[model_class], first_tool_only=True)
+            else:
+                parser = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+        else:
+            response_format: dict[str, Any] = {"type": "json_object"}
+            if method == "json_schema":
+                assert schema is not None
+                described = convert_to_json_schema(schema)
+                name = described.get("title", "answer")
+                response_format = {"type": "json_schema", "json_schema": {"name": name, "schema": described}}
+            llm = self.bind(response_format=response_format, ls_structured_output_format=traced)
+            parser = JsonOutputParser() if model_class is None else PydanticOutputParser(pydantic_object=model_class)
+        parser = RunnableGenerator(_whole, _awhole) | parser
+        if not include_raw:
+            return llm | parser
+        parsing = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+        failed = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=llm) | parsing.with_fallbacks([failed], exception_key="parsing_error")
 
     def _generate(
         self,
@@ -62,8 +189,9 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        request = self._request(stop, kwargs)
-        return self._result(self._open().generate(template_messages(messages), **request))
+        settings, request = self._asked(stop, kwargs)
+        engine = self._lazy.open(settings)
+        return _result(engine.generate(template_messages(messages), **request), settings.model_name)
 
     async def _agenerate(
         self,
@@ -72,9 +200,9 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        request = self._request(stop, kwargs)
-        engine = await asyncio.to_thread(self._open)
-        return self._result(await engine.agenerate(template_messages(messages), **request))
+        settings, request = self._asked(stop, kwargs)
+        engine = await asyncio.to_thread(self._lazy.open, settings)
+        return _result(await engine.agenerate(template_messages(messages), **request), settings.model_name)
 
     def _stream(
         self,
@@ -83,12 +211,11 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        request = self._request(stop, kwargs)
-        num_tokens = 0
-        with closing(self._open().stream(template_messages(messages), **request)) as deltas:
+        settings, request = self._asked(stop, kwargs)
+        said = _Said(settings.model_name)
+        with closing(self._lazy.open(settings).stream(template_messages(messages), **request)) as deltas:
             for delta in deltas:
-                num_tokens += len(delta.token_ids)
-                chunk = self._chunk(delta, num_tokens)
+                chunk = said.add(delta)
                 if run_manager:
                     run_manager.on_llm_new_token(delta.text, chunk=chunk)
                 yield chunk
@@ -100,45 +227,66 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        request = self._request(stop, kwargs)
-        engine = await asyncio.to_thread(self._open)
-        num_tokens = 0
+        settings, request = self._asked(stop, kwargs)
+        engine = await asyncio.to_thread(self._lazy.open, settings)
+        said = _Said(settings.model_name)
         async with aclosing(engine.astream(template_messages(messages), **request)) as deltas:
             async for delta in deltas:
-                num_tokens += len(delta.token_ids)
-                chunk = self._chunk(delta, num_tokens)
+                chunk = said.add(delta)
                 if run_manager:
                     await run_manager.on_llm_new_token(delta.text, chunk=chunk)
                 yield chunk
 
-    def _result(self, answer: Answer) -> ChatResult:
-        message = AIMessage(
-            content=answer.text,
-            usage_metadata=_usage(answer.report, len(answer.token_ids)),
-            response_metadata=self._metadata(answer),
-        )
-        return ChatResult(generations=[ChatGeneration(message=message)])
 
-    def _chunk(self, delta: Delta, num_tokens: int) -> ChatGenerationChunk:
-        if delta.report is None:
-            return ChatGenerationChunk(message=AIMessageChunk(content=delta.text))
-        # only here: LangChain adds the chunks' usage up and strings their names together
-        message = AIMessageChunk(
-            content=delta.text,
-            usage_metadata=_usage(delta.report, num_tokens),
-            response_metadata=self._metadata(delta),
-            chunk_position="last",
-        )
+class _Said:
+    """What a stream has said so far."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._num_tokens = self._num_calls = 0
+
+    def add(self, delta: Delta) -> ChatGenerationChunk:
+        """The next piece."""
+        self._num_tokens += len(delta.token_ids)
+        calls = [
+            tool_call_chunk(
+                name=call.name, args=json.dumps(call.arguments, ensure_ascii=False), id=call.id, index=index
+            )
+            for index, call in enumerate(delta.tool_calls, self._num_calls)
+        ]
+        self._num_calls += len(calls)
+        message = AIMessageChunk(content=delta.text, tool_call_chunks=calls)
+        if delta.report is not None:
+            # only here: LangChain adds the chunks' usage up and strings their names together
+            message.usage_metadata = _usage(delta.report, self._num_tokens)
+            message.response_metadata = _metadata(
+                delta.report, self._model_name, _finish_reason(delta, self._num_calls)
+            )
+            message.chunk_position = "last"
         return ChatGenerationChunk(message=message)
 
-    def _metadata(self, end: Answer | Delta) -> dict[str, Any]:
-        assert end.report is not None
-        return {
-            "kvrag": end.report.to_dict(),
-            "model_name": LLMSettings.of(self).model_name,
-            "model_provider": "kvrag",
-            "finish_reason": end.finish_reason,
-        }
+
+def _result(answer: Answer, model_name: str) -> ChatResult:
+    message = AIMessage(
+        content=answer.text,
+        tool_calls=[tool_call(name=call.name, args=call.arguments, id=call.id) for call in answer.tool_calls],
+        usage_metadata=_usage(answer.report, len(answer.token_ids)),
+        response_metadata=_metadata(answer.report, model_name, _finish_reason(answer, len(answer.tool_calls))),
+    )
+    return ChatResult(generations=[ChatGeneration(message=message)])
+
+
+def _metadata(report: BlendReport, model_name: str, finish_reason: str | None) -> dict[str, Any]:
+    return {
+        "kvrag": report.to_dict(),
+        "model_name": model_name,
+        "model_provider": "kvrag",
+        "finish_reason": finish_reason,
+    }
+
+
+def _finish_reason(end: Answer | Delta, num_calls: int) -> str | None:
+    return "tool_calls" if num_calls and end.finish_reason == "stop" else end.finish_reason
 
 
 def _usage(report: BlendReport, num_tokens: int) -> UsageMetadata:
@@ -146,5 +294,27 @@ def _usage(report: BlendReport, num_tokens: int) -> UsageMetadata:
         input_tokens=report.prompt_tokens,
         output_tokens=num_tokens,
         total_tokens=report.prompt_tokens + num_tokens,
-        input_token_details=InputTokenDetails(cache_read=report.reused_tokens),
+        input_token_details=InputTokenDetails(
+            cache_read=report.reused_tokens - report.created_tokens, cache_creation=report.created_tokens
+        ),
     )
+
+
+def _whole(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
+    """The same pieces; an error if the answer was cut off, which parsers would not say."""
+    for message in messages:
+        yield _not_cut_off(message)
+
+
+async def _awhole(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]:
+    async for message in messages:
+        yield _not_cut_off(message)
+
+
+def _not_cut_off(message: AIMessage) -> AIMessage:
+    if message.response_metadata.get("finish_reason") == "length":
+        raise OutputParserException(
+            "the answer was cut off before it was complete: raise max_tokens, or bound what is long in the schema",
+            llm_output=message.text,
+        )
+    return message

@@ -11,7 +11,7 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models import LLM, LangSmithParams
 from langchain_core.outputs import GenerationChunk
 
-from kvrag import Delta, LLMSettings
+from kvrag import Delta, LLMSettings, SettingError
 from langchain_kvrag.settings import BlendSettings
 
 
@@ -31,8 +31,13 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = "kvrag"
-        params["ls_model_name"] = LLMSettings.of(self).model_name
+        params["ls_model_name"] = kwargs.get("model") or LLMSettings.of(self).model_name
         return params
+
+    def _asked(self, stop: list[str] | None, call: dict[str, Any]) -> tuple[LLMSettings, dict[str, Any]]:
+        if call.get("tools"):
+            raise SettingError("BlendLLM answers with text alone: use ChatBlend for tools")
+        return super()._asked(stop, call)
 
     def _call(
         self,
@@ -41,8 +46,8 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> str:
-        request = self._request(stop, kwargs)
-        engine = self._open()
+        settings, request = self._asked(stop, kwargs)
+        engine = self._lazy.open(settings)
         return engine.generate(engine.model.tokenizer.as_prompt(prompt), **request).text
 
     async def _acall(
@@ -52,8 +57,8 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> str:
-        request = self._request(stop, kwargs)
-        engine = await asyncio.to_thread(self._open)
+        settings, request = self._asked(stop, kwargs)
+        engine = await asyncio.to_thread(self._lazy.open, settings)
         return (await engine.agenerate(engine.model.tokenizer.as_prompt(prompt), **request)).text
 
     def _stream(
@@ -63,8 +68,8 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        request = self._request(stop, kwargs)
-        engine = self._open()
+        settings, request = self._asked(stop, kwargs)
+        engine = self._lazy.open(settings)
         with closing(engine.stream(engine.model.tokenizer.as_prompt(prompt), **request)) as deltas:
             for delta in deltas:
                 chunk = _chunk(delta)
@@ -79,8 +84,8 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        request = self._request(stop, kwargs)
-        engine = await asyncio.to_thread(self._open)
+        settings, request = self._asked(stop, kwargs)
+        engine = await asyncio.to_thread(self._lazy.open, settings)
         async with aclosing(engine.astream(engine.model.tokenizer.as_prompt(prompt), **request)) as deltas:
             async for delta in deltas:
                 chunk = _chunk(delta)

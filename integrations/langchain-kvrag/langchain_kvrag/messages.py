@@ -8,7 +8,8 @@ from typing import Any
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, FunctionMessage, ToolMessage
 
 _ROLES = {"system": "system", "human": "user", "ai": "assistant", "tool": "tool", "function": "tool"}
-_NOT_SAID = ("reasoning", "thinking", "tool_call", "tool_use")  # a template writes calls from `tool_calls`
+# a template writes calls from `tool_calls`
+_NOT_SAID = ("reasoning", "thinking", "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use")
 
 
 def template_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from importlib.metadata import version
 from typing import Annotated, Any, Self
 
 from langchain_core.language_models import BaseLanguageModel
+from langchain_core.load.serializable import SerializedConstructor, SerializedNotImplemented
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from kvrag import BlendEngine, LazyEngine, LLMSettings, WarmReport
 
+_VERSION = version("langchain-kvrag")
 _Plain = Annotated[str, BeforeValidator(LLMSettings.plain)]
 
 
@@ -63,12 +67,31 @@ class BlendSettings(BaseLanguageModel[Any]):
         LLMSettings.of(self)
         return self
 
+    @model_validator(mode="after")
+    def _set_kvrag_version(self) -> Self:
+        self._add_version("langchain-kvrag", _VERSION)
+        return self
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        """Settings can be written and read, as long as they do not hold an engine; what they open is never written."""
+        return True
+
+    def to_json(self) -> SerializedConstructor | SerializedNotImplemented:
+        """For LangChain's `dumps` and for traces."""
+        return super().to_json() if self.engine is None else self.to_json_not_implemented()
+
     def _open(self) -> BlendEngine:
         return self._lazy.open(LLMSettings.of(self))
 
-    def _request(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
-        settings = {name: value for name, value in call.items() if name != "stream"}  # which LangChain has acted upon
-        return LLMSettings.of(self).request(stop=stop, **settings)
+    def _asked(self, stop: list[str] | None, call: dict[str, Any]) -> tuple[LLMSettings, dict[str, Any]]:
+        """Settings of the engine that a call wants, and what it wants from that."""
+        settings, asked = LLMSettings.of(self), dict(call)
+        asked.pop("stream", None)  # LangChain has acted upon it
+        model = LLMSettings.plain(asked.pop("model", None))
+        if model is not None and model != settings.model_name:
+            settings = replace(settings, model=model, engine=None)
+        return settings, settings.request(stop=stop, **asked)
 
     def warm(self, texts: Iterable[str], *, document: str = "") -> WarmReport:
         """Encode every chunk that the store lacks; see `BlendEngine.warm`. Give the `page_content` of the documents."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.load import dumps, load
 from langchain_core.messages import (
     AIMessage,
     AIMessageChunk,
@@ -142,7 +143,7 @@ def test_the_stop_strings_of_a_call_are_added_to_the_objects(settings: dict[str,
     assert ChatBlend(**settings, stop=[late]).invoke(QUESTION, stop=[early]).content == text[: text.find(early)]
 
 
-@pytest.mark.parametrize("unknown", [{"max_new_tokens": 3}, {"temprature": 0}, {"model": "other"}])
+@pytest.mark.parametrize("unknown", [{"max_new_tokens": 3}, {"temprature": 0}, {"engine": None}])
 def test_unknown_settings_of_a_call_are_refused(chat: ChatBlend, unknown: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match=f"unknown setting {next(iter(unknown))}"):
         chat.invoke(QUESTION, **unknown)
@@ -208,6 +209,23 @@ def test_pickles_and_copies_leave_the_engine_out(chat: ChatBlend) -> None:
     assert again.invoke(QUESTION).content == answer
     engine = chat._open()
     assert copy.deepcopy(ChatBlend(engine=engine)).engine is engine
+
+
+@pytest.mark.parametrize("cls", [ChatBlend, BlendLLM])
+def test_settings_can_be_written_and_read(cls: type[ChatBlend | BlendLLM], settings: dict[str, Any]) -> None:
+    llm = cls(**settings, stop=["x"], device_map={"": "cpu"})
+    written = dumps(llm)
+    again = load(json.loads(written), allowed_objects=[cls], valid_namespaces=["langchain_kvrag"])
+    assert type(again) is cls
+    assert again._identifying_params == llm._identifying_params
+    if cls is ChatBlend:
+        assert "secret" not in dumps(ChatBlend(**settings, api_key="secret", timeout=3, max_retries=1))
+
+
+@pytest.mark.parametrize("cls", [ChatBlend, BlendLLM])
+def test_traces_tell_the_versions(cls: type[ChatBlend | BlendLLM], settings: dict[str, Any]) -> None:
+    versions = (cls(**settings).metadata or {})["lc_versions"]
+    assert {"langchain-core", "langchain-kvrag"} <= set(versions)
 
 
 def test_configurable_fields_keep_an_engine_given(tmp_path: Path) -> None:

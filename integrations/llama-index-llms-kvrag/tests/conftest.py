@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 from llama_index.llms.kvrag import BlendLLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrag import BlendEngine, Model
 
@@ -20,6 +22,35 @@ from kvrag import BlendEngine, Model
 def model() -> Model:
     """Stays loaded between tests."""
     return Model.from_pretrained("reader", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def tiny(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random model that never says a control token, with a chat template that names all roles."""
+    tokenizer = copy.deepcopy(model.tokenizer.hf)
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    hf = LlamaForCausalLM(config)
+    with torch.no_grad():
+        hf.lm_head.weight[tokenizer.all_special_ids] = 0  # some other token's logit is above
+    folder = tmp_path_factory.mktemp("tiny")
+    hf.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)

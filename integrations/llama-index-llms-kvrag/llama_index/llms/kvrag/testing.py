@@ -1,0 +1,620 @@
+"""What an application expects of any LlamaIndex LLM, as tests: a suite to run on a class of your own.
+
+It knows LlamaIndex only. The model may be tiny or random, as long as it is greedy and does not stop by itself.
+
+    class TestMyLLM(LLMTests):
+        context_window = 2048
+
+        @pytest.fixture
+        def make(self):
+            return lambda max_tokens: MyLLM(..., temperature=0, max_tokens=max_tokens)
+
+        @pytest.fixture
+        def tokenizer(self): ...
+
+        @pytest.fixture
+        def heard(self, monkeypatch): ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import llama_index.core
+import pytest
+from llama_index.core import MockEmbedding, PromptTemplate, Settings, StorageContext, VectorStoreIndex
+from llama_index.core.agent.workflow import FunctionAgent, ToolCallResult
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock, ToolCallBlock
+from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler, TokenCountingHandler
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events import BaseEvent
+from llama_index.core.instrumentation.events.exception import ExceptionEvent
+from llama_index.core.instrumentation.events.llm import (
+    LLMChatEndEvent,
+    LLMChatStartEvent,
+    LLMCompletionEndEvent,
+    LLMCompletionStartEvent,
+)
+from llama_index.core.llms import LLM
+from llama_index.core.node_parser import HierarchicalNodeParser, SentenceWindowNodeParser, get_leaf_nodes
+from llama_index.core.postprocessor import MetadataReplacementPostProcessor
+from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine
+from llama_index.core.response_synthesizers import ResponseMode
+from llama_index.core.retrievers import AutoMergingRetriever
+from llama_index.core.schema import BaseNode, Document, MetadataMode, TextNode
+from llama_index.core.tools import FunctionTool
+from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.core.vector_stores.types import BasePydanticVectorStore
+from llama_index_instrumentation import get_dispatcher
+from llama_index_instrumentation.events.span import SpanDropEvent
+from pydantic import BaseModel, Field
+
+QUESTION = "Who plays the harp?"
+USER = [ChatMessage(role="user", content=QUESTION)]
+PEOPLE = ("Mira Brel", "Kan Dror", "Zel Vinford", "Ona Tass", "Ulf Marn", "Ria Kost", "Bo Lind", "Eva Stor", "Jon Pell")
+THINGS = ("harp", "banjo", "flute", "drum", "violin", "horn", "lute", "organ", "zither")
+WAYS = ["sync", "stream", "async", "astream"]
+
+
+class Person(BaseModel):
+    """Somebody."""
+
+    name: Literal["Mira", "Kan"]
+    age: int = Field(ge=0, le=150)
+    is_tall: bool
+
+
+class Wanted(BaseModel):
+    """Whom to look up."""
+
+    name: Literal["Mira", "Kan"]
+    is_new: bool
+
+
+class Numbers(BaseModel):
+    """What to add."""
+
+    a: int = Field(ge=0, le=9)
+    b: Literal[1, 2]
+
+
+class Events(BaseEventHandler):
+    """Remembers them."""
+
+    seen: list[Any] = Field(default_factory=list)
+
+    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
+        """Take one."""
+        self.seen.append(event)
+
+    def of(self, *kinds: type[BaseEvent]) -> list[Any]:
+        """Those of some kinds."""
+        return [event for event in self.seen if isinstance(event, kinds)]
+
+    def answers(self) -> list[Any]:
+        """Calls of the LLM that have ended well."""
+        return self.of(LLMChatEndEvent, LLMCompletionEndEvent)
+
+    def check_balance(self, calls: int) -> None:
+        """Every call of the LLM that has begun has ended, well or not."""
+        starts = [event.span_id for event in self.of(LLMChatStartEvent, LLMCompletionStartEvent)]
+        ends = [event.span_id for event in [*self.answers(), *self.of(ExceptionEvent, SpanDropEvent)]]
+        assert len(starts) >= calls
+        assert set(starts) <= set(ends)
+
+
+def paragraph(number: int) -> str:
+    """Some sentences about a person."""
+    name, thing = PEOPLE[number], THINGS[number]
+    return (
+        f"{name} was born in a small town by the sea in {1950 + number}. "
+        f"As a child {name} learned to play the {thing}, and has never stopped since. "
+        f"Every {['Monday', 'Tuesday', 'Friday'][number % 3]} there is a concert of the {thing} in the old school. "
+        f"The house of {name} has {number + 2} windows and stands on hill number {37 * number + 11}. "
+        f"Behind it grow {['apples', 'pears', 'plums', 'cherries'][number % 4]}, which the neighbours like very much. "
+        f"The company that {name} works for sells chairs and tables, {number + 3} each week."
+    )
+
+
+def a_node(number: int) -> TextNode:
+    """With metadata, which prompts show."""
+    return TextNode(text=paragraph(number), id_=f"node {number}", metadata={"file_path": f"/data/{number}.txt"})
+
+
+def template(tokenizer: Any, **messages: str) -> list[int]:
+    """Token ids of a prompt of one message of each role."""
+    said = [{"role": role, "content": content} for role, content in messages.items()]
+    ids = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return list(ids)
+
+
+async def ask(engine: Callable[[bool], Any], question: str, way: str) -> str:
+    """Query an engine, which is built with streaming or without."""
+    streaming = way in ("stream", "astream")
+    if way in ("sync", "stream"):
+        answer = engine(streaming).query(question)
+        return "".join(answer.response_gen) if streaming else str(answer)
+    answer = await engine(streaming).aquery(question)
+    return "".join([text async for text in answer.async_response_gen()]) if streaming else str(answer)
+
+
+async def say(engine: Any, message: str, way: str) -> str:
+    """One turn of a chat."""
+    if way == "sync":
+        return str(engine.chat(message))
+    if way == "stream":
+        return "".join(engine.stream_chat(message).response_gen)
+    if way == "async":
+        return str(await engine.achat(message))
+    return "".join([text async for text in (await engine.astream_chat(message)).async_response_gen()])
+
+
+class LLMTests:
+    """Override `make`, `tokenizer`, `heard` and `context_window`, and the rest where it applies.
+
+    Attributes:
+        context_window: The model's own.
+        reuses: The LLM finds the nodes of `vector_store` in its prompts: it has `encode`, and its responses tell
+            `raw["kvrag"]["reused_tokens"]`.
+    """
+
+    context_window: int
+    reuses = False
+
+    @pytest.fixture
+    def make(self) -> Callable[[int], LLM]:
+        """Makes an LLM whose answers have so many tokens at most, and are that long if nothing else ends them."""
+        raise NotImplementedError("override the fixture make")
+
+    @pytest.fixture
+    def tokenizer(self) -> Any:
+        """That of the model, by transformers."""
+        raise NotImplementedError("override the fixture tokenizer")
+
+    @pytest.fixture
+    def heard(self) -> list[list[int]]:
+        """Grows by the token ids of every prompt that gets to the model."""
+        raise NotImplementedError("override the fixture heard")
+
+    @pytest.fixture
+    def llm(self, make: Callable[[int], LLM]) -> LLM:
+        """With short answers."""
+        return make(16)
+
+    @pytest.fixture
+    def wordy(self, make: Callable[[int], LLM]) -> LLM:
+        """With room for an object or a call."""
+        return make(160)
+
+    def vector_store(self, llm: Any, **settings: Any) -> BasePydanticVectorStore:
+        """Where an application of this LLM keeps its nodes."""
+        return SimpleVectorStore()
+
+    @pytest.fixture(autouse=True)
+    def _defaults(self, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """LlamaIndex counts tokens as this model does."""
+        for name in ("_llm", "_tokenizer", "_prompt_helper", "_callback_manager"):
+            monkeypatch.setattr(Settings, name, None)
+        monkeypatch.setattr(Settings, "_embed_model", MockEmbedding(embed_dim=4))
+        monkeypatch.setattr(llama_index.core, "global_tokenizer", None)
+        Settings.tokenizer = tokenizer.encode
+
+    @pytest.fixture
+    def events(self) -> Iterator[Events]:
+        """All events while the test runs."""
+        handler, dispatcher = Events(), get_dispatcher()
+        dispatcher.add_event_handler(handler)
+        yield handler
+        dispatcher.event_handlers.remove(handler)
+
+    def index(self, llm: LLM, nodes: Sequence[BaseNode], **settings: Any) -> VectorStoreIndex:
+        """An index of these nodes."""
+        context = StorageContext.from_defaults(vector_store=self.vector_store(llm, **settings))
+        return VectorStoreIndex(list(nodes), storage_context=context)
+
+    def check_coverage(self, llm: Any, events: Events, contents: Sequence[str], least: float) -> None:
+        """Most tokens that came from the nodes were reused."""
+        if not self.reuses:
+            return
+        pasted = reused = 0
+        for call in events.answers():
+            messages = getattr(call, "messages", None)
+            prompt = call.prompt if messages is None else "\n".join(message.content for message in messages)
+            # where LlamaIndex cuts nodes to fit them in, all that stands between its dashes
+            between = re.search(r"\n-{6,}\n(.*)\n-{6,}\n", prompt, re.DOTALL)
+            texts = [between.group(1)] if between else [content for content in contents if content in prompt]
+            pasted += sum(len(llm.encode(text)) for text in texts)
+            reused += call.response.raw["kvrag"]["reused_tokens"]
+        assert pasted > 0
+        assert reused / pasted >= least
+
+    # ---------------------------------------------------------------- the eight methods
+
+    def test_metadata_are_the_models(self, llm: LLM) -> None:
+        """Window, room for the answer and kind."""
+        assert llm.metadata.context_window == self.context_window
+        assert llm.metadata.num_output == 16
+        assert llm.metadata.is_chat_model
+        assert llm.metadata.model_name
+
+    @pytest.mark.asyncio
+    async def test_all_methods_say_the_same(self, llm: LLM) -> None:
+        """Sync, async, whole and in pieces, as messages and as text."""
+        chat = llm.chat(USER).message
+        assert chat.role == MessageRole.ASSISTANT
+        assert chat.content
+        assert (await llm.achat(USER)).message.content == chat.content
+        assert llm.complete(QUESTION).text == chat.content
+        assert (await llm.acomplete(QUESTION)).text == chat.content
+
+    @pytest.mark.asyncio
+    async def test_pieces_of_a_stream_add_up(self, llm: LLM) -> None:
+        """Text is cumulative, deltas are what has been added."""
+        chat, complete = llm.chat(USER).message.content, llm.complete(QUESTION).text
+        streams: list[tuple[Any, list[tuple[Any, Any]]]] = [
+            (chat, [(piece.message.content, piece.delta) for piece in llm.stream_chat(USER)]),
+            (chat, [(piece.message.content, piece.delta) async for piece in await llm.astream_chat(USER)]),
+            (complete, [(piece.text, piece.delta) for piece in llm.stream_complete(QUESTION)]),
+            (complete, [(piece.text, piece.delta) async for piece in await llm.astream_complete(QUESTION)]),
+        ]
+        for whole, pieces in streams:
+            said = ""
+            for text, delta in pieces:
+                said += delta or ""
+                assert text == said
+            assert said == whole
+            assert len(pieces) > 3
+
+    def test_messages_are_what_the_template_makes_of_them(
+        self, llm: LLM, tokenizer: Any, heard: list[list[int]]
+    ) -> None:
+        """Token by token, with one BOS, and a text is one message of the user's."""
+        llm.chat(USER), llm.complete(QUESTION)
+        assert heard == [template(tokenizer, user=QUESTION)] * 2
+
+    def test_a_formatted_prompt_is_taken_as_it_is(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
+        """It has been through a template."""
+        llm.complete(QUESTION, formatted=True)
+        assert heard == [tokenizer(QUESTION)["input_ids"]]
+
+    def test_the_system_prompt_is_heard(
+        self, make: Callable[[int], LLM], tokenizer: Any, heard: list[list[int]]
+    ) -> None:
+        """That of the object, where prompts are templates."""
+        llm = make(16)
+        llm.system_prompt = "Speak of plums and pears only."
+        llm.predict(PromptTemplate("{question}"), question=QUESTION)
+        assert heard == [template(tokenizer, system=llm.system_prompt, user=QUESTION)]
+
+    def test_stop_strings_end_the_answer(self, llm: LLM) -> None:
+        """Wherever tokens begin and end, whole and in pieces."""
+        text = llm.complete(QUESTION).text
+        stop = text[len(text) // 2 :][:3]
+        expected = text[: text.find(stop)]
+        assert llm.complete(QUESTION, stop=[stop]).text == expected
+        assert "".join(piece.delta or "" for piece in llm.stream_complete(QUESTION, stop=[stop])) == expected
+
+    def test_a_call_can_say_how_long_its_answer_is(self, llm: LLM) -> None:
+        """`max_tokens`, as everywhere."""
+        text = llm.complete(QUESTION).text
+        short = llm.complete(QUESTION, max_tokens=4).text
+        assert text.startswith(short)
+        assert len(short) < len(text)
+
+    def test_all_kinds_of_messages_are_heard(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
+        """Several of a role, calls of tools and their results, in order."""
+        call = ToolCallBlock(tool_call_id="abc123def", tool_name="look_up", tool_kwargs={"name": "Mira"})
+        conversation = [
+            ChatMessage(role="system", content="You help."),
+            ChatMessage(role="system", content="You are brief."),
+            ChatMessage(role="user", blocks=[TextBlock(text="Look up Mira."), TextBlock(text="And be quick.")]),
+            ChatMessage(role="assistant", blocks=[call]),
+            ChatMessage(role="tool", content="She plays.", additional_kwargs={"tool_call_id": "abc123def"}),
+            ChatMessage(role="assistant", content="She plays something."),
+            ChatMessage(role="user", content="What?"),
+        ]
+        assert llm.chat(conversation).message.content
+        prompt = tokenizer.decode(heard[-1])
+        at = [
+            prompt.find(text) for text in ("help", "brief", "Mira.", "quick", "look_up", "plays.", "something", "What?")
+        ]
+        assert -1 not in at
+        assert at == sorted(at)
+
+    def test_images_are_refused(self, llm: LLM) -> None:
+        """An answer would be one to another question."""
+        blocks = [TextBlock(text="What is this?"), ImageBlock(image=b"png")]
+        with pytest.raises(Exception, match="image"):
+            llm.chat([ChatMessage(role="user", blocks=blocks)])
+
+    def test_a_prompt_that_does_not_fit_is_refused(self, llm: LLM) -> None:
+        """An answer would be noise, or one to half of it."""
+        with pytest.raises(Exception, match=str(self.context_window)):
+            llm.complete("harp " * self.context_window)
+
+    def test_control_tokens_in_a_message_are_text(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
+        """A document cannot end the prompt, or speak as the system."""
+        end = tokenizer.eos_token
+        llm.complete("He said so."), llm.complete(f"He said {end} so.")
+        assert [prompt.count(tokenizer.eos_token_id) for prompt in heard] == [
+            heard[0].count(tokenizer.eos_token_id)
+        ] * 2
+        assert f"He said {end} so." in tokenizer.decode(heard[1])
+
+    def test_usage_is_told(self, make: Callable[[int], LLM]) -> None:
+        """Where LlamaIndex's own counter looks for it."""
+        llm = make(16)
+        counter = TokenCountingHandler(tokenizer=lambda text: [])
+        llm.callback_manager = CallbackManager([counter])
+        llm.chat(USER)
+        assert counter.completion_llm_token_count == 16
+        once = counter.prompt_llm_token_count
+        assert once > 3
+        for _ in llm.stream_chat(USER):
+            pass
+        assert (counter.prompt_llm_token_count, counter.completion_llm_token_count) == (2 * once, 32)
+
+    # ---------------------------------------------------------------- events, threads, copies
+
+    @pytest.mark.asyncio
+    async def test_whatever_begins_ends(self, make: Callable[[int], LLM], events: Events) -> None:
+        """Events and callbacks of answers, whole and in pieces."""
+        llm, debug = make(4), LlamaDebugHandler(print_trace_on_end=False)
+        llm.callback_manager = CallbackManager([debug])
+        llm.chat(USER), llm.complete(QUESTION)
+        await llm.achat(USER), await llm.acomplete(QUESTION)
+        list(llm.stream_chat(USER)), list(llm.stream_complete(QUESTION))
+        [piece async for piece in await llm.astream_chat(USER)]
+        [piece async for piece in await llm.astream_complete(QUESTION)]
+        events.check_balance(8)
+        assert {len(pair) for pair in debug.get_event_pairs(CBEventType.LLM)} == {2}
+
+    @pytest.mark.asyncio
+    async def test_whatever_fails_ends(self, llm: LLM, events: Events) -> None:
+        """An empty prompt is an error, and the events tell of it."""
+        debug = LlamaDebugHandler(print_trace_on_end=False)
+        llm.callback_manager = CallbackManager([debug])
+        with pytest.raises(Exception, match=r"\w"):
+            llm.complete("", formatted=True)
+        with pytest.raises(Exception, match=r"\w"):
+            await llm.acomplete("", formatted=True)
+        with pytest.raises(Exception, match=r"\w"):
+            list(llm.stream_complete("", formatted=True))
+        with pytest.raises(Exception, match=r"\w"):
+            [piece async for piece in await llm.astream_complete("", formatted=True)]
+        events.check_balance(4)
+        assert {len(pair) for pair in debug.get_event_pairs(CBEventType.LLM)} == {2}
+
+    @pytest.mark.asyncio
+    async def test_whatever_is_dropped_ends(self, llm: LLM, events: Events) -> None:
+        """A consumer that has heard enough closes the stream: events end, and so does the work."""
+        before = set(threading.enumerate())
+        for stream in (llm.stream_chat(USER), llm.stream_complete(QUESTION)):
+            next(stream)
+            stream.close()
+            assert set(threading.enumerate()) <= before
+        for astream in (await llm.astream_chat(USER), await llm.astream_complete(QUESTION)):
+            await anext(astream)
+            await astream.aclose()
+        events.check_balance(4)
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("method", ["achat", "acomplete", "astream_chat", "astream_complete"])
+    async def test_the_event_loop_goes_on(self, llm: LLM, method: str) -> None:
+        """While the model computes."""
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.create_task(tick())
+        answer = await getattr(llm, method)(USER if "chat" in method else QUESTION)
+        if "stream" in method:
+            assert [piece async for piece in answer]
+        ticking.cancel()
+        assert ticks > 16  # one for each token
+
+    @pytest.mark.asyncio
+    async def test_answers_at_once_do_not_disturb_each_other(self, llm: LLM) -> None:
+        """Whole ones, and streams whose pieces are taken in turn."""
+        questions = [f"Who plays the {thing}?" for thing in THINGS[:4]]
+        expected = [llm.complete(question).text for question in questions]
+        answers = await asyncio.gather(*[llm.acomplete(question) for question in questions])
+        assert [answer.text for answer in answers] == expected
+        streams = [await llm.astream_complete(question) for question in questions]
+        said = [""] * len(streams)
+        is_open = True
+        while is_open:
+            pieces = [await anext(stream, None) for stream in streams]
+            said = [text if piece is None else piece.text for text, piece in zip(said, pieces, strict=True)]
+            is_open = any(pieces)
+        assert said == expected
+
+    def test_it_can_be_pickled_and_serialised(self, llm: LLM) -> None:
+        """Without the model."""
+        text = llm.complete(QUESTION).text
+        pickled = pickle.dumps(llm)
+        assert len(pickled) < 100_000
+        assert pickle.loads(pickled).complete(QUESTION).text == text
+        data = json.loads(llm.to_json())
+        assert data["class_name"] == llm.class_name()
+        assert type(llm).from_dict(data).complete(QUESTION).text == text
+
+    # ---------------------------------------------------------------- query engines
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize(
+        ("mode", "calls"),
+        [
+            (ResponseMode.REFINE, 3),
+            (ResponseMode.COMPACT, 1),
+            (ResponseMode.SIMPLE_SUMMARIZE, 1),
+            (ResponseMode.TREE_SUMMARIZE, 1),
+            (ResponseMode.GENERATION, 1),
+            (ResponseMode.NO_TEXT, 0),
+            (ResponseMode.CONTEXT_ONLY, 0),
+            (ResponseMode.ACCUMULATE, 3),
+            (ResponseMode.COMPACT_ACCUMULATE, 1),
+        ],
+    )
+    async def test_every_response_mode(self, llm: LLM, events: Events, mode: ResponseMode, calls: int) -> None:
+        """One answer, however it is asked for."""
+        nodes = [a_node(number) for number in range(3)]
+        index = self.index(llm, nodes)
+        Settings.llm = llm  # modes without an LLM want one all the same
+
+        def engine(streaming: bool) -> Any:
+            return index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=3, streaming=streaming)
+
+        answer = await ask(engine, QUESTION, "sync")
+        assert len(events.answers()) == calls
+        if calls:
+            assert answer not in ("", "Empty Response")
+        if calls and mode not in (ResponseMode.GENERATION, ResponseMode.SIMPLE_SUMMARIZE):  # which pastes a Python list
+            self.check_coverage(llm, events, [node.get_content(MetadataMode.LLM) for node in nodes], 0.99)
+        assert await ask(engine, QUESTION, "async") == answer
+        if calls and mode not in (ResponseMode.ACCUMULATE, ResponseMode.COMPACT_ACCUMULATE):  # which cannot stream
+            assert await ask(engine, QUESTION, "stream") == answer
+            assert await ask(engine, QUESTION, "astream") == answer
+
+    @pytest.mark.parametrize("mode", [ResponseMode.COMPACT, ResponseMode.TREE_SUMMARIZE])
+    def test_nodes_that_do_not_fit_into_one_prompt(self, llm: LLM, events: Events, mode: ResponseMode) -> None:
+        """LlamaIndex splits them anew, by the window and the tokenizer it is told."""
+        size = sum(len(Settings.tokenizer(paragraph(number))) for number in range(len(PEOPLE)))
+        times = self.context_window // size + 1
+        nodes = [a_node(number) for number in range(len(PEOPLE))]
+        for node in nodes:
+            node.text = " ".join(f"{node.text} This is part {part} about {node.id_}." for part in range(times))
+        index = self.index(llm, nodes)
+        answer = index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=len(nodes)).query(QUESTION)
+        assert str(answer) not in ("", "Empty Response")
+        assert len(events.answers()) > 1
+        events.check_balance(2)
+        if mode == ResponseMode.COMPACT:  # summaries of summaries are nobody's chunks
+            self.check_coverage(llm, events, [], 0.95)
+
+    def test_citations(self, llm: LLM, events: Events) -> None:
+        """Nodes are split anew and numbered."""
+        index = self.index(llm, [a_node(number) for number in range(3)])
+        engine = CitationQueryEngine.from_args(index, llm=llm, similarity_top_k=3, citation_chunk_size=512)
+        assert str(engine.query(QUESTION)) not in ("", "Empty Response")
+        self.check_coverage(llm, events, [], 0.95)
+
+    def test_sentences_in_their_windows(self, llm: LLM, events: Events) -> None:
+        """Sentences are found, and the prompt has what stands around them."""
+        parser = SentenceWindowNodeParser.from_defaults(sentence_splitter=lambda text: re.split(r"(?<=\.) ", text))
+        nodes = parser.get_nodes_from_documents([Document(text=paragraph(number)) for number in range(3)])
+        index = self.index(llm, nodes, target_metadata_key="window")
+        engine = index.as_query_engine(
+            llm=llm, similarity_top_k=3, node_postprocessors=[MetadataReplacementPostProcessor("window")]
+        )
+        assert str(engine.query(QUESTION)) not in ("", "Empty Response")
+        self.check_coverage(llm, events, [], 0.99)
+
+    def test_leaves_are_merged(self, llm: LLM, events: Events) -> None:
+        """Small nodes are found, and the prompt has the larger one that they are parts of."""
+        text = " ".join(paragraph(number) for number in range(3))
+        parser = HierarchicalNodeParser.from_defaults(chunk_sizes=[2048, 128], chunk_overlap=0)
+        nodes = parser.get_nodes_from_documents([Document(text=text)])
+        leaves = get_leaf_nodes(nodes)
+        assert 1 < len(leaves) < len(nodes)
+        context = StorageContext.from_defaults(vector_store=self.vector_store(llm))
+        context.docstore.add_documents(nodes)
+        index = VectorStoreIndex(leaves, storage_context=context)
+        found: Any = index.as_retriever(similarity_top_k=len(leaves))
+        retriever = AutoMergingRetriever(found, context)
+        assert [merged.node.node_id for merged in retriever.retrieve(QUESTION)] == [nodes[0].node_id]
+        assert str(RetrieverQueryEngine.from_args(retriever, llm=llm).query(QUESTION)) not in ("", "Empty Response")
+        self.check_coverage(llm, events, [], 0.99)
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("mode", ["simple", "context", "condense_question", "condense_plus_context"])
+    async def test_chat_engines(self, llm: LLM, events: Events, mode: Any) -> None:
+        """Two turns, the same however they are asked for."""
+        nodes = [a_node(number) for number in range(3)]
+        index = self.index(llm, nodes)
+        said: dict[str, tuple[str, str]] = {}
+        for way in WAYS:
+            engine = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=3)
+            said[way] = await say(engine, QUESTION, way), await say(engine, "And who else?", way)
+            if way == "sync" and mode in ("context", "condense_plus_context"):
+                self.check_coverage(llm, events, [node.get_content(MetadataMode.LLM) for node in nodes], 0.99)
+        assert all(said["sync"])
+        assert said["async"] == said["sync"]
+        assert said["stream"][0] == said["sync"][0]
+        assert said["astream"] == said["stream"]  # the second turn hears the first one stripped
+
+    # ---------------------------------------------------------------- objects and tools
+
+    @pytest.mark.asyncio
+    async def test_objects_of_a_class(self, wordy: LLM) -> None:
+        """Whatever the model would rather say."""
+        prompt = PromptTemplate("Describe {name}.")
+        person = wordy.structured_predict(Person, prompt, name="Mira")
+        assert isinstance(person, Person)
+        assert await wordy.astructured_predict(Person, prompt, name="Mira") == person
+        assert list(wordy.stream_structured_predict(Person, prompt, name="Mira"))[-1] == person
+        pieces = [piece async for piece in await wordy.astream_structured_predict(Person, prompt, name="Mira")]
+        assert pieces[-1] == person
+        said = wordy.as_structured_llm(Person).chat([ChatMessage(role="user", content="Describe Mira.")])
+        assert isinstance(said.raw, Person)
+
+    def test_a_query_engine_can_answer_with_an_object(self, wordy: LLM, events: Events) -> None:
+        """From the nodes it has found."""
+        index = self.index(wordy, [a_node(number) for number in range(3)])
+        answer: Any = index.as_query_engine(llm=wordy, output_cls=Person, response_mode="compact").query(QUESTION)
+        assert isinstance(answer.response, Person)
+        self.check_coverage(wordy, events, [], 0.99)
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("streaming", [False, True])
+    async def test_agents_call_tools(self, wordy: LLM, streaming: bool) -> None:
+        """One that must is called with what it takes, and the agent goes on with what it gives."""
+        called = []
+
+        def look_up(name: str, is_new: bool) -> str:
+            """Tell about somebody."""
+            called.append((name, is_new))
+            return f"{name} plays the harp."
+
+        agent = FunctionAgent(
+            tools=[FunctionTool.from_defaults(look_up, fn_schema=Wanted)],
+            llm=wordy,
+            system_prompt="You look people up.",
+            initial_tool_choice="look_up",
+            streaming=streaming,
+        )
+        running: Any = agent.run(user_msg=QUESTION)
+        results = [event async for event in running.stream_events() if isinstance(event, ToolCallResult)]
+        response = await running
+        ((name, is_new),) = called
+        assert name in ("Mira", "Kan")
+        assert isinstance(is_new, bool)
+        assert [result.tool_output.content for result in results] == [f"{name} plays the harp."]
+        assert response.response.content
+
+    def test_tools_can_be_called_without_an_agent(self, wordy: Any) -> None:
+        """And only one at a time, unless more are wanted."""
+
+        def add(a: int, b: int) -> int:
+            """Add numbers."""
+            return a + b
+
+        tool = FunctionTool.from_defaults(add, fn_schema=Numbers)
+        response = wordy.chat_with_tools([tool], user_msg="Add 1 and 2.", tool_required=True)
+        (call,) = wordy.get_tool_calls_from_response(response)
+        assert call.tool_name == "add"
+        assert call.tool_kwargs["b"] in (1, 2)
+        answer = wordy.predict_and_call([tool], user_msg="Add 1 and 2.", tool_required=True)
+        assert str(answer) == str(call.tool_kwargs["a"] + call.tool_kwargs["b"])
+        with pytest.raises(ValueError, match="tool"):
+            wordy.get_tool_calls_from_response(wordy.chat(USER, max_tokens=4))

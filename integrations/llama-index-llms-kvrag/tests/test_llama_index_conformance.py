@@ -1,0 +1,45 @@
+"""BlendLLM under the suite for any LlamaIndex LLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core.llms import LLM
+from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
+from llama_index.llms.kvrag.testing import LLMTests
+
+from kvrag import BlendEngine
+
+
+class TestBlendLLM(LLMTests):
+    context_window = 2048
+    reuses = True
+
+    @pytest.fixture
+    def make(self, tiny: Path, tmp_path: Path) -> Callable[[int], LLM]:
+        return lambda max_tokens: BlendLLM(
+            model=tiny, store=tmp_path / "kv", dtype="float32", temperature=0, max_tokens=max_tokens
+        )
+
+    @pytest.fixture
+    def tokenizer(self, make: Callable[[int], Any]) -> Any:
+        return make(1)._open().model.tokenizer.hf
+
+    @pytest.fixture
+    def heard(self, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+        prompts: list[list[int]] = []
+        prefill = BlendEngine.prefill
+
+        def listening(self: BlendEngine, ids: list[int], *args: Any) -> Any:
+            prompts.append(ids)
+            return prefill(self, ids, *args)
+
+        monkeypatch.setattr(BlendEngine, "prefill", listening)
+        return prompts
+
+    def vector_store(self, llm: Any, **changes: Any) -> KVWarmVectorStore:
+        return KVWarmVectorStore(SimpleVectorStore(), llm, **changes)

@@ -204,7 +204,7 @@ def test_threads_may_add_delete_and_search_at_once(store: FaissVectorStore) -> N
 
 
 def test_what_is_loaded_is_what_was_saved(store: FaissVectorStore, tmp_path: Path) -> None:
-    store.delete(["d0", "d7"])
+    store.delete(["d5", "d7"])
     store.save(tmp_path / "vectors")
     again = FaissVectorStore.load(tmp_path / "vectors", EMBEDDING)
     assert again.ids == store.ids
@@ -212,6 +212,7 @@ def test_what_is_loaded_is_what_was_saved(store: FaissVectorStore, tmp_path: Pat
         assert again.similarity_search_with_score(query, k=12) == store.similarity_search_with_score(query, k=12)
     again.add_texts(["new"], ids=["d3"])
     assert again.similarity_search("new", k=1)[0].id == "d3"
+    assert sorted(document.id or "" for document in again.similarity_search("q", k=99)) == sorted(store.ids)
     assert sorted(path.suffix for path in (tmp_path / "vectors").iterdir()) == [".faiss", ".json"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,7 +134,7 @@ from langchain_kvrag import SQLiteRecordManager
 records = SQLiteRecordManager("here", sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
-for i in range(60):
+for i in range(30):
     start = records.get_time()
     records.update([f"child {i}"], group_ids=["child"], time_at_least=start)
     assert f"child {i}" not in records.list_keys(before=start)
@@ -149,11 +150,29 @@ def test_two_processes_write_one_file_at_once(records: SQLiteRecordManager, path
         assert child.stdout.readline() == "ready\n"
         child.stdin.write("go\n")
         child.stdin.flush()
-        for i in range(60):
+        for i in range(30):
             records.update([f"parent {i}"], group_ids=["parent"], time_at_least=records.get_time())
         assert child.stdout.readline() == "done\n"
-    assert records.list_keys(group_ids=["child"]) == [f"child {i}" for i in range(60)]
-    assert records.list_keys(group_ids=["parent"]) == [f"parent {i}" for i in range(60)]
+    assert records.list_keys(group_ids=["child"]) == [f"child {i}" for i in range(30)]
+    assert records.list_keys(group_ids=["parent"]) == [f"parent {i}" for i in range(30)]
+
+
+def test_an_update_waits_for_another_one_to_end(
+    records: SQLiteRecordManager, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = SQLiteRecordManager("here", path)
+    late, get_time = threading.Thread(target=lambda: other.update(["late"])), records.get_time
+
+    def meanwhile() -> float:
+        late.start()
+        late.join(0.3)
+        return get_time()
+
+    monkeypatch.setattr(records, "get_time", meanwhile)
+    records.update(["early"])
+    late.join()
+    assert records.list_keys() == ["early", "late"]
+    other.close()
 
 
 def test_bad_files_are_named(records: SQLiteRecordManager, tmp_path: Path) -> None:

@@ -248,6 +248,17 @@ def test_namespaces_keep_equal_ids_apart(engine: BlendEngine, chunks: list[str])
     assert kept(engine) == sorted(chunks[2:])
 
 
+def test_ids_that_look_like_each_other_are_kept_apart(
+    store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]
+) -> None:
+    ids = ["1", "1/1", "1%2F1", "10"]
+    store.add_texts(chunks, ids=ids)
+    for i, one in enumerate(ids):
+        assert kept(engine) == sorted(chunks[i:])
+        store.delete([one])
+    assert kept(engine) == []
+
+
 def test_short_texts_are_added_and_said_to_have_no_kv(
     store: KVWarmVectorStore, engine: BlendEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

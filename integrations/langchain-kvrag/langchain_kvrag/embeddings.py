@@ -42,7 +42,7 @@ class SentenceTransformerEmbeddings(Embeddings):
             raise SettingError(f"batch_size must be at least 1, got {batch_size}")
         self.model, self.batch_size, self.normalize = str(model), batch_size, normalize
         self._encoder = load_embedder(self.model, "langchain-kvrag[sentence-transformers]", **settings)
-        self._lock = threading.Lock()  # a fast tokenizer refuses two threads at a time
+        self._lock = threading.Lock()  # a fast tokenizer that one thread is setting up refuses another
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """One vector per text, with the model's prompt for documents if it has one."""

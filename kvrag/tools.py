@@ -24,6 +24,8 @@ _NOTHING = "\0"  # is in no template
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _NEVER_SAID = ("[TOOL_CALLS]", "<|python_tag|>")  # what stands before a call where they are text and no control tokens
 
+_BARE = re.compile(r"\[?\s*(\{\s*(\"|\Z)|\Z)")  # as far as it goes, the beginning of a JSON object or of a list of them
+
 _HERMES = (_OPEN, '\n{"name": "', _NAME, '", "arguments": ', _ARGUMENTS, "}\n", _CLOSE)
 _DIALECTS = (
     # what its template has and what it has not -> how a call is written, for forcing one
@@ -105,8 +107,10 @@ def prepare(
     messages = [_with_calls_read(message) for message in prompt]
     template = tokenizer.template_text(known or None)
     dialect = next((how for has, lacks, how in _DIALECTS if has in template and lacks not in template), None)
-    # how to write one in an unknown dialect could not be guaranteed
-    is_native = dialect is not None or (tokenizer.has_response_parser and "tools" in template and not forced)
+    # how to write a call in an unknown dialect could not be guaranteed
+    is_known = dialect is not None or (tokenizer.has_response_parser and not forced)
+    is_native = is_known and tokenizer.tells_of_tools()
+    dialect = dialect if dialect and is_native else _HERMES
     if not is_native:
         messages = _spelled_out(messages, known)
     if not known:
@@ -115,9 +119,9 @@ def prepare(
         raise SettingError("a forced tool_choice and a grammar exclude each other: leave out one of them")
     if forced:
         wanted = [tool for tool in known if tool["function"]["name"] in forced]
-        grammar = _call_grammar(tokenizer, dialect or _HERMES, wanted)
+        grammar = _call_grammar(tokenizer, dialect, wanted)
     elif grammar is not None:
-        grammar = _call_grammar(tokenizer, dialect or _HERMES, known, grammar)
+        grammar = _call_grammar(tokenizer, dialect, known, grammar)
     return Prepared(messages, {"tools": list(known)} if is_native else {}, grammar, known, is_native)
 
 
@@ -323,7 +327,7 @@ class CallListener:
     def _may_be_bare(self) -> bool:
         """Whether the answer, of which this is the beginning, may be calls without tags."""
         head = self._held.lstrip()
-        if not head or head[0] in "{[":
+        if _BARE.match(head):
             return True
         starts = (*_NEVER_SAID, *(name + mark for name in self._names for mark in ("{", "[ARGS]")))
         return any(head.startswith(start) or start.startswith(head) for start in starts)

@@ -225,6 +225,7 @@ def test_documents_are_encoded_now_and_kept(engine: BlendEngine, hf: Any) -> Non
     assert len(engine.generate(PROMPT, max_new_tokens=1).report.runs) == 1
     report = engine.generate(PROMPT, documents=CHUNKS, max_new_tokens=1).report
     assert len(report.runs) == 4
+    assert 60 < report.created_tokens < report.reused_tokens - 16
     assert report.notes == ()
     assert engine.store.stats().chunks == 4
     assert len(engine.generate(PROMPT, max_new_tokens=1).report.runs) == 4

@@ -182,6 +182,16 @@ def test_a_template_that_knows_no_tools_gets_them_in_words(model: Model) -> None
     assert "<tool_response>\nA bird.\n</tool_response>" in told
 
 
+def test_a_template_that_takes_its_tools_by_another_name_gets_them_in_words(tokenizer: Any, hf: Any) -> None:
+    theirs = copy.deepcopy(tokenizer)
+    theirs.chat_template = TEMPLATES["mistral"].replace("if tools", "if xml_tools")
+    prepared = prepare(Model(hf, theirs, "other").tokenizer, HELLO, TOOLS, "look")
+    assert prepared.template == {}
+    assert "# Tools" in prepared.prompt[0]["content"]  # type: ignore[index]
+    assert prepared.grammar is not None
+    assert "<tool_call>" in str(prepared.grammar.lark)
+
+
 def test_chunks_in_a_tools_result_are_reused(talker: BlendEngine) -> None:
     talker.warm(CHUNKS)
     found = {**HISTORY[3], "content": "\n\n".join(CHUNKS)}
@@ -247,6 +257,9 @@ def test_calls_are_found(text: str, said: str, calls: list[Any], size: int) -> N
         '{"name": "Mira", "age": 3}',
         '{"name": "unknown", "parameters": {}}',
         "[1, 2, 3]",
+        "[]",
+        "{ }",
+        '{"a": 1}',
         '{"name": "look", "parameters": ',
         "<tool_call>\nlook up\n</tool_call> is how",
         '<tool_call>{"name": "look", "arguments": [1]}</tool_call>',
@@ -259,6 +272,7 @@ def test_what_is_no_call_is_said_as_it_is(text: str, size: int) -> None:
 
 def test_text_is_said_as_soon_as_it_is_certainly_no_call() -> None:
     _, _, pieces = listen("one two <three four", size=1)
+    assert listen("[1] so", size=1)[2] == ["[1", "]", " s", "o"]
     assert pieces == [*"one", " t", *"wo", " <th", *"ree", " f", *"our"]
 
 

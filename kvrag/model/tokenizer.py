@@ -124,6 +124,16 @@ class Tokenizer:
         """Source of the chat template for prompts with these tools, or ""."""
         return str(self.hf.get_chat_template(tools=tools)) if self.has_chat_template else ""
 
+    def tells_of_tools(self) -> bool:
+        """Whether the chat template writes tools; some know them by another name or only in the history."""
+        probe = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
+        try:
+            with self._lock:
+                text = self.hf.apply_chat_template([{"role": "user", "content": ""}], tools=[probe], tokenize=False)
+        except Exception:  # templates raise what they like; rendering the prompt will say it
+            return False
+        return "probe" in text
+
     @property
     def has_response_parser(self) -> bool:
         """Whether the tokenizer says what the model's answers look like."""

@@ -7,19 +7,30 @@ from typing import Any
 
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, FunctionMessage, ToolMessage
 
+from kvrag import PromptError
+
 _ROLES = {"system": "system", "human": "user", "ai": "assistant", "tool": "tool", "function": "tool"}
 # a template writes calls from `tool_calls`
 _NOT_SAID = ("reasoning", "thinking", "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use")
 
 
 def template_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
-    """Dicts of role, content and what belongs to tools."""
+    """Dicts of role, content and what belongs to tools.
+
+    Raises:
+        PromptError: A message that no model can be told, such as a RemoveMessage.
+    """
     return [_template_message(message) for message in messages]
 
 
+def _kind(message: BaseMessage) -> str:
+    return message.type.removesuffix("MessageChunk").lower()
+
+
 def _template_message(message: BaseMessage) -> dict[str, Any]:
-    kind = message.type.removesuffix("MessageChunk").lower()
-    role = message.role if isinstance(message, ChatMessage) else _ROLES.get(kind, kind)
+    role = message.role if isinstance(message, ChatMessage) else _ROLES.get(_kind(message))
+    if role is None:
+        raise PromptError(f"a model cannot be told a {type(message).__name__}")
     content = message.content
     if isinstance(content, list):
         content = [part for part in content if not (isinstance(part, dict) and part.get("type") in _NOT_SAID)]

@@ -19,6 +19,7 @@ from langchain_core.messages import (
     AIMessageChunk,
     FunctionMessage,
     HumanMessage,
+    RemoveMessage,
     SystemMessage,
     ToolMessage,
     trim_messages,
@@ -293,6 +294,11 @@ def test_images_are_refused(chat: ChatBlend) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     with pytest.raises(PromptError, match="only text can be answered"):
         chat.invoke([HumanMessage([{"type": "text", "text": "What is this?"}, image])])
+
+
+def test_messages_that_are_not_for_a_model_are_refused(chat: ChatBlend) -> None:
+    with pytest.raises(PromptError, match="cannot be told a RemoveMessage"):
+        chat.invoke([HumanMessage(QUESTION), RemoveMessage(id="1")])
 
 
 def test_templates_that_refuse_a_system_or_neighbours_of_one_role_get_the_same_text(

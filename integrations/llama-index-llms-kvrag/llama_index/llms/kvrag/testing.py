@@ -134,6 +134,25 @@ def template(tokenizer: Any, **messages: str) -> list[int]:
     return list(ids)
 
 
+def in_time(function: Callable[[], Any]) -> None:
+    """Call what may hang for ever."""
+    errors: list[BaseException] = []
+
+    def calling() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=calling, daemon=True)
+    thread.start()
+    thread.join(60)
+    if thread.is_alive():
+        pytest.fail("it hangs")
+    for error in errors:
+        raise error
+
+
 async def ask(engine: Callable[[bool], Any], question: str, way: str) -> str:
     """Query an engine, which is built with streaming or without."""
     streaming = way in ("stream", "astream")
@@ -385,7 +404,7 @@ class LLMTests:
         with pytest.raises(Exception, match=r"\w"):
             await llm.acomplete("", formatted=True)
         with pytest.raises(Exception, match=r"\w"):
-            list(llm.stream_complete("", formatted=True))
+            in_time(lambda: list(llm.stream_complete("", formatted=True)))
         with pytest.raises(Exception, match=r"\w"):
             [piece async for piece in await llm.astream_complete("", formatted=True)]
         events.check_balance(4)

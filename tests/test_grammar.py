@@ -94,6 +94,18 @@ def test_an_end_token_is_allowed_only_where_the_grammar_may_end(model: Model) ->
     assert allowed.sum() < 10
 
 
+def test_json_has_no_free_space_and_no_properties_but_those_named(model: Model) -> None:
+    inner = {"type": "object", "properties": {"b": {"enum": [1]}}, "required": ["b"]}
+    outer = {"type": "object", "properties": {"a": {"anyOf": [inner]}}, "required": ["a"]}
+    constraint = constrain(model, Grammar(json_schema=outer))
+    for letter in '{"a": {"b": 1}}':
+        allowed = constraint.mask(torch.zeros(1, model.vocab_size)).isfinite()[0].nonzero().flatten()
+        starts = {model.tokenizer.decode([int(token)])[:1] for token in allowed}
+        assert starts == {letter}
+        is_complete = constraint.push(model.tokenizer.encode(letter)[0])
+    assert is_complete
+
+
 def test_top_k_chooses_among_what_is_allowed(engine: BlendEngine) -> None:
     answer = engine.generate(PROMPT, grammar=Grammar(regex="[xyz]{6}"), top_k=1, temperature=1.0, seed=1)
     assert re.fullmatch("[xyz]{6}", answer.text)

@@ -106,6 +106,19 @@ def test_json_has_no_free_space_and_no_properties_but_those_named(model: Model) 
     assert is_complete
 
 
+def test_nothing_is_computed_after_the_end_of_the_grammar(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    forward = Model.forward
+
+    def counting(self: Model, ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        steps.append(ids.shape[1])
+        return forward(self, ids, *args)
+
+    monkeypatch.setattr(Model, "forward", counting)
+    answer = engine.generate(PROMPT, grammar=Grammar(regex="[xyz]{6}"), temperature=0, policy="full")
+    assert steps.count(1) == len(answer.token_ids) - 1
+
+
 def test_top_k_chooses_among_what_is_allowed(engine: BlendEngine) -> None:
     answer = engine.generate(PROMPT, grammar=Grammar(regex="[xyz]{6}"), top_k=1, temperature=1.0, seed=1)
     assert re.fullmatch("[xyz]{6}", answer.text)

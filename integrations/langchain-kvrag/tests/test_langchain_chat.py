@@ -28,7 +28,7 @@ from langchain_core.runnables import ConfigurableField
 from langchain_kvrag import BlendLLM, ChatBlend
 from langchain_kvrag.messages import template_messages
 
-from kvrag import BlendEngine, Model, PromptError, SettingError
+from kvrag import BlendConfig, BlendEngine, Model, PromptError, SettingError
 
 QUESTION = "Question: Who likes curry?"
 STRICT = (
@@ -245,6 +245,8 @@ def test_whatever_changes_the_answer_changes_the_cache_key(settings: dict[str, A
     ]  # fmt: skip
     keys = [base._get_llm_string(), *(ChatBlend(**{**settings, **change})._get_llm_string() for change in changes)]
     keys.append(ChatBlend(engine=base._open())._get_llm_string())
+    with BlendEngine(base._open().model, tmp_path / "engine", BlendConfig(min_run=20)) as other:
+        keys.append(ChatBlend(engine=other)._get_llm_string())
     assert len(set(keys)) == len(keys)
     assert base._get_llm_string() == ChatBlend(**settings)._get_llm_string()
     json.dumps(base._identifying_params)

@@ -36,7 +36,7 @@ from kvrag import (
 from kvrag import engine as engine_module
 from kvrag.fingerprint import Fingerprint
 from kvrag.match import anchors
-from kvrag.store import ChunkRecord, MemoryTier, chunkfile
+from kvrag.store import ChunkRecord, DroppedChunks, MemoryTier, chunkfile
 from kvrag.store.chunkfile import ChunkFile
 
 FINGERPRINT = Fingerprint("tiny", "w", "t", "float32", "[]", (1,))
@@ -796,6 +796,20 @@ def test_a_document_that_is_deleted_and_added_again_is_not_encoded_again(
     assert encoded == [2]
     again = engine.generate(messages(*CHUNKS), max_new_tokens=4, policy="none")
     assert (again.token_ids, again.report.reused_tokens) == (expected.token_ids, expected.report.reused_tokens)
+
+
+def test_dropped_chunks_keep_few_files_open(store: FileStore) -> None:
+    store.put([record(1)])
+    dropped, readers = DroppedChunks(), [ChunkFile(store._file(record(1).key)) for _ in range(300)]
+    for number, reader in enumerate(readers):
+        dropped.keep(str(number), reader)
+    assert [reader._file.closed for reader in readers] == [True] * 44 + [False] * 256
+    assert dropped.take("0") is None
+    assert dropped.take("299") is readers[299]
+    dropped.keep("298", readers[0])  # instead of the one before
+    dropped.clear()
+    assert [reader._file.closed for reader in readers] == [True] * 299 + [False]
+    readers[299].close()
 
 
 def _age(path: Path, seconds: float = 7200) -> None:

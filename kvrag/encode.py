@@ -17,20 +17,26 @@ LayerKV = tuple[Tensor, Tensor]
 
 
 def encode(
-    model: Model, chunks: Sequence[Sequence[int]], batch_tokens: int = BATCH_TOKENS
+    model: Model,
+    chunks: Sequence[Sequence[int]],
+    contexts: Sequence[Sequence[int]] | None = None,
+    batch_tokens: int = BATCH_TOKENS,
 ) -> Iterator[tuple[int, list[LayerKV]]]:
-    """Encode chunks behind the model's preamble, whose own KV is dropped.
+    """Encode chunks behind the model's preamble and what stands before them, whose own KV is dropped.
 
     Args:
         chunks: Token ids of each, not empty, preamble not included.
+        contexts: Token ids between the preamble and each chunk; None = nothing.
         batch_tokens: Most tokens of one forward pass, but at least one chunk.
 
     Yields:
         (number of the chunk in `chunks`, per layer keys and values), shortest chunks first.
     """
     preamble = list(model.tokenizer.preamble)
-    for batch in _batches([len(chunk) for chunk in chunks], len(preamble), batch_tokens, model.stable_length):
-        rows = [preamble + list(chunks[number]) for number in batch]
+    before = [preamble + list(context) for context in contexts or [()] * len(chunks)]
+    lengths = [len(prefix) + len(chunk) for prefix, chunk in zip(before, chunks, strict=True)]
+    for batch in _batches(lengths, batch_tokens, model.stable_length):
+        rows = [before[number] + list(chunks[number]) for number in batch]
         longest = max(map(len, rows))
         ids = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows])  # (B, T)
         cache = model.new_cache(longest)
@@ -43,15 +49,15 @@ def encode(
             with torch.inference_mode():
                 layers.append((model.unrotate(layer, keys, tables[layer]).cpu(), values.cpu()))
         for index, number in enumerate(batch):
-            kept = slice(len(preamble), len(rows[index]))
+            kept = slice(len(before[number]), len(rows[index]))
             yield number, [(keys[index, :, kept], values[index, :, kept]) for keys, values in layers]
 
 
-def _batches(lengths: Sequence[int], num_preamble: int, batch_tokens: int, stable_length: int) -> Iterator[list[int]]:
+def _batches(lengths: Sequence[int], batch_tokens: int, stable_length: int) -> Iterator[list[int]]:
     """Chunk numbers in batches of similar length. Where RoPE follows the length, it must not follow another chunk's."""
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lengths.__getitem__):
-        length = lengths[number] + num_preamble
+        length = lengths[number]
         other = length > stable_length and lengths[number] != lengths[batch[0] if batch else number]
         if batch and (length * (len(batch) + 1) > batch_tokens or other):
             yield batch

@@ -46,6 +46,7 @@ _sharing: dict[str, threading.Lock] = {}
 _shared: weakref.WeakValueDictionary[str, BlendEngine] = weakref.WeakValueDictionary()
 _ROOM = 256  # positions a new cache has for the answer before it grows
 _CALIBRATION_CHUNKS = 1000
+_LEAST_OVERLAP = 8  # fewer common tokens are chance
 
 
 @dataclass
@@ -166,21 +167,28 @@ class BlendEngine:
         """
         self._check_open()
         started = time.perf_counter()
-        chunks, keys, skipped, warnings = self._tokenize(texts)
-        documents = _by_document(document, keys)
+        tokens, keys, skipped, warnings = self._tokenize(texts)
+        chunks = {key: ids for key, ids in zip(keys, tokens, strict=True) if key}
+        names = [document] * len(keys) if isinstance(document, str) else document
+        if len(names) != len(keys):
+            raise SettingError(
+                f"{len(names)} names of documents for {len(keys)} texts: give one for each, or one string"
+            )
+        contexts = self._contexts(names, tokens, keys)
         self._bring_back(chunks)
         missing = self.store.missing(list(chunks))
-        tokens = [len(chunks[key]) for key in missing]
+        lengths = [len(chunks[key]) for key in missing]
         size = done = new = encoded = 0
-        progress(0, sum(tokens))
-        for portion in _portions(missing, tokens, _PUT_TOKENS):
+        progress(0, sum(lengths))
+        for portion in _portions(missing, lengths, _PUT_TOKENS):
             # another process may be warming the same corpus
             now = self.store.missing(portion)
-            size += self._encode_and_put({key: chunks[key] for key in now})
+            size += self._encode_and_put({key: chunks[key] for key in now}, contexts)
             new, encoded = new + len(now), encoded + sum(len(chunks[key]) for key in now)
             done += sum(len(chunks[key]) for key in portion)
-            progress(done, sum(tokens))
-        for name, held in documents.items():
+            progress(done, sum(lengths))
+        whole = {document: list[str]()} if isinstance(document, str) else {}  # also if nothing is left of it
+        for name, held in (whole | _by_document(names, keys)).items():
             self.store.set_document(name, held)
         self._dropped.clear()
         self._tuning.keep_speed()
@@ -199,11 +207,11 @@ class BlendEngine:
             warnings=tuple(warnings),
         )
 
-    def _tokenize(self, texts: Iterable[str]) -> tuple[dict[str, list[int]], list[str | None], int, list[str]]:
-        """Chunks, each text's key (None if it is too short), how many are too short, warnings."""
+    def _tokenize(self, texts: Iterable[str]) -> tuple[list[list[int]], list[str | None], int, list[str]]:
+        """Each text's ids and key (None if it is too short), how many are too short, warnings."""
         if isinstance(texts, str):
             raise SettingError("texts must be a list of chunks, not one string")
-        chunks: dict[str, list[int]] = {}
+        tokens: list[list[int]] = []
         keys: list[str | None] = []
         short: set[str] = set()
         for number, text in enumerate(texts):
@@ -211,20 +219,19 @@ class BlendEngine:
                 raise SettingError(f"chunk {number} is a {type(text).__name__}, not a string")
             ids = self.model.tokenizer.encode(text)
             self.model.check_window(len(ids) + len(self.model.tokenizer.preamble), f"chunk {number}")
+            tokens.append(ids)
             if len(ids) < self.config.min_run:
                 short.add(text)
                 keys.append(None)
             else:
-                key = self.fingerprint.chunk_key(ids)
-                keys.append(key)
-                chunks[key] = ids
+                keys.append(self.fingerprint.chunk_key(ids))
         warnings = []
         if short:
             warnings.append(
                 f"{len(short)} chunks have fewer than {self.config.min_run} tokens and will not be reused: "
                 "they are computed with the rest of the prompt"
             )
-        return chunks, keys, len(short), warnings
+        return tokens, keys, len(short), warnings
 
     def _bring_back(self, chunks: dict[str, list[int]]) -> None:
         """Store again what was dropped a moment ago."""
@@ -232,22 +239,44 @@ class BlendEngine:
             if reader := self._dropped.take(key):
                 try:
                     layers = [reader.layer(number) for number in range(reader.num_layers)]
-                    self.store.put([ChunkRecord(key, np.asarray(ids, np.uint32), anchors(ids), layers)])
+                    record = ChunkRecord(key, np.asarray(ids, np.uint32), anchors(ids), layers, reader.context)
+                    self.store.put([record])
                 except DamagedChunkError:
                     pass  # it is encoded again
                 finally:
                     reader.close()
 
-    def _encode_and_put(self, chunks: dict[str, list[int]]) -> int:
+    def _contexts(
+        self, names: Sequence[str], tokens: Sequence[list[int]], keys: Sequence[str | None]
+    ) -> dict[str, list[int]]:
+        """What stands before a chunk in the first document that has it, as far as it is wanted and fits."""
+        contexts: dict[str, list[int]] = {}
+        before: dict[str, list[int]] = {}
+        blank = self.model.tokenizer.encode("\n\n")
+        limit, window = self.config.context_tokens, self.model.context_window - len(self.model.tokenizer.preamble)
+        for name, ids, key in zip(names, tokens, keys, strict=True):
+            context = before.get(name, [])
+            if shared := _overlap(context, ids):
+                context = context[:-shared]
+            elif context:
+                context = [*context, *blank]
+            before[name] = [*context, *ids][-limit - len(ids) :] if name and limit else []
+            if key:
+                contexts.setdefault(key, context[max(0, len(context) - min(limit, window - len(ids))) :])
+        return contexts
+
+    def _encode_and_put(self, chunks: dict[str, list[int]], contexts: dict[str, list[int]]) -> int:
         keys, records = list(chunks), []
         started, waits = time.perf_counter(), self.model.lock.waits
-        encoded = list(encode(self.model, list(chunks.values())))
+        encoded = list(encode(self.model, list(chunks.values()), [contexts[key] for key in keys]))
         if self.model.lock.waits == waits:  # what others computed meanwhile would count as ours
-            self._tuning.saw_encoding([len(ids) for ids in chunks.values()], time.perf_counter() - started)
+            lengths = [len(contexts[key]) + len(chunks[key]) for key in keys]
+            self._tuning.saw_encoding(lengths, time.perf_counter() - started)
         for number, layers in encoded:
             ids = chunks[keys[number]]
             packed = pack(layers, self.codec, f"{self.model.tokenizer.decode(ids[:12])}...")
-            records.append(ChunkRecord(keys[number], np.asarray(ids, np.uint32), anchors(ids), packed))
+            context = len(contexts[keys[number]])
+            records.append(ChunkRecord(keys[number], np.asarray(ids, np.uint32), anchors(ids), packed, context))
         return self.store.put(records) if records else 0
 
     def forget(self, document: str) -> int:
@@ -350,10 +379,10 @@ class BlendEngine:
 
     def _warm_documents(self, documents: Sequence[str], notes: list[str]) -> set[str]:
         """Keys of those that were not stored before; adds to `notes`."""
-        chunks, *_ = self._tokenize(documents)
+        _, keys, *_ = self._tokenize(documents)
         missing: set[str] = set()
         try:
-            missing.update(self.store.missing(list(chunks)))
+            missing.update(self.store.missing([key for key in keys if key]))
             self.warm(documents)
         except StoreError as error:
             notes.append(f"documents could not be kept: {error}")  # the answer does not depend on it
@@ -648,16 +677,24 @@ class _Clock:
         return passed
 
 
-def _by_document(document: str | Sequence[str], keys: Sequence[str | None]) -> dict[str, list[str]]:
+def _by_document(names: Sequence[str], keys: Sequence[str | None]) -> dict[str, list[str]]:
     """Each document's keys."""
-    names = [document] * len(keys) if isinstance(document, str) else document
-    if len(names) != len(keys):
-        raise SettingError(f"{len(names)} names of documents for {len(keys)} texts: give one for each, or one string")
-    held: dict[str, list[str]] = {name: [] for name in ([document] if isinstance(document, str) else names)}
+    held: dict[str, list[str]] = {name: [] for name in names}
     for name, key in zip(names, keys, strict=True):
         if key is not None:
             held[name].append(key)
     return held
+
+
+def _overlap(before: list[int], ids: list[int]) -> int:
+    """How many tokens at the end of a text are the beginning of the next one, which a splitter made overlap with it.
+
+    The first of them may be another there, for want of the space before it.
+    """
+    for num in range(min(len(before), len(ids)), _LEAST_OVERLAP - 1, -1):
+        if before[-num + 1 :] == ids[1:num]:
+            return num
+    return 0
 
 
 def _portions(keys: Sequence[str], tokens: Sequence[int], size: int) -> Iterator[list[str]]:

@@ -27,8 +27,8 @@ class Stitched:
         ids: (T,) the prompt.
         runs: What is reused, ascending and disjoint.
         reused: (T,) bool.
-        exact: (T,) bool, reused positions whose KV equals full prefill's: a run right behind its preamble, if the
-            codec has changed nothing.
+        exact: (T,) bool, reused positions whose KV equals full prefill's: a run right behind its preamble, if it was
+            encoded there and the codec has changed nothing.
         cache: Stitched layer by layer, when a layer is first touched.
         load_s, stitch_s: Time spent waiting for the store and unpacking, and laying out and rotating.
     """
@@ -77,8 +77,8 @@ def stitch(
     preamble = model.tokenizer.preamble
     first = runs[0] if runs else None
     behind_preamble = first and first.offset == 0 and tuple(ids[: first.start]) == preamble
-    may_be_exact = behind_preamble and codec == "native"
-    if first and may_be_exact and max(num_tokens, _encoded_length(model, readers[first.key])) <= model.stable_length:
+    alone = first and behind_preamble and codec == "native" and readers[first.key].context == 0
+    if first and alone and max(num_tokens, _encoded_length(model, readers[first.key])) <= model.stable_length:
         exact[first.start : first.stop] = reused[first.start : first.stop]
     stitched = Stitched(torch.tensor(ids), runs, reused, exact)
     stitched.cache = model.new_cache(capacity, _Source(model, stitched, readers, capacity, codec) if runs else None)

@@ -17,7 +17,7 @@ CHUNKS = [
 
 
 def _encoded(model: Model, chunks: list[list[int]], batch_tokens: int) -> dict[int, list[tuple[torch.Tensor, ...]]]:
-    return dict(encode(model, chunks, batch_tokens))
+    return dict(encode(model, chunks, batch_tokens=batch_tokens))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "llama-dynamic", "phi3-longrope", "gemma3", "qwen3_moe"])
@@ -55,19 +55,19 @@ def test_the_preamble_is_seen_and_dropped(model: Model, hf: Any) -> None:
 
 def test_batches_hold_every_chunk_once_and_keep_their_bound() -> None:
     lengths = [(i * 37) % 200 + 1 for i in range(100)]
-    batches = list(_batches(lengths, 5, 1000, 10**9))
+    batches = list(_batches([length + 5 for length in lengths], 1000, 10**9))
     assert sorted(number for batch in batches for number in batch) == list(range(100))
     for batch in batches:
         assert len(batch) == 1 or (max(lengths[number] for number in batch) + 5) * len(batch) <= 1000
     assert len(batches) < 20
-    assert list(_batches([], 5, 1000, 10)) == []
+    assert list(_batches([], 1000, 10)) == []
 
 
 def test_where_rope_follows_the_length_only_equal_lengths_share_a_batch() -> None:
-    lengths = [10, 20, 95, 96, 96, 97, 30]
-    batches = list(_batches(lengths, 4, 10**6, 100))
+    lengths = [14, 24, 99, 100, 100, 101, 34]
+    batches = list(_batches(lengths, 10**6, 100))
     assert sorted(map(sorted, batches)) == [[0, 1, 2, 3, 4, 6], [5]]
-    batches = list(_batches([200, 201, 200, 201], 4, 10**6, 100))
+    batches = list(_batches([204, 205, 204, 205], 10**6, 100))
     assert sorted(map(sorted, batches)) == [[0, 2], [1, 3]]
 
 
@@ -76,3 +76,15 @@ def test_keys_are_position_free(model: Model) -> None:
     keys, values = _encoded(model, [[7] * 30], 1)[0][0]
     torch.testing.assert_close(keys, keys[:, :1].expand_as(keys), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(values, values[:, :1].expand_as(values), atol=1e-5, rtol=1e-5)
+
+
+def test_what_stands_before_a_chunk_is_seen_and_dropped(model: Model) -> None:
+    """Its KV is what one pass over both makes of it, at any position."""
+    context, chunk = CHUNKS[1], CHUNKS[5]
+    whole = _encoded(model, [context + chunk], 1)[0]
+    own = dict(encode(model, [chunk, chunk], [context, []], batch_tokens=1000))
+    for (keys, values), (all_keys, all_values), (alone_keys, _) in zip(own[0], whole, own[1], strict=True):
+        assert keys.shape == values.shape == alone_keys.shape
+        torch.testing.assert_close(keys, all_keys[:, len(context) :], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(values, all_values[:, len(context) :], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(own[0][1][0], own[1][1][0], atol=1e-2)

@@ -785,7 +785,9 @@ def test_a_document_that_is_deleted_and_added_again_is_not_encoded_again(
     assert not list(Path(engine.store.stats().path).rglob("*.safetensors"))
     encoded: list[int] = []
     encode = engine_module.encode
-    monkeypatch.setattr(engine_module, "encode", lambda model, ids: encoded.append(len(ids)) or encode(model, ids))
+    monkeypatch.setattr(
+        engine_module, "encode", lambda model, ids, contexts: encoded.append(len(ids)) or encode(model, ids)
+    )
     report = engine.warm(CHUNKS[1:], document="d")
     assert encoded == [1]
     assert (report.new, report.reused) == (1, 2)
@@ -1022,7 +1024,8 @@ def test_answers_report_their_tier_and_are_the_same_from_ram_and_disk(engine: Bl
     assert torch.equal(first.logits, again.logits)
     mixed = prepare(engine, engine.model.tokenizer.render(messages(*CHUNKS[1:3])), 0.2)
     assert mixed.report(0.0).tier == "mixed"
-    ram = {key: [tuple(t.clone() for t in pair) for pair in layers] for key, (layers, _) in engine._ram._chunks.items()}
+    kept = engine._ram._chunks
+    ram = {key: [tuple(tensor.clone() for tensor in pair) for pair in layers] for key, (layers, *_) in kept.items()}
     for policy in ("hkvd", "query", "random"):
         prepare(engine, ids, 1.0, policy)
     for key, layers in ram.items():

@@ -25,8 +25,8 @@ _TRIES = 2000
 class Row:
     """A question about passages, and the answers that count as right.
 
-    `kind` groups results. `across` says whether the question hangs on another passage than the one with the fact;
-    None = unknown.
+    `documents` names the document that each passage is of, in reading order; empty = not known. `kind` groups results.
+    `across` says whether the question hangs on another passage than the one with the fact; None = unknown.
     """
 
     id: str
@@ -35,6 +35,7 @@ class Row:
     answers: tuple[str, ...]
     kind: str = ""
     across: bool | None = None
+    documents: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -56,14 +57,15 @@ def _world_row(number: int, seed: int) -> Row:
         questions = [question for question in drawn.questions if question.kind == kind]
         if questions and _PASSAGES[0] <= len(drawn.passages) <= _PASSAGES[1]:
             question = rng.choice(questions)
-            return Row(f"world-{number}", drawn.passages, question.text, (question.answer,), kind, question.across)
+            answers = (question.answer,)
+            return Row(f"world-{number}", drawn.passages, question.text, answers, kind, question.across, drawn.articles)
     raise KvragError(f"the world has no question of kind {kind!r} in {_TRIES} contexts")
 
 
 def file_rows(path: Path, count: int) -> list[Row]:
     """Read the first `count` rows of a file of JSON lines.
 
-    Each is an object with `passages`, `question`, `answers`, and optionally `id`, `kind` and `across`.
+    Each is an object with `passages`, `question`, `answers`, and optionally `id`, `kind`, `across` and `documents`.
 
     Raises:
         KvragError: The file or a row is not usable; the message names the line.
@@ -101,6 +103,9 @@ def _file_row(line: str, where: str, number: str) -> Row:
     kind, across = fields.get("kind", ""), fields.get("across")
     if not isinstance(kind, str) or not isinstance(across, (bool, type(None))):
         raise KvragError(f"{where}: 'kind' must be a string and 'across' true or false")
+    documents = fields.get("documents", [])
+    if documents and not (_texts(documents) and len(documents) == len(fields["passages"])):
+        raise KvragError(f"{where}: 'documents' must have a name for every passage")
     return Row(
         str(fields.get("id", number)),
         tuple(fields["passages"]),
@@ -108,6 +113,7 @@ def _file_row(line: str, where: str, number: str) -> Row:
         tuple(fields["answers"]),
         kind,
         across,
+        tuple(documents),
     )
 
 

@@ -39,7 +39,7 @@ AS_THEY_ARE = 0
 """Chunk length that leaves passages alone."""
 
 _FULL, _NONE, _RANDOM = "full", "none", "random"
-_FIXED = ("policy", "ratio", "controller")  # fields of BlendConfig that the grid itself sets
+_FIXED = ("policy", "ratio", "controller", "context_tokens")  # fields of BlendConfig that the grid itself sets
 _PORTION_BYTES = 1 << 30  # chunks are warmed and forgotten in portions of about so many bytes
 _CODE = ("select.py", "stitch.py", "blend.py", "encode.py", "match.py", "decode.py", "rope.py", "codec.py")
 _METRICS = {"em": exact_match, "f1": token_f1, "rouge_l": rouge_l}
@@ -55,10 +55,12 @@ class Setup:
     chunk_tokens: int = AS_THEY_ARE
     preamble: bool = True
     codec: str = "native"
+    context_tokens: int = 0
 
     def __str__(self) -> str:
         length = f"chunks of {self.chunk_tokens} tokens" if self.chunk_tokens else "passages as they are"
-        return f"{length}, preamble {'on' if self.preamble else 'off'}, codec {self.codec}"
+        context = f", behind {self.context_tokens} tokens of context" if self.context_tokens else ""
+        return f"{length}, preamble {'on' if self.preamble else 'off'}, codec {self.codec}{context}"
 
 
 @dataclass(frozen=True)
@@ -376,14 +378,16 @@ def _portions(tasks: Sequence[Task], bytes_per_token: int) -> Iterator[list[Task
 
 def _engine(stack: ExitStack, models: Models, setup: Setup, cells: Sequence[Cell], ram_bytes: int) -> BlendEngine:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-quality-", ignore_cleanup_errors=True))
-    config = BlendConfig(min_run=min(cell.config.min_run for cell in cells))  # what is long enough to be stored
+    min_run = min(cell.config.min_run for cell in cells)  # what is long enough to be stored
+    config = BlendConfig(min_run=min_run, context_tokens=setup.context_tokens)
     return stack.enter_context(BlendEngine(models.get(setup.preamble), folder, config, ram_bytes, setup.codec))
 
 
 def _warm(engines: dict[Setup, BlendEngine], task: Task) -> None:
     for setup, engine in engines.items():
         try:
-            engine.warm(task.chunks[setup.chunk_tokens])
+            documents = [f"{task.row.key} {name}" for name in task.row.documents] if setup.context_tokens else ""
+            engine.warm(task.chunks[setup.chunk_tokens], document=documents)
         except ModelError as error:
             raise ModelError(f"row {task.row.id}: {error}") from error
 
@@ -549,7 +553,7 @@ def by_setup(result: dict[str, Any]) -> dict[Setup, list[dict[str, Any]]]:
     groups: dict[Setup, list[dict[str, Any]]] = {}
     for cell in cells:
         if cell["policy"] != _FULL:
-            setup = Setup(cell["chunk_tokens"], cell["preamble"], cell["codec"])
+            setup = Setup(**{field.name: cell[field.name] for field in fields(Setup)})
             groups.setdefault(setup, [full[setup.chunk_tokens]]).append(cell)
     return groups
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvrag.config import CODECS, CONTROLLERS, POLICIES
 from kvrag.errors import KvragError, StoreError
@@ -61,12 +61,18 @@ def stream(engine: BlendEngine, prompt: str | Messages, args: argparse.Namespace
     return text.strip(), report
 
 
-def open_engine(args: argparse.Namespace) -> BlendEngine:
-    """The engine that the arguments describe."""
+def open_engine(args: argparse.Namespace, **config: Any) -> BlendEngine:
+    """The engine that the arguments describe, with these fields of its `BlendConfig`."""
+    from kvrag.config import BlendConfig
     from kvrag.engine import BlendEngine
 
     return BlendEngine.from_pretrained(
-        args.model, store=args.store, codec=args.codec, dtype=args.dtype, device=args.device
+        args.model,
+        store=args.store,
+        config=BlendConfig(**config),
+        codec=args.codec,
+        dtype=args.dtype,
+        device=args.device,
     )
 
 

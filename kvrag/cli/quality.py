@@ -59,6 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--codec", nargs="+", default=["native"], metavar="|".join(CODECS), help="of the stored KV")
     parser.add_argument(
+        "--context-tokens",
+        nargs="+",
+        default=["0"],
+        metavar="N",
+        help="encode passages behind up to N tokens of their own document; for rows that name documents (default: 0)",
+    )
+    parser.add_argument(
         "--set", nargs="+", default=[], metavar="NAME=VALUE", dest="settings", help="settings for all policies"
     )
     parser.add_argument(
@@ -96,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
             raise SettingError("--plots needs --out DIR to draw into")
         plots.require()
     rows, data = _rows(args)
+    if any(cell.setup.context_tokens for cell in cells) and not all(row.documents for row in rows):
+        raise SettingError("--context-tokens needs rows that name the documents of their passages")
     model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device)
     lengths = list(dict.fromkeys(cell.setup.chunk_tokens for cell in cells))
     if not args.json:
@@ -136,15 +145,19 @@ def _setups(args: argparse.Namespace) -> list[quality.Setup]:
     lengths = _numbers(args.chunk_tokens, int, "--chunk-tokens")
     if any(0 != length < 16 for length in lengths):
         raise SettingError("--chunk-tokens must be 0 or at least 16: shorter chunks are not reused")
+    contexts = _numbers(args.context_tokens, int, "--context-tokens")
+    if any(contexts) and any(lengths):
+        raise SettingError("--context-tokens needs passages as they are, without --chunk-tokens")
     preambles, codecs = _words(args.preamble), _words(args.codec)
     for name, words, known in (("--preamble", preambles, ("on", "off")), ("--codec", codecs, CODECS)):
         if unknown := [word for word in words if word not in known]:
             raise SettingError(f"{name} must be of {', '.join(known)}, got {unknown[0]!r}")
     return [
-        quality.Setup(length, preamble == "on", codec)
+        quality.Setup(length, preamble == "on", codec, context)
         for length in lengths
         for preamble in preambles
         for codec in codecs
+        for context in contexts
     ]
 
 

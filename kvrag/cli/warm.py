@@ -25,6 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     parser.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="longest chunk (default: 256)")
     parser.add_argument("--chunk-overlap", type=int, default=0, metavar="N", help="tokens shared by neighbours")
+    parser.add_argument(
+        "--context-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="encode a chunk behind up to N tokens of its document, so that its KV knows who 'she' is (default: 0)",
+    )
     parser.add_argument("--text-field", default="text", metavar="NAME", help="of the objects in .jsonl files")
     parser.add_argument("--embedder", help="sentence-transformers model for retrieval (default: one that is installed)")
 
@@ -42,7 +49,8 @@ class Plan:
 def run(args: argparse.Namespace) -> int:
     """Encode what is missing; 1 if nothing could be read."""
     started = time.perf_counter()
-    with open_engine(args) as engine, open_index(engine, args.embedder) as index:
+    config = {"context_tokens": args.context_tokens}
+    with open_engine(args, **config) as engine, open_index(engine, args.embedder) as index:
         plan = make_plan(engine, args)
         for name, reason in plan.unreadable.items():
             say(f"skipped {name}: {reason}")

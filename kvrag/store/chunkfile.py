@@ -44,6 +44,7 @@ def pack(record: ChunkRecord, fingerprint: str) -> bytes:
         "fingerprint": fingerprint,
         "described": described,
         "digests": ",".join(digests),
+        "context": str(record.context),
     }
     return safetensors.torch.save(tensors, metadata)
 
@@ -69,7 +70,7 @@ class ChunkFile:
     """An open chunk file; stays readable when the file is deleted.
 
     Attributes:
-        key, fingerprint: As written.
+        key, fingerprint, context: As written.
     """
 
     tier = "disk"
@@ -101,6 +102,7 @@ class ChunkFile:
             self._start, self._tensors = 8 + length, header
             self._digests, self._described = metadata["digests"].split(","), metadata["described"]
             self.fingerprint: str = metadata["fingerprint"]
+            self.context = int(metadata.get("context", "0"))  # which the first files do not have
             if metadata["key"] != key:
                 raise ValueError(f"the file says it is chunk {metadata['key']}")
             if len(header) != 2 * len(self._digests) + 2:

@@ -22,12 +22,14 @@ class ChunkRecord:
         ids: (T,) token ids.
         anchors: What `kvrag.match` indexes the chunk by; opaque to the store.
         layers: Per layer keys (position-free) and values, on the CPU: each (H, T, D), or as `kvrag.codec` packs them.
+        context: How many tokens stood between it and the preamble when it was encoded.
     """
 
     key: str
     ids: NDArray[np.uint32]
     anchors: bytes
     layers: Sequence[tuple[Tensor, Tensor]]
+    context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +64,12 @@ class ChunkReader(Protocol):
     Attributes:
         tier: "disk" or "ram".
         num_layers: How many layers the chunk has.
+        context: See ChunkRecord.
     """
 
     tier: str
     num_layers: int
+    context: int
 
     @property
     def bytes_read(self) -> int:

@@ -15,7 +15,7 @@ CODECS = ("native", "int8", "int4")
 
 POLICIES = ("none", "full", "hkvd", "hkvd_gradual", "seam", "first_k", "query", "hybrid", "random")
 
-DEFAULT_POLICY = "hybrid"
+DEFAULT_POLICY = "query"
 
 DEFAULT_RATIO = 0.15
 """Recompute ratio where neither the caller nor a calibration says another."""
@@ -70,6 +70,9 @@ class BlendConfig:
             sooner, and a higher ratio where loading hides it; also full prefill where calibration found no ratio that
             holds. "off" = never. See `kvrag.controller`.
         min_run: Shortest run of tokens worth reusing.
+        context_tokens: At ingestion, up to so many tokens of the same document stand before a chunk when it is encoded,
+            so that its KV knows who "she" is. It then differs from what full prefill makes of a prompt that has the
+            chunk without them.
         check_layer: Layer at which `hkvd` measures the KV deviation; costs that many full layers.
         deviation_of: "k", "v" or "kv": what `hkvd` compares.
         metric: "l2" (CacheBlend) or "cosine" (KVBoost): how `hkvd` compares.
@@ -84,14 +87,15 @@ class BlendConfig:
     ratio: float | None = None
     controller: str = "auto"
     min_run: int = 16
+    context_tokens: int = 0
     check_layer: int = 1
     deviation_of: str = "kv"
     metric: str = "l2"
     min_deviation: float = 0.0
     seam_before: int = 0
     seam_after: int = 4
-    band: tuple[float, float] = (0.34, 0.52)
-    smoothing: int = 5
+    band: tuple[float, float] = (0.5, 0.8)
+    smoothing: int = 3
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -100,6 +104,7 @@ class BlendConfig:
             check_ratio(self.ratio)
         check_controller(self.controller)
         _check("min_run", self.min_run, 16, whole=True)  # the matcher's guarantee
+        _check("context_tokens", self.context_tokens, 0, whole=True)
         _check("check_layer", self.check_layer, 1, whole=True)  # layer 0 cannot deviate
         _require(self.deviation_of in ("k", "v", "kv"), f"deviation_of must be k, v or kv, got {self.deviation_of!r}")
         _require(self.metric in ("l2", "cosine"), f"metric must be l2 or cosine, got {self.metric!r}")

@@ -16,6 +16,7 @@ from conftest import CHUNKS, messages
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError, StoreError
 from kvrag.calibrate import FILE, Agreement, Calibration, choose, make_prompts, settings_of, wilson
+from kvrag.config import DEFAULT_POLICY
 
 PROMPT = messages(*CHUNKS)
 PROMPTS = [messages(*CHUNKS[i:], *CHUNKS[:i], question=f"Question {i}: who likes curry?") for i in range(4)]
@@ -86,16 +87,16 @@ def test_everything_recomputed_agrees_always(warmed: BlendEngine) -> None:
 
 def test_the_ratio_found_is_the_default_from_now_on(warmed: BlendEngine, model: Model) -> None:
     assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.15
-    found = warmed.calibrate(PROMPTS, ratios=(0.31,), target=0.01)
-    assert found.ratio == 0.31
-    assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.31
+    found = warmed.calibrate(PROMPTS, ratios=(0.91,), target=0.01)
+    assert found.ratio == 0.91
+    assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.91
     assert warmed.generate(PROMPT, ratio=0.5, max_new_tokens=1).report.ratio == 0.5
     folder = Path(warmed.store.stats().path)
     assert not list(folder.rglob("*.tmp"))
     with BlendEngine(model, FileStore(folder, min_free_bytes=0)) as other:
         report = other.generate(PROMPT, max_new_tokens=1).report
-        assert (report.ratio, report.notes) == (0.31, ())
-        assert report.recomputed_tokens == round(0.31 * sum(len(run) for run in report.runs[1:]))
+        assert (report.ratio, report.notes) == (0.91, ())
+        assert report.recomputed_tokens == round(0.91 * sum(len(run) for run in report.runs[1:]))
     with BlendEngine(model, FileStore(folder, min_free_bytes=0), BlendConfig(ratio=0.4)) as other:
         assert other.generate(PROMPT, max_new_tokens=1).report.ratio == 0.4
 
@@ -120,19 +121,19 @@ def test_where_nothing_holds_there_is_full_prefill(warmed: BlendEngine) -> None:
     report = warmed.generate(PROMPT, max_new_tokens=1).report
     assert (report.policy, report.ratio, report.exact) == ("full", 1.0, True)
     assert report.notes == ("calibration: no ratio up to 0.05 holds the target, hence full prefill",)
-    for settings in ({"policy": "hybrid"}, {"controller": "off"}):
+    for settings in ({"policy": DEFAULT_POLICY}, {"controller": "off"}):
         report = warmed.generate(PROMPT, max_new_tokens=1, **settings).report
-        assert (report.policy, report.ratio) == ("hybrid", 0.15)
+        assert (report.policy, report.ratio) == (DEFAULT_POLICY, 0.15)
         assert "no ratio up to 0.05 holds" in report.notes[0]
     report = warmed.generate(PROMPT, max_new_tokens=1, ratio=0.2).report
-    assert (report.policy, report.ratio, report.notes) == ("hybrid", 0.2, ())
+    assert (report.policy, report.ratio, report.notes) == (DEFAULT_POLICY, 0.2, ())
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"fingerprint": "0" * 32}, "another model or another way of loading it"),
-        ({"policy": "seam"}, "policy seam, not hybrid"),
+        ({"policy": "seam"}, "policy seam, not query"),
         ({"settings": settings_of(BlendConfig(seam_after=2))}, "other settings (seam_after)"),
     ],
 )
@@ -153,7 +154,7 @@ def test_a_damaged_calibration_costs_no_answer(content: bytes, warmed: BlendEngi
     (note,) = report.notes
     assert str(path) in note
     assert "kvrag calibrate" in note
-    assert warmed.calibrate(PROMPTS, ratios=(0.3,), target=0.01).ratio == 0.3
+    assert warmed.calibrate(PROMPTS, ratios=(0.9,), target=0.01).ratio == 0.9
     assert warmed.generate(PROMPT, max_new_tokens=1).report.notes == ()
 
 
@@ -173,9 +174,9 @@ def test_a_store_that_cannot_be_written_costs_no_work(warmed: BlendEngine, monke
         raise StoreError("the disk is full")
 
     monkeypatch.setattr(warmed.store, "write_text", full_disk)
-    found = warmed.calibrate(PROMPTS, ratios=(0.3,), target=0.01)
+    found = warmed.calibrate(PROMPTS, ratios=(0.9,), target=0.01)
     assert found.notes[-1] == "kept for this process only: the disk is full"
-    assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.3
+    assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.9
 
 
 class _Plain:
@@ -194,8 +195,8 @@ def test_a_store_that_keeps_no_texts_is_calibrated_for_one_engine(model: Model, 
     store: Any = _Plain(FileStore(tmp_path, min_free_bytes=0))
     with BlendEngine(model, store) as engine:
         engine.warm(CHUNKS)
-        engine.calibrate(PROMPTS, ratios=(0.3,), target=0.01)
-        assert engine.generate(PROMPT, max_new_tokens=1).report.ratio == 0.3
+        engine.calibrate(PROMPTS, ratios=(0.9,), target=0.01)
+        assert engine.generate(PROMPT, max_new_tokens=1).report.ratio == 0.9
     assert not (tmp_path / FILE).exists()
     assert not (tmp_path / "speed.json").exists()
 
@@ -270,7 +271,7 @@ def test_prompts_with_nothing_to_recompute_are_left_out_and_said(warmed: BlendEn
     assert found.notes[0] == "1 prompts had nothing to recompute and were left out"
 
 
-@pytest.mark.parametrize("policy", ["full", "hybrid"])
+@pytest.mark.parametrize("policy", ["full", DEFAULT_POLICY])
 def test_logits_that_are_nan(policy: str, warmed: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill = warmed.prefill
 

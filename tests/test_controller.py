@@ -14,6 +14,7 @@ from conftest import CHUNKS, messages
 
 import kvrag.tuning
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, SettingError
+from kvrag.config import DEFAULT_POLICY
 from kvrag.controller import Request, blend_seconds, decide, full_seconds, selecting
 from kvrag.speed import Busy, Speed, Speedometer, fit, read, write
 
@@ -262,7 +263,7 @@ def test_a_slow_model_is_blended(engine: BlendEngine) -> None:
     engine.warm(CHUNKS)
     _knows(engine, SLOW_MODEL)
     report = engine.generate(PROMPT, max_new_tokens=1).report
-    assert (report.policy, report.ratio, len(report.runs)) == ("hybrid", 0.15, 4)
+    assert (report.policy, report.ratio, len(report.runs)) == (DEFAULT_POLICY, 0.15, 4)
     assert report.decision.startswith("blend at 0.15: predicted ")
     assert report.to_dict()["decision"] == report.decision
 
@@ -276,7 +277,7 @@ def test_what_is_given_is_obeyed(settings: dict[str, Any], engine: BlendEngine) 
     engine.warm(CHUNKS)
     _knows(engine, SLOW_DISK)
     report = engine.generate(PROMPT, max_new_tokens=1, **settings).report
-    assert report.policy == settings.get("policy", "hybrid")
+    assert report.policy == settings.get("policy", DEFAULT_POLICY)
     assert report.ratio == (0.0 if report.policy == "none" else 0.15)
     assert len(report.runs) == 4
     assert report.decision == ""
@@ -307,7 +308,7 @@ def test_a_disk_that_has_become_quick_is_found_out(engine: BlendEngine, monkeypa
     meter.saw_load(1000, 10, 1e6)
     assert engine.generate(PROMPT, max_new_tokens=1).report.policy == "full"
     monkeypatch.setattr(kvrag.tuning, "_KEEP_S", 0.0)
-    assert engine.generate(PROMPT, max_new_tokens=1).report.policy == "hybrid"
+    assert engine.generate(PROMPT, max_new_tokens=1).report.policy == DEFAULT_POLICY
 
 
 def test_a_decision_needs_no_request_before_it(model: Model, tmp_path: Path) -> None:

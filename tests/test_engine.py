@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -251,19 +251,19 @@ def test_a_prompt_over_the_window_says_by_how_much(engine: BlendEngine) -> None:
 
 def test_a_prompt_of_one_token(engine: BlendEngine, hf: Any) -> None:
     engine.warm(CHUNKS)
-    (token,) = engine.model.tokenizer.render("a")
+    token = engine.model.tokenizer.render("a")[-1]
     assert relative(prepare(engine, [token]).logits[0], plain_logits(hf, [token])[-1]) <= 1e-5
-    assert engine.generate("a", max_new_tokens=2).report.prompt_tokens == 1
+    assert engine.generate("a", max_new_tokens=2).report.prompt_tokens == len(engine.model.tokenizer.render("a"))
 
 
 def test_a_long_prompt_in_slabs(engine: BlendEngine, hf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrag.blend.SLAB", 300)
     engine.warm(CHUNKS)
-    ids = engine.model.tokenizer.render(messages(*CHUNKS * 14))
+    ids = engine.model.tokenizer.render(messages(*CHUNKS * 11))
     assert len(ids) > 1500
     for policy in ("hkvd", "hybrid"):
         done = prepare(engine, ids, 1.0, policy)
-        assert len(done.report(0.0).runs) == 56
+        assert len(done.report(0.0).runs) == 44
         assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
 
 
@@ -689,3 +689,66 @@ def test_a_model_in_bfloat16_stores_bfloat16(tokenizer: Any, tmp_path: Path) -> 
             (len(model.tokenizer.encode(chunk)) - len(run)) * model.bytes_per_token
             for chunk, run in zip(CHUNKS, answer.report.runs, strict=True)
         )
+
+
+# ---------------------------------------------------------------- chunks behind their neighbours
+
+
+def _far(engine: BlendEngine, ids: list[int]) -> float:
+    """How far plain reuse is from full prefill."""
+    ours, full = (engine.prefill(ids, BlendConfig(policy, controller="off")).logits for policy in ("none", "full"))
+    return relative(ours, full)
+
+
+def _whole(model: Model, texts: Sequence[str]) -> list[int]:
+    encode = model.tokenizer.encode
+    ids = [*model.tokenizer.preamble]
+    for text in texts:
+        ids += [*encode(text), *encode("\n\n")]
+    return [*ids, *encode("Who is she?")]
+
+
+@pytest.mark.parametrize("limit", [0, 20, 1000])
+def test_behind_its_own_document_a_chunk_has_the_kv_of_the_whole(model: Model, tmp_path: Path, limit: int) -> None:
+    with _engine(model, tmp_path, config=BlendConfig(context_tokens=limit)) as engine:
+        engine.warm([*CHUNKS[:2], "Short.", *CHUNKS[2:]], document="a")
+        far = _far(engine, _whole(model, [*CHUNKS[:2], "Short.", *CHUNKS[2:]]))
+        report = engine.prefill(_whole(model, CHUNKS), BlendConfig("none", controller="off")).report(0.0)
+        contexts = [engine.store.open(run.key).context for run in report.runs]  # type: ignore[union-attr]
+    assert (far < 1e-3) == (limit == 1000)
+    assert contexts[0] == 0
+    assert all((context == limit) if limit <= 20 else (0 < context < limit) for context in contexts[1:])
+    assert not report.exact
+
+
+def test_only_a_named_document_is_a_context(model: Model, tmp_path: Path) -> None:
+    with _engine(model, tmp_path, config=BlendConfig(context_tokens=1000)) as engine:
+        engine.warm(CHUNKS[:2])
+        engine.warm(CHUNKS[2:], document=[f"document {number}" for number in range(len(CHUNKS[2:]))])
+        report = engine.prefill(_whole(model, CHUNKS), BlendConfig("none", controller="off")).report(0.0)
+        assert {engine.store.open(run.key).context for run in report.runs} == {0}  # type: ignore[union-attr]
+
+
+def test_text_that_a_splitter_repeats_stands_there_once(model: Model, tmp_path: Path) -> None:
+    text = " ".join(CHUNKS[:2])
+    half, most = len(text) // 2, 2 * len(text) // 3
+    half, most = text.index(" ", half), text.index(" ", most)
+    with _engine(model, tmp_path, config=BlendConfig(context_tokens=1000)) as engine:
+        engine.warm([text[:most], text[half + 1 :]], document="a")
+        second = engine.store.open(engine.fingerprint.chunk_key(model.tokenizer.encode(text[half + 1 :])))
+        assert second is not None
+        assert abs(second.context - len(model.tokenizer.encode(text[:half]))) <= 1
+
+
+def test_a_dropped_chunk_comes_back_as_it_was_encoded(model: Model, tmp_path: Path) -> None:
+    with _engine(model, tmp_path, config=BlendConfig(context_tokens=1000)) as engine:
+        engine.warm(CHUNKS, document="a")
+        key = engine.fingerprint.chunk_key(model.tokenizer.encode(CHUNKS[1]))
+        before = engine.store.open(key)
+        engine.forget("a")
+        engine.warm(CHUNKS[1:2], document="a")
+        after = engine.store.open(key)
+        assert before is not None
+        assert after is not None
+        assert before.context == after.context > 0
+        assert torch.equal(before.layer(1)[1], after.layer(1)[1])

@@ -177,8 +177,30 @@ def test_a_batch_asks_what_the_text_would_have_asked() -> None:
         assert tokenizer.decode(ids[~answers]).endswith("Answer:")
         assert answers.int().diff().abs().sum() == 1, "the question, then the answer"
     subjects = {tokenizer.decode([label]) for label in batch.subjects[0].tolist() if label >= 0}
-    assert 1 <= len(subjects) <= 3
+    assert 1 <= len(subjects) <= 8
     assert all(subject.strip() in text for subject in subjects)
+
+
+def test_heads_are_shown_the_facts_and_what_the_answer_is_copied_of() -> None:
+    tokenizer = train_tokenizer(0)
+    batch = make_batch(tokenizer, random.Random(2), "train", Shape((4, 4), 2, 416, 20))
+    shown: dict[tuple[str, int, int], list[tuple[str, str, str]]] = {}
+    for row, token, depth, head, place in zip(*batch.pointers.tolist(), batch.places, strict=True):
+        number, at = divmod(token, LENGTH)
+        ids, answers = batch.questions[row, number], batch.answers[row, number]
+        if head == 1:  # behind the answer's beginning stands what comes next
+            assert answers[at]
+            assert set(batch.context[row, place].tolist()) == {int(ids[at + 1])}
+        found = tokenizer.decode(batch.context[row, place]).strip()
+        asked = tokenizer.decode(ids[~answers & (ids != tokenizer.pad_token_id)]), tokenizer.decode(ids[answers])
+        shown.setdefault((KINDS[int(batch.kinds[row, number])], depth, head), []).append((found, *asked))
+    assert {(depth, head) for _, depth, head in shown} == {(0, 0), (1, 0), (1, 1)}
+    for depth in (0, 1):
+        assert all(found in answer for found, _, answer in shown["anaphora", depth, 0])
+        assert all(found in question for found, question, _ in shown["inverse", depth, 0])
+    for kind in {"two-hop", "definition", "table"} & {kind for kind, _, _ in shown}:  # one fact after the other
+        pairs = zip(shown[kind, 0, 0], shown[kind, 1, 0], strict=True)
+        assert all(first[0] != last[0] and first[1:] == last[1:] for first, last in pairs)
 
 
 # ---------------------------------------------------------------- the weights

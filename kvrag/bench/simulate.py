@@ -175,12 +175,12 @@ class Point:
 
 _LEARNED = ((3, 128), (4, 256), (4, 512))  # chunks, tokens of each
 _PREDICTED = (  # name, chunks, tokens of each, policy, ratio, bytes per second at most
-    ("long", 6, 512, "hybrid", 0.15, None),
+    ("long", 6, 512, DEFAULT_POLICY, 0.15, None),
     ("long, first_k", 6, 512, "first_k", 0.05, None),
-    ("many short chunks", 16, 96, "hybrid", 0.3, None),
-    ("short", 2, 96, "hybrid", 0.15, None),
-    ("slow disk", 6, 512, "hybrid", 0.15, 20e6),
-    ("very slow disk", 6, 512, "hybrid", 0.15, 5e6),
+    ("many short chunks", 16, 96, DEFAULT_POLICY, 0.3, None),
+    ("short", 2, 96, DEFAULT_POLICY, 0.15, None),
+    ("slow disk", 6, 512, DEFAULT_POLICY, 0.15, 20e6),
+    ("very slow disk", 6, 512, DEFAULT_POLICY, 0.15, 5e6),
 )
 
 
@@ -215,7 +215,7 @@ def check(model: str, layers: int | None, repeats: int, progress: Callable[[str]
             engine.warm(chunks)
             for _ in range(repeats):
                 once(engine, ids(chunks), "full", 1.0)
-                once(engine, ids(chunks), "hybrid", 0.15)
+                once(engine, ids(chunks), DEFAULT_POLICY, 0.15)
         meter: Speedometer = engine._tuning._speedometer
         learned = meter.speed()
         assert learned is not None
@@ -268,7 +268,8 @@ def _throttled(engine: BlendEngine, bytes_per_s: float | None) -> Iterator[None]
 
     class Slow:
         def __init__(self, reader: Any) -> None:
-            self._reader, self.tier, self.num_layers = reader, reader.tier, reader.num_layers
+            self._reader, self.tier = reader, reader.tier
+            self.num_layers, self.context = reader.num_layers, reader.context
 
         @property
         def bytes_read(self) -> int:

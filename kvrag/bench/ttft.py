@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from kvrag.config import POLICIES, BlendConfig
+from kvrag.config import DEFAULT_POLICY, POLICIES, BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.model import Model
 from kvrag.model.shapes import SHAPES, random_model
@@ -78,7 +78,7 @@ def measure(
     chunks: int = 6,
     chunk_tokens: int = 512,
     question_tokens: int = 64,
-    policies: Sequence[str] = ("hybrid",),
+    policies: Sequence[str] = (DEFAULT_POLICY,),
     ratio: float = 0.15,
     check_layer: int = 1,
     repeats: int = 3,

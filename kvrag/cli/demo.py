@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from kvrag.index import ChunkIndex
 
 QUESTIONS = (
-    ("When was Pingel Labs founded?", "1935"),
-    ("Which company was founded in 1935?", "Pingel Labs"),
-    ("What does Pibu Drostor like to eat?", "noodles"),
-    ("When did Cufi Suvan graduate?", "1960"),
-    ("Who works for Gogel Works?", "Cufi Suvan"),
+    ("What does Ingla play?", "leather drum"),
+    ("Which town is known for its round harbour?", "Harfield"),
+    ("What does Holra play?", "paper drum"),
+    ("Which town was first settled in 1957?", "Jomouth"),
+    ("Which company is run by Venda?", "Ivotex"),
 )
-"""With the right answers. The first of each kind (direct, inverse, and three where an earlier chunk has the name) that
-full prefill answers right, whatever reuse makes of it. So they show agreement with full prefill, not accuracy: over all
-questions that the corpus allows, the three ways are right about equally often."""
+"""With the right answers. One direct question, one inverse, and three where an earlier chunk has the name: of each kind
+the first that full prefill answers right, each about another article, whatever reuse makes of it. So they show
+agreement with full prefill, not accuracy."""
 
 WAYS = {"full": "full prefill", "none": "plain reuse", "": "blending"}
 """Policy -> name; "" is the engine's default."""
 
-_CHUNK_TOKENS = 32  # one paragraph of the corpus
-_TOP_K, _AROUND = 3, 1
+CHUNK_TOKENS = 40  # one or two paragraphs of the corpus
+_TOP_K, _AROUND = 3, 2
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def corpus_folder() -> Path:
 
 def _warm(engine: BlendEngine, index: ChunkIndex, corpus: Path, quiet: bool) -> dict[str, Any]:
     wanted = argparse.Namespace(
-        paths=[str(corpus)], chunk_tokens=_CHUNK_TOKENS, chunk_overlap=0, text_field="text", json=quiet
+        paths=[str(corpus)], chunk_tokens=CHUNK_TOKENS, chunk_overlap=0, text_field="text", json=quiet
     )
     return warm.warm(engine, index, warm.make_plan(engine, wanted), quiet)
 
@@ -213,7 +213,7 @@ def _print_outcomes(outcomes: list[Outcome]) -> None:
             str(outcome.recomputed_tokens),
             f"{outcome.ttft_s * 1000:.0f} ms",
         )
-    print("\nThe bundled reader (4.7 M parameters) in a LangChain chain\n")
+    print("\nThe bundled reader (4.8 M parameters) in a LangChain chain\n")
     Console(file=sys.stdout).print(table)
     right = {way: sum(o.correct for o in outcomes if o.way == way) for way in WAYS.values()}
     print(

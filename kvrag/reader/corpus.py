@@ -9,7 +9,6 @@ import argparse
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 from kvrag.reader.world import Question, Sample, sample
@@ -54,7 +53,7 @@ def main() -> None:
     for name, text in texts.items():
         (args.folder / f"{name.lower()}.txt").write_text(text + "\n")
     for question in questions:
-        print(json.dumps(asdict(question)))
+        print(json.dumps({name: getattr(question, name) for name in ("text", "answer", "kind")}))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
+POINTING = (5 / 8, 7 / 8)
+"""At which depths heads are shown where to look: the first head of both, the second head of the latter."""
+
 
 @dataclass(frozen=True)
 class Size:
@@ -25,7 +28,7 @@ class Size:
     num_attention_heads: int = 4
     num_key_value_heads: int = 4  # as many as there are attention heads
     head_dim: int = 64
-    rope_theta: float = 10000.0
+    rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
 
 
@@ -48,16 +51,19 @@ class Net(nn.Module):
         self.register_buffer("cos", torch.cat([angles.cos()] * 2, -1), persistent=False)
         self.register_buffer("sin", torch.cat([angles.sin()] * 2, -1), persistent=False)
 
-    def forward(self, context: Tensor, lengths: Tensor, questions: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states of the questions behind the last layer, and of the context half-way.
+    def forward(
+        self, context: Tensor, lengths: Tensor, questions: Tensor, pointers: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states of the questions behind the last layer, of the context half-way, and where two heads look.
 
         Args:
             context: (B, C) ids, padded behind.
             lengths: (B,) of the contexts.
             questions: (B, Q, L) ids, padded behind.
+            pointers: (4, P) row, token among those of its questions, number in `POINTING`, head: where does it look?
 
         Returns:
-            (B, Q, L, hidden_size) and (B, C, hidden_size) in bfloat16.
+            (B, Q, L, hidden_size) and (B, C, hidden_size) in bfloat16, (P, C) log-probabilities in float32.
         """
         batch, num_questions, length = questions.shape
         ids = torch.cat([context, questions.flatten(1)], 1)
@@ -68,11 +74,29 @@ class Net(nn.Module):
         padding = torch.zeros(context.shape, device=ids.device).masked_fill_(before >= lengths[:, None], -1e4)
         own = torch.full((length, length), -1e4, device=ids.device).triu(1)
         x = self.model.embed_tokens(ids)  # the residual stream is float32: what late layers add is small
+        told = [int(depth * self.size.num_hidden_layers) for depth in POINTING]
+        scores: dict[int, Tensor] = {}
         for number, layer in enumerate(self.model.layers):
+            if number in told and isinstance(layer, Layer):
+                scores[number] = self._look(layer, x, cos, sin, padding)
             x = layer(x, cos, sin, padding.bfloat16(), own.bfloat16(), num_questions)
             if number + 1 == self.size.num_hidden_layers // 2:
                 half_way = x[:, : context.shape[1]].bfloat16()
-        return self.model.norm(x[:, context.shape[1] :]).view(batch, num_questions, length, -1), half_way
+        rows, tokens, depths, heads = pointers
+        looks = torch.stack([scores[number] for number in told])[depths, rows, tokens, heads].log_softmax(-1)
+        return self.model.norm(x[:, context.shape[1] :]).view(batch, num_questions, length, -1), half_way, looks
+
+    def _look(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, padding: Tensor) -> Tensor:
+        """(B, Q * L, 2, C) float32, with which scores the layer's first two heads look at the context.
+
+        A hint for training: of which facts answers are made need not be found out.
+        """
+        x, num_context, num_dims = layer.input_layernorm(x), padding.shape[1], 2 * self.size.head_dim
+        q_proj, k_proj = (proj.weight[:num_dims] for proj in (layer.self_attn.q_proj, layer.self_attn.k_proj))
+        q, k = (linear(x, weight.bfloat16()).view(*x.shape[:2], 2, -1) for weight in (q_proj, k_proj))
+        q = _rotate(q[:, num_context:], cos[:, num_context:], sin[:, num_context:])
+        k = _rotate(k[:, :num_context], cos[:, :num_context], sin[:, :num_context])
+        return torch.einsum("bqhd,bchd->bqhc", q, k) * self.size.head_dim**-0.5 + padding[:, None, None]
 
     def subject_logits(self, half_way: Tensor) -> Tensor:
         """What the name begins with that a token of the context is about; float32.

@@ -1,10 +1,10 @@
 """Train the reader: `python -m kvrag.reader.train --out DIR`.
 
 A Llama of five million parameters learns to answer questions about the synthetic world (`kvrag.reader.world`). The loss
-is on the answers, and with less weight on the questions' own tokens and on two hints (`Net.subject_logits`,
-`Net.answer_logits`), whose maps are dropped from the saved model. Contexts grow from one article to six. An interrupted
-run goes on from `DIR/checkpoint.pt`. Needs torch 2.9 (its Muon). These settings have not been run to their end yet; see
-docs/decisions/0009.
+is on the answers, and with less weight on the questions' own tokens and on three hints: whom a passage is about
+(`Net.subject_logits`), what the answer begins with (`Net.answer_logits`), where two heads have to look (`pointers` of
+`Net.forward`). What the first two need besides is dropped from the saved model. Contexts grow from one article to six.
+An interrupted run goes on from `DIR/checkpoint.pt`. Needs torch 2.9 (its Muon). Why all this: docs/decisions/0009.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import ctypes
 import os
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -51,15 +52,15 @@ class Shape:
     questions: int
 
 
-LENGTH = 26  # of a question with its answer, at most
+LENGTH = 22  # of a question with its answer, at most
 STAGES = (  # until this share of the steps: these shapes
     (0.10, (Shape((1, 1), 12, 128, 12),)),
     (0.20, (Shape((1, 2), 12, 224, 12),)),
-    (0.35, (Shape((2, 3), 12, 320, 12),)),
+    (0.375, (Shape((2, 3), 12, 320, 12),)),
     (1.00, (Shape((3, 4), 10, 416, 22), Shape((4, 6), 8, 608, 24))),
 )
 ECHO = 0.3  # weight of predicting the questions' own tokens: names that begin like one in the context go on like it
-HINT = 0.5  # weight of the hints, see `Net.subject_logits` and `Net.answer_logits`
+HINT = 0.5  # weight of each of the hints
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
@@ -113,6 +114,8 @@ class Batch:
     answers: Tensor  # (B, Q, L) bool, tokens of answers
     kinds: Tensor  # (B, Q)
     subjects: Tensor  # (B, C) first token of the name that the passage is about, -1 where there is none
+    pointers: Tensor  # (4, P) row, token among those of its questions, number in POINTING, head
+    places: Tensor  # (P, C) bool, where in the context this head should look from there
     padding: int
 
     def to(self, device: torch.device) -> Batch:
@@ -122,45 +125,104 @@ class Batch:
 
 def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, split: str, shape: Shape) -> Batch:
     """Draw contexts that fit."""
-    contexts: list[list[int]] = []
-    subjects: list[list[int]] = []
-    branches: list[list[tuple[list[int], list[int], int]]] = []
-    while len(contexts) < shape.rows:
-        drawn = sample(rng, split, rng.randint(*shape.articles))
-        questions = draw(rng, drawn.questions, shape.questions)
-        before, joint, after = prompt_parts(rng, drawn.passages)
-        texts = [before]
-        for question in questions:
-            texts += [f"{joint}{question.text}{after}", f" {question.answer}"]
-        encoded = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
-        context, *rest = (part.ids for part in encoded)
-        asked = [
-            (rest[2 * number], [*rest[2 * number + 1], tokenizer.eos_token_id], KINDS.index(question.kind))
-            for number, question in enumerate(questions)
-        ]
-        asked = [branch for branch in asked if len(branch[0]) + len(branch[1]) <= LENGTH]
-        if len(context) < shape.context and asked:
-            contexts.append([tokenizer.bos_token_id, *context])
-            subjects.append([-1, *_subjects(tokenizer, drawn, before, encoded[0].offsets)])
-            branches.append(asked)
+    rows: list[_Row] = []
+    num_articles = rng.randint(*shape.articles)
+    while len(rows) < 2 * shape.rows:
+        row = _make_row(tokenizer, rng, split, num_articles, shape.questions)
+        if len(row.context) <= shape.context and row.branches:
+            rows.append(row)
+    # neighbours in length, so that little is padding
+    rows.sort(key=lambda row: len(row.context))
+    rows = rows[: shape.rows] if rng.random() < 0.5 else rows[shape.rows :]
+    width = -(-len(rows[-1].context) // 64) * 64
     batch = Batch(
-        torch.full((shape.rows, shape.context), tokenizer.pad_token_id),
-        torch.tensor([len(context) for context in contexts]),
+        torch.full((shape.rows, width), tokenizer.pad_token_id),
+        torch.tensor([len(row.context) for row in rows]),
         torch.full((shape.rows, shape.questions, LENGTH), tokenizer.pad_token_id),
         torch.zeros((shape.rows, shape.questions, LENGTH), dtype=torch.bool),
         torch.full((shape.rows, shape.questions), -1),
-        torch.full((shape.rows, shape.context), -1),
+        torch.full((shape.rows, width), -1),
+        *_pointers(rows, width),
         tokenizer.pad_token_id,
     )
-    for row, (context, asked) in enumerate(zip(contexts, branches, strict=True)):
-        batch.context[row, : len(context)] = torch.tensor(context)
-        batch.subjects[row, : len(context)] = torch.tensor(subjects[row])
-        for number, (question_ids, answer, kind) in enumerate(asked):
-            ids = torch.tensor(question_ids + answer)
-            batch.questions[row, number, : len(ids)] = ids
-            batch.answers[row, number, len(question_ids) : len(ids)] = True
-            batch.kinds[row, number] = kind
+    for number, row in enumerate(rows):
+        batch.context[number, : len(row.context)] = torch.tensor(row.context)
+        batch.subjects[number, : len(row.context)] = torch.tensor(row.subjects)
+        for branch, (asks, answer, kind, _) in enumerate(row.branches):
+            ids = torch.tensor(asks + answer)
+            batch.questions[number, branch, : len(ids)] = ids
+            batch.answers[number, branch, len(asks) : len(ids)] = True
+            batch.kinds[number, branch] = kind
     return batch
+
+
+@dataclass
+class _Row:
+    """A context and its questions: ids of the question, ids of the answer, kind, where in the context the fact is."""
+
+    context: list[int]
+    subjects: list[int]
+    branches: list[tuple[list[int], list[int], int, list[list[int]]]]
+
+
+def _make_row(
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, split: str, num_articles: int, num_questions: int
+) -> _Row:
+    drawn = sample(rng, split, num_articles)
+    questions = draw(rng, drawn.questions, num_questions)
+    before, joint, after = prompt_parts(rng, drawn.passages)
+    texts = [before]
+    for question in questions:
+        texts += [f"{joint}{question.text}{after}", f" {question.answer}"]
+    encoded, *rest = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+    branches = []
+    for question, asks, answer in zip(questions, rest[::2], rest[1::2], strict=True):
+        if len(asks.ids) + len(answer.ids) < LENGTH:
+            facts = [_place(*fact, before, encoded.offsets) for fact in question.facts]
+            if question.kind == "comparison":
+                facts = [facts[0] + facts[1]]  # both at once
+            branches.append((asks.ids, [*answer.ids, tokenizer.eos_token_id], KINDS.index(question.kind), facts))
+    subjects = _subjects(tokenizer, drawn, before, encoded.offsets)
+    return _Row([tokenizer.bos_token_id, *encoded.ids], [-1, *subjects], branches)
+
+
+def _pointers(rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor]:
+    """Where heads should look: from a question's last tokens at the fact, from an answer's at what they are copied of.
+
+    Returns:
+        `Batch.pointers` and `Batch.places`.
+    """
+    pointers: list[tuple[int, int, int, int]] = []
+    places: list[list[int]] = []
+    for number, row in enumerate(rows):
+        for branch, (asks, answer, _, facts) in enumerate(row.branches):
+            end = branch * LENGTH + len(asks)
+            for depth, fact in enumerate((facts[0], facts[-1])):
+                pointers += [(number, end - back, depth, 0) for back in (1, 2, 3)]
+                places += [fact] * 3
+            for num in range(2, len(answer)):
+                pointers.append((number, end + num - 2, 1, 1))
+                places.append(_copied(row.context, answer[:num]))
+    targets = torch.zeros(len(places), width, dtype=torch.bool)
+    for index, place in enumerate(places):
+        targets[index, place] = True
+    return torch.tensor(pointers).T, targets
+
+
+def _copied(context: list[int], tokens: list[int]) -> list[int]:
+    """Where the last of these tokens stands behind the others."""
+    first, num = tokens[0], len(tokens)
+    return [
+        at + num - 1
+        for at in range(len(context) - num + 1)
+        if context[at] == first and context[at : at + num] == tokens
+    ]
+
+
+def _place(value: str, sentence: str, text: str, offsets: list[tuple[int, int]]) -> list[int]:
+    """Tokens of the context that have the value in the sentence."""
+    start = text.index(sentence) + sentence.rindex(value)
+    return [number + 1 for number, (low, high) in enumerate(offsets) if high > start and low < start + len(value)]
 
 
 def _subjects(
@@ -179,6 +241,13 @@ def _subjects(
             while token < len(offsets) and offsets[token][1] <= at:
                 labels[token] = first
                 token += 1
+    for sentence, name in drawn.defined:
+        start = text.index(sentence)
+        known, stop = start + sentence.index(name), start + len(sentence)
+        first = tokenizer.backend_tokenizer.encode(f" {name}", add_special_tokens=False).ids[0]
+        for token, (low, high) in enumerate(offsets):
+            if high > known and low < stop:
+                labels[token] = first
     return labels
 
 
@@ -194,6 +263,7 @@ class Predictions:
         subjects: (S, V) float32, whom the labelled tokens of the context are about.
         early: (M, V) float32, what the questions' tokens say that the answer begins with.
         first: (M,) id that it does begin with.
+        looks: (P,) log-probability with which the heads look where they should.
     """
 
     logits: Tensor
@@ -203,11 +273,12 @@ class Predictions:
     subjects: Tensor
     early: Tensor
     first: Tensor
+    looks: Tensor
 
 
 def predict(net: Net, batch: Batch) -> Predictions:
     """Run the net on a batch."""
-    hidden, half_way = net(batch.context, batch.lengths, batch.questions)
+    hidden, half_way, looks = net(batch.context, batch.lengths, batch.questions, batch.pointers)
     follows = batch.questions[:, :, 1:] != batch.padding  # (B, Q, L - 1)
     numbers = torch.arange(batch.kinds.numel(), device=hidden.device).view(*batch.kinds.shape, 1).expand_as(follows)
     asking = (batch.questions != batch.padding) & ~batch.answers
@@ -220,6 +291,7 @@ def predict(net: Net, batch: Batch) -> Predictions:
         net.subject_logits(half_way[batch.subjects >= 0]),
         net.answer_logits(hidden[asking]),
         batch.questions.gather(2, first).expand_as(asking)[asking],
+        looks.masked_fill(~batch.places, -1e4).logsumexp(-1),
     )
 
 
@@ -287,7 +359,7 @@ def save(net: Net, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 class Settings:
     """Of one training. Another seed, number of steps, rate or size is another training."""
 
-    steps: int = 5000
+    steps: int = 2640
     rate: float = 3e-3
     seed: int = 0
     layers: int = Size.num_hidden_layers
@@ -361,8 +433,8 @@ class Training:
         new.replace(self.checkpoint)
         save(self.net, self.tokenizer, self.folder)
 
-    def advance(self) -> tuple[float, float, float, Score]:
-        """One step; returns the loss and how many questions were answered right on the way."""
+    def advance(self) -> tuple[dict[str, float], Score]:
+        """One step; returns the parts of the loss and how many questions were answered right on the way."""
         settings, step = self.settings, self.step
         shapes = next(shapes for until, shapes in STAGES if step < until * settings.steps)
         rng = random.Random(f"{settings.seed} {step}")  # of the step alone: a resumed run sees what it would have seen
@@ -377,7 +449,8 @@ class Training:
         loss, echo = losses[said.answers].mean(), losses[~said.answers].mean()
         hint = cross_entropy(said.subjects, batch.subjects[batch.subjects >= 0])
         hint = hint + cross_entropy(said.early, said.first)
-        (loss + ECHO * echo + HINT * hint).backward()  # type: ignore[no-untyped-call]
+        point = -said.looks.mean()
+        (loss + ECHO * echo + HINT * (hint + point)).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -385,7 +458,8 @@ class Training:
         self.step += 1
         score = Score()
         score.add(batch, said)
-        return loss.item(), hint.item(), echo.item(), score
+        parts = {"loss": loss, "echo": echo, "hint": hint, "point": point}
+        return {name: part.item() for name, part in parts.items()}, score
 
     @torch.no_grad()
     def test(self, num_batches: int = 8) -> Score:
@@ -423,13 +497,12 @@ def main() -> None:
     losses: list[float] = []
     with tqdm(total=args.steps, initial=training.step, unit="step", dynamic_ncols=True) as bar:
         while training.step < args.steps:
-            loss, hint, echo, right = training.advance()
-            score, losses = score + right, [*losses, loss]
+            parts, right = training.advance()
+            score, losses = score + right, [*losses, parts.pop("loss")]
             bar.update()
             if training.step % 25 == 0:
-                bar.write(
-                    f"{training.step} loss {sum(losses) / len(losses):.3f} hint {hint:.3f} echo {echo:.3f} {score}"
-                )
+                others = " ".join(f"{name} {value:.3f}" for name, value in parts.items())
+                bar.write(f"{training.step} loss {sum(losses) / len(losses):.3f} {others} {score}")
                 score, losses = Score(), []
             if training.step % 250 == 0 or training.step == args.steps:
                 training.save()

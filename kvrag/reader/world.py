@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
 
@@ -25,11 +25,12 @@ KINDS = ("direct", "anaphora", "inverse", "inverse across", "two-hop", "referenc
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its only right answer."""
+    """A question with its only right answer, and what has to be found for it in order: values, each in its sentence."""
 
     text: str
     answer: str
     kind: str
+    facts: tuple[tuple[str, str], ...] = ()
 
     @property
     def across(self) -> bool:
@@ -39,11 +40,17 @@ class Question:
 
 @dataclass(frozen=True)
 class Sample:
-    """Passages in reading order, whom each is about ("" where it is several), all the questions that they answer."""
+    """Passages in reading order, whom each is about ("" where it is several), all the questions that they answer.
+
+    `defined` are the sentences of passages about several, and the name or word that each is about. `articles` names the
+    article that each passage is of.
+    """
 
     passages: tuple[str, ...]
     subjects: tuple[str, ...]
     questions: tuple[Question, ...]
+    defined: tuple[tuple[str, str], ...]
+    articles: tuple[str, ...]
 
 
 # ------------------------------------------------------------------------------------------------------ the parts
@@ -345,7 +352,7 @@ _RELATIONS: dict[str, dict[str, _Relation]] = {
 }
 _USES = ("uses a {v}", "cannot live without a {v}", "always carries a {v}")
 _FRAMES = ("", "As it happens, ", "In fact, ", "By all accounts, ", "It is said that ", "As many know, ")
-_ASKING = ("", "Tell me: ", "Please say: ", "According to the text: ", "I would like to know: ")
+_ASKING = ("", "Tell me: ", "Please say: ", "In the text: ", "Say: ")
 _WHOSE = {"person": ("She", "He"), "company": ("The company",), "town": ("The town",)}
 
 
@@ -367,6 +374,11 @@ class _Entity:
     pronoun: str
     facts: dict[str, str]
     near: frozenset[str] = frozenset()  # relations stated in the passage that names the entity
+    said: dict[str, str] = field(default_factory=dict)  # the sentence for every relation
+
+    def fact(self, relation: str) -> tuple[str, str]:
+        """Value and sentence."""
+        return self.facts[relation], self.said[relation]
 
 
 _Passage = tuple[str, str]  # its text, and whom it is about
@@ -380,6 +392,7 @@ class _Context:
         self.used: set[str] = set()
         self.starts: set[str] = set()
         self.questions: list[Question] = []
+        self.defined: list[tuple[str, str]] = []  # sentences of tables and glossaries, and what each is about
 
     # ---- words
 
@@ -414,9 +427,9 @@ class _Context:
             subject = subject[0].lower() + subject[1:]
         return f"{frame}{subject} {phrase.format(v=value)}."
 
-    def ask(self, kind: str, phrases: tuple[str, ...], answer: str, **slots: str) -> None:
+    def ask(self, kind: str, phrases: tuple[str, ...], answer: str, *facts: tuple[str, str], **slots: str) -> None:
         frame, phrase = self.framed(phrases, _ASKING, 0.6)
-        self.questions.append(Question(frame + phrase.format(**slots), answer, kind))
+        self.questions.append(Question(frame + phrase.format(**slots), answer, kind, facts))
 
     # ---- articles
 
@@ -447,9 +460,10 @@ class _Context:
             sentences = []
             # at least one, so that no passage is too short to be reused; a name has a space before it everywhere
             framed = self.rng.randrange(len(part)) if number else 0
-            for index, (_, phrases, value) in enumerate(part):
+            for index, (name, phrases, value) in enumerate(part):
                 subject = entity.name if number == index == 0 else entity.pronoun
                 sentences.append(self.say(subject, phrases, value, 0.0 if index == framed else 0.6))
+                entity.said[name] = sentences[-1]
             passages.append((" ".join(sentences), entity.name))
         if guest:
             at = next(number for number, part in enumerate(parts) if any(name == "employer" for name, _, _ in part))
@@ -464,16 +478,18 @@ class _Context:
             relation = _RELATIONS["company"][name]
             value = self.value(relation.value)
             sentences.append(self.say("The company", relation.says, value, 0.3))
-            self.ask("reference", relation.inverse, host.facts["employer"], v=value)
-            self.ask("reference", relation.asks, value, e=host.facts["employer"])
+            fact = value, sentences[-1]
+            self.ask("reference", relation.inverse, host.facts["employer"], fact, v=value)
+            self.ask("reference", relation.asks, value, fact, e=host.facts["employer"])
         return " ".join(sentences), host.facts["employer"]
 
     def ask_entity(self, entity: _Entity) -> None:
         for name, value in entity.facts.items():
             relation = _RELATIONS[entity.kind][name]
             near = name in entity.near
-            self.ask("direct" if near else "anaphora", relation.asks, value, e=entity.name)
-            self.ask("inverse" if near else "inverse across", relation.inverse, entity.name, v=value)
+            fact = entity.fact(name)
+            self.ask("direct" if near else "anaphora", relation.asks, value, fact, e=entity.name)
+            self.ask("inverse" if near else "inverse across", relation.inverse, entity.name, fact, v=value)
 
     # ---- what spans articles
 
@@ -484,17 +500,17 @@ class _Context:
                 place, product = other.facts.get("based"), other.facts.get("makes")
                 if product:
                     asks = ("What does the company that employs {e} make?", "What is made where {e} works?")
-                    self.ask("two-hop", asks, product, e=entity.name)
+                    self.ask("two-hop", asks, product, entity.fact("employer"), other.fact("makes"), e=entity.name)
                     asks = ("Who works for the company that makes {v}?", "Who is employed by the maker of {v}?")
-                    self.ask("two-hop", asks, entity.name, v=product)
+                    self.ask("two-hop", asks, entity.name, other.fact("makes"), entity.fact("employer"), v=product)
                 if place:
                     asks = ("Where is the company that employs {e} based?", "In which town does {e} work?")
-                    self.ask("two-hop", asks, place, e=entity.name)
+                    self.ask("two-hop", asks, place, entity.fact("employer"), other.fact("based"), e=entity.name)
             if (other := by_name.get(entity.facts.get("born", ""))) and (river := other.facts.get("river")):
                 asks = ("Which river flows by the town where {e} was born?", "By which river was {e} born?")
-                self.ask("two-hop", asks, river, e=entity.name)
+                self.ask("two-hop", asks, river, entity.fact("born"), other.fact("river"), e=entity.name)
                 asks = ("Who was born in the town on the {v}?", "Who comes from the town by the {v}?")
-                self.ask("two-hop", asks, entity.name, v=river)
+                self.ask("two-hop", asks, entity.name, other.fact("river"), entity.fact("born"), v=river)
 
     def ask_comparisons(self, entities: Sequence[_Entity]) -> None:
         dated = {
@@ -507,7 +523,9 @@ class _Context:
             for one, other in itertools.pairwise(having):
                 if abs(int(one.facts[name]) - int(other.facts[name])) >= 10:
                     first = min(one, other, key=lambda entity: int(entity.facts[name]))
-                    self.ask("comparison", phrases, first.name, a=one.name, b=other.name)
+                    self.ask(
+                        "comparison", phrases, first.name, one.fact(name), other.fact(name), a=one.name, b=other.name
+                    )
 
     def table(self, num_rows: int) -> list[_Passage]:
         """A table in three passages: the columns' names, and the rows in halves."""
@@ -516,18 +534,27 @@ class _Context:
         cells = [*half, *((right, left) for left, right in half)]  # every colour stands once in either column
         self.rng.shuffle(cells)
         names = [self.value("person") for _ in cells]
-        for name, row in zip(names, cells, strict=True):
-            for column, cell in zip(columns, row, strict=True):
-                asks = ("Which colour is the {c} of {e}?", "How is the {c} of {e} painted?")
-                self.ask("table", asks, cell, c=column, e=name)
-                self.ask("table", ("Who has a {v} {c}?", "Who owns the {v} {c}?"), name, c=column, v=cell)
         rows = [f"For {name}: {left}, {right}." for name, (left, right) in zip(names, cells, strict=True)]
-        middle = len(rows) // 2
+        self.defined += zip(rows, names, strict=True)
         header = f"The list gives names, then the colour of the {columns[0]}, then the colour of the {columns[1]}."
+        for name, row, sentence in zip(names, cells, rows, strict=True):
+            for column, cell in zip(columns, row, strict=True):
+                facts = (column, header), (cell, sentence)
+                asks = ("Which colour is the {c} of {e}?", "How is the {c} of {e} painted?")
+                self.ask("table", asks, cell, *facts, c=column, e=name)
+                asks = "Who has a {v} {c}?", "Who owns the {v} {c}?"
+                self.ask("table", asks, name, *facts, c=column, v=cell)
+        middle = len(rows) // 2
         return [(header, ""), (" ".join(rows[:middle]), ""), (" ".join(rows[middle:]), "")]
 
     def glossary(self, words: Sequence[tuple[str, str]]) -> _Passage:
-        return " ".join(f"A {word} is a {meaning}." for word, meaning in words), ""
+        sentences = [_define(word, meaning) for word, meaning in words]
+        self.defined += zip(sentences, (word for word, _ in words), strict=True)
+        return " ".join(sentences), ""
+
+
+def _define(word: str, meaning: str) -> str:
+    return f"A {word} is a {meaning}."
 
 
 def sample(rng: random.Random, split: str, num_articles: int) -> Sample:
@@ -554,10 +581,12 @@ def sample(rng: random.Random, split: str, num_articles: int) -> Sample:
         articles.append(context.article(entity, words.get(entity.name), guest))
         context.ask_entity(entity)
         if entity.name in words:
-            _, meaning = words[entity.name]
+            word, meaning = words[entity.name]
             asks = ("Who uses a {v}?", "Who always carries a {v}?")
-            context.ask("definition", asks, entity.name, v=meaning)
-            context.ask("definition", ("What does {e} use?", "What does {e} always carry?"), meaning, e=entity.name)
+            used, defined = (word, entity.said["uses"]), (meaning, _define(word, meaning))
+            context.ask("definition", asks, entity.name, defined, used, v=meaning)
+            asks = ("What does {e} use?", "What does {e} always carry?")
+            context.ask("definition", asks, meaning, used, defined, e=entity.name)
     if extra == "table":
         articles.append(context.table(rng.choice((4, 6))))
     context.ask_two_hops(entities)
@@ -568,7 +597,8 @@ def sample(rng: random.Random, split: str, num_articles: int) -> Sample:
         rng.shuffle(listed)
         articles.insert(rng.randint(0, 1) * len(articles), [context.glossary(listed)])
     passages, subjects = zip(*itertools.chain(*articles), strict=True)
-    return Sample(passages, subjects, tuple(context.questions))
+    named = tuple(f"article {number}" for number, parts in enumerate(articles, 1) for _ in parts)
+    return Sample(passages, subjects, tuple(context.questions), tuple(context.defined), named)
 
 
 def _link(rng: random.Random, entities: Sequence[_Entity]) -> None:

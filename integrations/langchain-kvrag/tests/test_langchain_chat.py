@@ -138,10 +138,14 @@ def test_the_stop_strings_of_a_call_are_added_to_the_objects(settings: dict[str,
     text = str(ChatBlend(**settings).invoke(QUESTION).content)
     early, late = text[4:7], text[-5:-2]
     stopping = ChatBlend(**settings, stop=[early])
-    for answer in (stopping.invoke(QUESTION), stopping.invoke(QUESTION, stop=[late])):
-        assert answer.content == text[: text.find(early)]
+    assert stopping.invoke(QUESTION).content == text[: text.find(early)]
+    first = min(text.find(early), text.find(late))
+    for answer in (
+        stopping.invoke(QUESTION, stop=[late]),
+        ChatBlend(**settings, stop=[late]).invoke(QUESTION, stop=[early]),
+    ):
+        assert answer.content == text[:first]
         assert answer.response_metadata["finish_reason"] == "stop"
-    assert ChatBlend(**settings, stop=[late]).invoke(QUESTION, stop=[early]).content == text[: text.find(early)]
 
 
 @pytest.mark.parametrize("unknown", [{"max_new_tokens": 3}, {"temprature": 0}, {"engine": None}])

@@ -85,9 +85,9 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     encode = engine_module.encode
 
-    def counting(model: Any, chunks: Any) -> Any:
+    def counting(model: Any, chunks: Any, contexts: Any) -> Any:
         counts.append(len(chunks))
-        return encode(model, chunks)
+        return encode(model, chunks, contexts)
 
     monkeypatch.setattr(engine_module, "encode", counting)
     return counts

@@ -33,6 +33,7 @@ class Tokenizer:
     def __init__(self, hf: Any, model_name: str, preamble: bool = True) -> None:
         self.hf, self._name = hf, model_name
         self._lock = threading.Lock()  # whether control tokens are text is kept in the tokenizer: one thread at a time
+        self._tells: dict[str, bool] = {}
         self.preamble = self._find_preamble() if preamble else ()
 
     def as_prompt(self, text: str) -> str | Messages:
@@ -126,6 +127,12 @@ class Tokenizer:
 
     def tells_of_tools(self) -> bool:
         """Whether the chat template writes tools; some know them by another name or only in the history."""
+        source = self.template_text([{}])  # which may be another one than without tools
+        if source not in self._tells:  # asked for every prompt
+            self._tells[source] = self._ask_template()
+        return self._tells[source]
+
+    def _ask_template(self) -> bool:
         probe = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
         try:
             with self._lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Annotated, Any, Self
@@ -93,7 +93,7 @@ class BlendSettings(BaseLanguageModel[Any]):
             settings = replace(settings, model=model, engine=None)
         return settings, settings.request(stop=stop, **asked)
 
-    def warm(self, texts: Iterable[str], *, document: str = "") -> WarmReport:
+    def warm(self, texts: Iterable[str], *, document: str | Sequence[str] = "") -> WarmReport:
         """Encode every chunk that the store lacks; see `BlendEngine.warm`. Give the `page_content` of the documents."""
         return self._open().warm(texts, document=document)
 

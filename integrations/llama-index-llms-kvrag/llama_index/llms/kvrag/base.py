@@ -321,7 +321,7 @@ def _raw(report: BlendReport, num_tokens: int, finish_reason: str | None) -> dic
             "prompt_tokens": report.prompt_tokens,
             "completion_tokens": num_tokens,
             "total_tokens": report.prompt_tokens + num_tokens,
-            "prompt_tokens_details": {"cached_tokens": report.reused_tokens},
+            "prompt_tokens_details": {"cached_tokens": report.reused_tokens - report.created_tokens},
         },
         "kvrag": report.to_dict(),
         "finish_reason": finish_reason,

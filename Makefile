@@ -3,7 +3,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 0
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
-.PHONY: setup demo test lint check bench clean
+.PHONY: setup demo test lint check release-check bench clean
 
 setup: .venv/.done
 
@@ -26,7 +26,12 @@ lint: setup
 	cd integrations/langchain-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p langchain_kvrag
 	cd integrations/llama-index-llms-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p llama_index.llms.kvrag
 
+# all that CI does with a change
 check: lint test
+
+# the wheels, in a clean environment; TAG=v0.1.0 when they are to be released
+release-check:
+	$(PYTHON) scripts/release.py $(if $(TAG),--tag '$(TAG)')
 
 bench: setup
 	$(BIN)/kvrag bench ttft

@@ -1,0 +1,127 @@
+"""Build the three packages and try them as a stranger would: in a clean environment, out of sight of the repository.
+
+    python scripts/release.py                 what `make release-check` does; leaves wheels and sdists in dist/
+    python scripts/release.py --tag v0.1.0    the same, if tag, versions and changelog agree
+
+Needs nothing but Python, a package index and 3 GB for temporary files. Stops at the first thing that is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = (ROOT, ROOT / "integrations" / "langchain-kvrag", ROOT / "integrations" / "llama-index-llms-kvrag")
+EXTRAS = {"kvrag": "[cli,grammar]"}
+MISSING_EXTRA = "pip install 'kvrag[cli]'"
+
+
+def main() -> None:
+    """Build, check, install, try."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tag", default="", help="the release's tag, such as v0.1.0")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where wheels and sdists go (default: dist/)")
+    args = parser.parse_args()
+    version = check_versions(args.tag)
+    out = args.out.resolve()
+    with tempfile.TemporaryDirectory(prefix="kvrag-release-") as temporary:
+        build(Path(temporary), out)
+        wheels = {wheel.name.split("-")[0].replace("_", "-"): wheel for wheel in out.glob("*.whl")}
+        try_out(Path(temporary), wheels, version)
+    say(f"version {version} is fit to be released: {out}")
+
+
+def check_versions(tag: str) -> str:
+    """The one version that packages, module, changelog and tag agree on."""
+    projects = [tomllib.loads((package / "pyproject.toml").read_text())["project"] for package in PACKAGES]
+    versions = {project["name"]: project["version"] for project in projects}
+    version = versions["kvrag"]
+    if set(versions.values()) != {version}:
+        fail(f"the packages' versions differ: {versions}")
+    if f'__version__ = "{version}"' not in (ROOT / "kvrag" / "__init__.py").read_text():
+        fail(f"kvrag.__version__ is not {version}")
+    if f"\n## {version}\n" not in (ROOT / "CHANGELOG.md").read_text():
+        fail(f"CHANGELOG.md has no section '## {version}'")
+    if tag and tag != f"v{version}":
+        fail(f"the tag {tag} is not v{version}")
+    return version
+
+
+def build(temporary: Path, out: Path) -> None:
+    """Sdists, wheels from the sdists, and what the index will think of them."""
+    tools = environment(temporary / "tools")
+    run(tools, "-m", "pip", "install", "--quiet", "build", "twine")
+    shutil.rmtree(out, ignore_errors=True)
+    for package in PACKAGES:
+        say(f"building {package.name if package != ROOT else 'kvrag'}")
+        run(tools, "-m", "build", "--outdir", out, package)
+    files = sorted(out.iterdir())
+    if len(files) != 2 * len(PACKAGES):
+        fail(f"expected a wheel and an sdist of each package, got {[file.name for file in files]}")
+    run(tools, "-m", "twine", "check", "--strict", *files)
+
+
+def try_out(temporary: Path, wheels: dict[str, Path], version: str) -> None:
+    """Install the wheels, first kvrag alone, then everything, and use them."""
+    clean, elsewhere = environment(temporary / "clean"), temporary / "elsewhere"
+    elsewhere.mkdir()
+    install = ("-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt")
+    say("installing kvrag without extras")
+    run(clean, *install, wheels["kvrag"])
+    run(clean, "-m", "pip", "check")
+    shown = run(clean, "-m", "kvrag.cli.main", "--version", cwd=elsewhere)
+    if shown.strip() != f"kvrag {version}":
+        fail(f"kvrag --version says {shown!r}")
+    (elsewhere / "note.txt").write_text("Ingla plays the leather drum.")
+    refusal = run(clean, "-m", "kvrag.cli.main", "warm", "note.txt", "--store", "kv", cwd=elsewhere, expect=1)
+    if MISSING_EXTRA not in refusal:
+        fail(f"without its extra, `kvrag warm` should say {MISSING_EXTRA!r}, and says {refusal!r}")
+    say("installing everything")
+    run(clean, *install, *(f"{wheel}{EXTRAS.get(name, '')}" for name, wheel in wheels.items()))
+    run(clean, "-m", "pip", "check")
+    say("trying it")
+    smoke = shutil.copy(ROOT / "scripts" / "smoke.py", elsewhere)
+    print(run(clean, smoke, version, cwd=elsewhere), end="")
+
+
+def environment(folder: Path) -> Path:
+    """The Python of a new virtual environment."""
+    venv.create(folder, with_pip=True)
+    return folder / "bin" / "python"
+
+
+def run(python: Path, *arguments: str | Path, cwd: Path | None = None, expect: int = 0) -> str:
+    """Run this Python away from the user's settings and caches; returns all it prints, stops if it exits otherwise."""
+    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "HF_HOME", "XDG_CACHE_HOME")
+    settings = {name: value for name, value in os.environ.items() if name not in hidden}
+    if cwd is not None:
+        settings |= {"HOME": str(cwd), "HF_HUB_OFFLINE": "1"}
+    command = [str(python), *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=cwd, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode != expect:
+        fail(f"{' '.join(command)} exited with {done.returncode} instead of {expect}:\n{done.stdout}")
+    return done.stdout
+
+
+def say(message: str) -> None:
+    """A line about what goes on."""
+    print(f"release: {message}", flush=True)
+
+
+def fail(message: str) -> None:
+    """Stop."""
+    sys.exit(f"release: {message}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""What must work right after `pip install`. Run by release.py, with the version expected, far from the repository."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import distribution
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import langchain_kvrag
+import llama_index.llms.kvrag
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_kvrag import ChatBlend
+from llama_index.core import MockEmbedding, StorageContext, VectorStoreIndex
+from llama_index.core.schema import TextNode
+from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
+
+import kvrag
+
+PACKAGES = {
+    "kvrag": kvrag,
+    "langchain-kvrag": langchain_kvrag,
+    "llama-index-llms-kvrag": llama_index.llms.kvrag,
+}
+
+
+def packages(version: str) -> None:
+    """They are the installed ones, typed, licensed and of one version."""
+    for name, module in PACKAGES.items():
+        assert module.__file__ is not None
+        assert Path(module.__file__).is_relative_to(sys.prefix), module.__file__
+        assert (files(module) / "py.typed").is_file(), name
+        installed = distribution(name)
+        assert installed.version == version, (name, installed.version)
+        assert any(file.name == "LICENSE" for file in installed.files or ()), f"{name} has no licence"
+
+
+def command_line() -> list[str]:
+    """Warm, ask, look; returns the demo's chunks, as far as the questions retrieve them."""
+    demo = command("demo", "--no-speed", "--store", "demo")
+    assert {outcome["way"] for outcome in demo["questions"]} == {"full prefill", "plain reuse", "blending"}
+    assert all(outcome["recomputed_tokens"] for outcome in demo["questions"] if outcome["way"] == "blending")
+    asked = command("ask", demo["questions"][0]["question"], "--store", "demo", "--policy", "none")
+    assert asked["report"]["reused_tokens"] > 0
+    assert command("store", "check", "--store", "demo")["damaged"] == 0
+    assert command("verify", "--dtype", "float32", "--chunk-tokens", "32")["passed"]
+    return [hit["text"] for hit in asked["context"]]
+
+
+def command(*arguments: str) -> dict[str, Any]:
+    """Run the installed `kvrag` with --json."""
+    program = str(Path(sys.executable).with_name("kvrag"))
+    done = subprocess.run([program, *arguments, "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"kvrag {' '.join(arguments)}: {done.stderr}"
+    return json.loads(done.stdout)
+
+
+def langchain(chunks: list[str]) -> None:
+    """A chain answers from warmed chunks, and streams what it answers."""
+    llm = ChatBlend(model="reader", store="langchain", max_tokens=8, temperature=0, policy="query")
+    llm.warm(chunks)
+    chain = ChatPromptTemplate.from_messages([("human", "{context}\n\n{question}")]) | llm
+    inputs = {"context": "\n\n".join(chunks), "question": "Question: Who?"}
+    message = chain.invoke(inputs)
+    assert message.response_metadata["kvrag"]["recomputed_tokens"] > 0
+    assert message.usage_metadata["input_token_details"]["cache_read"] > 0
+    assert "".join((chain | StrOutputParser()).stream(inputs)) == message.text
+    schema = {"title": "answer", "type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
+    assert set(llm.bind(max_tokens=64).with_structured_output(schema).invoke("Who?")) == {"sure"}
+
+
+def llama(chunks: list[str]) -> None:
+    """A query engine answers from nodes that were encoded when they were added."""
+    llm = BlendLLM(model="reader", store="llama", max_tokens=8, temperature=0, policy="query")
+    context = StorageContext.from_defaults(vector_store=KVWarmVectorStore(SimpleVectorStore(), llm))
+    nodes = [TextNode(text=chunk) for chunk in chunks]
+    index = VectorStoreIndex(nodes, storage_context=context, embed_model=MockEmbedding(embed_dim=8))
+    assert len(index.as_query_engine(llm=llm, similarity_top_k=2).query("Who?").source_nodes) == 2
+    prompt = "\n\n".join([*chunks, "Question: Who?"])
+    whole = llm.complete(prompt)
+    assert whole.raw["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert "".join(piece.delta or "" for piece in llm.stream_complete(prompt)) == whole.text
+
+
+if __name__ == "__main__":
+    packages(sys.argv[1])
+    chunks = command_line()
+    langchain(chunks)
+    llama(chunks)
+    print("command line, LangChain and LlamaIndex work where they are installed")

@@ -3,14 +3,14 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 0
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
-.PHONY: setup demo test lint check release-check bench clean
+.PHONY: setup demo test lint check release-check bench docs pictures clean
 
 setup: .venv/.done
 
 .venv/.done: pyproject.toml constraints.txt $(wildcard integrations/*/pyproject.toml)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[cli,dev]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[cli,dev,docs]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
 	touch $@
 
 demo: setup
@@ -33,8 +33,17 @@ check: lint test
 release-check:
 	$(PYTHON) scripts/release.py $(if $(TAG),--tag '$(TAG)')
 
+# what is generated of it, and the site, in docs/_build
+docs: setup
+	$(BIN)/python docs/commands.py
+	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build
+
+# those of the docs, from real runs of the reader
+pictures: setup
+	$(BIN)/python docs/pictures.py
+
 bench: setup
 	$(BIN)/kvrag bench ttft
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist docs/_build .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,52 @@
+"""Settings of the documentation site: `make docs`."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import kvrag
+
+project, author, copyright = "kvrag", "the kvrag authors", "the kvrag authors, Apache-2.0"
+version = release = kvrag.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = f"kvrag {release}"
+html_copy_source = False
+
+myst_heading_anchors = 4  # links to headings, as GitHub has them
+
+highlight_language = "none"  # indented blocks are for the shell
+default_role = "code"  # docstrings say `name` as Markdown does
+napoleon_use_ivar = True  # attributes in one list, several of them may share a line
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+add_module_names = False
+
+
+def _code_blocks(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Changes `lines`: Markdown's fenced code in docstrings becomes what docutils reads."""
+    made: list[str] = []
+    fence: str | None = None
+    for line in lines:
+        opened = re.match(r"(\s*)```(\w*)$", line)
+        if opened and fence is None:
+            fence = opened[1]
+            made += [f"{fence}.. code-block:: {opened[2] or 'text'}", ""]
+        elif opened:
+            fence = None
+            made.append("")
+        else:
+            made.append(line if fence is None else f"   {line}")
+    lines[:] = made
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", _code_blocks, priority=400)  # before napoleon

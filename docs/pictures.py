@@ -1,0 +1,178 @@
+"""Draws the pictures of the pages from real runs: `make pictures`.
+
+`python docs/pictures.py --ttft` measures the time to the first token first, which takes a minute or two of an idle
+machine; otherwise that picture is drawn from what was measured last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from torch import Tensor
+
+from kvrag import BlendConfig, BlendEngine, Model
+from kvrag.bench.ttft import FULL, measure
+from kvrag.blend import prefill
+from kvrag.cli.demo import QUESTIONS, corpus_folder
+from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO
+from kvrag.match import MatchIndex
+from kvrag.select import select
+from kvrag.stitch import Stitched, stitch
+
+IMAGES = Path(__file__).parent / "images"
+MEASURED = IMAGES / "ttft-length.json"
+POLICIES = ("query", "hkvd", "hybrid", "first_k", "random")
+SHAPE, LAYERS, CHUNKS, CHUNK_TOKENS = "qwen2.5-0.5b", 8, (1, 2, 4, 8), 512
+WIDTH = 104  # characters of a line of text
+
+
+def draw() -> None:
+    """All pictures, the last one from what was measured last."""
+    with tempfile.TemporaryDirectory() as folder, BlendEngine.from_pretrained("reader", store=folder) as engine:
+        chunks, question = prompt_of_the_demo()
+        engine.warm(chunks)
+        content = "\n\n".join([*chunks, f"Question: {question}"])
+        ids = engine.model.tokenizer.render([{"role": "user", "content": content}])
+        chosen = {policy: selected(engine, ids, policy) for policy in POLICIES}
+        stitched, deviations = deviation(engine, ids)
+        draw_deviation(stitched, deviations, chosen, IMAGES / "deviation.png")
+        draw_text(engine.model, stitched, chosen[DEFAULT_POLICY], IMAGES / "recomputed.png")
+    if MEASURED.exists():
+        draw_ttft(json.loads(MEASURED.read_text()), IMAGES / "ttft-length.png")
+
+
+def prompt_of_the_demo() -> tuple[list[str], str]:
+    """Paragraphs of three articles, the middle one being that of the demo's first question."""
+    question, answer = QUESTIONS[0]
+    articles = [path.read_text().strip() for path in sorted(corpus_folder().glob("*.txt"))]
+    about = next(article for article in articles if answer in article)
+    before, behind = [article for article in articles if answer not in article][:2]
+    return "\n\n".join([before, about, behind]).split("\n\n"), question
+
+
+def lay_out(engine: BlendEngine, ids: list[int]) -> Stitched:
+    """The prompt of stored KV, nothing recomputed."""
+    index = MatchIndex()
+    index.add((entry.key, entry.ids, entry.anchors) for entry in engine.store.entries(0))
+    runs = index.match(ids, engine.config.min_run)
+    readers = {run.key: engine.store.open(run.key) for run in runs}
+    stitched = stitch(engine.model, ids, runs, {key: reader for key, reader in readers.items() if reader}, len(ids))
+    for layer in range(engine.model.num_layers):
+        stitched.cache.layer(layer)
+    return stitched
+
+
+def selected(engine: BlendEngine, ids: list[int], policy: str) -> Tensor:
+    """(S,) positions that a policy recomputes at the default ratio."""
+    config = BlendConfig(policy=policy, ratio=DEFAULT_RATIO)
+    return select(engine.model, lay_out(engine, ids), config)
+
+
+def deviation(engine: BlendEngine, ids: list[int]) -> tuple[Stitched, Tensor]:
+    """(L, T) distance of the stitched keys and values to full prefill's, relative to these; NaN at fresh positions."""
+    stitched, (_, full) = lay_out(engine, ids), prefill(engine.model, torch.tensor(ids), len(ids))
+    rows = []
+    for layer in range(engine.model.num_layers):
+        pairs = zip(stitched.cache.layer(layer), full.cache.layer(layer), strict=True)
+        distances = [((ours - true).float().square(), true.float().square()) for ours, true in pairs]
+        ours, true = (sum(part.sum(dim=(0, 1, 3)) for part in parts) for parts in zip(*distances, strict=True))
+        rows.append((ours / true).sqrt())
+    return stitched, torch.stack(rows)[:, : len(ids)].masked_fill(~stitched.reused, torch.nan)
+
+
+def draw_deviation(stitched: Stitched, deviations: Tensor, chosen: dict[str, Tensor], path: Path) -> None:
+    """The deviation by token and layer, and beneath it what the policies recompute."""
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    top.set_facecolor("lightgrey")
+    norm = LogNorm(vmin=0.01, vmax=1.0)
+    image = top.imshow(deviations.clamp(min=0.01), aspect="auto", norm=norm, interpolation="nearest", cmap="magma")
+    top.set(ylabel="layer", title="how far stitched KV is from full prefill's, by token and layer (grey: not reused)")
+    figure.colorbar(image, ax=top, label="relative deviation")
+    for row, positions in enumerate(chosen.values()):
+        bottom.vlines(positions, row - 0.4, row + 0.4, lw=2.5, color="tab:orange")
+    bottom.set_yticks(range(len(chosen)), chosen)
+    bottom.invert_yaxis()
+    bottom.set(xlabel="token of the prompt", title=f"what a policy recomputes at a ratio of {DEFAULT_RATIO:g}")
+    for run in stitched.runs:
+        for axis in (top, bottom):
+            axis.axvline(run.start - 0.5, color="tab:cyan", lw=0.8)
+    figure.savefig(path, dpi=110)
+
+
+def draw_text(model: Model, stitched: Stitched, recomputed: Tensor, path: Path) -> None:
+    """The prompt's text, tokens coloured by what is done to them."""
+    pieces, line, column = [], 0, 0
+    for position, token in enumerate(stitched.ids.tolist()):
+        for number, piece in enumerate(model.tokenizer.decode([token]).split("\n")):
+            if number or column + len(piece) > WIDTH:
+                line, column = line + 1, 0
+            pieces.append((line, column, position, piece))
+            column += len(piece)
+    size = 9.0
+    wide, high = size * 0.602 / 72, size * 1.7 / 72  # inches of a character of DejaVu Sans Mono
+    figure = Figure(figsize=(WIDTH * wide, (line + 3) * high))
+    axis = figure.add_axes((0, 0, 1, 1))
+    axis.set(xlim=(0, WIDTH), ylim=(line + 3, 0))
+    axis.axis("off")
+    colours = {"reused": "#dcebf7", "reused and recomputed": "#ffb366", "computed as ever": "#e4e4e4"}
+    names = list(colours)
+    again = set(recomputed.tolist())
+    pieces += [(line + 2, 30 * number + 1, -1 - number, name) for number, name in enumerate(names)]
+    for row, column, position, piece in pieces:
+        what = names[-1 - position] if position < 0 else names[2]
+        if position >= 0 and stitched.reused[position]:
+            what = names[position in again]
+        axis.add_patch(Rectangle((column, row), len(piece), 0.95, color=colours[what], lw=0))
+        axis.text(column, row + 0.5, piece, family="DejaVu Sans Mono", size=size, va="center_baseline")
+    figure.savefig(path, dpi=110)
+
+
+def measure_ttft() -> None:
+    """Writes what `draw_ttft` draws."""
+    results = [
+        measure(SHAPE, LAYERS, chunks, CHUNK_TOKENS, policies=(DEFAULT_POLICY, "first_k", "none"), repeats=2)
+        for chunks in CHUNKS
+    ]
+    MEASURED.write_text(json.dumps([asdict(result) for result in results], indent=1))
+
+
+def draw_ttft(results: list[dict[str, Any]], path: Path) -> None:
+    """How many times sooner the first token comes than by full prefill, over the length of the prompt."""
+    settings = results[-1]["settings"]
+    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    axis = figure.subplots()
+    lengths = [result["prompt_tokens"] for result in results]
+    for number, row in enumerate(results[0]["rows"]):
+        if row["name"] != FULL:
+            label = row["name"] if row["name"] in ("none", "exact prefix") else f"{row['name']} {settings['ratio']:.0%}"
+            sooner = [result["rows"][number]["speedup"] for result in results]
+            axis.plot(lengths, sooner, marker="o", label=label)
+    axis.axhline(1, color="black", lw=1, label=FULL)
+    axis.set(xlabel="tokens of the prompt", ylabel="first token sooner by", ylim=(0, None), xlim=(0, None))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axis.set_title(f"{settings['model']}, {settings['dtype']}, {settings['threads']} threads, chunks from disk", size=9)
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ttft", action="store_true", help="measure the time to the first token anew")
+    if parser.parse_args().ttft:
+        print(f"measuring {len(CHUNKS)} lengths", file=sys.stderr)
+        measure_ttft()
+    draw()

@@ -146,11 +146,11 @@ def alone(reader: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr("kvrag.engine._shared", weakref.WeakValueDictionary())
     decode = kvrag.engine.decode
 
-    def briefly(*args: Any) -> Any:
-        model, ids, cache, logits, sampling, constraint, control_tokens = args
+    def briefly(*prompt: Any) -> Any:
+        *known, sampling, constraint, control_tokens = prompt
         if constraint is None:
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, ANSWER_TOKENS))
-        return decode(model, ids, cache, logits, sampling, constraint, control_tokens)
+        return decode(*known, sampling, constraint, control_tokens)
 
     monkeypatch.setattr("kvrag.engine.decode", briefly)
     for name, value in vars(Settings).items():
@@ -317,7 +317,7 @@ def _extras(project: Path) -> tuple[str, set[str]]:
 
 
 EXTRAS = dict(map(_extras, [ROOT / "pyproject.toml", *ROOT.glob("integrations/*/pyproject.toml")]))
-MAKE_GOALS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+MAKE_GOALS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 # ---------------------------------------------------------------- links

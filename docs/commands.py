@@ -37,7 +37,7 @@ def _section(name: str, parser: argparse.ArgumentParser) -> str:
     actions = [action for action in parser._actions if action.dest not in ("help", "json")]
     positional = [_value(action) for action in actions if not action.option_strings]
     usage = " ".join(["kvrag", name, *positional, "[OPTIONS]"])
-    lines = [f"## kvrag {name}", "", f"{_sentence(parser.description or '')}", "", f"    {usage}", ""]
+    lines = [f"## kvrag {name}", "", f"{_sentence(parser.description or '')}", "", "```text", usage, "```", ""]
     if actions:
         lines += ["| | |", "|---|---|", *(f"| `{_call(action)}` | {_help(action)} |" for action in actions), ""]
     return "\n".join(lines)

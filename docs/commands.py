@@ -66,7 +66,8 @@ def _help(action: argparse.Action) -> str:
 
 def _said(action: argparse.Action) -> Iterator[str]:
     said = (action.help or "") % {**vars(action), "prog": "kvrag"}
-    yield said
+    if said:
+        yield said
     default = action.default
     shown = default is not None and default != argparse.SUPPRESS and default is not False and default != []
     if action.option_strings and shown and "default" not in said:

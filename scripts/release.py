@@ -59,14 +59,20 @@ def build(temporary: Path, out: Path) -> None:
     """Sdists, wheels from the sdists, and what the index will think of them."""
     tools = environment(temporary / "tools")
     run(tools, "-m", "pip", "install", "--quiet", "build", "twine")
-    shutil.rmtree(out, ignore_errors=True)
+    for old in distributions(out):
+        old.unlink()
     for package in PACKAGES:
         say(f"building {package.name if package != ROOT else 'kvrag'}")
         run(tools, "-m", "build", "--outdir", out, package)
-    files = sorted(out.iterdir())
+    files = distributions(out)
     if len(files) != 2 * len(PACKAGES):
         fail(f"expected a wheel and an sdist of each package, got {[file.name for file in files]}")
     run(tools, "-m", "twine", "check", "--strict", *files)
+
+
+def distributions(folder: Path) -> list[Path]:
+    """Its wheels and sdists."""
+    return sorted([*folder.glob("*.whl"), *folder.glob("*.tar.gz")])
 
 
 def try_out(temporary: Path, wheels: dict[str, Path], version: str) -> None:

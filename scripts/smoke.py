@@ -62,7 +62,7 @@ def command(*arguments: str) -> dict[str, Any]:
 
 def langchain(chunks: list[str]) -> None:
     """A chain answers from warmed chunks, and streams what it answers."""
-    llm = ChatBlend(model="reader", store="langchain", max_tokens=8, temperature=0, policy="query")
+    llm = ChatBlend(model="reader", store="langchain", max_tokens=32, temperature=0, policy="query")
     llm.warm(chunks)
     chain = ChatPromptTemplate.from_messages([("human", "{context}\n\n{question}")]) | llm
     inputs = {"context": "\n\n".join(chunks), "question": "Question: Who?"}
@@ -71,7 +71,7 @@ def langchain(chunks: list[str]) -> None:
     assert message.usage_metadata["input_token_details"]["cache_read"] > 0
     assert "".join((chain | StrOutputParser()).stream(inputs)) == message.text
     schema = {"title": "answer", "type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
-    assert set(llm.bind(max_tokens=64).with_structured_output(schema).invoke("Who?")) == {"sure"}
+    assert set(llm.with_structured_output(schema).invoke("Who?")) == {"sure"}
 
 
 def llama(chunks: list[str]) -> None:

@@ -3,6 +3,8 @@
 Every chunk is indexed by a few of its 8-grams, chosen by winnowing (Schleimer et al., SIGMOD 2003): in every window
 of 8 consecutive 8-gram hashes the smallest is kept, so that two texts which share 15 tokens share an anchor. The
 prompt's 8-grams are looked up, each hit is extended by comparing ids, and a greedy cover picks the longest runs.
+Where a run ends though its chunk goes on, the chunk is followed over a small gap: chains escape quotes and line breaks
+(HTML, JSON, repr) or reflow white space, and what stands between two such places is still the chunk's own text.
 Matching tokens instead of text keeps the prompt's ids exactly those of the plain model, whatever the chain pasted
 around the chunks.
 """
@@ -10,7 +12,7 @@ around the chunks.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,8 @@ from kvrag.types import Run
 GRAM = 8
 _WINDOW = 8
 _MAX_POSTINGS = 32  # per hash and segment: boilerplate that stands in every chunk tells little about where it is from
+_GAP = 12  # tokens of a gap on either side: an escaped character and what it merges with
+_AGAIN = 4  # as many equal tokens behind a gap are no chance
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _POWERS = np.array([pow(_MULTIPLIER, GRAM - 1 - i, 1 << 64) for i in range(GRAM)], dtype=np.uint64)
 _ANCHOR = np.dtype([("hash", "<u8"), ("offset", "<u4")])
@@ -125,7 +129,10 @@ class MatchIndex:
             self._ids[number] = np.empty(0, np.uint32)
 
     def match(self, ids: Sequence[int], min_run: int) -> list[Run]:
-        """Runs of at least `min_run` tokens, disjoint and ascending; the longest win where they overlap."""
+        """Runs, disjoint and ascending; the longest win where they overlap.
+
+        They have at least `min_run` tokens, except those that go on with the chunk of another one after a small gap.
+        """
         prompt = np.asarray(ids, np.uint32)
         hashes = gram_hashes(prompt)
         if len(hashes) == 0 or not self._segments:
@@ -144,7 +151,28 @@ class MatchIndex:
                 last = (c, p - o, run.stop)
                 if len(run) >= min_run:
                     candidates.append(run)
-        return _cover(candidates, min_run)
+        return self._bridge(prompt, _cover(candidates, min_run))
+
+    def _bridge(self, prompt: Ids, runs: list[Run]) -> list[Run]:
+        """Add what goes on behind the runs, and before them, after a gap."""
+        bridged: list[Run] = []
+        start = 0  # of the free space before the run
+        for number, run in enumerate(runs):
+            ids = self._ids[self._number[run.key]]
+            bridged += [
+                Run(run.start - at - length, run.start - at, run.key, run.offset - offset - length)
+                for at, offset, length in _onward(prompt[start : run.start][::-1], ids[: run.offset][::-1])
+            ][::-1]
+            bridged.append(run)
+            stop = runs[number + 1].start if number + 1 < len(runs) else len(prompt)
+            end = run.offset + len(run)
+            behind = [
+                Run(run.stop + at, run.stop + at + length, run.key, end + offset)
+                for at, offset, length in _onward(prompt[run.stop : stop], ids[end:])
+            ]
+            bridged += behind
+            start = bridged[-1].stop
+        return bridged
 
     def _extend(self, prompt: Ids, position: int, number: int, offset: int) -> Run | None:
         key, ids = self._keys[number], self._ids[number]
@@ -163,6 +191,23 @@ def _common(a: Ids, b: Ids) -> int:
     different = a[:length] != b[:length]
     first = int(different.argmax()) if length else 0
     return first if length and different[first] else length
+
+
+def _onward(prompt: Ids, ids: Ids) -> Iterator[tuple[int, int, int]]:
+    """Stretches (position, offset, length) that follow each other after gaps, the first one after a gap too."""
+    p = o = 0
+    while min(len(prompt) - p, len(ids) - o) >= _AGAIN:
+        same = prompt[p : p + _GAP + _AGAIN, None] == ids[None, o : o + _GAP + _AGAIN]
+        rows, columns = (size - _AGAIN + 1 for size in same.shape)
+        begins = np.logical_and.reduce([same[i : i + rows, i : i + columns] for i in range(_AGAIN)])
+        hits = np.argwhere(begins)
+        if len(hits) == 0:
+            return
+        dp, do = hits[hits.sum(axis=1).argmin()].tolist()
+        p, o = p + dp, o + do
+        length = _common(prompt[p:], ids[o:])
+        yield p, o, length
+        p, o = p + length, o + length
 
 
 def _cover(candidates: list[Run], min_run: int) -> list[Run]:

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kvrag.match import MatchIndex, anchors, gram_hashes
+from kvrag.match import _AGAIN, _GAP, MatchIndex, anchors, gram_hashes
 from kvrag.types import Run
 
 MIN_RUN = 16
@@ -25,12 +25,21 @@ def _index(chunks: dict[str, list[int]], portions: int = 1) -> MatchIndex:
 def _check_runs(runs: list[Run], prompt: list[int], chunks: dict[str, list[int]], min_run: int = MIN_RUN) -> None:
     """What holds for every list of runs."""
     end = 0
-    for run in runs:
+    for number, run in enumerate(runs):
         assert run.start >= end, "ascending and disjoint"
-        assert len(run) >= min_run
+        if len(run) < min_run:
+            assert len(run) >= _AGAIN
+            neighbours = runs[max(number - 1, 0) : number] + runs[number + 1 : number + 2]
+            assert any(_goes_on(*sorted((run, other), key=lambda run: run.start)) for other in neighbours)
         assert prompt[run.start : run.stop] == chunks[run.key][run.offset : run.offset + len(run)]
         end = run.stop
     assert end <= len(prompt)
+
+
+def _goes_on(run: Run, other: Run) -> bool:
+    """Whether the second is the same chunk a small gap later."""
+    gaps = other.start - run.stop, other.offset - run.offset - len(run)
+    return run.key == other.key and all(0 <= gap <= _GAP for gap in gaps)
 
 
 def _covered(runs: list[Run]) -> set[int]:
@@ -89,6 +98,47 @@ def test_overlapping_chunks_and_few_tokens_in_the_vocabulary(seed: int) -> None:
     if vocabulary == 200:
         # greedy trimming may leave a rest shorter than a run at each of the borders
         assert len(_covered(runs)) >= 560 - MIN_RUN * len(runs)
+
+
+def _escaped(rng: random.Random, chunk: list[int], every: int) -> tuple[list[int], set[int]]:
+    """A chunk one of whose tokens in `every` has become several others, and the positions that are still its own."""
+    prompt: list[int] = []
+    own = set()
+    for number, token in enumerate(chunk):
+        if number % every == every - 1:
+            prompt += [rng.randrange(30000, 40000) for _ in range(rng.randrange(1, _GAP))]
+        else:
+            own.add(len(prompt))
+            prompt.append(token)
+    return prompt, own
+
+
+@pytest.mark.parametrize("every", [5, 9, 16])
+def test_a_chunk_is_followed_over_escaped_characters(every: int) -> None:
+    """In both directions from the one stretch of `MIN_RUN` tokens that they have left whole."""
+    rng = random.Random(every)
+    chunk, other = ([rng.randrange(30000) for _ in range(240)] for _ in range(2))
+    before, own = _escaped(rng, chunk[:110], every)
+    after, more = _escaped(rng, chunk[130:], every)
+    prompt = [7, 8, *before, *chunk[110:130], *after, *other]
+    end = len(before) + 20
+    own |= {*range(len(before), end), *(end + position for position in more)}
+    own = {2 + position for position in own} | set(range(len(prompt) - 240, len(prompt)))
+    chunks = {"a": chunk, "b": other}
+    runs = _index(chunks).match(prompt, MIN_RUN)
+    _check_runs(runs, prompt, chunks)
+    assert own - _covered(runs) <= {position for position in own if position >= len(prompt) - 245 - every}
+    assert len(_covered(runs)) >= len(own) - _AGAIN
+
+
+def test_too_wide_a_gap_is_not_crossed_and_what_follows_a_cut_chunk_is_not_its_own() -> None:
+    chunk = list(range(100))
+    far = [*chunk[:40], *range(1000, 1001 + _GAP), *chunk[40:50], *range(2000, 2050)]
+    near = [*chunk[:40], *range(1000, 1000 + _GAP), *chunk[40:50], *range(2000, 2050)]
+    assert _index({"a": chunk}).match(far, MIN_RUN) == [Run(0, 40, "a", 0)]
+    assert _index({"a": chunk}).match(near, MIN_RUN) == [Run(0, 40, "a", 0), Run(52, 62, "a", 40)]
+    cut = [*chunk[:40], *range(1000, 1020), *chunk[90:93]]
+    assert _index({"a": chunk}).match(cut, MIN_RUN) == [Run(0, 40, "a", 0)]
 
 
 def test_the_longest_run_wins_and_the_others_are_trimmed() -> None:

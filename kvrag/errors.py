@@ -19,6 +19,13 @@ class KvragError(Exception):
     """Base of all errors of this package."""
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether it says so: torch raises a RuntimeError of its own for every kind of memory."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("out of memory", "can't allocate memory")
+    )
+
+
 class SettingError(KvragError, ValueError):
     """A setting is out of range or has an unknown name."""
 

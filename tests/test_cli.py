@@ -131,6 +131,50 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("", "kvrag: the following arguments are required: COMMAND; see `kvrag --help`"),
+        ("wram docs", "invalid choice: 'wram' (choose from"),
+        ("ask", "kvrag ask: the following arguments are required: QUESTION; see `kvrag ask --help`"),
+        ("ask Who founded it?", "unexpected 'founded it?': put quotes around what has spaces"),
+        ("ask Who? --modle x", "there is no option --modle: did you mean --model?"),
+        ("bench ttft --chunk-token=9 --reapeats=2", "there is no option --reapeats: did you mean --repeats?"),
+        ("warm docs --xyz", "kvrag warm: there is no option --xyz; see `kvrag warm --help`"),
+        ("ask Who? --ratio high", "--ratio: invalid float value: 'high'"),
+        ("ask Who? --dtype float8", "--dtype: invalid choice: 'float8' (choose from"),
+    ],
+)
+def test_wrong_usage_is_one_line(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(command.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+@pytest.mark.parametrize("command", [["warm", "README.md"], ["ask", "Who?"], ["chat"]], ids=lambda c: c[0])
+@pytest.mark.parametrize("missing", ["rich", "faiss", "sentence_transformers", "langchain_text_splitters"])
+def test_without_its_extra_a_command_says_so_before_it_loads_a_model(
+    missing: str, command: list[str], fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    message = fails(*command, "--model", "nobody/nothing")
+    assert message == f"kvrag: {missing} is not installed: pip install 'kvrag[cli]'"
+
+
+def test_out_of_memory_is_one_line(fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> Any:
+        raise error
+
+    monkeypatch.setattr(BlendEngine, "from_pretrained", full)
+    for error in (MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), RuntimeError("other")):
+        if "other" in str(error):
+            with pytest.raises(RuntimeError, match="other"):
+                main(["store", "stats"])
+        else:
+            assert "take a smaller model" in fails("store", "stats")
+
+
 # -------------------------------------------------------------------- warm
 
 
@@ -241,8 +285,13 @@ def test_files_that_are_not_text_are_named_and_skipped(
     for name in broken:
         assert f"skipped {folder / name}: " in captured.err
     assert "line 2" in result["skipped_files"][str(folder / "bad.jsonl")]
+    with (folder / "huge.txt").open("wb") as huge:
+        huge.truncate(2 << 30)  # holes take no room
+    assert main(["warm", str(folder / "huge.txt"), str(folder / "ingla.txt"), "--store", str(tmp_path / "kv")]) == 0
+    assert "huge.txt: it has more than 1 GiB: split it" in capsys.readouterr().err
     only = fails("warm", folder / "bin.txt", folder / "bad.pdf", "--store", tmp_path / "kv")
     assert "none of 2 files could be read" in only
+    assert "no files with text in" in fails("estimate", tmp_path / "kv" / "chunks")
 
 
 def test_warm_refuses_what_the_disk_cannot_hold(
@@ -304,15 +353,31 @@ def test_the_answer_is_all_there_is_on_stdout(warmed: Path, capsys: pytest.Captu
     assert "first token after" in captured.err
 
 
-def test_ask_before_warm_says_what_to_do(tmp_path: Path, fails: Callable[..., str]) -> None:
-    assert "kvrag warm PATH" in fails("ask", QUESTION, "--store", tmp_path)
-    assert "question is empty" in fails("ask", " ", "--store", tmp_path)
+def test_ask_before_warm_says_what_to_do(
+    tmp_path: Path, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f"`kvrag warm PATH --store {tmp_path / 'kv'}`" in fails("ask", QUESTION, "--store", tmp_path / "kv")
+    assert "kvrag warm PATH" in fails("chat", "--store", tmp_path / "kv")
+    assert "question is empty" in fails("ask", " ", "--store", tmp_path / "kv")
+    assert not (tmp_path / "kv").exists()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert "run `kvrag warm PATH` first, with the same --model and --store" in fails("ask", QUESTION)
+
+
+def test_a_store_that_cannot_be_made_is_one_line(folder: Path, fails: Callable[..., str]) -> None:
+    assert "(Not a directory): choose another one" in fails("warm", folder, "--store", folder / "ingla.txt" / "kv")
 
 
 def test_a_store_of_another_model_is_refused(warmed: Path, fails: Callable[..., str]) -> None:
     message = fails("ask", QUESTION, "--store", warmed, "--dtype", "float32")
     assert "dtype" in message
-    assert "use another store folder" in message
+    assert "load the model as it was then, use another store folder" in message
+
+
+def test_a_device_that_is_not_there_is_one_line(fails: Callable[..., str]) -> None:
+    assert "there is no device 'gpu'" in fails("ask", "What?", "--device", "gpu")
+    if not torch.cuda.is_available():
+        assert "torch finds no GPU for device 'cuda'" in fails("ask", "What?", "--device", "cuda")
 
 
 @pytest.mark.parametrize("command", [["ask", "What?"], ["estimate"], ["warm", "pyproject.toml"]], ids=lambda c: c[0])

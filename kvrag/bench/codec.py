@@ -149,10 +149,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Command line of `kvrag bench codec`."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="FILE", help="text files, each a chunk")
     parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader'")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--question", default="Question: Who is this about?")
-    parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--chunks", type=int, default=6, help="in each prompt")
+    parser.add_argument("--dtype", default="auto", help="bfloat16, float16, float32 (default: as stored)")
+    parser.add_argument("--question", default="Question: Who is this about?", metavar="TEXT", help="at the end of each")
+    parser.add_argument("--prompts", type=int, default=50, metavar="N", help="to compare (default: 50)")
+    parser.add_argument("--chunks", type=int, default=6, metavar="N", help="in each prompt (default: 6)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -58,10 +58,10 @@ def _forward(net: Model, texts: list[str]) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Command line of `kvrag bench ingest`."""
     parser.add_argument("--model", default="qwen2.5-0.5b", choices=sorted(SHAPES), help="shape of the random model")
-    parser.add_argument("--layers", type=int, help="only that many of its layers")
-    parser.add_argument("--chunks", type=int, default=16)
-    parser.add_argument("--chunk-tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layers", type=int, metavar="N", help="only that many of its layers")
+    parser.add_argument("--chunks", type=int, default=16, metavar="N", help="to encode (default: 16)")
+    parser.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="in a chunk (default: 256)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts (default: 3)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -294,12 +294,26 @@ def _throttled(engine: BlendEngine, bytes_per_s: float | None) -> Iterator[None]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Command line of `kvrag bench simulate`."""
-    parser.add_argument("--devices", nargs="+", default=list(DEVICES), choices=DEVICES, metavar="DEVICE")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, metavar="MODEL")
+    parser.add_argument(
+        "--devices",
+        nargs="+",
+        default=list(DEVICES),
+        choices=DEVICES,
+        metavar="DEVICE",
+        help=f"of the tables: {'; '.join(DEVICES)} (default: all)",
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=list(MODELS),
+        choices=MODELS,
+        metavar="MODEL",
+        help=f"of the first table: {', '.join(MODELS)} (default: all)",
+    )
     parser.add_argument("--context", type=int, default=4000, metavar="N", help="of the first table (default: 4000)")
     parser.add_argument("--length-model", default="Llama-3.1-8B", choices=MODELS, help="model of the second table")
     parser.add_argument("--length-load", default="NVMe, 3 GB/s", choices=LOADS, help="bandwidth of the second table")
-    parser.add_argument("--ratio", type=float, default=0.15)
+    parser.add_argument("--ratio", type=float, default=0.15, metavar="R", help="recompute ratio (default: 0.15)")
     parser.add_argument("--check", action="store_true", help="compare predictions with this machine; takes minutes")
     parser.add_argument("--model", default="qwen2.5-0.5b", help="with --check: shape of the random model")
     parser.add_argument("--layers", type=int, help="with --check: only that many of its layers")

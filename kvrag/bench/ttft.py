@@ -219,16 +219,24 @@ def _processor() -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Command line of `kvrag bench ttft`."""
     parser.add_argument("--model", default="qwen2.5-0.5b", choices=sorted(SHAPES), help="shape of the random model")
-    parser.add_argument("--layers", type=int, help="only that many of its layers")
-    parser.add_argument("--chunks", type=int, default=6)
-    parser.add_argument("--chunk-tokens", type=int, default=512)
-    parser.add_argument("--question-tokens", type=int, default=64)
-    parser.add_argument("--ratio", type=float, default=0.15)
-    parser.add_argument("--check-layer", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--ram-bytes", type=int, default=0, help="size of the RAM tier (default: off, read from disk)")
+    parser.add_argument("--layers", type=int, metavar="N", help="only that many of its layers")
+    parser.add_argument("--chunks", type=int, default=6, metavar="N", help="in a prompt (default: 6)")
+    parser.add_argument("--chunk-tokens", type=int, default=512, metavar="N", help="in a chunk (default: 512)")
+    parser.add_argument("--question-tokens", type=int, default=64, metavar="N", help="after them (default: 64)")
+    parser.add_argument("--ratio", type=float, default=0.15, metavar="R", help="recompute ratio (default: 0.15)")
+    parser.add_argument("--check-layer", type=int, default=1, metavar="N", help="of hkvd (default: 1)")
     parser.add_argument(
-        "--policies", nargs="+", default=["none", "first_k", "query", "hybrid", "hkvd"], choices=POLICIES
+        "--repeats", type=int, default=3, metavar="N", help="prompts to measure; the median counts (default: 3)"
+    )
+    parser.add_argument(
+        "--ram-bytes", type=int, default=0, metavar="N", help="size of the RAM tier (default: off, read from disk)"
+    )
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        default=["none", "first_k", "query", "hybrid", "hkvd"],
+        choices=POLICIES,
+        help="beside full prefill and an exact prefix cache",
     )
 
 

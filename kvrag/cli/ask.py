@@ -9,9 +9,11 @@ from dataclasses import asdict
 from kvrag.cli.common import (
     add_answer_arguments,
     add_engine_arguments,
+    existing_store,
     open_engine,
     open_index,
     require_chunks,
+    require_extra,
     say,
     stream,
     summary,
@@ -22,7 +24,7 @@ from kvrag.errors import PromptError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Command line of `kvrag ask`."""
-    parser.add_argument("question", metavar="QUESTION")
+    parser.add_argument("question", metavar="QUESTION", help="in quotes, about what was warmed")
     add_engine_arguments(parser)
     add_answer_arguments(parser)
 
@@ -31,6 +33,9 @@ def run(args: argparse.Namespace) -> int:
     """Retrieve, answer, report."""
     if not args.question.strip():
         raise PromptError("the question is empty")
+    require_extra()
+    if args.store is not None:
+        existing_store(args.store)
     with open_engine(args) as engine, open_index(engine) as index:
         require_chunks(index)
         hits = index.search(args.question, args.top_k, args.around)

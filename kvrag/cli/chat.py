@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 from kvrag.cli.common import (
     add_answer_arguments,
     add_engine_arguments,
+    existing_store,
     open_engine,
     open_index,
     require_chunks,
+    require_extra,
     say,
     stream,
     summary,
@@ -37,6 +39,9 @@ def run(args: argparse.Namespace) -> int:
     """Answer until /quit or the end of the input; with --json one object per line."""
     history: Messages = []  # questions and answers, not their contexts, which every question brings along anew
     last: BlendReport | None = None
+    require_extra()
+    if args.store is not None:
+        existing_store(args.store)
     with open_engine(args) as engine, open_index(engine) as index:
         require_chunks(index)
         say("/report tells about the last answer, /quit ends")

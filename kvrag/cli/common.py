@@ -6,9 +6,11 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.config import CODECS, CONTROLLERS, POLICIES
+from kvrag.config import CODECS, CONTROLLERS, DEFAULT_POLICY, DEFAULT_RATIO, POLICIES
 from kvrag.errors import KvragError, StoreError
 from kvrag.types import BlendReport, Messages
 
@@ -17,15 +19,19 @@ if TYPE_CHECKING:
     from kvrag.index import ChunkIndex
     from kvrag.store import FileStore
 
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Model and store."""
-    parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader', which comes with kvrag")
+    parser.add_argument(
+        "--model", default="reader", help="hub name, folder, or 'reader', which comes with kvrag (default: reader)"
+    )
     parser.add_argument("--store", help="folder of the pre-encoded chunks (default: one per model in ~/.cache/kvrag)")
     parser.add_argument(
         "--codec", choices=CODECS, default="native", help="how chunks are stored: as they are, or in 8 or 4 bits"
     )
-    parser.add_argument("--dtype", default="auto", help="bfloat16, float16, float32 (default: as stored)")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="to compute in (default: auto, as stored)")
     parser.add_argument("--device", help="cuda, cpu, ... (default: a GPU if there is one)")
 
 
@@ -35,13 +41,26 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--around", type=int, default=0, metavar="N", help="neighbours that come along with each chunk (default: 0)"
     )
-    parser.add_argument("--ratio", type=float, help="share of the reused tokens to recompute, 0 to 1")
-    parser.add_argument("--policy", choices=POLICIES, help="which tokens to recompute; 'full' = ordinary prefill")
     parser.add_argument(
-        "--controller", choices=CONTROLLERS, help="'off' = no full prefill where that is predicted to be sooner"
+        "--ratio",
+        type=float,
+        metavar="R",
+        help=f"share of the reused tokens to recompute, 0 to 1 (default: as calibrated, else {DEFAULT_RATIO})",
+    )
+    parser.add_argument(
+        "--policy",
+        choices=POLICIES,
+        help=f"which tokens to recompute; 'full' = ordinary prefill (default: {DEFAULT_POLICY})",
+    )
+    parser.add_argument(
+        "--controller",
+        choices=CONTROLLERS,
+        help="'off' = no full prefill where that is predicted to be sooner (default: auto)",
     )
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
-    parser.add_argument("--temperature", type=float, help="0 = always the likeliest token (default: as the model says)")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="0 = always the likeliest token (default: as the model says)"
+    )
 
 
 def stream(engine: BlendEngine, prompt: str | Messages, args: argparse.Namespace) -> tuple[str, BlendReport]:
@@ -94,7 +113,29 @@ def open_index(engine: BlendEngine, embedder: str | None = None) -> ChunkIndex:
 def require_chunks(index: ChunkIndex) -> None:
     """Raise unless something was warmed."""
     if not len(index):
-        raise StoreError(f"there is nothing to ask about in {index.path.parent}: run `kvrag warm PATH` first")
+        raise StoreError(
+            f"there is nothing to ask about in {index.path.parent}: run `kvrag warm PATH` first, "
+            "with the same --model and --store"
+        )
+
+
+def require_extra() -> None:
+    """Raise unless everything is there that reading, retrieving and showing need: loading the model takes a while."""
+    for module in ("rich", "faiss", "sentence_transformers", "langchain_text_splitters"):
+        if find_spec(module) is None:
+            raise KvragError(f"{module} is not installed: pip install 'kvrag[cli]'")
+
+
+def existing_store(path: str) -> Path:
+    """The folder of a store that is there: opening another one would create it.
+
+    Raises:
+        StoreError: There is none.
+    """
+    folder = Path(path).expanduser()
+    if not (folder / "chunks").is_dir():
+        raise StoreError(f"there is no store in {folder}: `kvrag warm PATH --store {folder}` makes one")
+    return folder
 
 
 def say(message: str) -> None:

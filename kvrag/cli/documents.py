@@ -10,6 +10,7 @@ from pathlib import Path
 from kvrag.errors import KvragError
 
 SUFFIXES = (".txt", ".md", ".html", ".htm", ".pdf", ".jsonl")
+_LARGEST = 1 << 30  # a file's text is split in one piece, which takes several times its size
 
 
 class UnreadableError(KvragError):
@@ -20,10 +21,11 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
     """All files named, and those in folders whose suffix we know; hidden ones stay out.
 
     Raises:
-        KvragError: A path does not exist.
+        KvragError: A path does not exist, or there are no such files.
     """
     found: dict[Path, None] = {}
-    for path in map(Path, paths):
+    wanted = [Path(path) for path in paths]
+    for path in wanted:
         if path.is_dir():
             inside = (file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES and file.is_file())
             found |= {
@@ -35,6 +37,8 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
             found[path.resolve()] = None
         else:
             raise KvragError(f"{path} does not exist")
+    if not found:
+        raise KvragError(f"no files with text in {', '.join(map(str, wanted))} (looked for {' '.join(SUFFIXES)})")
     return list(found)
 
 
@@ -42,7 +46,7 @@ def read(path: Path, text_field: str = "text") -> list[str]:
     """A file's texts: one, or one per line of a .jsonl.
 
     Raises:
-        UnreadableError: Not text, broken, or empty.
+        UnreadableError: Not text, broken, empty, or very large.
     """
     readers: dict[str, Callable[[], list[str]]] = {
         ".html": lambda: [_html(path)],
@@ -51,6 +55,8 @@ def read(path: Path, text_field: str = "text") -> list[str]:
         ".jsonl": lambda: _jsonl(path, text_field),
     }
     try:
+        if path.stat().st_size > _LARGEST:
+            raise UnreadableError("it has more than 1 GiB: split it into smaller files")
         texts = readers.get(path.suffix.lower(), lambda: [_text(path)])()
     except OSError as error:
         raise UnreadableError(error.strerror or str(error)) from error
@@ -79,11 +85,11 @@ def splitter(count: Callable[[str], int], chunk_tokens: int, overlap: int) -> Ca
 def _text(path: Path) -> str:
     content = path.read_bytes()
     if b"\0" in content:
-        raise UnreadableError("it is binary, not text")
+        raise UnreadableError("it is binary, not text: convert it to .txt, .html or .pdf")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UnreadableError(f"it is not UTF-8 text (byte {error.start})") from None
+        raise UnreadableError(f"it is not UTF-8 text (byte {error.start}): convert it, for example by iconv") from None
 
 
 def _html(path: Path) -> str:

@@ -6,11 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from kvrag import __version__
-from kvrag.errors import KvragError
+from kvrag.errors import KvragError, out_of_memory
 
 _COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("kvrag.cli.demo", "see it work, offline, in about a minute"),
@@ -28,12 +29,36 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "bench codec": ("kvrag.bench.codec", "measure what 8 and 4 bits cost and save"),
 }
 _GROUPS = {"bench": "measure speed on models of real shapes with random weights, and quality on real ones"}
+_EPILOG = """\
+first:                  kvrag demo
+with your own files:    kvrag warm docs/ --model Qwen/Qwen2.5-1.5B-Instruct
+                        kvrag ask "Who founded the company?" --model Qwen/Qwen2.5-1.5B-Instruct
+what a command takes:   kvrag COMMAND --help
+"""
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+    def unknown(self, arguments: Sequence[str]) -> NoReturn:
+        """End because of arguments that the command does not take."""
+        option = next((argument.partition("=")[0] for argument in arguments if argument.startswith("-")), "")
+        if not option:
+            self.error(f"unexpected {' '.join(arguments)!r}: put quotes around what has spaces")
+        near = get_close_matches(option, [known for action in self._actions for known in action.option_strings], 1)
+        self.error(f"there is no option {option}" + (f": did you mean {near[0]}?" if near else ""))
+
+
+def _parser(argv: Sequence[str]) -> _Parser:
     """All names, but the arguments of the wanted command only: importing the others would cost seconds."""
-    parser = argparse.ArgumentParser(
-        prog="kvrag", description="RAG several times sooner: chunks encoded once, blended at query time."
+    parser = _Parser(
+        prog="kvrag",
+        description="RAG several times sooner: chunks encoded once, blended at query time.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-V", "--version", action="version", version=f"kvrag {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -49,7 +74,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             leaf = groups[name].add_parser(sub, help=help_text, description=help_text)
         else:
             leaf = subparsers.add_parser(name, help=help_text, description=help_text)
-        leaf.set_defaults(module=module)
+        leaf.set_defaults(module=module, parser=leaf)
         if wanted:
             leaf.add_argument("--json", action="store_true", help="the result as JSON on stdout, nothing else there")
             import_module(module).add_arguments(leaf)
@@ -64,7 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        args = _parser(argv).parse_args(argv)
+        args, unknown = _parser(argv).parse_known_args(argv)
+        if unknown:
+            args.parser.unknown(unknown)
         # bars of other libraries would run into ours, and into whatever reads stderr
         from kvrag.model.loading import silence
 
@@ -75,6 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except (KvragError, OSError) as error:
         return _fail(str(error), 1)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not out_of_memory(error):
+            raise
+        return _fail("out of memory: take a smaller model, --dtype bfloat16 or --device cpu", 1)
     except KeyboardInterrupt as error:
         return _fail(str(error) or "interrupted", 130)
 

@@ -7,11 +7,9 @@ import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvrag.cli.common import add_engine_arguments, folder, human_bytes, open_engine, progress, say
-from kvrag.errors import StoreError
+from kvrag.cli.common import add_engine_arguments, existing_store, folder, human_bytes, open_engine, progress, say
 
 if TYPE_CHECKING:
     from kvrag.store import FileStore
@@ -44,10 +42,7 @@ def _open(args: argparse.Namespace) -> Iterator[FileStore]:
         return
     from kvrag.store import FileStore
 
-    path = Path(args.store).expanduser()
-    if not (path / "chunks").is_dir():  # opening would create one
-        raise StoreError(f"there is no store in {path}: give the folder that `kvrag warm --store` was given")
-    with closing(FileStore(path)) as store:
+    with closing(FileStore(existing_store(args.store))) as store:
         yield store
 
 

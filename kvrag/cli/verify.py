@@ -7,13 +7,14 @@ import json
 import sys
 from dataclasses import asdict
 
+from kvrag.cli.common import DTYPES
 from kvrag.config import CODECS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Command line of `kvrag verify`."""
     parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader'")
-    parser.add_argument("--dtype", default="auto", help="float32 shows the sharpest result")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="float32 shows the sharpest result")
     parser.add_argument("--codec", choices=CODECS, default="native", help="also see what it costs to store KV this way")
     parser.add_argument("--chunk-tokens", type=int, help="length of the four test chunks")
     parser.add_argument("--allow-unverified", action="store_true", help="also try a family that has not been tested")

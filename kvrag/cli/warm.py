@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrag.cli import documents
-from kvrag.cli.common import add_engine_arguments, folder, human_bytes, open_engine, open_index, progress, say
+from kvrag.cli.common import (
+    add_engine_arguments,
+    folder,
+    human_bytes,
+    open_engine,
+    open_index,
+    progress,
+    require_extra,
+    say,
+)
 from kvrag.errors import KvragError, StoreFullError
 
 if TYPE_CHECKING:
@@ -49,6 +58,8 @@ class Plan:
 def run(args: argparse.Namespace) -> int:
     """Encode what is missing; 1 if nothing could be read."""
     started = time.perf_counter()
+    require_extra()
+    documents.find(args.paths)  # mistakes show before the model is loaded
     config = {"context_tokens": args.context_tokens}
     with open_engine(args, **config) as engine, open_index(engine, args.embedder) as index:
         plan = make_plan(engine, args)
@@ -85,8 +96,6 @@ def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
     encode = engine.model.tokenizer.encode
     split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, args.chunk_overlap)
     paths = documents.find(args.paths)
-    if not paths:
-        raise KvragError(f"no files with text in {', '.join(args.paths)} (looked for {' '.join(documents.SUFFIXES)})")
     chunks: dict[str, list[str]] = {}
     unreadable: dict[str, str] = {}
     lengths: dict[str, int] = {}

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from kvrag.errors import ModelLoadError, UnsupportedModelError
+from kvrag.errors import ModelLoadError, SettingError, UnsupportedModelError, out_of_memory
 
 READER = "reader"
 """Name of the small model that comes with the package."""
@@ -51,11 +51,13 @@ def load(
     """Load model and tokenizer.
 
     Raises:
-        ModelLoadError: Unknown name, no network, or damaged files.
+        ModelLoadError: Unknown name, no network, damaged files, or too little memory.
         UnsupportedModelError: The configuration alone shows that it cannot be blended.
+        SettingError: There is no such dtype or device.
     """
     if attn_implementation is not None:
         refuse_attention(attn_implementation)
+    _refuse_settings(dtype, device)
     path = reader_path() if name == READER else name
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
@@ -117,8 +119,25 @@ def silence() -> None:
     transformers_logging.disable_progress_bar()
 
 
+def _refuse_settings(dtype: str | torch.dtype, device: str | None) -> None:
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise SettingError(f"there is no dtype {dtype!r}: give auto, bfloat16, float16 or float32")
+    if device is None:
+        return
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise SettingError(f"there is no device {device!r}: give cuda, cuda:1, cpu, ...") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise SettingError(f"torch finds no GPU for device {device!r}: leave it out to compute on the CPU")
+
+
 def _explain(name: str, path: str, error: Exception) -> str:
-    if os.path.isdir(path):
+    if out_of_memory(error):
+        hint = "it does not fit into memory: take a smaller one, or another dtype or device"
+    elif "gated repo" in str(error):
+        hint = "accept its licence on its page on the model hub, and log in with `hf auth login`"
+    elif os.path.isdir(path):
         hint = "check the files in that folder"
     elif os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
         hint = "it is not in the local cache and HF_HUB_OFFLINE is set: give a folder, or unset it and try again"

@@ -61,7 +61,9 @@ class FileStore:
             self._chunks.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             if not (self.path / "manifest.sqlite").exists():
-                raise StoreError(f"cannot create the store folder {self.path}: {error.strerror}") from error
+                raise StoreError(
+                    f"cannot create the store folder {self.path} ({error.strerror}): choose another one"
+                ) from error
         self._manifest = Manifest(self.path / "manifest.sqlite")
         self._fingerprint = ""
         self._touched: set[str] = set()
@@ -91,7 +93,7 @@ class FileStore:
         if theirs["digest"] != mine["digest"]:
             different = [name for name in mine if name not in ("digest", "model") and mine[name] != theirs.get(name)]
             held, loaded = json.loads(theirs["model"]), json.loads(mine["model"])
-            way_out = "use another store folder, or delete this one"
+            way_out = "load the model as it was then, use another store folder, or delete this one"
             if different == ["codec"]:
                 way_out = f"open it with codec {_codec(theirs)} instead of {_codec(mine)}, or {way_out}"
             raise FingerprintMismatchError(

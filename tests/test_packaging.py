@@ -1,0 +1,215 @@
+"""What is shipped, and the workflows that ship it."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import kvrag
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {
+    "kvrag": (ROOT, "kvrag"),
+    "langchain-kvrag": (ROOT / "integrations" / "langchain-kvrag", "langchain_kvrag"),
+    "llama-index-llms-kvrag": (ROOT / "integrations" / "llama-index-llms-kvrag", "llama_index/llms/kvrag"),
+}
+LARGEST = 20 << 20
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+release = runpy.run_path(str(ROOT / "scripts" / "release.py"))
+
+
+@dataclass(frozen=True)
+class Built:
+    """A package's files as they are shipped, name -> content; the sdist's without its folder."""
+
+    project: Path
+    package: str
+    wheel: dict[str, bytes]
+    sdist: dict[str, bytes]
+    wheel_of_sdist: dict[str, bytes]
+
+    @property
+    def metadata(self) -> Message:
+        (name,) = (name for name in self.wheel if name.endswith(".dist-info/METADATA"))
+        return message_from_bytes(self.wheel[name])
+
+
+@pytest.fixture(scope="module", params=PACKAGES)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Built here, and once more out of the sdist, as `build` and pip do it."""
+    project, package = PACKAGES[request.param]
+    out = tmp_path_factory.mktemp("built")
+    (sdist,) = SdistBuilder(str(project)).build(directory=str(out), versions=["standard"])
+    with tarfile.open(sdist) as archive:
+        archive.extractall(out / "unpacked", filter="data")
+        members = [member for member in archive if member.isfile()]
+        contents = {member.name.partition("/")[2]: archive.extractfile(member).read() for member in members}
+    (unpacked,) = (out / "unpacked").iterdir()
+    return Built(project, package, _wheel(project, out / "direct"), contents, _wheel(unpacked, out / "again"))
+
+
+def _wheel(project: Path, out: Path) -> dict[str, bytes]:
+    (path,) = WheelBuilder(str(project)).build(directory=str(out), versions=["standard"])
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def _extras(project: Path) -> tuple[str, set[str]]:
+    described = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    return described["name"], set(described.get("optional-dependencies", {}))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+
+
+# ---------------------------------------------------------------- wheels and sdists
+
+
+def test_a_wheel_has_the_package_and_nothing_else(built: Built) -> None:
+    code = {path.relative_to(built.project).as_posix() for path in _files(built.project / built.package)}
+    if built.package == "kvrag":
+        code |= {f"kvrag/cli/corpus/{path.name}" for path in (ROOT / "examples" / "corpus").iterdir()}
+    shipped = {name for name in built.wheel if ".dist-info/" not in name}
+    assert shipped == code
+    assert f"{built.package}/py.typed" in shipped
+    assert len(code) > 4
+
+
+def test_the_wheel_out_of_the_sdist_is_the_wheel(built: Built) -> None:
+    assert built.wheel_of_sdist == built.wheel
+
+
+def test_the_reader_and_the_demos_articles_are_shipped(built: Built) -> None:
+    if built.package != "kvrag":
+        pytest.skip("has none")
+    assert len([name for name in built.wheel if re.fullmatch(r"kvrag/cli/corpus/\w+\.txt", name)]) >= 20
+    reader = {name.removeprefix("kvrag/reader/") for name in built.wheel if name.startswith("kvrag/reader/")}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"} <= reader
+
+
+def test_every_package_has_its_licence_and_readme(built: Built) -> None:
+    licence = (ROOT / "LICENSE").read_bytes()
+    assert [content for name, content in built.wheel.items() if name.endswith("/licenses/LICENSE")] == [licence]
+    assert built.sdist["LICENSE"] == licence
+    assert built.metadata["License-Expression"] == "Apache-2.0"
+    assert built.metadata["Description-Content-Type"] == "text/markdown"
+    assert built.metadata.get_payload().strip() == (built.project / "README.md").read_text().strip()
+
+
+def test_nothing_shipped_or_kept_is_large(built: Built) -> None:
+    sizes = {name: len(content) for files in (built.wheel, built.sdist) for name, content in files.items()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    sizes |= {name: (ROOT / name).stat().st_size for name in tracked.splitlines() if (ROOT / name).is_file()}
+    assert {name: size for name, size in sizes.items() if size > LARGEST} == {}
+
+
+# ---------------------------------------------------------------- versions and requirements
+
+
+def test_one_version_everywhere() -> None:
+    assert release["check_versions"]("") == release["check_versions"](f"v{kvrag.__version__}") == kvrag.__version__
+    with pytest.raises(SystemExit, match=r"the tag v9\.9\.9 is not"):
+        release["check_versions"]("v9.9.9")
+
+
+def test_the_packages_allow_each_other(built: Built) -> None:
+    assert built.metadata["Version"] == kvrag.__version__
+    needed = [Requirement(text) for text in built.metadata.get_all("Requires-Dist")]
+    for requirement in needed:
+        if requirement.name in PACKAGES:
+            assert requirement.specifier.contains(kvrag.__version__)
+            assert requirement.extras <= _extras(PACKAGES[requirement.name][0])[1]
+    assert (built.package == "kvrag") != ("kvrag" in [requirement.name for requirement in needed])
+
+
+def test_what_was_tested_with_is_allowed(built: Built) -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for text in built.metadata.get_all("Requires-Dist"):
+        requirement = Requirement(text)
+        if pinned := pins.get(canonicalize_name(requirement.name)):
+            assert requirement.specifier.contains(pinned), text
+
+
+def test_extras_that_messages_name_exist() -> None:
+    known = dict(_extras(project) for project, _ in PACKAGES.values())
+    sources = [path for project, package in PACKAGES.values() for path in (project / package).rglob("*.py")]
+    named = {match for path in sources for match in re.findall(r"\b([a-z-]*kvrag)\[([a-z,-]+)\]", path.read_text())}
+    assert ("kvrag", "cli") in named
+    for package, extras in named:
+        assert set(extras.split(",")) <= known[package], f"{package}[{extras}]"
+
+
+def test_a_python_that_is_claimed_is_tested(built: Built) -> None:
+    if built.package != "kvrag":
+        pytest.skip("kvrag's say it")
+    claimed = [line.rpartition(" ")[2] for line in built.metadata.get_all("Classifier") if ":: Python :: 3." in line]
+    matrix = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text())["jobs"]["check"]["strategy"]["matrix"]
+    assert matrix["python"] == claimed
+    assert built.metadata["Requires-Python"] == f">={claimed[0]}"
+
+
+# ---------------------------------------------------------------- workflows and templates
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_may_do_no_more_than_it_must(path: Path) -> None:
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] in ({}, {"contents": "read"})
+    for name, job in workflow["jobs"].items():
+        allowed = job.get("permissions", {})
+        assert allowed in ({}, {"contents": "read"}) or (name, allowed) == ("publish", {"id-token": "write"})
+        assert "uses" in job or job["timeout-minutes"] <= 60
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_calls_what_exists(path: Path) -> None:
+    goals = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    jobs: dict[str, Any] = yaml.safe_load(path.read_text())["jobs"]
+    for job in jobs.values():
+        assert (ROOT / job.get("uses", "")).exists()
+        assert job.get("needs", next(iter(jobs))) in jobs
+        for step in job.get("steps", ()):
+            if "uses" in step:
+                assert re.fullmatch(r"[\w-]+/[\w-]+@(release/)?v\d+", step["uses"])
+            else:
+                program, goal = step["run"].split()
+                assert (program, goal) == ("make", goal)
+                assert goal in goals
+
+
+def test_ci_does_what_make_check_does() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text())["jobs"]
+    assert [step["run"] for step in jobs["check"]["steps"] if "run" in step] == ["make check"]
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("\nmake check")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda p: p.stem)
+def test_an_issue_form_asks_for_what_is_needed(path: Path) -> None:
+    form = yaml.safe_load(path.read_text())
+    assert form["name"]
+    assert form["description"]
+    asked = [part for part in form["body"] if part["type"] != "markdown"]
+    assert len({part["id"] for part in asked}) == len(asked) > 0
+    for part in asked:
+        assert part["attributes"]["label"]
+        assert part["validations"] == {"required": True}

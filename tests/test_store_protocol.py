@@ -1,0 +1,191 @@
+"""What every tier must do that an engine is given as its store. A new tier is entered in STORES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import CHUNKS, messages
+
+from kvrag import BlendEngine, FileStore, FingerprintMismatchError, KVStore, Model
+from kvrag.fingerprint import Fingerprint
+from kvrag.match import anchors
+from kvrag.store import ChunkRecord
+
+Open = Callable[[], KVStore]
+
+# name -> opens a store in an empty folder of its own; opened there again, it has what it had
+STORES: dict[str, Callable[[Path], KVStore]] = {
+    "files": lambda path: FileStore(path, min_free_bytes=0),
+}
+
+FINGERPRINT = Fingerprint("tiny", "w", "t", "float32", "[]", (1,))
+
+
+@pytest.fixture(params=STORES)
+def opens(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    """Opens the store under test, each time on the same place."""
+    opened: list[KVStore] = []
+
+    def open_one() -> KVStore:
+        opened.append(STORES[request.param](tmp_path / "store"))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def store(opens: Open) -> KVStore:
+    """Bound and empty."""
+    store = opens()
+    store.bind(FINGERPRINT)
+    return store
+
+
+def record(number: int, dtype: torch.dtype = torch.float32, context: int = 0) -> ChunkRecord:
+    generator = torch.Generator().manual_seed(number)
+    ids = [(number * 1000 + i) % 60000 for i in range(20)]
+    layers = [tuple(torch.randn(2, 20, 4, generator=generator).to(dtype) for _ in "kv") for _ in range(3)]
+    return ChunkRecord(FINGERPRINT.chunk_key(ids), np.asarray(ids, np.uint32), anchors(ids), layers, context)
+
+
+A, B, C = record(1), record(2), record(3)
+
+
+def has(store: KVStore, wanted: ChunkRecord) -> bool:
+    """Whether the store has this chunk, bit by bit."""
+    reader = store.open(wanted.key)
+    if reader is None:
+        assert store.missing([wanted.key]) == [wanted.key]
+        return False
+    assert (reader.num_layers, reader.context) == (len(wanted.layers), wanted.context)
+    for number in reversed(range(reader.num_layers)):  # in any order
+        for ours, theirs in zip(reader.layer(number), wanted.layers[number], strict=True):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs)
+    assert reader.bytes_read >= sum(tensor.nbytes for layer in wanted.layers for tensor in layer)
+    reader.close()
+    return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8])
+def test_what_comes_out_is_what_went_in(store: KVStore, dtype: torch.dtype) -> None:
+    wanted = record(1, dtype, context=7)
+    assert store.put([wanted]) > sum(tensor.nbytes for layer in wanted.layers for tensor in layer)
+    assert has(store, wanted)
+    (entry,) = store.entries(0)
+    assert (entry.key, entry.ids.tolist(), entry.anchors) == (wanted.key, wanted.ids.tolist(), wanted.anchors)
+
+
+def test_what_is_known_is_stored_once(store: KVStore) -> None:
+    assert store.open(A.key) is None
+    assert store.put([A, A]) > 0
+    assert store.put([A]) == 0
+    assert store.missing([C.key, A.key, B.key]) == [C.key, B.key]
+    assert store.stats().chunks == len(list(store.entries(0))) == 1
+
+
+def test_entries_are_numbered_in_the_order_they_came(store: KVStore) -> None:
+    store.put([A, B])
+    first = list(store.entries(0))
+    store.put([C])
+    numbers = [entry.number for entry in store.entries(0)]
+    assert numbers == sorted(set(numbers))
+    assert {entry.key for entry in first} == {A.key, B.key}
+    assert [entry.key for entry in store.entries(first[-1].number)] == [C.key]
+
+
+def test_documents_share_chunks(store: KVStore) -> None:
+    store.put([A, B, C])
+    assert store.set_document("x/one", [A.key, B.key]) == 0
+    assert store.set_document("x/two", [B.key, C.key]) == 0
+    assert list(store.documents("x/")) == ["x/one", "x/two"]
+    assert set(store.documents("x/")["x/one"]) == {A.key, B.key}
+    assert list(store.documents("x/t")) == ["x/two"]
+    before = store.removals()
+    assert store.set_document("x/one", []) == 1
+    assert store.removals() != before
+    assert [has(store, chunk) for chunk in (A, B, C)] == [False, True, True]
+    assert list(store.documents()) == ["x/two"]
+    assert {entry.key for entry in store.entries(0)} == {B.key, C.key}
+
+
+def test_chunks_without_a_name_stay(store: KVStore) -> None:
+    store.put([A, B])
+    store.set_document("", [A.key])
+    store.set_document("", [B.key])
+    store.set_document("one", [A.key])
+    assert store.set_document("one", []) == 0
+    assert has(store, A)
+    assert has(store, B)
+
+
+def test_an_open_chunk_stays_readable_when_it_is_removed(store: KVStore) -> None:
+    store.put([A])
+    store.set_document("one", [A.key])
+    reader = store.open(A.key)
+    assert reader is not None
+    assert store.set_document("one", []) == 1
+    assert store.open(A.key) is None
+    assert torch.equal(reader.layer(2)[1], A.layers[2][1])
+    reader.close()
+
+
+def test_a_chunk_that_is_put_aside_is_missing_and_counted(store: KVStore) -> None:
+    store.put([A, B])
+    before = store.removals()
+    store.quarantine(A.key)
+    assert [has(store, chunk) for chunk in (A, B)] == [False, True]
+    assert store.removals() != before
+    assert store.stats().damaged == 1
+    assert store.put([A]) > 0
+    assert has(store, A)
+
+
+def test_a_restart_loses_nothing(opens: Open, store: KVStore) -> None:
+    store.put([A, B])
+    store.set_document("one", [A.key])
+    store.touch([A.key, B.key])
+    before = store.stats()
+    store.close()
+    again = opens()
+    again.bind(FINGERPRINT)
+    assert again.stats() == before
+    assert again.documents() == {"one": [A.key]}
+    assert has(again, A)
+
+
+@pytest.mark.parametrize("other", [{"weights": "other"}, {"dtype": "float16"}, {"codec": "int8"}], ids=str)
+def test_kv_of_another_model_or_codec_is_refused(opens: Open, store: KVStore, other: dict[str, str]) -> None:
+    store.put([A])
+    with pytest.raises(FingerprintMismatchError, match=next(iter(other))):
+        opens().bind(replace(FINGERPRINT, **other))
+
+
+def test_threads_that_store_the_same_store_it_once(store: KVStore) -> None:
+    records = [record(number) for number in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(store.put, [records] * 4))
+    assert len(list(store.entries(0))) == 8
+    assert all(has(store, chunk) for chunk in records)
+
+
+def test_an_engine_answers_from_it_as_from_none(opens: Open, model: Model) -> None:
+    prompt = messages(*CHUNKS)
+    with BlendEngine(model, opens(), ram_bytes=0) as first:
+        warmed = first.warm(CHUNKS, document="one")
+        wanted = first.generate(prompt, policy="full", max_new_tokens=8, temperature=0)
+    with BlendEngine(model, opens(), ram_bytes=0) as engine:
+        assert (warmed.new, engine.warm(CHUNKS, document="one").new) == (len(CHUNKS), 0)
+        answer = engine.generate(prompt, ratio=1.0, policy="random", max_new_tokens=8, temperature=0)
+        assert answer.token_ids == wanted.token_ids
+        assert answer.report.reused_tokens > 80
+        assert engine.forget("one") == len(CHUNKS)
+        assert engine.generate(prompt, ratio=1.0, max_new_tokens=1).report.reused_tokens == 0

@@ -10,7 +10,7 @@ setup: .venv/.done
 .venv/.done: pyproject.toml constraints.txt $(wildcard integrations/*/pyproject.toml)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[cli,dev,docs]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[cli,dev,docs,examples]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
 	touch $@
 
 demo: setup

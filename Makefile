@@ -7,13 +7,23 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 setup: .venv/.done
 
-.venv/.done: pyproject.toml constraints.txt $(wildcard integrations/*/pyproject.toml)
+PROJECTS := pyproject.toml constraints.txt $(wildcard integrations/*/pyproject.toml)
+INSTALL := $(BIN)/pip install --quiet -c constraints.txt
+
+$(BIN)/pip:
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[cli,dev,docs,examples]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
+
+.venv/.done: $(PROJECTS) | $(BIN)/pip
+	$(INSTALL) -e '.[cli,dev,docs,examples]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
+	touch .venv/.demo $@
+
+# no more than it needs: somebody is waiting
+.venv/.demo: $(PROJECTS) | $(BIN)/pip
+	$(INSTALL) -e '.[cli]' -e integrations/langchain-kvrag
 	touch $@
 
-demo: setup
+demo: .venv/.demo
 	$(BIN)/kvrag demo
 
 test: setup

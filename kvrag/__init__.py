@@ -18,6 +18,7 @@ from kvrag.errors import (
     StoreReadOnlyError,
     UnsupportedModelError,
 )
+from kvrag.explanation import Explanation
 from kvrag.types import Answer, BlendReport, Delta, Run, ToolCall, WarmReport
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ __all__ = [
     "ContextWindowError",
     "DamagedChunkError",
     "Delta",
+    "Explanation",
     "FileStore",
     "FingerprintMismatchError",
     "Grammar",

@@ -121,6 +121,10 @@ class MatchIndex:
                 )
             )
 
+    def ids(self, key: str) -> Ids:
+        """Token ids of a chunk that has been added and not removed."""
+        return self._ids[self._number[key]]
+
     def remove(self, key: str) -> None:
         """Forget a chunk; its postings stay behind and lead nowhere."""
         number = self._number.pop(key, None)
@@ -158,7 +162,7 @@ class MatchIndex:
         bridged: list[Run] = []
         start = 0  # of the free space before the run
         for number, run in enumerate(runs):
-            ids = self._ids[self._number[run.key]]
+            ids = self.ids(run.key)
             bridged += [
                 Run(run.start - at - length, run.start - at, run.key, run.offset - offset - length)
                 for at, offset, length in _onward(prompt[start : run.start][::-1], ids[: run.offset][::-1])

@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "rope": set(),
     "fingerprint": set(),
+    "explanation": {"types"},
     "config": {"errors"},
     "model": BASE,
     "store": BASE - {"rope"},
@@ -38,16 +39,19 @@ ALLOWED: dict[str, set[str]] = {
     "blend": BASE | {"model", "stitch"},
     "verify": BASE | STEPS | {"model", "store", "codec"},
     "calibrate": BASE | STEPS | {"model", "store"},
+    "explain": BASE | {"explanation", "match", "model", "store"},
     "speed": BASE,
     "controller": BASE | {"speed"},
     "tuning": BASE | STEPS | {"model", "store", "codec", "calibrate", "speed", "controller"},
     "engine": BASE
     | STEPS
-    | {"grammar", "tools", "model", "store", "codec", "verify", "calibrate", "speed", "controller", "tuning"},
+    | {"grammar", "tools", "model", "store", "codec"}
+    | {"verify", "calibrate", "explain", "explanation", "speed", "controller", "tuning"},
     "llm": BASE | {"engine"},
     "bench": BASE | STEPS | {"model", "store", "codec", "engine", "index", "verify", "reader", "speed", "controller"},
-    "cli": BASE | {"model", "store", "codec", "engine", "index", "verify", "calibrate", "bench", "llm", "__init__"},
-    "__init__": BASE | {"model", "store", "engine", "llm"},
+    "cli": BASE
+    | {"model", "store", "codec", "engine", "index", "verify", "calibrate", "explanation", "bench", "llm", "__init__"},
+    "__init__": BASE | {"model", "store", "engine", "llm", "explanation"},
 }
 
 # library -> the only places that may import it, files or folders

@@ -21,6 +21,7 @@ PUBLIC = [
     "ContextWindowError",
     "DamagedChunkError",
     "Delta",
+    "Explanation",
     "FileStore",
     "FingerprintMismatchError",
     "Grammar",

@@ -3,6 +3,7 @@
 from kvrag.store.dropped import DroppedChunks
 from kvrag.store.files import FileStore
 from kvrag.store.memory import MemoryTier
+from kvrag.store.others import OtherStore, other_stores
 from kvrag.store.protocol import ChunkReader, ChunkRecord, Entry, KeepsTexts, KVStore, StoreStats, Texts
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "KVStore",
     "KeepsTexts",
     "MemoryTier",
+    "OtherStore",
     "StoreStats",
     "Texts",
+    "other_stores",
 ]

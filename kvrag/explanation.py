@@ -1,0 +1,192 @@
+"""What explaining a prompt has found out, and how it looks as text and as HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any, Literal
+
+from kvrag.types import BlendReport
+
+Kind = Literal["fresh", "reused", "conversation"]
+
+Reason = Literal[
+    "reused",
+    "escaped",
+    "cut",
+    "rewritten",
+    "too short",
+    "never warmed",
+    "warmed elsewhere",
+    "not in the prompt",
+    "not stored then",
+    "full prefill",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A part of the prompt, positions `start` to `stop` (half-open).
+
+    Attributes:
+        kind: "reused" = a run of a chunk, "conversation" = kept from the turn before, "fresh" = in neither.
+        pieces: Its text in order, each piece with whether it was recomputed.
+        key, offset: Of a run: the chunk, and where in it the stretch begins.
+        documents: Names of those that have the chunk.
+    """
+
+    start: int
+    stop: int
+    kind: Kind
+    pieces: tuple[tuple[str, bool], ...]
+    recomputed: int = 0
+    key: str = ""
+    offset: int = 0
+    documents: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(text for text, _ in self.pieces)
+
+    @property
+    def source(self) -> str:
+        """Where it is from, for people."""
+        if self.kind != "reused":
+            return "the conversation so far" if self.kind == "conversation" else ""
+        return f"{_named(self.documents)}, chunk {self.key[:8]} from token {self.offset}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What became of a chunk, or of a text that may be one.
+
+    Attributes:
+        text: Its text.
+        tokens: Of the text, and `reused` of them in this prompt.
+        reason: Why they are not more, in a word or two; "reused" = all is well.
+        detail: The same in a sentence that says what to do; "" if there is nothing to do.
+        key: Of the stored chunk, "" if it is none.
+        documents: Names of those that have the chunk.
+    """
+
+    text: str
+    tokens: int
+    reused: int
+    reason: Reason
+    detail: str = ""
+    key: str = ""
+    documents: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A prompt, part by part: what was reused, what was recomputed, what was not found and why.
+
+    `print` shows it as text, notebooks show it in colours, `html` is a page of its own.
+
+    Attributes:
+        summary: Sentences, the most important first.
+        stretches: The whole prompt in order.
+        chunks: The chunks that stand in it or were said to; what went wrong first.
+        report: Of the answer, or of the prefill that was made for the explanation.
+    """
+
+    summary: tuple[str, ...]
+    stretches: tuple[Stretch, ...]
+    chunks: tuple[Finding, ...]
+    report: BlendReport
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        stretches = [
+            {**asdict(stretch), "pieces": [{"text": text, "recomputed": again} for text, again in stretch.pieces]}
+            for stretch in self.stretches
+        ]
+        return {
+            "summary": list(self.summary),
+            "stretches": stretches,
+            "chunks": [asdict(chunk) for chunk in self.chunks],
+            "report": self.report.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield from self.summary
+        yield ""
+        for stretch in self.stretches:
+            again = f", {stretch.recomputed} recomputed" if stretch.recomputed else ""
+            source = f"  [{stretch.source}{again}]" if stretch.source else ""
+            size = stretch.stop - stretch.start
+            yield f"{stretch.start:6d}  {size:5d}  {stretch.kind:12s}  {brief(stretch.text)}{source}"
+        if self.chunks:
+            yield ""
+        for chunk in self.chunks:
+            detail = f": {chunk.detail}" if chunk.detail else ""
+            yield f"{chunk.reason} ({chunk.reused} of {chunk.tokens} tokens reused), {title(chunk)}{detail}"
+
+    def html(self) -> str:
+        """A page that needs nothing else."""
+        head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>kvrag explain</title>'
+        return f"{head}<body>{self._repr_html_()}</body></html>\n"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        summary = "".join(f"<p>{escape(line)}</p>" for line in self.summary)
+        rows = "".join(
+            f"<tr><td>{escape(chunk.reason)}<td>{chunk.reused} of {chunk.tokens}<td>{escape(title(chunk))}"
+            f"<td>{escape(chunk.detail)}</tr>"
+            for chunk in self.chunks
+        )
+        table = f"<table><tr><th>chunk<th>tokens reused<th><th></tr>{rows}</table>" if rows else ""
+        prompt = "".join(
+            f'<span class="{stretch.kind}" title="{escape(_hint(stretch))}">'
+            + "".join(f"<mark>{escape(text)}</mark>" if again else escape(text) for text, again in stretch.pieces)
+            + "</span>"
+            for stretch in self.stretches
+        )
+        legend = (
+            '<p><span class="reused">reused</span> <span class="reused"><mark>reused and recomputed</mark></span> '
+            '<span class="conversation">kept from the conversation</span> <span class="fresh">fresh</span></p>'
+        )
+        return f'<div class="kvrag-explain"><style>{_STYLE}</style>{summary}{table}{legend}<pre>{prompt}</pre></div>'
+
+
+def brief(text: str, length: int = 60) -> str:
+    """On one line, the middle left out."""
+    text = " ".join(text.split())
+    return repr(text if len(text) <= length else f"{text[: length - 20]} ... {text[-15:]}")
+
+
+def title(chunk: Finding) -> str:
+    """What to call a chunk."""
+    return f"{_named(chunk.documents)}: {brief(chunk.text)}" if chunk.key else brief(chunk.text)
+
+
+def _named(documents: tuple[str, ...]) -> str:
+    if not documents:
+        return "no named document"
+    return documents[0] if len(documents) == 1 else f"{documents[0]} and {len(documents) - 1} more"
+
+
+def _hint(stretch: Stretch) -> str:
+    size = f"{stretch.kind}: tokens {stretch.start} to {stretch.stop}"
+    again = f", {stretch.recomputed} recomputed" if stretch.recomputed else ""
+    return f"{size}{again}\n{stretch.source}".strip()
+
+
+_STYLE = """
+.kvrag-explain { color: #1c2733; background: #fff; font: 14px/1.5 system-ui, sans-serif; padding: 1em; }
+.kvrag-explain p { margin: 0.2em 0; }
+.kvrag-explain table { border-collapse: collapse; margin: 0.8em 0; }
+.kvrag-explain th, .kvrag-explain td { text-align: left; vertical-align: top; padding: 0.2em 0.8em 0.2em 0; }
+.kvrag-explain pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; }
+.kvrag-explain span { border-radius: 2px; }
+.kvrag-explain .reused { background: #d3efd8; border-left: 2px solid #4a9a5b; }
+.kvrag-explain .conversation { background: #dbe7fb; border-left: 2px solid #5b7fc0; }
+.kvrag-explain .fresh { background: #f2f2f2; }
+.kvrag-explain mark { background: #ffc46b; color: inherit; }
+""".strip()

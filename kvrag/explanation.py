@@ -163,7 +163,9 @@ def brief(text: str, length: int = 60) -> str:
 
 def title(chunk: Finding) -> str:
     """What to call a chunk."""
-    return f"{_named(chunk.documents)}: {brief(chunk.text)}" if chunk.key else brief(chunk.text)
+    if not chunk.key:
+        return brief(chunk.text)
+    return f"{_named(chunk.documents)}, chunk {chunk.key[:8]}: {brief(chunk.text)}"
 
 
 def _named(documents: tuple[str, ...]) -> str:

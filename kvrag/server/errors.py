@@ -1,0 +1,117 @@
+"""What goes wrong, as OpenAI's clients expect to be told."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from kvrag.errors import ContextWindowError, KvragError, PromptError, SettingError, StoreFullError, StoreReadOnlyError
+
+logger = logging.getLogger("kvrag")
+
+RETRY_AFTER = 5
+"""Seconds after which one who was turned away may come back."""
+
+
+class ApiError(KvragError):
+    """An answer with an error status.
+
+    Attributes:
+        status: The HTTP status.
+        code: What programs tell errors apart by.
+        param: The part of the request that is wrong.
+    """
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+class ClientGone(Exception):
+    """Nobody is there any more to be answered."""
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """ASCII, so that a lone surrogate that a client sent can be told back."""
+    return Response(json.dumps(content), status, dict(headers or {}), "application/json")
+
+
+def described(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and OpenAI's error object; what went wrong inside is logged, not told."""
+    code = param = None
+    status, message = 500, str(error)
+    if isinstance(error, ApiError):
+        status, code, param = error.status, error.code, error.param
+    elif isinstance(error, ContextWindowError):
+        status, code = 400, "context_length_exceeded"
+    elif isinstance(error, (PromptError, SettingError)):
+        status, code = 400, "invalid_value"
+    elif isinstance(error, (StoreFullError, StoreReadOnlyError)):
+        status, code = 507, "store_full"
+    elif isinstance(error, KvragError):
+        logger.error("%s", error)
+    else:
+        logger.error("a request failed", exc_info=error)
+        message = "the server failed at this request; its log says more"
+    return status, {"error": {"message": message, "type": _kind(status), "param": param, "code": code}}
+
+
+def _kind(status: int) -> str:
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    return kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def error_response(error: Exception) -> Response:
+    """The answer to a request that failed."""
+    status, content = described(error)
+    headers = {"Retry-After": str(RETRY_AFTER)} if status in (429, 503) else {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(content, status, headers)
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Let every error of the app be told in this form."""
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+        if first["type"] == "json_invalid":
+            return error_response(ApiError(400, "the body is not JSON", "invalid_json"))
+        if not place and "json" not in request.headers.get("content-type", ""):
+            message = "the body must be JSON, and the header say so: Content-Type: application/json"
+            return error_response(ApiError(400, message, "invalid_json"))
+        message = f"{'.'.join(place) or 'the body'}: {first['msg']}"
+        return error_response(ApiError(400, message, "invalid_value", place[0] if place else None))
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        # FastAPI's 400 is what is no JSON for another reason than its grammar: its bytes, its depth
+        told = {
+            400: "the body is not JSON",
+            404: f"there is no {request.url.path}",
+            405: f"{request.url.path} does not take {request.method}",
+        }
+        code = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(
+            error.status_code
+        )
+        response = error_response(ApiError(error.status_code, told.get(error.status_code, str(error.detail)), code))
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(ClientGone)
+    async def gone(_: Request, __: ClientGone) -> Response:
+        return Response(status_code=499)  # nginx's number for this; nobody reads it
+
+    @app.exception_handler(KvragError)
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> Response:
+        return error_response(error)

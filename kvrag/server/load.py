@@ -1,0 +1,260 @@
+"""Many clients at once against a running server: every stream must be complete and say what it says alone.
+
+Clients beyond the queue are turned away with 429, which is no error. Others leave in mid-stream, which must leave no
+work behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import httpx
+
+from kvrag.errors import KvragError
+
+_WORDS = (
+    "the",
+    "red",
+    "old",
+    "river",
+    "market",
+    "bridge",
+    "stone",
+    "near",
+    "winter",
+    "harbour",
+    "seven",
+    "lamps",
+    "song",
+)
+_DOCUMENTS = 12
+_PROMPTS = 16
+_RETRY_S = 0.5
+_IDLE_S = 60.0  # for the server to come to rest at the end
+_GROWTH = 1.1  # more memory than this after the first quarter is no noise
+
+
+@dataclass
+class LoadResult:
+    """What happened.
+
+    Attributes:
+        complete: Streams read to their end; `unequal` of them said something else than the same request alone.
+        rejected: Answered with 429.
+        killed: Left in mid-stream.
+        errors: Anything else that went wrong, by how often.
+        left: Requests that the server still worked at a minute after the last client had gone.
+        memory: Bytes resident at the start, after a quarter of the time and at the end.
+    """
+
+    clients: int
+    seconds: float
+    complete: int = 0
+    unequal: int = 0
+    rejected: int = 0
+    killed: int = 0
+    tokens: int = 0
+    left: int = 0
+    memory: list[int] = field(default_factory=list)
+    errors: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Nothing went wrong."""
+        return self.complete > 0 and not (self.unequal or self.left or self.errors)
+
+    @property
+    def is_flat(self) -> bool:
+        """The memory did not grow after the first quarter."""
+        return self.memory[-1] <= _GROWTH * self.memory[1]
+
+
+class _Rejected(Exception):
+    """429."""
+
+
+def requests(model: str, max_tokens: int = 24) -> list[dict[str, Any]]:
+    """Different requests over the same documents, greedy and sampled; the same at every call."""
+    rng = random.Random(0)
+    documents = [" ".join(rng.choices(_WORDS, k=40)) for _ in range(_DOCUMENTS)]
+    made = []
+    for number in range(_PROMPTS):
+        sampling = {"temperature": 0} if number % 2 else {"temperature": 1, "seed": number}
+        question = f"Where is the {rng.choice(_WORDS)}?"
+        body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": max_tokens}
+        body |= {"documents": rng.sample(documents, 3), "stream": True, "stream_options": {"include_usage": True}}
+        made.append(body | {"controller": "off"} | sampling)  # else the way depends on what is sooner
+    return made
+
+
+async def load(url: str, clients: int, seconds: float, kill: int = 0, api_key: str = "", model: str = "") -> LoadResult:
+    """Ask each request alone, then all of them from many clients for some time, then wait until the server rests."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) as http:
+        model = model or (await http.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+        bodies = requests(model)
+        for body in bodies:  # documents are new once only
+            await _say(http, body)
+        alone = [await _say(http, body) for body in bodies]
+        result = LoadResult(clients, seconds, memory=[await _memory(http)])
+        end = time.monotonic() + seconds
+        workers = [_client(http, bodies, alone, end, number, result) for number in range(clients)]
+        await asyncio.gather(*workers, _killer(http, bodies, end, kill, result), _watch(http, seconds, result))
+        result.left = await _rest(http)
+        result.memory.append(await _memory(http))
+    return result
+
+
+async def _client(
+    http: httpx.AsyncClient,
+    bodies: list[dict[str, Any]],
+    alone: list[tuple[str, int]],
+    end: float,
+    number: int,
+    result: LoadResult,
+) -> None:
+    rng = random.Random(number)
+    while time.monotonic() < end:
+        which = rng.randrange(len(bodies))
+        try:
+            said, tokens = await _say(http, bodies[which])
+        except _Rejected:
+            result.rejected += 1
+            await asyncio.sleep(_RETRY_S * (1 + rng.random()))
+        except (httpx.HTTPError, KvragError) as error:
+            _count(result, error)
+        else:
+            result.complete += 1
+            result.unequal += (said, tokens) != alone[which]
+            result.tokens += tokens
+
+
+async def _killer(
+    http: httpx.AsyncClient, bodies: list[dict[str, Any]], end: float, count: int, result: LoadResult
+) -> None:
+    """Every second, some clients that leave after a few pieces."""
+    rng = random.Random(-1)
+    leaving: set[asyncio.Task[None]] = set()
+    while count and time.monotonic() < end:
+        for _ in range(count):
+            task = asyncio.create_task(_leave(http, rng.choice(bodies), rng.randint(1, 4), result))
+            leaving.add(task)
+            task.add_done_callback(leaving.discard)
+        await asyncio.sleep(1)
+    await asyncio.gather(*leaving)
+
+
+async def _leave(http: httpx.AsyncClient, body: dict[str, Any], pieces: int, result: LoadResult) -> None:
+    try:
+        async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            async for _ in _events(response):
+                pieces -= 1
+                if not pieces:
+                    break
+        result.killed += 1
+    except _Rejected:
+        result.rejected += 1
+    except (httpx.HTTPError, KvragError) as error:
+        _count(result, error)
+
+
+async def _watch(http: httpx.AsyncClient, seconds: float, result: LoadResult) -> None:
+    await asyncio.sleep(seconds / 4)
+    result.memory.append(await _memory(http))
+
+
+async def _say(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, int]:
+    """Text and number of tokens of a complete stream."""
+    text, last, usage = "", "", None
+    async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+        async for data in _events(response):
+            last = data
+            if data == "[DONE]":
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                raise KvragError(event["error"]["message"])
+            usage = event.get("usage") or usage
+            text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+    if last != "[DONE]" or usage is None:
+        raise KvragError("a stream broke off")
+    return text, usage["completion_tokens"]
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[str]:
+    if response.status_code == 429:
+        raise _Rejected
+    if response.status_code != 200:
+        raise KvragError(f"status {response.status_code}: {(await response.aread()).decode()[:200]}")
+    async for line in response.aiter_lines():
+        if line.startswith("data: "):
+            yield line.removeprefix("data: ")
+
+
+async def _memory(http: httpx.AsyncClient) -> int:
+    for line in (await http.get("/metrics")).raise_for_status().text.splitlines():
+        if line.startswith("process_resident_memory_bytes "):
+            return int(float(line.split()[1]))
+    return 0  # the server's system does not tell
+
+
+async def _rest(http: httpx.AsyncClient) -> int:
+    """Wait until the server has nothing to do; what it has after all."""
+    for _ in range(round(_IDLE_S / 0.2)):
+        health = (await http.get("/health")).json()
+        left = int(health["running"]) + int(health["waiting"])
+        if not left:
+            break
+        await asyncio.sleep(0.2)
+    return left
+
+
+def _count(result: LoadResult, error: Exception) -> None:
+    name = f"{type(error).__name__}: {error}"
+    result.errors[name] = result.errors.get(name, 0) + 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Command line of `kvrag bench serve`."""
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: http://127.0.0.1:8000)")
+    parser.add_argument("--api-key", default="", metavar="KEY", help="if the server wants one")
+    parser.add_argument("--model", default="", help="its name there (default: the first that the server has)")
+    parser.add_argument("--clients", type=int, default=32, metavar="N", help="clients at once (default: 32)")
+    parser.add_argument("--seconds", type=float, default=120, metavar="S", help="for so long (default: 120)")
+    parser.add_argument(
+        "--kill", type=int, default=8, metavar="N", help="leave in mid-stream every second (default: 8)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 if something went wrong."""
+    try:
+        result = asyncio.run(load(args.url, args.clients, args.seconds, args.kill, args.api_key, args.model))
+    except httpx.HTTPError as error:
+        raise KvragError(f"no server answers at {args.url}: {error}") from error
+    if args.json:
+        print(json.dumps(asdict(result) | {"passed": result.passed, "is_flat": result.is_flat}))
+    else:
+        _print(result)
+    return 0 if result.passed and result.is_flat else 1
+
+
+def _print(result: LoadResult) -> None:
+    start, quarter, end = (size / (1 << 20) for size in result.memory)
+    print(
+        f"{result.clients} clients, {result.seconds:g} s: {result.complete} streams complete, {result.unequal} of them "
+        f"not as alone; {result.rejected} turned away (429); {result.killed} left in mid-stream; "
+        f"{result.tokens / result.seconds:.1f} tokens/s"
+    )
+    print(f"at the end {result.left} requests still at work; resident MiB {start:.0f}, {quarter:.0f}, {end:.0f}")
+    for error, count in result.errors.items():
+        print(f"{count} x {error}", file=sys.stderr)

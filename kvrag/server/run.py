@@ -1,0 +1,74 @@
+"""A server process: its socket, its signals, its end."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import socket
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from kvrag.errors import SettingError
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of one's own, not listening yet; port 0 = any that is free.
+
+    Raises:
+        SettingError: It cannot be had.
+    """
+    if not 0 <= port < 1 << 16:  # getaddrinfo would take it modulo that
+        raise SettingError(f"cannot listen on port {port}: it must be in [0, 65535]")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        taken = socket.socket(family, socket.SOCK_STREAM)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise SettingError(f"port {port} of {host} is in use: choose another with --port") from None
+        raise SettingError(f"cannot listen on port {port} of {host}: {error}") from None
+    return taken
+
+
+def url(taken: socket.socket) -> str:
+    """Where a socket is reached."""
+    host, port = taken.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """Turns away who waits as soon as it is told to stop, while uvicorn lets answers under way finish."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        app: FastAPI = self.config.app  # type: ignore[assignment]
+        app.state.kvrag.turns.turn_away()
+        # uvicorn's own would raise the signal again at the end, so that nothing behind `serve` would be done
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+
+
+def make_server(app: FastAPI, shutdown_timeout: float) -> uvicorn.Server:
+    """A server for an app of `create_app`, run by `.run([socket])`, stopped by its `should_exit`.
+
+    Args:
+        shutdown_timeout: Seconds that answers under way have to finish.
+    """
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
+    )
+    return _Server(config)
+
+
+def serve(app: FastAPI, taken: socket.socket, shutdown_timeout: float) -> None:
+    """Serve until SIGINT or SIGTERM; see `make_server`."""
+    make_server(app, shutdown_timeout).run([taken])

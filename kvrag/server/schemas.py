@@ -1,0 +1,217 @@
+"""Requests as OpenAI's clients send them, and what kvrag adds.
+
+What is not known is refused: it might change the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from kvrag.config import CONTROLLERS, POLICIES
+from kvrag.server.errors import ApiError
+from kvrag.server.settings import ServerSettings
+
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Request(BaseModel):
+    """Base of all: JSON's types are taken as they are, unknown fields are errors."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+
+class StreamOptions(Request):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class Answering(Request):
+    """What `/v1/chat/completions` and `/v1/completions` have in common."""
+
+    model: str
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+
+    # kvrag's own
+    ratio: Annotated[Number, Field(ge=0, le=1)] | None = None
+    policy: Literal[POLICIES] | None = None  # type: ignore[valid-type]
+    controller: Literal[CONTROLLERS] | None = None  # type: ignore[valid-type]
+
+    # taken when they ask for nothing else than what is done anyway
+    n: int | None = None
+    logprobs: bool | int | None = None
+    logit_bias: dict[str, Any] | None = None
+    frequency_penalty: Number | None = None
+    presence_penalty: Number | None = None
+
+    # without meaning for the answer
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    def check(self) -> None:
+        """Refuse what is known but not done."""
+        wrong = {
+            "n": self.n not in (None, 1),
+            "logprobs": self.logprobs not in (None, False, 0),
+            "logit_bias": bool(self.logit_bias),
+            "frequency_penalty": bool(self.frequency_penalty),
+            "presence_penalty": bool(self.presence_penalty),
+        }
+        ways = {"n": "send one request for each answer", "frequency_penalty": "use repetition_penalty"}
+        ways["presence_penalty"] = ways["frequency_penalty"]
+        for name in (name for name, is_wrong in wrong.items() if is_wrong):
+            message = f"{name}={getattr(self, name)!r:.80} is not supported: {ways.get(name, 'leave it out')}"
+            raise ApiError(400, message, "unsupported_value", name)
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options are for stream=true", "invalid_value", "stream_options")
+
+    def sampling(self, settings: ServerSettings) -> dict[str, Any]:
+        """Arguments of `BlendEngine.stream`."""
+        wanted = self.longest() or settings.max_tokens
+        if wanted > settings.token_limit:
+            message = f"an answer of {wanted} tokens is too long: this server allows {settings.token_limit}"
+            raise ApiError(400, message, "invalid_value", "max_tokens")
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return {
+            "max_new_tokens": wanted,
+            "temperature": settings.temperature if self.temperature is None else self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": None if self.seed is None else self.seed % (1 << 64),  # OpenAI's may be negative
+            "stop": stop,
+            "ratio": self.ratio,
+            "policy": self.policy,
+            "controller": self.controller,
+        }
+
+    def longest(self) -> int | None:
+        """Tokens that the answer may have, if the request says."""
+        return self.max_tokens
+
+
+class Message(BaseModel):
+    """A message; what else clients send along with it is left out."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        said: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        said["content"] = self.content or ""
+        if self.tool_calls:
+            said["tool_calls"] = self.tool_calls
+        if self.role == "tool":
+            said |= {name: value for name in ("tool_call_id", "name") if (value := getattr(self, name)) is not None}
+        return said
+
+
+class Document(Request):
+    """A chunk that the client retrieved itself."""
+
+    text: str
+    id: str = ""
+
+
+class Retrieval(Request):
+    """How the server retrieves."""
+
+    top_k: Annotated[int, Field(ge=1, le=100)] | None = None
+    around: Annotated[int, Field(ge=0, le=10)] | None = None
+
+
+class TemplateVariables(Request):
+    """Variables of chat templates that a client may set."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+    reasoning_effort: Literal["minimal", "low", "medium", "high"] | None = None
+
+
+class ChatRequest(Answering):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+
+    # kvrag's own
+    documents: Annotated[list[str | Document], Field(max_length=1000)] | None = None
+    retrieval: Retrieval | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+
+    def longest(self) -> int | None:
+        """See Answering.longest."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(Answering):
+    """`/v1/completions`: the prompt is taken as it is, control tokens included."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+
+    def text(self) -> str:
+        """The one prompt."""
+        prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if len(prompts) != 1 or not isinstance(prompts[0], str):
+            raise ApiError(400, "prompt must be one string: send one request for each", "unsupported_value", "prompt")
+        return prompts[0]
+
+
+class EmbeddingRequest(Request):
+    """`/v1/embeddings`."""
+
+    model: str
+    input: str | list[str] | list[int] | list[list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+
+    def texts(self) -> list[str]:
+        """What is to be embedded."""
+        texts = [self.input] if isinstance(self.input, str) else self.input
+        if not texts or len(texts) > 2048 or any(not isinstance(text, str) or not text for text in texts):
+            raise ApiError(
+                400,
+                "input must be one to 2048 strings, none of them empty; token ids are those of another model "
+                "(in LangChain: check_embedding_ctx_length=False)",
+                "invalid_value",
+                "input",
+            )
+        return [text for text in texts if isinstance(text, str)]
+
+
+class NewDocument(Request):
+    """`POST /v1/corpus`."""
+
+    text: str
+    id: str | None = None

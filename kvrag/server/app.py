@@ -7,6 +7,7 @@ import base64
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from contextlib import aclosing, asynccontextmanager
+from importlib.metadata import version
 from pathlib import PurePosixPath
 from typing import Annotated, Any, TypeVar
 
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from kvrag import __version__
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError
 from kvrag.server.answers import Teller, answer, chat_work, completion_work, while_there
@@ -266,7 +266,7 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpus: Corpus | N
             stopping.append(asyncio.to_thread(corpus.stop, _PATIENCE))
         await asyncio.gather(*stopping)
 
-    app = FastAPI(title="kvrag", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="kvrag", version=version("kvrag"), lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.kvrag = state
     app.include_router(router)
     handle_errors(app)

@@ -23,6 +23,7 @@ myst_heading_anchors = 4  # links to headings, as GitHub has them
 
 highlight_language = "none"  # indented blocks are for the shell
 default_role = "code"  # docstrings say `name` as Markdown does
+suppress_warnings = ["ref.python"]  # three packages have classes of the same name, which type hints do not qualify
 napoleon_use_ivar = True  # attributes in one list, several of them may share a line
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"

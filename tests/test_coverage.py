@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import random
 from collections.abc import Callable
@@ -60,6 +61,15 @@ FORMATS: dict[str, Callable[[list[str], str], str]] = {
     "glued": lambda docs, q: " ".join(docs) + " " + q,
 }
 
+ESCAPES: dict[str, Callable[[str], str]] = {
+    "html": html.escape,
+    "mustache": lambda text: html.escape(text, quote=False).replace('"', "&quot;"),
+    "jinja": lambda text: html.escape(text, quote=False).replace('"', "&#34;").replace("'", "&#39;"),
+    "json": lambda text: json.dumps(text)[1:-1],
+    "tojson": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    "repr": lambda text: repr(text)[1:-1],
+}
+
 
 @pytest.fixture(scope="module")
 def cl100k() -> Any:
@@ -105,13 +115,17 @@ def _coverage(
     return sum(map(len, runs)), sum(len(tokenizer.encode(doc)) for doc in docs)
 
 
-@pytest.mark.parametrize("chain", FORMATS)
-def test_musique_passages_are_reused(chain: str, cl100k: Any) -> None:
+def _musique(step: int) -> list[Any]:
     if not DATA.exists():
         pytest.skip(f"{DATA} is not there (MuSiQue is not part of this repository)")
-    rng = random.Random(0)
     with DATA.open(encoding="utf-8") as file:
-        questions = [json.loads(line) for line in file][:: 20 if chain != "stuff" else 5]
+        return [json.loads(line) for line in file][::step]
+
+
+@pytest.mark.parametrize("chain", FORMATS)
+def test_musique_passages_are_reused(chain: str, cl100k: Any) -> None:
+    rng = random.Random(0)
+    questions = _musique(20 if chain != "stuff" else 5)
     index, chunks = _warm(cl100k, [passage for question in questions for passage in question["passages"]])
     found = total = 0
     for question in questions:
@@ -121,6 +135,34 @@ def test_musique_passages_are_reused(chain: str, cl100k: Any) -> None:
         found, total = found + a, total + b
     assert total > 5000
     assert found >= 0.99 * total
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_escaped_musique_passages_are_reused(escape: str, cl100k: Any) -> None:
+    """In the frameworks' own prompts; what is left are the escaped characters themselves."""
+    questions = _musique(20)
+    index, _ = _warm(cl100k, [passage for question in questions for passage in question["passages"]])
+    for chain in ("stuff", "numbered", "llamaindex"):
+        found = total = 0
+        for question in questions:
+            docs = question["passages"][:6]
+            ids = cl100k.render(FORMATS[chain]([ESCAPES[escape](doc) for doc in docs], question["question"]))
+            found += sum(map(len, index.match(ids, MIN_RUN)))
+            total += sum(len(cl100k.encode(doc)) for doc in docs)
+        assert total > 5000
+        assert found >= 0.97 * total
+
+
+def test_text_with_lines_is_reused_when_it_is_escaped(cl100k: Any) -> None:
+    """Escaped line breaks and quotes leave few stretches of `MIN_RUN` tokens."""
+    page = Path(__file__).parents[1] / "docs" / "how-it-works.md"
+    docs = [part for part in page.read_text("utf-8").split("\n## ") if len(part) > 500]
+    index, _ = _warm(cl100k, docs)
+    total = sum(len(cl100k.encode(doc)) for doc in docs)
+    assert total > 1000
+    for escape in ("html", "json", "repr"):
+        ids = cl100k.render(FORMATS["stuff"]([ESCAPES[escape](doc) for doc in docs], "Why?"))
+        assert sum(map(len, index.match(ids, MIN_RUN))) >= 0.94 * total
 
 
 @pytest.mark.parametrize("chain", FORMATS)

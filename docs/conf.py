@@ -31,8 +31,8 @@ autodoc_preserve_defaults = True
 add_module_names = False
 
 
-def _code_blocks(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Changes `lines`: Markdown's fenced code in docstrings becomes what docutils reads."""
+def _as_docutils_reads_it(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Changes `lines`: Markdown's fenced code, and names that share a description, which end at the first space."""
     made: list[str] = []
     fence: str | None = None
     for line in lines:
@@ -43,11 +43,13 @@ def _code_blocks(app: Any, what: str, name: str, obj: Any, options: Any, lines: 
         elif opened:
             fence = None
             made.append("")
+        elif fence is not None:
+            made.append(f"   {line}")
         else:
-            made.append(line if fence is None else f"   {line}")
+            made.append(re.sub(r"^\s+\w+(, \w+)+(?=: )", lambda names: names[0].replace(", ", ","), line))
     lines[:] = made
 
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
-    app.connect("autodoc-process-docstring", _code_blocks, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", _as_docutils_reads_it, priority=400)  # before napoleon

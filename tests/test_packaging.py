@@ -38,10 +38,14 @@ release = runpy.run_path(str(ROOT / "scripts" / "release.py"))
 
 @dataclass(frozen=True)
 class Built:
-    """A package's files as they are shipped, name -> content; the sdist's without its folder."""
+    """A package's files as they are shipped, name -> content; the sdist's without its folder.
+
+    `files` are those that lay in the package's folder when it was built.
+    """
 
     project: Path
     package: str
+    files: set[str]
     wheel: dict[str, bytes]
     sdist: dict[str, bytes]
     wheel_of_sdist: dict[str, bytes]
@@ -56,6 +60,7 @@ class Built:
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Built here, and once more out of the sdist, as `build` and pip do it."""
     project, package = PACKAGES[request.param]
+    files = {path.relative_to(project).as_posix() for path in _files(project / package)}
     out = tmp_path_factory.mktemp("built")
     (sdist,) = SdistBuilder(str(project)).build(directory=str(out), versions=["standard"])
     with tarfile.open(sdist) as archive:
@@ -63,7 +68,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         members = [member for member in archive if member.isfile()]
         contents = {member.name.partition("/")[2]: archive.extractfile(member).read() for member in members}
     (unpacked,) = (out / "unpacked").iterdir()
-    return Built(project, package, _wheel(project, out / "direct"), contents, _wheel(unpacked, out / "again"))
+    return Built(project, package, files, _wheel(project, out / "direct"), contents, _wheel(unpacked, out / "again"))
 
 
 def _wheel(project: Path, out: Path) -> dict[str, bytes]:
@@ -85,7 +90,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def test_a_wheel_has_the_package_and_nothing_else(built: Built) -> None:
-    code = {path.relative_to(built.project).as_posix() for path in _files(built.project / built.package)}
+    code = set(built.files)
     if built.package == "kvrag":
         code |= {f"kvrag/cli/corpus/{path.name}" for path in (ROOT / "examples" / "corpus").iterdir()}
     shipped = {name for name in built.wheel if ".dist-info/" not in name}

@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (ROOT, ROOT / "integrations" / "langchain-kvrag", ROOT / "integrations" / "llama-index-llms-kvrag")
-EXTRAS = {"kvrag": "[cli,grammar]"}
+EXTRAS = {"kvrag": "[cli,grammar,server]"}
 MISSING_EXTRA = "pip install 'kvrag[cli]'"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import langchain_kvrag
 import llama_index.llms.kvrag
+from fastapi.testclient import TestClient
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_kvrag import ChatBlend
@@ -21,6 +22,8 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
 
 import kvrag
+from kvrag import BlendConfig, BlendEngine
+from kvrag.server import ServerSettings, create_app
 
 PACKAGES = {
     "kvrag": kvrag,
@@ -87,9 +90,25 @@ def llama(chunks: list[str]) -> None:
     assert "".join(piece.delta or "" for piece in llm.stream_complete(prompt)) == whole.text
 
 
+def server(chunks: list[str]) -> None:
+    """OpenAI's interface answers from what the command line has warmed."""
+    body = {
+        "model": "reader",
+        "messages": [{"role": "user", "content": "\n\n".join([*chunks, "Who?"])}],
+        "max_tokens": 4,
+    }
+    with (
+        BlendEngine.from_pretrained("reader", store="demo", config=BlendConfig(controller="off")) as engine,
+        TestClient(create_app(engine, ServerSettings(name="reader")), base_url="http://127.0.0.1") as client,
+    ):
+        answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
 if __name__ == "__main__":
     packages(sys.argv[1])
     chunks = command_line()
     langchain(chunks)
     llama(chunks)
-    print("command line, LangChain and LlamaIndex work where they are installed")
+    server(chunks)
+    print("command line, LangChain, LlamaIndex and server work where they are installed")

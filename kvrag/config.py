@@ -40,6 +40,12 @@ def check_ratio(ratio: float) -> float:
     return float(ratio)
 
 
+def check_bytes(name: str, value: int) -> int:
+    """Return `value` if it can be a bound in bytes, else raise SettingError."""
+    _check(name, value, 0, whole=True)
+    return value
+
+
 def check_codec(codec: str) -> str:
     """Return `codec` if there is one of that name, else raise SettingError."""
     _require(codec in CODECS, f"unknown codec {codec!r}; choose one of {', '.join(CODECS)}")

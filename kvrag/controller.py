@@ -27,6 +27,7 @@ class Request:
 
     Attributes:
         prompt, reused, inexact: Its tokens; those with stored KV; those of them that may deviate.
+        kept: Those before them whose KV is there already, as a conversation's.
         bytes: To load from below the RAM tier.
         listens: Share of the layers that selecting runs on the fresh tokens (`query`, `hybrid`).
         detects: Share of the layers that selecting runs on all tokens (`hkvd`).
@@ -38,6 +39,7 @@ class Request:
     bytes: float
     listens: float = 0.0
     detects: float = 0.0
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ def decide(speed: Speed | None, request: Request, ratio: float) -> Decision:
     """
     if speed is None:
         return Decision(False, ratio, f"blend at {ratio:g}: nothing has been measured on this machine yet")
-    full_s, blend_s = full_seconds(speed, request.prompt), blend_seconds(speed, request, ratio)
+    full_s, blend_s = full_seconds(speed, request.prompt, request.kept), blend_seconds(speed, request, ratio)
     load_s = request.bytes / speed.load
     if full_s + NOTICEABLE_S <= blend_s:
         why = "the context is short"
@@ -75,9 +77,10 @@ def decide(speed: Speed | None, request: Request, ratio: float) -> Decision:
     return Decision(False, hidden, reason, blend_s, full_s)
 
 
-def full_seconds(speed: Speed, prompt: int) -> float:
-    """Full prefill of that many tokens."""
-    return _pass(speed, prompt, prompt * prompt / 2)  # causal: every token sees half of the prompt on average
+def full_seconds(speed: Speed, prompt: int, kept: int = 0) -> float:
+    """Full prefill of that many tokens, of which the first are `kept` already."""
+    pairs = (prompt * prompt - kept * kept) / 2  # causal: every token sees those before it
+    return _pass(speed, prompt - kept, pairs)
 
 
 def blend_seconds(speed: Speed, request: Request, ratio: float) -> float:
@@ -86,13 +89,13 @@ def blend_seconds(speed: Speed, request: Request, ratio: float) -> float:
     Layers are read while others are computed. What selecting touches is read while it selects; of the rest, reading
     hides behind recomputing.
     """
-    fresh = request.prompt - request.reused
+    fresh = request.prompt - request.kept - request.reused
     rows = fresh + ratio * request.inexact
     compute = _pass(speed, rows, rows * request.prompt) + (math.ceil(rows / SLAB) - 1) * speed.pass_s
     load, stitch = request.bytes / speed.load, request.reused * speed.stitch_s
     touched = min(1.0, request.listens + request.detects) if ratio else 0.0
     select = request.listens * _pass(speed, fresh, fresh * request.prompt)
-    select += request.detects * full_seconds(speed, request.prompt)
+    select += request.detects * full_seconds(speed, request.prompt, request.kept)
     rest = 1 - touched
     return (
         max(touched * load, (select if ratio else 0.0) + touched * stitch)

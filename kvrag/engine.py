@@ -9,8 +9,8 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,19 @@ from torch import Tensor
 from kvrag import calibrate
 from kvrag.blend import blend, prefill
 from kvrag.calibrate import Calibration
-from kvrag.codec import pack
-from kvrag.config import BlendConfig, Grammar, Sampling, check_codec
+from kvrag.config import BlendConfig, Grammar, Sampling, check_bytes, check_codec
 from kvrag.controller import Decision
+from kvrag.conversation import Beginning, Conversation, Conversations, Turn
 from kvrag.decode import decode
-from kvrag.encode import encode
 from kvrag.errors import DamagedChunkError, KvragError, SettingError, StoreError
 from kvrag.grammar import constrain
-from kvrag.match import MatchIndex, anchors
+from kvrag.ingest import Ingestion
+from kvrag.match import MatchIndex
 from kvrag.model import Model
 from kvrag.select import select
-from kvrag.speed import Busy
+from kvrag.speed import Busy, Clock
 from kvrag.stitch import Stitched, stitch
-from kvrag.store import ChunkReader, ChunkRecord, DroppedChunks, FileStore, KVStore, MemoryTier
+from kvrag.store import ChunkReader, FileStore, KVStore, MemoryTier
 from kvrag.tools import Prepared, prepare
 from kvrag.tuning import TimedReader, Tuning
 from kvrag.types import Answer, BlendReport, Delta, Messages, Run, ToolCall, WarmReport
@@ -41,12 +41,10 @@ from kvrag.verify import Check, verify
 
 logger = logging.getLogger("kvrag")
 
-_PUT_TOKENS = 32768  # chunks are stored in portions of about this many tokens: what a killed ingestion may lose
 _sharing: dict[str, threading.Lock] = {}
 _shared: weakref.WeakValueDictionary[str, BlendEngine] = weakref.WeakValueDictionary()
 _ROOM = 256  # positions a new cache has for the answer before it grows
 _CALIBRATION_CHUNKS = 1000
-_LEAST_OVERLAP = 8  # fewer common tokens are chance
 
 
 @dataclass
@@ -57,13 +55,17 @@ class Prefilled:
         ids: (T,) the prompt.
         stitched: What was reused, and the cache.
         logits: (1, V) float32, after the last token.
+        exact: How many of the first positions have full prefill's KV.
         report: What it took, given the time to the first token in seconds.
+        config: What was asked for, with a ratio.
     """
 
     ids: Tensor
     stitched: Stitched
     logits: Tensor
+    exact: int
     report: Callable[[float], BlendReport]
+    config: BlendConfig = field(init=False)
 
 
 class BlendEngine:
@@ -82,6 +84,7 @@ class BlendEngine:
         config: BlendConfig | None = None,
         ram_bytes: int = 2 << 30,
         codec: str = "native",
+        conversation_bytes: int = 1 << 30,
     ) -> None:
         """Join a model and a store.
 
@@ -90,23 +93,27 @@ class BlendEngine:
             ram_bytes: Bound of the RAM tier in front of the store; 0 switches it off.
             codec: How chunks are stored: "native" = as they are, "int8" and "int4" = in a half and less than a third
                 of the bytes, so that no reused KV is exact any more.
+            conversation_bytes: Bound of the KV of the latest conversations, kept where the model is for their next
+                turns; 0 keeps none. Answers under way need their own besides.
 
         Raises:
             FingerprintMismatchError: The store holds KV of another model, or of another codec.
         """
         self.model, self.config, self.codec = model, config or BlendConfig(), check_codec(codec)
         self.fingerprint = model.fingerprint.stored_as(codec)
+        conversations = Conversations(conversation_bytes, model.stable_length)
         if store is None:
             store = Path.home() / ".cache" / "kvrag" / self.fingerprint.digest
         self.store: KVStore = FileStore(store) if isinstance(store, (str, Path)) else store
         self.store.bind(self.fingerprint)
+        self._conversations = conversations
         self._ram = MemoryTier(ram_bytes)
-        self._dropped = DroppedChunks()
         self._index = MatchIndex()
         self._index_lock = threading.Lock()
         self._last_entry = 0
         self._removals = self.store.removals()
         self._tuning = Tuning(model, self.store)
+        self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._tuning)
         self._closed = False
 
     @classmethod
@@ -118,15 +125,17 @@ class BlendEngine:
         config: BlendConfig | None = None,
         ram_bytes: int = 2 << 30,
         codec: str = "native",
+        conversation_bytes: int = 1 << 30,
         **model_settings: Any,
     ) -> BlendEngine:
         """Load a model (see `Model.from_pretrained` for its settings) and join it with a store."""
         check_codec(codec)  # loading takes a while
+        check_bytes("conversation_bytes", conversation_bytes)
         try:
             model = Model.from_pretrained(name_or_path, **model_settings)
         except TypeError as error:
             raise SettingError(str(error).replace("Model.from_pretrained()", "BlendEngine.from_pretrained()")) from None
-        return cls(model, store, config, ram_bytes, codec)
+        return cls(model, store, config, ram_bytes, codec, conversation_bytes)
 
     @classmethod
     def shared(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine:
@@ -166,128 +175,11 @@ class BlendEngine:
             StoreError: It cannot be stored; what was stored before stays.
         """
         self._check_open()
-        started = time.perf_counter()
-        tokens, keys, skipped, warnings = self._tokenize(texts)
-        chunks = {key: ids for key, ids in zip(keys, tokens, strict=True) if key}
-        names = [document] * len(keys) if isinstance(document, str) else document
-        if len(names) != len(keys):
-            raise SettingError(
-                f"{len(names)} names of documents for {len(keys)} texts: give one for each, or one string"
-            )
-        contexts = self._contexts(names, tokens, keys)
-        self._bring_back(chunks)
-        missing = self.store.missing(list(chunks))
-        lengths = [len(chunks[key]) for key in missing]
-        size = done = new = encoded = 0
-        progress(0, sum(lengths))
-        for portion in _portions(missing, lengths, _PUT_TOKENS):
-            # another process may be warming the same corpus
-            now = self.store.missing(portion)
-            size += self._encode_and_put({key: chunks[key] for key in now}, contexts)
-            new, encoded = new + len(now), encoded + sum(len(chunks[key]) for key in now)
-            done += sum(len(chunks[key]) for key in portion)
-            progress(done, sum(lengths))
-        whole = {document: list[str]()} if isinstance(document, str) else {}  # also if nothing is left of it
-        for name, held in (whole | _by_document(names, keys)).items():
-            self.store.set_document(name, held)
-        self._dropped.clear()
-        self._tuning.keep_speed()
-        if lost := self.store.missing(list(chunks)):
-            warnings.append(
-                f"{len(lost)} of these chunks were evicted at once: the store's byte budget is too small for them all"
-            )
-        return WarmReport(
-            chunks=len(chunks) + skipped,
-            tokens=encoded,
-            bytes=size,
-            new=new,
-            reused=len(chunks) - new,
-            skipped=skipped,
-            seconds=time.perf_counter() - started,
-            warnings=tuple(warnings),
-        )
-
-    def _tokenize(self, texts: Iterable[str]) -> tuple[list[list[int]], list[str | None], int, list[str]]:
-        """Each text's ids and key (None if it is too short), how many are too short, warnings."""
-        if isinstance(texts, str):
-            raise SettingError("texts must be a list of chunks, not one string")
-        tokens: list[list[int]] = []
-        keys: list[str | None] = []
-        short: set[str] = set()
-        for number, text in enumerate(texts):
-            if not isinstance(text, str):
-                raise SettingError(f"chunk {number} is a {type(text).__name__}, not a string")
-            ids = self.model.tokenizer.encode(text)
-            self.model.check_window(len(ids) + len(self.model.tokenizer.preamble), f"chunk {number}")
-            tokens.append(ids)
-            if len(ids) < self.config.min_run:
-                short.add(text)
-                keys.append(None)
-            else:
-                keys.append(self.fingerprint.chunk_key(ids))
-        warnings = []
-        if short:
-            warnings.append(
-                f"{len(short)} chunks have fewer than {self.config.min_run} tokens and will not be reused: "
-                "they are computed with the rest of the prompt"
-            )
-        return tokens, keys, len(short), warnings
-
-    def _bring_back(self, chunks: dict[str, list[int]]) -> None:
-        """Store again what was dropped a moment ago."""
-        for key, ids in chunks.items():
-            if reader := self._dropped.take(key):
-                try:
-                    layers = [reader.layer(number) for number in range(reader.num_layers)]
-                    record = ChunkRecord(key, np.asarray(ids, np.uint32), anchors(ids), layers, reader.context)
-                    self.store.put([record])
-                except DamagedChunkError:
-                    pass  # it is encoded again
-                finally:
-                    reader.close()
-
-    def _contexts(
-        self, names: Sequence[str], tokens: Sequence[list[int]], keys: Sequence[str | None]
-    ) -> dict[str, list[int]]:
-        """What stands before a chunk in the first document that has it, as far as it is wanted and fits."""
-        contexts: dict[str, list[int]] = {}
-        before: dict[str, list[int]] = {}
-        blank = self.model.tokenizer.encode("\n\n")
-        limit, window = self.config.context_tokens, self.model.context_window - len(self.model.tokenizer.preamble)
-        for name, ids, key in zip(names, tokens, keys, strict=True):
-            context = before.get(name, [])
-            if shared := _overlap(context, ids):
-                context = context[:-shared]
-            elif context:
-                context = [*context, *blank]
-            before[name] = [*context, *ids][-limit - len(ids) :] if name and limit else []
-            if key:
-                contexts.setdefault(key, context[max(0, len(context) - min(limit, window - len(ids))) :])
-        return contexts
-
-    def _encode_and_put(self, chunks: dict[str, list[int]], contexts: dict[str, list[int]]) -> int:
-        keys, records = list(chunks), []
-        started, waits = time.perf_counter(), self.model.lock.waits
-        encoded = list(encode(self.model, list(chunks.values()), [contexts[key] for key in keys]))
-        if self.model.lock.waits == waits:  # what others computed meanwhile would count as ours
-            lengths = [len(contexts[key]) + len(chunks[key]) for key in keys]
-            self._tuning.saw_encoding(lengths, time.perf_counter() - started)
-        for number, layers in encoded:
-            ids = chunks[keys[number]]
-            packed = pack(layers, self.codec, f"{self.model.tokenizer.decode(ids[:12])}...")
-            context = len(contexts[keys[number]])
-            records.append(ChunkRecord(keys[number], np.asarray(ids, np.uint32), anchors(ids), packed, context))
-        return self.store.put(records) if records else 0
+        return self._ingestion.warm(texts, document, progress)
 
     def forget(self, document: str) -> int:
         """Drop a document's chunks unless another document has them; returns how many were dropped."""
-        if not document:
-            raise SettingError("forget needs a document's name")
-        for key in self.store.documents(document).get(document, []):
-            with contextlib.suppress(StoreError):  # what cannot be read need not come back
-                if reader := self.store.open(key):
-                    self._dropped.keep(key, reader)
-        return self.store.set_document(document, [])
+        return self._ingestion.forget(document)
 
     def documents(self, prefix: str = "") -> list[str]:
         """Names of the documents that begin so and have chunks, sorted."""
@@ -368,18 +260,35 @@ class BlendEngine:
         constraint = constrain(self.model, prepared.grammar) if prepared.grammar else None
         listener = prepared.listener(self.model.tokenizer, ids)
         created = self._warm_documents(documents, notes) if documents else set()
-        done = self.prefill(ids, config, notes)
+        done = self.prefill(ids, config, notes, goes_on=True)
+        # now, since a stream may be closed anywhere; the last token of a text may be another with more behind it
+        is_text = isinstance(prepared.prompt, str)
+        opening = 1 if is_text else self.model.tokenizer.opening(**{**prepared.template, **template})
         report: BlendReport | None = None
         control_tokens = listener is not None and listener.control_tokens
         cache, logits = done.stitched.cache, done.logits
-        for delta in decode(self.model, done.ids, cache, logits, sampling, constraint, control_tokens):
-            report = report or _with_created(done.report(time.perf_counter() - started), created)
-            delta = listener.hear(delta) if listener else delta
-            yield replace(delta, report=report) if delta.finish_reason else delta
+        answer: list[int] = []
+        with contextlib.suppress(GeneratorExit):  # who has heard enough may still go on with the conversation
+            for delta in decode(self.model, done.ids, cache, logits, sampling, constraint, control_tokens):
+                answer += delta.token_ids
+                report = report or _with_created(done.report(time.perf_counter() - started), created)
+                delta = listener.hear(delta) if listener else delta
+                yield replace(delta, report=report) if delta.finish_reason else delta
+        if not _is_reference(done.config):
+            self._keep(done, answer, opening)
+
+    def _keep(self, done: Prefilled, answer: list[int], opening: int) -> None:
+        """Keep an answered prompt for the next one, which will have it without the `opening` of the answer."""
+        prompt, cache, beginning = len(done.ids), done.stitched.cache, done.stitched.beginning
+        ids = np.array([*done.ids.tolist(), *answer][: cache.get_seq_length()])
+        exact = len(ids) if done.exact == prompt else done.exact
+        turn = Turn(done.stitched.kept, prompt - opening, prompt)
+        turns = (*(beginning.turns if beginning else ()), turn)
+        self._conversations.keep(Conversation(ids, cache, exact, done.config, turns), beginning)
 
     def _warm_documents(self, documents: Sequence[str], notes: list[str]) -> set[str]:
         """Keys of those that were not stored before; adds to `notes`."""
-        _, keys, *_ = self._tokenize(documents)
+        keys = self._ingestion.tokenize(documents).keys
         missing: set[str] = set()
         try:
             missing.update(self.store.missing([key for key in keys if key]))
@@ -492,19 +401,30 @@ class BlendEngine:
 
     # ---------------------------------------------------------------- the way of a request
 
-    def prefill(self, ids: list[int], config: BlendConfig | None = None, notes: Sequence[str] = ()) -> Prefilled:
+    def prefill(
+        self,
+        ids: list[int],
+        config: BlendConfig | None = None,
+        notes: Sequence[str] = (),
+        *,
+        goes_on: bool = False,
+    ) -> Prefilled:
         """From prompt ids to a cache that is ready to decode: match, load, stitch, select, blend.
 
         Args:
             config: Instead of the engine's.
             notes: For the report, before those that it makes itself.
+            goes_on: Take over what a conversation has of the prompt.
         """
         notes = list(notes)
         config = self._tuning.settle(config or self.config, notes)
+        beginning = self._conversations.find(ids, config) if goes_on and not _is_reference(config) else None
         capacity = min(len(ids) + _ROOM, self.model.context_window)
         while True:
             try:
-                return self._attempt(ids, config, capacity, notes)
+                done = self._attempt(ids, config, capacity, notes, beginning)
+                done.config = config
+                return done
             except DamagedChunkError as error:
                 # found while reading: without that chunk the prompt is answered all the same
                 with contextlib.suppress(StoreError):  # on a full disk it stays where it is
@@ -514,39 +434,39 @@ class BlendEngine:
                     self._index.remove(error.key)
                 notes.append(f"{error}; recomputed")
 
-    def _attempt(self, ids: list[int], config: BlendConfig, capacity: int, notes: list[str]) -> Prefilled:
-        clock = _Clock(self.model.device)
-        if config.policy == "full":
-            return self._full(ids, config, capacity, notes, clock)
-        runs, readers = self._match(ids, config.min_run)
-        match_s = clock.lap()
-        busy, waits = Busy(), self.model.lock.waits
+    def _attempt(
+        self, ids: list[int], config: BlendConfig, capacity: int, notes: list[str], beginning: Beginning | None
+    ) -> Prefilled:
+        clock = Clock(self.model.device)
+        kept = beginning.length if beginning else 0
+        runs, readers = ([], {}) if config.policy == "full" else self._match(ids, config.min_run, kept)
+        clock.lap("match")
+        opened, busy, waits = readers, Busy(), self.model.lock.waits
         decision: Decision | None = None
         try:
             if config.controller == "auto" and runs:
-                decision = self._tuning.decide(config, len(ids), runs, readers)
-                if decision.full:
-                    full = replace(config, policy="full", ratio=1.0)
-                    return self._full(ids, full, capacity, notes, clock, match_s, decision.reason)
+                decision = self._tuning.decide(config, len(ids), runs, readers, kept)
                 config = replace(config, ratio=decision.ratio)
+                if decision.full:
+                    config, runs, readers = replace(config, policy="full"), [], {}
+            if config.policy == "full" and not beginning:
+                return self._full(ids, config, capacity, notes, clock, decision)
             timed = {key: TimedReader(reader, busy) for key, reader in readers.items()}
-            stitched = stitch(self.model, ids, runs, timed, capacity, self.codec)
-            stitch_s = clock.lap()
+            stitched = stitch(self.model, ids, runs, timed, capacity, self.codec, beginning)
+            clock.lap("stitch")
             selected = select(self.model, stitched, config)
-            select_s, waited = clock.lap(), stitched.load_s + stitched.stitch_s
+            clock.lap("select")
+            waited = stitched.load_s + stitched.stitch_s
             logits = blend(self.model, stitched, selected)
         finally:
-            for reader in readers.values():
+            for reader in opened.values():
                 reader.close()
-        blend_s = clock.lap()
+        clock.lap("blend")
         self.store.touch(list(readers))
         if self.model.lock.waits == waits:
-            pass_s = blend_s - (stitched.load_s + stitched.stitch_s - waited)
+            pass_s = clock.laps["blend"] - (stitched.load_s + stitched.stitch_s - waited)
             self._tuning.saw_blend(stitched, len(selected), runs, readers, busy.seconds, pass_s)
-        reason = decision.reason if decision else ""
-        return self._done(
-            stitched, logits, readers, config, len(selected), notes, match_s, stitch_s, select_s, blend_s, reason
-        )
+        return self._done(stitched, logits, selected, readers, config, notes, clock, decision)
 
     def _full(
         self,
@@ -554,62 +474,60 @@ class BlendEngine:
         config: BlendConfig,
         capacity: int,
         notes: list[str],
-        clock: _Clock,
-        match_s: float = 0.0,
-        reason: str = "",
+        clock: Clock,
+        decision: Decision | None,
     ) -> Prefilled:
-        clock.lap()
         waits = self.model.lock.waits
+        clock.lap("")  # deciding is part of no step
         logits, stitched = prefill(self.model, torch.tensor(ids), capacity)
-        blend_s = clock.lap()
+        clock.lap("blend")
         if self.model.lock.waits == waits:
-            self._tuning.saw_full(len(ids), blend_s)
-        return self._done(stitched, logits, {}, config, 0, notes, match_s, 0.0, 0.0, blend_s, reason)
+            self._tuning.saw_full(len(ids), clock.laps["blend"])
+        return self._done(stitched, logits, stitched.inexact, {}, config, notes, clock, decision)
 
     def _done(
         self,
         stitched: Stitched,
         logits: Tensor,
+        selected: Tensor,
         readers: dict[str, ChunkReader],
         config: BlendConfig,
-        num_selected: int,
         notes: list[str],
-        match_s: float,
-        stitch_s: float,
-        select_s: float,
-        blend_s: float,
-        decision: str = "",
+        clock: Clock,
+        decision: Decision | None,
     ) -> Prefilled:
         assert config.ratio is not None  # settled
-        reused, inexact = int(stitched.reused.sum()), len(stitched.inexact)
+        prompt, reused, exact = len(stitched.ids), int(stitched.reused.sum()), stitched.num_exact(selected)
         tiers = {reader.tier for reader in readers.values()}
         base = BlendReport(
-            prompt_tokens=len(stitched.ids),
+            prompt_tokens=prompt,
             reused_tokens=reused,
-            recomputed_tokens=num_selected,
-            fresh_tokens=len(stitched.ids) - reused,
+            recomputed_tokens=len(selected),
+            fresh_tokens=prompt - reused,
             runs=tuple(stitched.runs),
             policy=config.policy,
             ratio=config.ratio,
-            match_s=match_s,
+            match_s=clock.laps.get("match", 0.0),
             load_s=stitched.load_s,
-            stitch_s=stitch_s + stitched.stitch_s,
-            select_s=select_s,
-            blend_s=blend_s,
+            stitch_s=clock.laps.get("stitch", 0.0) + stitched.stitch_s,
+            select_s=clock.laps.get("select", 0.0),
+            blend_s=clock.laps["blend"],
             ttft_s=0.0,
             bytes_loaded=sum(reader.bytes_read for reader in readers.values()),
             tier=tiers.pop() if len(tiers) == 1 else "mixed" if tiers else "",
-            exact=num_selected == inexact,
+            exact=exact == prompt,
             notes=tuple(notes),
-            decision=decision,
+            decision=decision.reason if decision else "",
+            conversation_tokens=stitched.kept,
         )
-        return Prefilled(stitched.ids, stitched, logits, lambda ttft_s: replace(base, ttft_s=ttft_s))
+        return Prefilled(stitched.ids, stitched, logits, exact, lambda ttft_s: replace(base, ttft_s=ttft_s))
 
-    def _match(self, ids: list[int], min_run: int) -> tuple[list[Run], dict[str, ChunkReader]]:
-        """Runs whose chunks could be opened, and their readers."""
+    def _match(self, ids: list[int], min_run: int, kept: int = 0) -> tuple[list[Run], dict[str, ChunkReader]]:
+        """Runs behind the first `kept` tokens whose chunks could be opened, and their readers."""
         with self._index_lock:
             self._refresh_index()
-            runs = self._index.match(ids, min_run)
+            runs = self._index.match(ids[kept:], min_run)
+        runs = [replace(run, start=run.start + kept, stop=run.stop + kept) for run in runs]
         readers: dict[str, ChunkReader] = {}
         try:
             for key in dict.fromkeys(run.key for run in runs):
@@ -648,10 +566,11 @@ class BlendEngine:
             raise KvragError("this engine has been closed")
 
     def close(self) -> None:
-        """Release the store. Answers under way end with their own."""
+        """Release the store and the conversations. Answers under way end with their own."""
         if not self._closed:
             self._closed = True
-            self._dropped.clear()
+            self._ingestion.close()
+            self._conversations.close()
             self._tuning.keep_speed()
             self.store.close()
 
@@ -662,53 +581,9 @@ class BlendEngine:
         self.close()
 
 
-class _Clock:
-    """Seconds between laps, the device's work included."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        now = time.perf_counter()
-        passed, self._last = now - self._last, now
-        return passed
-
-
-def _by_document(names: Sequence[str], keys: Sequence[str | None]) -> dict[str, list[str]]:
-    """Each document's keys."""
-    held: dict[str, list[str]] = {name: [] for name in names}
-    for name, key in zip(names, keys, strict=True):
-        if key is not None:
-            held[name].append(key)
-    return held
-
-
-def _overlap(before: list[int], ids: list[int]) -> int:
-    """How many tokens at the end of a text are the beginning of the next one, which a splitter made overlap with it.
-
-    The first of them may be another there, for want of the space before it.
-    """
-    for num in range(min(len(before), len(ids)), _LEAST_OVERLAP - 1, -1):
-        if before[-num + 1 :] == ids[1:num]:
-            return num
-    return 0
-
-
-def _portions(keys: Sequence[str], tokens: Sequence[int], size: int) -> Iterator[list[str]]:
-    """Keys in portions of about `size` tokens, similar lengths together so that batches pad little."""
-    portion: list[str] = []
-    total = 0
-    for number in sorted(range(len(keys)), key=tokens.__getitem__):
-        portion.append(keys[number])
-        total += tokens[number]
-        if total >= size:
-            yield portion
-            portion, total = [], 0
-    if portion:
-        yield portion
+def _is_reference(config: BlendConfig) -> bool:
+    """Who asks for full prefill wants what any other prefill is compared with: conversations stay out of it."""
+    return config.policy == "full" and config.controller == "off"
 
 
 def _with_created(report: BlendReport, created: set[str]) -> BlendReport:

@@ -79,7 +79,7 @@ def hkvd(context: Context) -> Tensor:
 
     The layers before it are run in full, and what they and the check layer's projection computed is kept.
     """
-    rows = torch.arange(len(context.stitched.ids))
+    rows = torch.arange(context.stitched.kept, len(context.stitched.ids))
     check = min(context.config.check_layer, context.model.num_layers - 1)
     return _deviation(context, check, rows)
 
@@ -119,7 +119,9 @@ def _deviation(context: Context, layer: int, rows: Tensor) -> Tensor:
         return True
 
     context.model.forward_until(measure, stitched.ids[rows][None], stitched.cache, None if everything else rows)
-    return scores.masked_fill(~stitched.reused | stitched.exact | (scores < config.min_deviation), -torch.inf)
+    deviation = scores[stitched.inexact]
+    deviation = deviation.masked_fill(deviation < config.min_deviation, -torch.inf)
+    return torch.full_like(scores, -torch.inf).index_copy_(0, stitched.inexact, deviation)
 
 
 def _best(scores: Tensor, num: int) -> Tensor:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 FILE = "speed.json"
@@ -200,6 +201,22 @@ def _positive(value: Any) -> float:
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{value!r} is no measurement")
     return number
+
+
+class Clock:
+    """Seconds between laps, the device's work included."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """What has passed since the last lap was called `name`."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now
 
 
 class Busy:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrag.codec import unpack
+from kvrag.conversation import Beginning
 from kvrag.model import BlendCache, Model
 from kvrag.store import ChunkReader
 from kvrag.types import Run
@@ -25,10 +26,11 @@ class Stitched:
 
     Attributes:
         ids: (T,) the prompt.
-        runs: What is reused, ascending and disjoint.
+        runs: What is reused of chunks, ascending and disjoint.
         reused: (T,) bool.
         exact: (T,) bool, reused positions whose KV equals full prefill's: a run right behind its preamble, if it was
             encoded there and the codec has changed nothing.
+        beginning: What is reused as a conversation has it.
         cache: Stitched layer by layer, when a layer is first touched.
         load_s, stitch_s: Time spent waiting for the store and unpacking, and laying out and rotating.
     """
@@ -37,9 +39,15 @@ class Stitched:
     runs: Sequence[Run]
     reused: Tensor
     exact: Tensor
+    beginning: Beginning | None = None
     cache: BlendCache = field(init=False)
     load_s: float = 0.0
     stitch_s: float = 0.0
+
+    @property
+    def kept(self) -> int:
+        """How many of the first positions are a conversation's."""
+        return self.beginning.length if self.beginning else 0
 
     @property
     def fresh(self) -> Tensor:
@@ -49,7 +57,15 @@ class Stitched:
     @property
     def inexact(self) -> Tensor:
         """(R,) reused positions whose KV may deviate: what a policy chooses from."""
-        return (self.reused & ~self.exact).nonzero().squeeze(1)
+        inexact = self.reused & ~self.exact
+        inexact[: self.kept] = False  # blended when it was their turn
+        return inexact.nonzero().squeeze(1)
+
+    def num_exact(self, selected: Tensor) -> int:
+        """How many of the first positions have full prefill's KV once the `selected` ones are recomputed."""
+        deviating = self.reused & ~self.exact
+        deviating[selected] = False
+        return int(deviating.int().argmax()) if deviating.any() else len(self.ids)
 
 
 def stitch(
@@ -59,20 +75,26 @@ def stitch(
     readers: Mapping[str, ChunkReader],
     capacity: int,
     codec: str = "native",
+    beginning: Beginning | None = None,
 ) -> Stitched:
     """Prepare a cache of room for `capacity` positions; reading starts now, rotating when a layer is touched.
 
     The last position is never reused: its logits are what the prompt is for.
 
     Args:
+        runs: Behind the beginning, if there is one.
         readers: An open reader for every key in `runs`.
         codec: Of what the readers return.
+        beginning: What the prompt takes over from a conversation.
     """
     num_tokens = len(ids)
     reused = torch.zeros(num_tokens, dtype=torch.bool)
     exact = torch.zeros(num_tokens, dtype=torch.bool)
     for run in runs:
         reused[run.start : run.stop] = True
+    if beginning:
+        reused[: beginning.length] = True
+        exact[: beginning.exact] = True
     reused[-1] = False
     preamble = model.tokenizer.preamble
     first = runs[0] if runs else None
@@ -80,8 +102,9 @@ def stitch(
     alone = first and behind_preamble and codec == "native" and readers[first.key].context == 0
     if first and alone and max(num_tokens, _encoded_length(model, readers[first.key])) <= model.stable_length:
         exact[first.start : first.stop] = reused[first.start : first.stop]
-    stitched = Stitched(torch.tensor(ids), runs, reused, exact)
-    stitched.cache = model.new_cache(capacity, _Source(model, stitched, readers, capacity, codec) if runs else None)
+    stitched = Stitched(torch.tensor(ids), runs, reused, exact, beginning)
+    source = _Source(model, stitched, readers, capacity, codec) if runs or beginning else None
+    stitched.cache = model.new_cache(capacity, source)
     return stitched
 
 
@@ -121,7 +144,13 @@ class _Source:
         self._reads[number] = Future()  # the tensors may go; a layer is asked for once
         loaded = time.perf_counter()
         device = self._model.layer_device(number)
-        keys, values = (_empty(like, self._capacity, device) for like in next(iter(chunks.values())))
+        beginning = self._stitched.beginning
+        kept = beginning.conversation.cache.layer(number) if beginning else None
+        alike = (old[0] for old in kept) if kept else next(iter(chunks.values()))
+        keys, values = (_empty(like, self._capacity, device) for like in alike)
+        if kept:
+            same = slice(0, self._stitched.kept)
+            keys[:, :, same], values[:, :, same] = kept[0][:, :, same], kept[1][:, :, same]
         for run in self._stitched.runs:
             chunk_keys, chunk_values = (part[None, :, run.offset : run.offset + len(run)] for part in chunks[run.key])
             landing = slice(run.start, run.stop)

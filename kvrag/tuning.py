@@ -84,20 +84,24 @@ class Tuning:
         return calibration, note
 
     def decide(
-        self, config: BlendConfig, num_tokens: int, runs: Sequence[Run], readers: Mapping[str, ChunkReader]
+        self, config: BlendConfig, num_tokens: int, runs: Sequence[Run], readers: Mapping[str, ChunkReader], kept: int
     ) -> Decision:
-        """Ask the controller, after a look at the disk where it knows all but that."""
+        """Ask the controller, after a look at the disk where it knows all but that.
+
+        Args:
+            kept: How many of the prompt's tokens are the conversation's.
+        """
         meter, below = self._speedometer, [reader for reader in readers.values() if reader.tier != "ram"]
         if below and meter.knows_passes() and meter.speed() is None:
             self._probe(below[0])
-        decision = self._ask(config, num_tokens, runs, readers)
+        decision = self._ask(config, num_tokens, runs, readers, kept)
         if decision.full and below and meter.load_age > _KEEP_S:  # full prefill would never find out by itself
             self._probe(below[0])
-            decision = self._ask(config, num_tokens, runs, readers)
+            decision = self._ask(config, num_tokens, runs, readers, kept)
         return decision
 
     def _ask(
-        self, config: BlendConfig, num_tokens: int, runs: Sequence[Run], readers: Mapping[str, ChunkReader]
+        self, config: BlendConfig, num_tokens: int, runs: Sequence[Run], readers: Mapping[str, ChunkReader], kept: int
     ) -> Decision:
         to_load = sum(len(run) for run in runs if readers[run.key].tier != "ram")
         behind_preamble = runs[0].offset == 0 and runs[0].start == len(self._model.tokenizer.preamble)
@@ -109,6 +113,7 @@ class Tuning:
             bytes=to_load * self._speedometer.bytes_per_token(self._model.bytes_per_token),
             listens=selecting(config, self._model.num_layers)[0],
             detects=selecting(config, self._model.num_layers)[1],
+            kept=kept,
         )
         assert config.ratio is not None  # settled
         return decide(self._speedometer.speed(), request, config.ratio)
@@ -153,7 +158,8 @@ class Tuning:
         self._speedometer.saw_pass("blend", rows, rows * num_tokens, blend_s, passes)
         to_load = sum(len(run) for run in runs if readers[run.key].tier != "ram")
         self._speedometer.saw_load(sum(reader.bytes_read for reader in readers.values()), to_load, busy_s)
-        self._speedometer.saw_stitch(int(stitched.reused.sum()), stitched.stitch_s)
+        if not stitched.kept:  # copying is no rotating
+            self._speedometer.saw_stitch(int(stitched.reused.sum()), stitched.stitch_s)
         if time.monotonic() - self._speed_kept > _KEEP_S:
             self.keep_speed()
 

@@ -50,9 +50,10 @@ class WarmReport:
 class BlendReport:
     """What was reused and what was recomputed for one answer, and how long each step took.
 
-    `reused_tokens` came from the store, `recomputed_tokens` of them were computed again on all layers, `fresh_tokens`
-    were not stored. Times are in seconds; `ttft_s` runs from the call to the first token and includes all others.
-    `created_tokens` of the reused ones were encoded for this very answer, as its `documents`.
+    `reused_tokens` came from the store or the conversation, `recomputed_tokens` of them were computed again on all
+    layers, `fresh_tokens` were in neither. Times are in seconds; `ttft_s` runs from the call to the first token and
+    includes all others. Of the reused ones, `created_tokens` were encoded for this very answer, as its `documents`, and
+    `conversation_tokens`, the first of the prompt, are what the conversation's last turn left; `runs` are the rest.
     `exact` says that the answer is full prefill's by construction. `tier` tells where the KV came from: "ram", "disk",
     "mixed" or "" (nowhere). `decision` is what the controller chose and why, "" if it had nothing to decide.
     """
@@ -76,6 +77,7 @@ class BlendReport:
     notes: tuple[str, ...] = ()
     decision: str = ""
     created_tokens: int = 0
+    conversation_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

@@ -16,6 +16,7 @@ from conftest import CHUNKS, messages, plain_logits, prepare, relative
 from families import build
 
 import kvrag.engine
+import kvrag.ingest
 from kvrag import (
     POLICIES,
     BlendConfig,
@@ -135,7 +136,7 @@ def test_warm_report(engine: BlendEngine) -> None:
 
 
 def test_a_large_corpus_is_stored_in_portions(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.engine, "_PUT_TOKENS", 50)
+    monkeypatch.setattr(kvrag.ingest, "_PUT_TOKENS", 50)
     done: list[tuple[int, int]] = []
     texts = [f"{chunk} This is number {i} of them." for i, chunk in enumerate(CHUNKS * 3)]
     report = engine.warm(texts, progress=lambda a, b: done.append((a, b)))
@@ -146,7 +147,7 @@ def test_a_large_corpus_is_stored_in_portions(engine: BlendEngine, monkeypatch: 
 
 
 def test_an_interrupted_warm_keeps_what_was_done(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.engine, "_PUT_TOKENS", 30)
+    monkeypatch.setattr(kvrag.ingest, "_PUT_TOKENS", 30)
 
     def interrupt(done: int, total: int) -> None:
         if done > total / 2:
@@ -166,6 +167,21 @@ def test_what_another_process_has_stored_meanwhile_is_not_encoded_again(model: M
         assert (report.new, report.reused) == (1, 3)
         assert report.tokens == len(model.tokenizer.encode(CHUNKS[3]))
         assert one.store.stats().chunks == 4
+
+
+def test_a_chunk_that_another_document_drops_meanwhile_is_there_in_the_end(model: Model, tmp_path: Path) -> None:
+    with _engine(model, tmp_path) as one, _engine(model, tmp_path) as other:
+        other.warm(CHUNKS[:2], document="b")
+        dropped: list[int] = []
+
+        def drop(done: int, total: int) -> None:
+            if done == 0:  # all of them have been looked up
+                dropped.append(other.forget("b"))
+
+        report = one.warm(CHUNKS, document="a", progress=drop)
+        assert dropped == [2]
+        assert (report.new, report.reused, report.warnings) == (4, 0, ())
+        assert one.store.stats().chunks == one.forget("a") == 4
 
 
 @pytest.mark.parametrize("texts", ["one string", [3], [None], [b"bytes"], [["nested"]]])

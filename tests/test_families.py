@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from kvrag import BlendEngine, Model, UnsupportedModelError
 from kvrag.model import loading
+from kvrag.types import Messages
 
 TOLERANCE = 1e-5
 
@@ -46,10 +47,26 @@ def test_gate(family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.M
             assert relative(done.logits[0], full) <= TOLERANCE
         answer = engine.generate(prompt, ratio=1.0, max_new_tokens=20, temperature=0)
         assert list(answer.token_ids) == generated[0, len(ids) :].tolist()
+        _the_next_turn_of_the_conversation_is_exact(engine, hf, prompt, answer.text)
 
         assert relative(prepare(engine, ids, 0.0, "none").logits[0], full) > 1e-3, "reuse alone cannot be exact"
         _layer_0_keys_are_the_models_own(engine, hf, ids)
         _single_chunk_behind_its_preamble_is_exact(engine, hf)
+
+
+def _the_next_turn_of_the_conversation_is_exact(engine: BlendEngine, hf: Any, prompt: Messages, said: str) -> None:
+    model = engine.model
+    question = len(model.tokenizer.render(prompt)) - model.tokenizer.opening()
+    ids = model.tokenizer.render([*prompt, {"role": "assistant", "content": said}, *messages(CHUNKS[2], CHUNKS[0])])
+    done = engine.prefill(ids, engine._configure(1.0), goes_on=True)
+    report = done.report(0.0)
+    assert report.exact
+    if model.rope_follows_length:
+        assert report.conversation_tokens == 0, "what was computed for a shorter prompt is of no use"
+    else:
+        assert question <= report.conversation_tokens < len(ids)
+        assert len(report.runs) == 2
+    assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= TOLERANCE
 
 
 def _layer_0_keys_are_the_models_own(engine: BlendEngine, hf: Any, ids: list[int]) -> None:

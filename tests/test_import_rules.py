@@ -33,7 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     "grammar": BASE | {"model"},
     "tools": BASE | {"model", "grammar"},
     "decode": BASE | {"model", "grammar"},
-    "stitch": BASE | {"model", "store", "codec"},
+    "conversation": BASE | {"model"},
+    "stitch": BASE | {"model", "store", "codec", "conversation"},
     # what a stitched prompt is belongs to both of them
     "select": BASE | {"model", "stitch"},
     "blend": BASE | {"model", "stitch"},
@@ -43,14 +44,17 @@ ALLOWED: dict[str, set[str]] = {
     "speed": BASE,
     "controller": BASE | {"speed"},
     "tuning": BASE | STEPS | {"model", "store", "codec", "calibrate", "speed", "controller"},
+    "ingest": BASE | {"encode", "match", "model", "store", "codec", "tuning"},
     "engine": BASE
     | STEPS
-    | {"grammar", "tools", "model", "store", "codec"}
+    | {"grammar", "tools", "model", "store", "ingest", "conversation"}
     | {"verify", "calibrate", "explain", "explanation", "speed", "controller", "tuning"},
-    "llm": BASE | {"engine"},
+    "llm": BASE | {"model", "engine"},
     "bench": BASE | STEPS | {"model", "store", "codec", "engine", "index", "verify", "reader", "speed", "controller"},
+    "server": BASE | {"model", "engine", "index"},
     "cli": BASE
-    | {"model", "store", "codec", "engine", "index", "verify", "calibrate", "explanation", "bench", "llm", "__init__"},
+    | {"model", "store", "codec", "engine", "index", "verify", "calibrate", "explanation"}
+    | {"bench", "llm", "server", "__init__"},
     "__init__": BASE | {"model", "store", "engine", "llm", "explanation"},
 }
 
@@ -78,6 +82,12 @@ ONLY_IN: dict[str, set[str]] = {
     "rich": {"cli"},
     "pypdf": {"cli"},
     "bs4": {"cli"},
+    "fastapi": {"server"},
+    "starlette": {"server"},
+    "uvicorn": {"server"},
+    "pydantic": {"server"},
+    "prometheus_client": {"server"},
+    "httpx": {"bench/load.py"},
 }
 
 FILES = sorted(ROOT.rglob("*.py"))

@@ -31,6 +31,7 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
         """Take the stitched tensors, or empty ones shaped like the first ones written."""
         if self._source is not None:
             self.keys, self.values = self._source(self._number)
+            self._source = None  # it holds on to chunks and to the conversation
         else:
             assert key_states is not None
             assert value_states is not None
@@ -112,6 +113,11 @@ class BlendCache(Cache):  # type: ignore[misc]
         if not layer.is_initialized:
             layer.lazy_initialization(None, None)
         return layer.keys, layer.values
+
+    @property
+    def num_bytes(self) -> int:
+        """What the layers touched so far take, with the room they have to grow."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
 
     def set_length(self, length: int) -> None:
         """Positions before `length` are complete: from here on the cache grows like a DynamicCache."""

@@ -82,14 +82,24 @@ class Tokenizer:
         assert refusal is not None
         raise refusal
 
-    def _apply_template(self, messages: Messages, template: Mapping[str, Any]) -> list[int]:
+    def opening(self, **template: Any) -> int:
+        """How many tokens the chat template ends a prompt with, for the answer to begin: not there in a history."""
+        messages = [{"role": "user", "content": "a"}]
+        try:
+            opened, closed = (self._apply_template(messages, template, opening) for opening in (True, False))
+        except PromptError:
+            return 0  # it wants more than one message: what it ends them with is not known
+        common = takewhile(lambda pair: pair[0] == pair[1], zip(opened, closed, strict=False))
+        return len(opened) - len(list(common))
+
+    def _apply_template(self, messages: Messages, template: Mapping[str, Any], opening: bool = True) -> list[int]:
         if self.hf.chat_template is None:
             raise PromptError(f"{self._name} has no chat template: pass the prompt as one string")
         try:
             with self._lock:
                 ids = self.hf.apply_chat_template(
                     messages,
-                    add_generation_prompt=True,
+                    add_generation_prompt=opening,
                     tokenize=True,
                     return_dict=False,
                     sanitize_control_tokens=True,

@@ -1,0 +1,145 @@
+"""Time to the first token over the turns of a conversation, each of which brings chunks that were not there before.
+
+With the KV of the conversation going on from turn to turn, beside an engine that keeps none and stitches and blends
+the whole history every time. Answers stand in the history otherwise than they were decoded, as with templates that drop
+what was thought: they are computed again. The RAM tier is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvrag.bench.ttft import one_token_words, run_settings
+from kvrag.config import BlendConfig
+from kvrag.engine import BlendEngine
+from kvrag.model.shapes import SHAPES, random_model
+from kvrag.types import Messages
+
+
+@dataclass(frozen=True)
+class TurnRow:
+    """One turn, seconds as medians; `anew_s` is without what the turns before have left."""
+
+    turn: int
+    prompt_tokens: int
+    conversation_tokens: int
+    ttft_s: float
+    anew_s: float
+
+
+@dataclass(frozen=True)
+class ChatResult:
+    """All turns; `growth` is the last one's time over the second's, with the conversation and without."""
+
+    rows: list[TurnRow]
+    growth: float
+    growth_anew: float
+    settings: dict[str, Any]
+
+
+def measure(
+    model: str = "qwen2.5-0.5b",
+    layers: int | None = None,
+    turns: int = 10,
+    chunks: int = 4,
+    chunk_tokens: int = 128,
+    question_tokens: int = 32,
+    answer_tokens: int = 32,
+    ratio: float = 0.15,
+    repeats: int = 3,
+    progress: Callable[[str], None] = lambda line: None,
+) -> ChatResult:
+    """Measure on a random model of that shape; `repeats` conversations after one of two turns to warm up."""
+    progress(f"building a random model of {model}'s shape")
+    net = random_model(model, layers)
+    words, rng = one_token_words(net), random.Random(0)
+
+    def text(tokens: int) -> str:
+        return "".join(rng.choices(words, k=tokens))
+
+    corpus = [text(chunk_tokens) for _ in range(turns * chunks)]
+    times: dict[tuple[int, bool], list[float]] = {}
+    sizes: dict[int, tuple[int, int]] = {}
+    config = BlendConfig(ratio=ratio)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        BlendEngine(net, folder, config, ram_bytes=0) as going_on,
+        BlendEngine(net, folder, config, ram_bytes=0, conversation_bytes=0) as anew,
+    ):
+        progress(f"warming {len(corpus)} chunks of {chunk_tokens} tokens")
+        going_on.warm(corpus)
+        for repeat in range(repeats + 1):
+            rng.shuffle(corpus)
+            history: Messages = []
+            for turn in range(1, turns + 1 if repeat else 3):
+                progress(f"conversation {repeat} of {repeats}, turn {turn}" if repeat else "warm-up")
+                new = corpus[(turn - 1) * chunks : turn * chunks]
+                history.append({"role": "user", "content": "\n\n".join([*new, text(question_tokens)])})
+                for engine in (going_on, anew):
+                    report = engine.generate(history, max_new_tokens=1, temperature=0).report
+                    if repeat:
+                        times.setdefault((turn, engine is going_on), []).append(report.ttft_s)
+                    if engine is going_on:
+                        sizes[turn] = report.prompt_tokens, report.conversation_tokens
+                history.append({"role": "assistant", "content": text(answer_tokens)})
+    median = {key: statistics.median(values) for key, values in times.items()}
+    rows = [TurnRow(turn, *sizes[turn], median[turn, True], median[turn, False]) for turn in range(1, turns + 1)]
+    settings = run_settings(net) | {
+        "chunks": chunks,
+        "chunk_tokens": chunk_tokens,
+        "question_tokens": question_tokens,
+        "answer_tokens": answer_tokens,
+        "ratio": ratio,
+        "repeats": repeats,
+    }
+    last, second = rows[-1], rows[1]
+    return ChatResult(rows, last.ttft_s / second.ttft_s, last.anew_s / second.anew_s, settings)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Command line of `kvrag bench chat`."""
+    parser.add_argument("--model", default="qwen2.5-0.5b", choices=sorted(SHAPES), help="shape of the random model")
+    parser.add_argument("--layers", type=int, metavar="N", help="only that many of its layers")
+    parser.add_argument("--turns", type=int, default=10, metavar="N", help="at least 2 (default: 10)")
+    parser.add_argument("--chunks", type=int, default=4, metavar="N", help="that each turn brings (default: 4)")
+    parser.add_argument("--chunk-tokens", type=int, default=128, metavar="N", help="in a chunk (default: 128)")
+    parser.add_argument("--question-tokens", type=int, default=32, metavar="N", help="behind the chunks (default: 32)")
+    parser.add_argument("--answer-tokens", type=int, default=32, metavar="N", help="in the history (default: 32)")
+    parser.add_argument("--ratio", type=float, default=0.15, metavar="R", help="to recompute (default: 0.15)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts (default: 3)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    if args.turns < 2:
+        args.parser.error("--turns must be at least 2: the growth is that from the second to the last")
+    result = measure(
+        args.model,
+        args.layers,
+        args.turns,
+        args.chunks,
+        args.chunk_tokens,
+        args.question_tokens,
+        args.answer_tokens,
+        args.ratio,
+        args.repeats,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    if args.json:
+        print(json.dumps(asdict(result)))
+        return 0
+    print(", ".join(f"{name} {value}" for name, value in result.settings.items()))
+    print(f"\n{'turn':>4}{'prompt':>9}{'kept':>7}{'TTFT':>12}{'anew':>12}")
+    for row in result.rows:
+        tokens = f"{row.turn:>4}{row.prompt_tokens:>9}{row.conversation_tokens:>7}"
+        print(f"{tokens}{row.ttft_s * 1000:>9.0f} ms{row.anew_s * 1000:>9.0f} ms")
+    print(f"\nlast turn over the second: {result.growth:.2f}, anew {result.growth_anew:.2f}")
+    return 0

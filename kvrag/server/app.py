@@ -170,7 +170,10 @@ async def add_document(body: NewDocument, state: Shared) -> Response:
     return json_response(status.to_dict(), 202)
 
 
-@router.put("/v1/corpus/{document:path}", status_code=202)
+_FILE = {"requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
+
+
+@router.put("/v1/corpus/{document:path}", status_code=202, openapi_extra=_FILE)
 async def upload_document(document: str, request: Request, state: Shared) -> Response:
     """Add the file that is the body: text, Markdown, HTML, PDF or JSONL, by the id's suffix or the content type."""
     corpus = state.require_corpus()
@@ -248,6 +251,17 @@ async def _only(pieces: AsyncGenerator[T, None]) -> T:
         return await anext(pieces)
 
 
+def _name_models(app: FastAPI, state: State) -> None:
+    """Let the description of the interface say what models there are."""
+    answering = [state.settings.name, *([] if state.corpus is None else [state.settings.rag_name])]
+    embedding = [] if state.corpus is None else [state.corpus.embedder]
+    named = {"ChatRequest": answering, "CompletionRequest": answering[:1], "EmbeddingRequest": embedding}
+    schemas = app.openapi()["components"]["schemas"]
+    for request, names in named.items():
+        if names:
+            schemas[request]["properties"]["model"]["enum"] = names
+
+
 def create_app(engine: BlendEngine, settings: ServerSettings, corpus: Corpus | None = None) -> FastAPI:
     """An ASGI app that answers from an engine; it closes neither engine nor corpus' index.
 
@@ -270,6 +284,7 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpus: Corpus | N
     app.state.kvrag = state
     app.include_router(router)
     handle_errors(app)
+    _name_models(app, state)
     app.add_middleware(Guard, settings=settings)
     if settings.origins:
         app.add_middleware(

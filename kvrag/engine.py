@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrag import calibrate
@@ -25,7 +26,9 @@ from kvrag.config import BlendConfig, Grammar, Sampling, check_bytes, check_code
 from kvrag.controller import Decision
 from kvrag.conversation import Beginning, Conversation, Conversations, Turn
 from kvrag.decode import decode
-from kvrag.errors import DamagedChunkError, KvragError, SettingError, StoreError
+from kvrag.errors import DamagedChunkError, KvragError, PromptError, SettingError, StoreError
+from kvrag.explain import Call, Watch, explain
+from kvrag.explanation import Explanation
 from kvrag.grammar import constrain
 from kvrag.ingest import Ingestion
 from kvrag.match import MatchIndex
@@ -55,6 +58,7 @@ class Prefilled:
         ids: (T,) the prompt.
         stitched: What was reused, and the cache.
         logits: (1, V) float32, after the last token.
+        selected: (S,) reused positions that were recomputed.
         exact: How many of the first positions have full prefill's KV.
         report: What it took, given the time to the first token in seconds.
         config: What was asked for, with a ratio.
@@ -63,6 +67,7 @@ class Prefilled:
     ids: Tensor
     stitched: Stitched
     logits: Tensor
+    selected: Tensor
     exact: int
     report: Callable[[float], BlendReport]
     config: BlendConfig = field(init=False)
@@ -114,6 +119,8 @@ class BlendEngine:
         self._removals = self.store.removals()
         self._tuning = Tuning(model, self.store)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._tuning)
+        self._last: Call | None = None
+        self._watch = Watch()
         self._closed = False
 
     @classmethod
@@ -271,11 +278,14 @@ class BlendEngine:
         with contextlib.suppress(GeneratorExit):  # who has heard enough may still go on with the conversation
             for delta in decode(self.model, done.ids, cache, logits, sampling, constraint, control_tokens):
                 answer += delta.token_ids
-                report = report or _with_created(done.report(time.perf_counter() - started), created)
+                if report is None:
+                    report = _with_created(done.report(time.perf_counter() - started), created)
+                    self._last = call = Call(done.ids, done.selected, report)
                 delta = listener.hear(delta) if listener else delta
                 yield replace(delta, report=report) if delta.finish_reason else delta
         if not _is_reference(done.config):
             self._keep(done, answer, opening)
+        self._watch.look(self.model.tokenizer, self.store, self._find, call, config.min_run)
 
     def _keep(self, done: Prefilled, answer: list[int], opening: int) -> None:
         """Keep an answered prompt for the next one, which will have it without the `opening` of the answer."""
@@ -335,6 +345,49 @@ class BlendEngine:
         """
         prepared = prepare(self.model.tokenizer, prompt, tools)
         return len(self.model.tokenizer.render(prepared.prompt, **prepared.template))
+
+    def explain(
+        self,
+        prompt: str | Messages | None = None,
+        *,
+        retrieved: Sequence[str] | None = None,
+        ratio: float | None = None,
+        policy: str | None = None,
+        controller: str | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+        template: dict[str, Any] | None = None,
+    ) -> Explanation:
+        """Say what is reused of a prompt, what is recomputed, and why it is not more.
+
+        Args:
+            prompt: As in `stream`: it is prefilled now. None = the one answered last, as it was answered.
+            retrieved: What a retriever returned for it; otherwise the chunks that can be recognised are explained.
+            ratio, policy, controller, tools, template: As in `stream`, for a prompt given.
+
+        Raises:
+            PromptError, ContextWindowError: It cannot be answered as it is, or nothing has been answered yet.
+            SettingError: A setting is out of range.
+        """
+        self._check_open()
+        config = self._configure(ratio, policy, controller)
+        if prompt is None:
+            call = self._last
+            if call is None:
+                raise PromptError("nothing has been answered yet by this engine: give explain a prompt")
+        else:
+            prepared = prepare(self.model.tokenizer, prompt, tools)
+            ids = self.model.tokenizer.render(prepared.prompt, **{**prepared.template, **(template or {})})
+            self.model.check_window(len(ids))
+            started = time.perf_counter()
+            done = self.prefill(ids, config)
+            call = Call(done.ids, done.selected, done.report(time.perf_counter() - started))
+        return explain(self.model.tokenizer, self.store, self.fingerprint, self._find, call, config.min_run, retrieved)
+
+    def _find(self, ids: Sequence[int], min_run: int) -> list[tuple[Run, NDArray[np.uint32]]]:
+        """Runs and the ids of their chunks."""
+        with self._index_lock:
+            self._refresh_index()
+            return [(run, self._index.ids(run.key)) for run in self._index.match(ids, min_run)]
 
     def verify(self) -> list[Check]:
         """Run the correctness gate on this engine's model, in a folder of its own; see `kvrag.verify`."""
@@ -520,14 +573,12 @@ class BlendEngine:
             decision=decision.reason if decision else "",
             conversation_tokens=stitched.kept,
         )
-        return Prefilled(stitched.ids, stitched, logits, exact, lambda ttft_s: replace(base, ttft_s=ttft_s))
+        return Prefilled(stitched.ids, stitched, logits, selected, exact, lambda ttft_s: replace(base, ttft_s=ttft_s))
 
     def _match(self, ids: list[int], min_run: int, kept: int = 0) -> tuple[list[Run], dict[str, ChunkReader]]:
         """Runs behind the first `kept` tokens whose chunks could be opened, and their readers."""
-        with self._index_lock:
-            self._refresh_index()
-            runs = self._index.match(ids[kept:], min_run)
-        runs = [replace(run, start=run.start + kept, stop=run.stop + kept) for run in runs]
+        found = self._find(ids[kept:], min_run)
+        runs = [replace(run, start=run.start + kept, stop=run.stop + kept) for run, _ in found]
         readers: dict[str, ChunkReader] = {}
         try:
             for key in dict.fromkeys(run.key for run in runs):

@@ -18,6 +18,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "warm": ("kvrag.cli.warm", "encode files and folders into a store"),
     "ask": ("kvrag.cli.ask", "ask a question about what was warmed"),
     "chat": ("kvrag.cli.chat", "the same as a conversation"),
+    "explain": ("kvrag.cli.explain", "show what was reused of a prompt, and why not more"),
     "calibrate": ("kvrag.cli.calibrate", "find how much to recompute on your model and corpus"),
     "estimate": ("kvrag.cli.estimate", "how many bytes a corpus will take, before it takes them"),
     "store": ("kvrag.cli.store", "look into a store, check it, clean it up"),

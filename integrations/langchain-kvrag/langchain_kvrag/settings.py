@@ -11,7 +11,7 @@ from langchain_core.language_models import BaseLanguageModel
 from langchain_core.load.serializable import SerializedConstructor, SerializedNotImplemented
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
-from kvrag import BlendEngine, LazyEngine, LLMSettings, WarmReport
+from kvrag import BlendEngine, Explanation, LazyEngine, LLMSettings, WarmReport
 
 _VERSION = version("langchain-kvrag")
 _Plain = Annotated[str, BeforeValidator(LLMSettings.plain)]
@@ -96,6 +96,21 @@ class BlendSettings(BaseLanguageModel[Any]):
     def warm(self, texts: Iterable[str], *, document: str | Sequence[str] = "") -> WarmReport:
         """Encode every chunk that the store lacks; see `BlendEngine.warm`. Give the `page_content` of the documents."""
         return self._open().warm(texts, document=document)
+
+    def explain(
+        self, prompt: str | list[dict[str, Any]] | None = None, *, retrieved: Sequence[str] | None = None
+    ) -> Explanation:
+        """Say what was reused of the prompt that was answered last, and why not more; see `BlendEngine.explain`.
+
+        Args:
+            prompt: Another one instead: a text, or messages as dicts with `role` and `content`.
+            retrieved: What the retriever returned for it: the `page_content` of its documents.
+        """
+        engine = self._open()
+        if isinstance(prompt, str):
+            prompt = engine.model.tokenizer.as_prompt(prompt)
+        settings = {"ratio": self.ratio, "policy": self.policy, "controller": self.controller}
+        return engine.explain(prompt, retrieved=retrieved, **settings)
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids as the model's own tokenizer has them."""

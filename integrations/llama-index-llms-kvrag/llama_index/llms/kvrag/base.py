@@ -30,7 +30,7 @@ from llama_index.core.tools.types import BaseTool
 from llama_index.core.types import BasePydanticProgram, Model
 from llama_index.llms.kvrag.messages import assistant_message, template_messages
 
-from kvrag import Answer, BlendEngine, BlendReport, Delta, LazyEngine, LLMSettings, ToolCall, WarmReport
+from kvrag import Answer, BlendEngine, BlendReport, Delta, Explanation, LazyEngine, LLMSettings, ToolCall, WarmReport
 
 _Plain = Annotated[str, BeforeValidator(LLMSettings.plain)]
 _Prompt = str | list[dict[str, Any]]
@@ -136,6 +136,19 @@ class BlendLLM(FunctionCallingLLM):
     def encode(self, text: str) -> list[int]:
         """Token ids by the model's own tokenizer: `Settings.tokenizer = llm.encode` makes LlamaIndex count right."""
         return self._open().model.tokenizer.encode(text)
+
+    def explain(self, prompt: _Prompt | None = None, *, retrieved: Sequence[str] | None = None) -> Explanation:
+        """Say what was reused of the prompt that was answered last, and why not more; see `BlendEngine.explain`.
+
+        Args:
+            prompt: Another one instead: a text, or messages as dicts with `role` and `content`.
+            retrieved: What the retriever returned for it: `node.get_content(MetadataMode.LLM)` of its nodes.
+        """
+        engine = self._open()
+        if isinstance(prompt, str):
+            prompt = engine.model.tokenizer.as_prompt(prompt)
+        settings = {"ratio": self.ratio, "policy": self.policy, "controller": self.controller}
+        return engine.explain(prompt, retrieved=retrieved, **settings)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:

@@ -1,0 +1,149 @@
+"""`kvrag explain`: what was reused of a prompt, and why not more."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvrag.cli.common import add_engine_arguments, open_engine, say
+from kvrag.config import CONTROLLERS, POLICIES
+from kvrag.errors import KvragError, PromptError
+from kvrag.types import Messages
+
+if TYPE_CHECKING:
+    from kvrag.engine import BlendEngine
+    from kvrag.explanation import Explanation
+
+_STYLES = {"fresh": "dim", "reused": "black on green", "conversation": "black on bright_blue"}
+_RECOMPUTED = "black on yellow"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Command line of `kvrag explain`."""
+    parser.add_argument(
+        "prompt",
+        metavar="PROMPT",
+        help="the finished prompt, as a chain sends it: a text, a file of it, or '-' for stdin; JSON = messages, or "
+        "the body of a request to OpenAI's API",
+    )
+    parser.add_argument(
+        "--retrieved",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="what was retrieved for it: files of one chunk each, or .json files with a list of chunks",
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a page with the prompt in colours")
+    add_engine_arguments(parser)
+    parser.add_argument("--ratio", type=float, help="share of the reused tokens to recompute, 0 to 1")
+    parser.add_argument("--policy", choices=POLICIES, help="which tokens to recompute; 'full' = ordinary prefill")
+    parser.add_argument(
+        "--controller", choices=CONTROLLERS, help="'off' = no full prefill where that is predicted to be sooner"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prefill the prompt as if it were answered, and tell."""
+    messages, tools = _prompt(args.prompt)
+    retrieved = [text for path in args.retrieved for text in _chunks(Path(path))] if args.retrieved else None
+    with open_engine(args) as engine:
+        explanation = engine.explain(
+            _as_prompt(engine, messages),
+            retrieved=retrieved,
+            tools=tools,
+            ratio=args.ratio,
+            policy=args.policy,
+            controller=args.controller,
+        )
+    if args.html:
+        Path(args.html).write_text(explanation.html(), "utf-8")
+        say(f"wrote {args.html}")
+    if args.json:
+        print(json.dumps(explanation.to_dict()))
+    else:
+        _show(explanation)
+    return 0
+
+
+def _prompt(given: str) -> tuple[str | Messages, Any]:
+    """The prompt, and the tools that stand beside it."""
+    text = sys.stdin.read() if given == "-" else _read(Path(given)) if _is_file(given) else given
+    if not text.strip():
+        raise PromptError("the prompt is empty")
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return text, None
+    if isinstance(parsed, dict) and "messages" in parsed:
+        return parsed["messages"], parsed.get("tools")
+    return (parsed, None) if isinstance(parsed, list) else (text, None)
+
+
+def _as_prompt(engine: BlendEngine, prompt: str | Messages) -> str | Messages:
+    """A text as the framework classes send it."""
+    return engine.model.tokenizer.as_prompt(prompt) if isinstance(prompt, str) else prompt
+
+
+def _is_file(given: str) -> bool:
+    try:
+        return Path(given).is_file()
+    except (OSError, ValueError):  # too long for a name, or with a zero byte
+        return False
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise KvragError(f"{path} is not UTF-8 text (byte {error.start})") from None
+
+
+def _chunks(path: Path) -> list[str]:
+    text = _read(path)
+    if path.suffix.lower() != ".json":
+        return [text]
+    try:
+        chunks = json.loads(text)
+    except ValueError as error:
+        raise KvragError(f"{path} is not JSON: {error}") from None
+    if not isinstance(chunks, list) or not all(isinstance(chunk, str) for chunk in chunks):
+        raise KvragError(f"{path} must hold a list of strings, the chunks")
+    return chunks
+
+
+def _show(explanation: Explanation) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        raise KvragError("rich is not installed: pip install 'kvrag[cli]'") from None
+    from kvrag.explanation import title
+
+    console = Console()
+    if not console.is_terminal:
+        print(explanation)
+        return
+    legend = Text("\n")
+    for name, style in {**_STYLES, "reused and recomputed": _RECOMPUTED}.items():
+        legend.append(f" {name} ", style).append(" ")
+    prompt = Text()
+    source = ""
+    for stretch in explanation.stretches:
+        if stretch.documents and stretch.documents[0] != source:
+            source = stretch.documents[0]
+            prompt.append(f"[{source}] ", "bold")
+        for text, again in stretch.pieces:
+            prompt.append(text, _RECOMPUTED if again else _STYLES[stretch.kind])
+    table = Table("", "reused", "chunk", "why", box=None, header_style="dim")
+    for chunk in explanation.chunks:
+        colour = "green" if chunk.reason == "reused" else "red"
+        reason = Text(chunk.reason, colour)
+        table.add_row(reason, f"{chunk.reused} of {chunk.tokens}", Text(title(chunk)), Text(chunk.detail))
+    console.print(prompt, legend, soft_wrap=True)
+    console.print(table)
+    for line in explanation.summary:
+        console.print(Text(line))

@@ -49,7 +49,7 @@ CLASSES = [name for name in PUBLIC if name != "POLICIES"]
 METHODS = {
     "BlendEngine": [
         *("warm", "awarm", "generate", "agenerate", "stream", "astream"),
-        *("forget", "documents", "verify", "close", "from_pretrained", "shared"),
+        *("forget", "documents", "explain", "verify", "close", "from_pretrained", "shared"),
     ],
     "Model": ["from_pretrained"],
     "FileStore": ["stats", "check", "gc", "remove", "close"],

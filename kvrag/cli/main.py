@@ -19,14 +19,17 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "ask": ("kvrag.cli.ask", "ask a question about what was warmed"),
     "chat": ("kvrag.cli.chat", "the same as a conversation"),
     "explain": ("kvrag.cli.explain", "show what was reused of a prompt, and why not more"),
+    "serve": ("kvrag.cli.serve", "an OpenAI-compatible server in front of a model and a corpus"),
     "calibrate": ("kvrag.cli.calibrate", "find how much to recompute on your model and corpus"),
     "estimate": ("kvrag.cli.estimate", "how many bytes a corpus will take, before it takes them"),
     "store": ("kvrag.cli.store", "look into a store, check it, clean it up"),
     "verify": ("kvrag.cli.verify", "test that blending is exact on your model"),
     "bench ttft": ("kvrag.bench.ttft", "measure the time to the first token"),
+    "bench chat": ("kvrag.bench.chat", "measure it over the turns of a conversation"),
     "bench quality": ("kvrag.cli.quality", "measure which answers survive, per policy and ratio"),
     "bench simulate": ("kvrag.bench.simulate", "where reuse wins and where it loses, by a cost model"),
     "bench ingest": ("kvrag.bench.ingest", "measure how fast chunks are encoded"),
+    "bench serve": ("kvrag.bench.load", "many clients at once against a running server"),
     "bench codec": ("kvrag.bench.codec", "measure what 8 and 4 bits cost and save"),
 }
 _GROUPS = {"bench": "measure speed on models of real shapes with random weights, and quality on real ones"}

@@ -1,0 +1,88 @@
+"""Chat with a folder of .txt and .md files in the terminal, through LangChain.
+
+    python examples/terminal_chat.py                                                # the bundled model and articles
+    python examples/terminal_chat.py --model Qwen/Qwen2.5-1.5B-Instruct notes/
+
+An empty line or Ctrl-D ends it.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
+from langchain_kvrag import ChatBlend, FaissVectorStore, KVWarmVectorStore, SentenceTransformerEmbeddings
+from langchain_text_splitters import RecursiveCharacterTextSplitter
+
+from kvrag import KvragError
+
+INSTRUCTION = "Answer the question from these passages. If they do not say, say that you do not know."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent / "corpus")
+    parser.add_argument("--model", default="reader", help="hub name or folder (default: the model that is bundled)")
+    parser.add_argument("--store", default="kv", help="folder of the encoded chunks (default: kv)")
+    parser.add_argument("--chunk-tokens", type=int, default=256)
+    parser.add_argument("--top-k", type=int, default=4)
+    args = parser.parse_args()
+    is_reader = args.model == "reader"  # so small that blending never pays: here it is to be seen all the same
+    llm = ChatBlend(model=args.model, store=args.store, temperature=0, controller="off" if is_reader else None)
+    try:
+        chat(llm, warm(llm, args.folder, args.chunk_tokens), "" if is_reader else INSTRUCTION, args.top_k)
+    except KvragError as error:
+        sys.exit(f"terminal_chat: {error}")
+
+
+def warm(llm: ChatBlend, folder: Path, chunk_tokens: int) -> KVWarmVectorStore:
+    """A vector store of the folder's chunks, all of which are encoded."""
+    splitter = RecursiveCharacterTextSplitter(
+        chunk_size=chunk_tokens, chunk_overlap=0, length_function=lambda text: len(llm.get_token_ids(text))
+    )
+    documents = [
+        Document(chunk, id=f"{path.relative_to(folder)}#{number}", metadata={"source": path.name})
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in (".txt", ".md")
+        for number, chunk in enumerate(splitter.split_text(path.read_text(encoding="utf-8", errors="replace")))
+    ]
+    if not documents:
+        sys.exit(f"terminal_chat: there is no .txt or .md file in {folder}")
+    vectors = KVWarmVectorStore(FaissVectorStore(SentenceTransformerEmbeddings()), llm)
+    for start in range(0, len(documents), 64):
+        vectors.add_documents(documents[start : start + 64])
+        print(f"\rwarmed {min(start + 64, len(documents))} of {len(documents)} chunks", end="", file=sys.stderr)
+    print("\nask away; an empty line ends", file=sys.stderr)
+    return vectors
+
+
+def chat(llm: ChatBlend, vectors: KVWarmVectorStore, instruction: str, top_k: int) -> None:
+    history: list[BaseMessage] = []  # questions and answers; passages are looked up for every question anew
+    while question := ask():
+        found = vectors.similarity_search(question, k=top_k)
+        passages = "\n\n".join(document.page_content for document in found)
+        message = HumanMessage(f"{instruction}\n\n{passages}\n\nQuestion: {question}".strip())
+        answer = AIMessageChunk("")
+        for piece in llm.stream([*history, message]):
+            print(piece.text if answer.text else piece.text.lstrip(), end="", flush=True)
+            answer += piece
+        history = [*history, HumanMessage(f"Question: {question}"), AIMessage(answer.text.strip())][-8:]
+        report = answer.response_metadata["kvrag"]
+        print(
+            f"\n  from {', '.join(sorted({document.metadata['source'] for document in found}))}\n"
+            f"  {report['reused_tokens']} of {report['prompt_tokens']} prompt tokens reused, "
+            f"{report['recomputed_tokens']} of them recomputed, first token after {report['ttft_s'] * 1000:.0f} ms"
+        )
+
+
+def ask() -> str:
+    """The next question; "" at the end of the input."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+if __name__ == "__main__":
+    main()

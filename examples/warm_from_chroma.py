@@ -1,0 +1,29 @@
+"""Warm what a Chroma collection holds, and answer from it."""
+
+from pathlib import Path
+
+from langchain_chroma import Chroma
+from langchain_kvrag import ChatBlend, KVWarmVectorStore, SentenceTransformerEmbeddings
+
+MODEL = "reader"  # comes with kvrag; or for example "Qwen/Qwen2.5-1.5B-Instruct"
+
+# the collection that you have; a new one gets a few articles
+chroma = Chroma("articles", SentenceTransformerEmbeddings(), persist_directory="chroma")
+if not chroma.get(limit=1)["ids"]:
+    paths = sorted((Path(__file__).parent / "corpus").glob("*.txt"))
+    # with metadata: without any, langchain-chroma 1.1 cannot get documents by their ids
+    sources = [{"source": path.name} for path in paths]
+    chroma.add_texts([path.read_text() for path in paths], sources, ids=[path.name for path in paths])
+
+# "off": for prompts as short as this one, full prefill would often be taken otherwise
+llm = ChatBlend(model=MODEL, store="kv", max_tokens=32, temperature=0, controller="off")
+vectors = KVWarmVectorStore(chroma, llm)  # from now on, what is added to it or deleted is followed
+report = vectors.warm_existing(chroma.get(include=[])["ids"])
+print(f"{report.chunks} documents: {report.new} encoded now, {report.reused} before")
+
+question = "Which company is run by Venda?"
+found = vectors.similarity_search(question, k=3)
+answer = llm.invoke("\n\n".join([*(document.page_content for document in found), f"Question: {question}"]))
+usage = answer.usage_metadata
+print(question, answer.text.strip())
+print(f"{usage['input_token_details']['cache_read']} of {usage['input_tokens']} prompt tokens reused")

@@ -1,0 +1,29 @@
+"""Warm what a FAISS index on the disk holds, and answer from it."""
+
+from pathlib import Path
+
+from langchain_kvrag import ChatBlend, FaissVectorStore, KVWarmVectorStore, SentenceTransformerEmbeddings
+
+MODEL = "reader"  # comes with kvrag; or for example "Qwen/Qwen2.5-1.5B-Instruct"
+
+# the index that you have; a new one gets a few articles
+embeddings = SentenceTransformerEmbeddings()
+if not Path("faiss").exists():
+    paths = sorted((Path(__file__).parent / "corpus").glob("*.txt"))
+    FaissVectorStore.from_texts(
+        [path.read_text() for path in paths], embeddings, ids=[path.name for path in paths]
+    ).save("faiss")
+faiss = FaissVectorStore.load("faiss", embeddings)
+
+# "off": for prompts as short as this one, full prefill would often be taken otherwise
+llm = ChatBlend(model=MODEL, store="kv", max_tokens=32, temperature=0, controller="off")
+vectors = KVWarmVectorStore(faiss, llm)  # from now on, what is added to it or deleted is followed
+report = vectors.warm_existing()
+print(f"{report.chunks} documents: {report.new} encoded now, {report.reused} before")
+
+question = "Which company is run by Venda?"
+found = vectors.similarity_search(question, k=3)
+answer = llm.invoke("\n\n".join([*(document.page_content for document in found), f"Question: {question}"]))
+usage = answer.usage_metadata
+print(question, answer.text.strip())
+print(f"{usage['input_token_details']['cache_read']} of {usage['input_tokens']} prompt tokens reused")

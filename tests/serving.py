@@ -1,0 +1,89 @@
+"""Real servers for tests: uvicorn in a thread, on a port of 127.0.0.1."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from kvrag import BlendEngine
+from kvrag.cli import documents
+from kvrag.cli.serve import _read
+from kvrag.index import ChunkIndex
+from kvrag.server import Corpus, ServerSettings, bind, create_app, make_server, url
+
+NAME = "reader"
+
+
+@dataclass
+class Served:
+    """A server under test; `stop` is what SIGTERM would do to its process."""
+
+    app: FastAPI
+    url: str
+    stop: Callable[[], None]
+    http: httpx.Client = field(repr=False)
+
+    def metric(self, name: str) -> float:
+        """A number that Prometheus is told."""
+        for line in self.http.get("/metrics").raise_for_status().text.splitlines():
+            if line.startswith(f"{name} "):
+                return float(line.split()[1])
+        raise AssertionError(f"there is no {name}")
+
+    def running(self) -> tuple[int, int]:
+        """Requests at work, and waiting."""
+        health = self.http.get("/health").json()
+        return health["running"], health["waiting"]
+
+    def ask(self, text: str, **changes: Any) -> httpx.Response:
+        """One chat request."""
+        messages = [{"role": "user", "content": text}]
+        body = {"model": NAME, "messages": messages, "temperature": 0, "max_tokens": 12, **changes}
+        return self.http.post("/v1/chat/completions", json=body)
+
+
+def until(claim: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for what must come true in the end."""
+    end = time.monotonic() + seconds
+    while not claim():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.02)
+
+
+def make_corpus(engine: BlendEngine, folder: Path) -> Corpus:
+    """As `kvrag serve` makes it, with chunks of 40 tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    encode = engine.model.tokenizer.encode
+    split = documents.splitter(lambda text: len(encode(text)), 40, 0)
+    return Corpus(engine, ChunkIndex(folder / "index.sqlite"), folder / "corpus", _read, split)
+
+
+@contextmanager
+def serving(engine: BlendEngine, corpus: Corpus | None = None, key: str = "", **settings: Any) -> Iterator[Served]:
+    """A server, as long as the context lasts."""
+    app = create_app(engine, ServerSettings(name=NAME, **settings), corpus)
+    taken = bind("127.0.0.1", 0)
+    server = make_server(app, 60)
+    place = url(taken)
+    thread = threading.Thread(target=server.run, args=([taken],))
+    thread.start()
+
+    def stop() -> None:
+        server.should_exit = True
+
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(base_url=place, timeout=300, headers=headers) as http:
+        until(lambda: server.started)
+        try:
+            yield Served(app, place, stop, http)
+        finally:
+            stop()
+            thread.join()

@@ -1,0 +1,222 @@
+"""The corpus of a server: what is under way, what survives, what fails."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import CHUNKS
+from serving import make_corpus, until
+
+import kvrag.index
+from kvrag import BlendEngine, StoreFullError
+from kvrag.cli.main import main
+from kvrag.server import Corpus
+from kvrag.server.errors import ApiError
+
+load_embedder = functools.cache(kvrag.index.load_embedder)
+
+
+@pytest.fixture(autouse=True)
+def _embedder_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvrag.index, "load_embedder", load_embedder)
+
+
+@pytest.fixture
+def corpus(engine: BlendEngine, tmp_path: Path) -> Iterator[Corpus]:
+    """Not started."""
+    corpus = make_corpus(engine, tmp_path / "corpus")
+    yield corpus
+    corpus.stop(30)
+
+
+def statuses(corpus: Corpus) -> dict[str, str]:
+    return {status.id: status.status for status in corpus.statuses()}
+
+
+def tasks(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "corpus" / "corpus").iterdir())
+
+
+def test_what_was_left_undone_is_done_by_the_next_server(corpus: Corpus, engine: BlendEngine, tmp_path: Path) -> None:
+    for number, text in enumerate(CHUNKS):
+        assert corpus.add(f"{number}", [text]).status == "queued"
+    corpus.add("0", [CHUNKS[0] + " She sings."])  # in place of the first
+    assert len(tasks(tmp_path)) == len(CHUNKS)
+    (tmp_path / "corpus" / "corpus" / "000000000099.part").write_text("{")
+    (tmp_path / "corpus" / "corpus" / "000000000098.json").write_text("{")
+    again = make_corpus(engine, tmp_path / "corpus")
+    again.start()
+    until(lambda: set(statuses(again).values()) == {"ready"})
+    assert sorted(statuses(again)) == sorted(engine.documents()) == ["0", "1", "2", "3"]
+    assert again.search("She sings.", 1, 0)[0].text.endswith("She sings.")
+    assert [path.suffix for path in tasks(tmp_path)] == [".damaged"]
+    again.stop(30)
+
+
+def test_a_document_under_way_is_seen_and_can_be_dropped(
+    corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go, warm = threading.Event(), threading.Event(), engine.warm
+
+    def slow(*args: Any, **settings: Any) -> Any:
+        report = warm(*args, **settings)
+        reached.set()
+        assert go.wait(60)
+        return report
+
+    monkeypatch.setattr(engine, "warm", slow)
+    corpus.add("a", [CHUNKS[0], CHUNKS[1]])
+    corpus.add("b", [CHUNKS[2]])
+    corpus.start()
+    assert reached.wait(60)
+    under_way = corpus.status("a")
+    assert under_way.status == "encoding"
+    assert under_way.tokens_done == under_way.tokens > 40
+    assert corpus.status("b").status == "queued"
+    assert corpus.num_pending == 2
+    corpus.remove("a")
+    corpus.remove("b")
+    assert statuses(corpus) == {}
+    with pytest.raises(ApiError, match="there is no document 'b'"):
+        corpus.remove("b")
+    go.set()
+    until(lambda: not corpus.num_pending)
+    assert (corpus.num_chunks, engine.documents(), engine.store.stats().chunks) == (0, [], 0)
+    assert tasks(tmp_path) == []
+
+
+def test_a_stopped_server_goes_on_with_the_document_it_was_at(
+    corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go, warm = threading.Event(), threading.Event(), engine.warm
+
+    def slow(texts: Any, document: str, progress: Any) -> Any:
+        def moved(done: int, total: int) -> None:
+            reached.set()
+            assert go.wait(60)
+            progress(done, total)
+
+        return warm(texts, document=document, progress=moved)
+
+    monkeypatch.setattr(engine, "warm", slow)
+    corpus.add("a", [CHUNKS[0]])
+    corpus.start()
+    assert reached.wait(60)
+    corpus.stop(0)
+    go.set()
+    corpus.stop(30)
+    assert engine.documents() == []
+    monkeypatch.undo()
+    again = make_corpus(engine, tmp_path / "corpus")
+    assert statuses(again) == {"a": "queued"}
+    again.start()
+    until(lambda: statuses(again) == {"a": "ready"})
+    again.stop(30)
+
+
+def test_a_document_that_fails_says_why_and_does_not_stop_the_others(
+    corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = engine.store.put
+
+    def full(records: Any) -> int:
+        monkeypatch.setattr(engine.store, "put", put)
+        raise StoreFullError("no room")
+
+    monkeypatch.setattr(engine.store, "put", full)
+    corpus.add("a", [CHUNKS[0]])
+    corpus.add("b", [CHUNKS[1]])
+    corpus.start()
+    until(lambda: not corpus.num_pending)
+    assert statuses(corpus) == {"a": "failed", "b": "ready"}
+    assert corpus.status("a").error == "no room"
+    again = make_corpus(engine, tmp_path / "corpus")
+    assert statuses(again) == {"a": "failed", "b": "ready"}
+    again.add("a", [CHUNKS[0]])
+    assert statuses(again) == {"a": "queued", "b": "ready"}
+    again.remove("a")
+    assert statuses(again) == {"b": "ready"}
+
+
+def test_not_too_many_documents_wait(engine: BlendEngine, corpus: Corpus) -> None:
+    corpus._max_pending = 1
+    corpus.add("a", [CHUNKS[0]])
+    with pytest.raises(ApiError) as refused:
+        corpus.add("b", [CHUNKS[1]])
+    assert refused.value.status == 429
+    with pytest.raises(ApiError, match="corpus is empty"):
+        corpus.search("Who?", 1, 0)
+
+
+# -------------------------------------------------------------------- the command
+
+
+def start(*argv: object) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    """`kvrag serve` in a process of its own, and what it says when it is ready."""
+    command = [sys.executable, "-m", "kvrag.cli.main", "serve", "--port", "0", "--json", *map(str, argv)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "KVRAG_API_KEY": "a,b"})
+    assert process.stdout is not None
+    return process, json.loads(process.stdout.readline())
+
+
+def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    process, ready = start("--store", tmp_path / "kv", "--chunk-tokens", 40, "--served-model-name", "mine")
+    body = {"model": "mine-rag", "messages": [{"role": "user", "content": "Who?"}], "stream": True, "max_tokens": 40}
+    with httpx.Client(base_url=ready["url"], headers={"Authorization": "Bearer b"}, timeout=300) as http:
+        empty = http.post("/v1/chat/completions", json=body)
+        assert (empty.status_code, empty.json()["error"]["code"]) == (400, "corpus_empty")
+        assert http.put("/v1/corpus/a.txt", content=CHUNKS[0].encode()).status_code == 202
+        until(lambda: http.get("/v1/corpus/a.txt").json()["status"] == "ready")
+        with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert '"citations"' in next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--concurrency", "0"], "concurrency must be at least 1"),
+        (["--ratio", "2"], "ratio must be"),
+        (["--chunk-overlap", "300"], "--chunk-tokens"),
+        (["--store-gib", "0"], "--store-gib"),
+        (["--api-key", "a b"], "API key"),
+        (["--host", "192.0.2.1"], "cannot listen"),
+        (["--port", "99999"], "cannot listen"),
+        (["--prompt-template", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_wrong_settings_are_told_in_one_line(argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *argv]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvrag: ")
+    assert reason in line
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port), "--model", "nobody/nothing"]) == 1
+    assert f"kvrag: port {port} of 127.0.0.1 is in use: choose another with --port" in capsys.readouterr().err
+
+
+def test_a_store_of_another_model_is_refused(
+    engine: BlendEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.warm(CHUNKS)  # of the tiny llama
+    assert main(["serve", "--port", "0", "--store", str(tmp_path / "kv")]) == 1
+    assert "holds KV of tiny, not of reader" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -12,6 +13,7 @@ import torch
 from kvrag.config import Grammar, Sampling, check_codec, check_controller, check_policy, check_ratio
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
+from kvrag.model.loading import context_window, load_config, load_tokenizer
 
 _ABOUT_THE_ENGINE = (
     *("model", "store", "codec", "dtype", "device", "device_map"),
@@ -126,6 +128,12 @@ class LLMSettings:
         """Name of the model, which need not be loaded."""
         return self.engine.model.name if self.engine is not None else str(self.model)
 
+    def window(self) -> tuple[int, bool]:
+        """How many tokens the model can see, and whether it takes messages; its weights are left where they are."""
+        if self.engine is None:
+            return _window(str(self.model), self.revision, self.trust_remote_code)
+        return self.engine.model.context_window, self.engine.model.tokenizer.has_chat_template
+
     def identity(self) -> dict[str, Any]:
         """Everything that changes an answer, in plain types: what a cache of answers must be keyed by."""
         names = [name for name in (*_ABOUT_THE_ENGINE, *_ABOUT_ANSWERS) if name != "model"]
@@ -133,6 +141,13 @@ class LLMSettings:
         if self.engine is not None:
             identity["engine"] = {"model": self.engine.fingerprint.digest, **asdict(self.engine.config)}
         return identity
+
+
+@functools.lru_cache(maxsize=64)
+def _window(name: str, revision: str | None, trust_remote_code: bool) -> tuple[int, bool]:
+    config = load_config(name, revision, trust_remote_code)
+    tokenizer = load_tokenizer(name, revision, trust_remote_code)
+    return context_window(config.get_text_config()), tokenizer.chat_template is not None
 
 
 class LazyEngine:

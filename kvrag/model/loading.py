@@ -75,22 +75,22 @@ def load(
     return model, tokenizer
 
 
-def load_config(name: str) -> Any:
+def load_config(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """A model's configuration, its weights left where they are; raises like `load`."""
     path = reader_path() if name == READER else name
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ModelLoadError(_explain(name, path, error)) from error
     refuse_unsupported(config)
     return config
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """A model's tokenizer alone; raises like `load`."""
     path = reader_path() if name == READER else name
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ModelLoadError(_explain(name, path, error)) from error
 

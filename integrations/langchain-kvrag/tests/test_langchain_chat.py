@@ -78,6 +78,21 @@ def test_usage_counts_the_prompt_the_answer_and_what_was_reused(chat: ChatBlend,
 
 
 @pytest.mark.usefixtures("endless")
+def test_the_next_turn_goes_on_from_the_last(chat: ChatBlend, chunks: list[str]) -> None:
+    chat.warm(chunks)
+    history = [HumanMessage("\n\n".join([*chunks[:2], QUESTION]))]
+    first = chat.invoke(history)
+    second = chat.invoke([*history, first, HumanMessage("\n\n".join([chunks[2], "Question: And who is that?"]))])
+    assert first.usage_metadata is not None
+    assert second.usage_metadata is not None
+    report = second.response_metadata["kvrag"]
+    assert report["conversation_tokens"] >= first.usage_metadata["input_tokens"] - 5
+    assert len(report["runs"]) == 1
+    read = second.usage_metadata["input_token_details"]["cache_read"]
+    assert read == report["reused_tokens"] > report["conversation_tokens"] + 16
+
+
+@pytest.mark.usefixtures("endless")
 def test_only_the_last_piece_of_a_stream_tells_about_the_whole(chat: ChatBlend) -> None:
     *pieces, last = list(chat.stream(QUESTION))
     assert not any(piece.usage_metadata or piece.response_metadata or piece.chunk_position for piece in pieces)

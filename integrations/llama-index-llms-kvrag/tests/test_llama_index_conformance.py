@@ -34,9 +34,9 @@ class TestBlendLLM(LLMTests):
         prompts: list[list[int]] = []
         prefill = BlendEngine.prefill
 
-        def listening(self: BlendEngine, ids: list[int], *args: Any) -> Any:
+        def listening(self: BlendEngine, ids: list[int], *args: Any, **settings: Any) -> Any:
             prompts.append(ids)
-            return prefill(self, ids, *args)
+            return prefill(self, ids, *args, **settings)
 
         monkeypatch.setattr(BlendEngine, "prefill", listening)
         return prompts

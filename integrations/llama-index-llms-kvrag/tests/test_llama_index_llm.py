@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.llms.kvrag import BlendLLM
 from llama_index.llms.kvrag.messages import template_messages
 
-from kvrag import BlendEngine, Model, PromptError, SettingError
+from kvrag import BlendEngine, Model, ModelLoadError, PromptError, SettingError
 
 QUESTION = "Question: Who likes curry?"
 USER = [ChatMessage(role="user", content=QUESTION)]
@@ -71,6 +72,19 @@ async def test_every_response_tells_its_usage_and_what_was_reused(llm: BlendLLM)
     assert [piece.raw for piece in llm.stream_complete(prompt)][:-1] == [None] * 15
 
 
+@pytest.mark.usefixtures("endless")
+def test_the_next_turn_goes_on_from_the_last(llm: BlendLLM) -> None:
+    chunk = "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake."
+    llm.warm([chunk])
+    history = [ChatMessage(content=f"{chunk}\n\n{QUESTION}")]
+    first: Any = llm.chat(history)
+    second: Any = llm.chat([*history, first.message, ChatMessage(content=f"{QUESTION} And again: {chunk}")])
+    kept = second.raw["kvrag"]["conversation_tokens"]
+    assert kept >= first.raw["usage"]["prompt_tokens"] - 5
+    cached = second.raw["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == second.raw["kvrag"]["reused_tokens"] > kept + 16
+
+
 def test_a_prompt_is_one_user_message_unless_it_is_formatted(llm: BlendLLM) -> None:
     tokenizer = llm._open().model.tokenizer
     as_message = llm.complete(QUESTION).raw["usage"]["prompt_tokens"]  # type: ignore[index]
@@ -92,6 +106,18 @@ def test_the_metadata_is_the_models_own(llm: BlendLLM) -> None:
     assert llm.metadata.model_name == "reader"
     assert isinstance(llm, BaseLLM)
     assert not isinstance(llm, CustomLLM)  # whose async methods block the event loop
+
+
+def test_the_metadata_needs_no_weights(tiny: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
+    llm = BlendLLM(model=str(tmp_path), store=tmp_path / "kv")
+    assert llm.metadata.context_window == json.loads((tiny / "config.json").read_text())["max_position_embeddings"]
+    assert llm.metadata.is_chat_model
+    with pytest.raises(ModelLoadError):
+        llm.complete("Hello.")
+    with pytest.raises(ModelLoadError):
+        BlendLLM(model=str(tmp_path / "nowhere")).metadata  # noqa: B018
 
 
 @pytest.mark.parametrize("drop", [False, True])

@@ -104,18 +104,19 @@ class BlendLLM(FunctionCallingLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """The model's own window; loads the model."""
-        model = self._open().model
+        """The model's own window; asked for before anything is answered, and does not load its weights."""
+        settings = LLMSettings.of(self)
+        window, takes_messages = settings.window()
         return LLMMetadata(
-            context_window=model.context_window,
+            context_window=window,
             num_output=self.max_tokens,
-            is_chat_model=model.tokenizer.has_chat_template,  # without one, query engines send finished text
-            is_function_calling_model=model.tokenizer.has_chat_template,
-            model_name=LLMSettings.of(self).model_name,
+            is_chat_model=takes_messages,  # without a chat template, query engines send finished text
+            is_function_calling_model=takes_messages,
+            model_name=settings.model_name,
         )
 
     def to_payload(self) -> dict[str, Any]:
-        """For events. Unlike the metadata it does not load the model: the event loop is waiting."""
+        """For events. Unlike the metadata it reads no file: the event loop is waiting."""
         return {"class_name": self.class_name(), **LLMSettings.of(self).identity()}
 
     def warm(self, texts: Iterable[str], *, document: str | Sequence[str] = "") -> WarmReport:

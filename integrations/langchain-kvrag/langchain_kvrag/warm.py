@@ -399,7 +399,14 @@ def _checked(added: list[str], adding: _Adding, vectorstore: VectorStore) -> lis
 
 
 def _texts(documents: Iterable[Document]) -> dict[str, str]:
-    return {str(document.id): document.page_content for document in documents}
+    """Texts by their ids."""
+    texts: dict[str, str] = {}
+    for document in documents:
+        one = document.metadata.get("_id") if document.id is None else document.id  # Qdrant's are in the metadata
+        if one is None:
+            raise SettingError("this vector store gives documents without ids: warm their texts with the LLM itself")
+        texts[str(one)] = document.page_content
+    return texts
 
 
 async def _whole(work: Awaitable[_T]) -> _T:

@@ -503,6 +503,32 @@ async def test_an_add_that_is_cancelled_while_encoding_adds_nothing(
 # ---------------------------------------------------------------- what is there already, and the rest of the interface
 
 
+class Nameless(InMemoryVectorStore):
+    """Like Qdrant's: documents come back without their ids."""
+
+    where: str | None = None
+
+    def get_by_ids(self, ids: Any, /) -> list[Document]:
+        for document in (documents := super().get_by_ids(ids)):
+            if self.where:
+                document.metadata[self.where] = document.id
+            document.id = None
+        return documents
+
+
+def test_documents_that_have_their_ids_elsewhere(engine: BlendEngine, chunks: list[str]) -> None:
+    store = KVWarmVectorStore(Nameless(EMBEDDING), engine)
+    inner = store.vectorstore
+    inner.add_texts(chunks[:2], ids=["one", "two"])
+    with pytest.raises(SettingError, match="without ids: warm their texts with the LLM itself"):
+        store.warm_existing(["one", "two"])
+    inner.where = "_id"  # type: ignore[attr-defined]
+    assert store.warm_existing(["one", "two"]).new == 2
+    assert kept(engine) == sorted(chunks[:2])
+    store.delete(["one"])
+    assert kept(engine) == [chunks[1]]
+
+
 async def test_what_a_store_holds_already_can_be_warmed(engine: BlendEngine, chunks: list[str]) -> None:
     for kind in (FaissVectorStore, InMemoryVectorStore):
         existing = kind.from_texts(chunks, EMBEDDING, ids=list("abcd"))

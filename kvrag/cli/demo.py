@@ -26,7 +26,7 @@ QUESTIONS = (
     ("Which town is known for its round harbour?", "Harfield"),
     ("What does Holra play?", "paper drum"),
     ("Which town was first settled in 1957?", "Jomouth"),
-    ("Which company is run by Venda?", "Ivotex"),
+    ("Which company has its offices in Danvik?", "Wilmax"),
 )
 """With the right answers. One direct question, one inverse, and three where an earlier chunk has the name: of each kind
 the first that full prefill answers right, each about another article, whatever reuse makes of it. So they show

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
-POINTING = (5 / 8, 7 / 8)
+POINTING = (1 / 2, 3 / 4)
 """At which depths heads are shown where to look: the first head of both, the second head of the latter."""
 
 

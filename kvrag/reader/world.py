@@ -528,15 +528,15 @@ class _Context:
                     )
 
     def table(self, num_rows: int) -> list[_Passage]:
-        """A table in three passages: the columns' names, and the rows in halves."""
+        """A table in three passages: what its columns are, and the rows in halves."""
         columns = self.rng.sample(_COLUMNS, 2)
         half = [(self.value("paint"), self.value("paint")) for _ in range(num_rows // 2)]
         cells = [*half, *((right, left) for left, right in half)]  # every colour stands once in either column
         self.rng.shuffle(cells)
         names = [self.value("person") for _ in cells]
-        rows = [f"For {name}: {left}, {right}." for name, (left, right) in zip(names, cells, strict=True)]
+        rows = [f"For {name}: A {left}, B {right}." for name, (left, right) in zip(names, cells, strict=True)]
         self.defined += zip(rows, names, strict=True)
-        header = f"The list gives names, then the colour of the {columns[0]}, then the colour of the {columns[1]}."
+        header = f"The list gives names and two colours: A that of the {columns[0]}, B that of the {columns[1]}."
         for name, row, sentence in zip(names, cells, rows, strict=True):
             for column, cell in zip(columns, row, strict=True):
                 facts = (column, header), (cell, sentence)
@@ -560,7 +560,7 @@ def _define(word: str, meaning: str) -> str:
 def sample(rng: random.Random, split: str, num_articles: int) -> Sample:
     """Draw one context of `num_articles` articles, of about three passages each, and its questions."""
     context = _Context(rng, split)
-    extra = rng.choices(("", "table", "glossary"), (0.4, 0.35, 0.25))[0] if num_articles > 1 else ""
+    extra = rng.choices(("", "table", "glossary"), (0.2, 0.4, 0.4))[0] if num_articles > 1 else ""
     num_entities = num_articles - (extra != "")
     kinds = rng.choices(("person", "company", "town"), (0.55, 0.28, 0.17), k=num_entities)
     shared = {  # entities of one kind have the same attributes
@@ -619,8 +619,11 @@ def _link(rng: random.Random, entities: Sequence[_Entity]) -> None:
                 other.facts[relation] = person.name
 
 
+_WEIGHTS = {"inverse across": 2, "table": 2, "two-hop": 3, "comparison": 3, "definition": 4}
+
+
 def draw(rng: random.Random, questions: Sequence[Question], num: int) -> list[Question]:
-    """Choose up to `num` questions, all kinds that occur about equally often, `inverse across` twice as often."""
+    """Choose up to `num` questions of all kinds that occur, more often of those that are hard or seldom occur."""
     by_kind: dict[str, list[Question]] = {}
     for question in questions:
         by_kind.setdefault(question.kind, []).append(question)
@@ -629,7 +632,7 @@ def draw(rng: random.Random, questions: Sequence[Question], num: int) -> list[Qu
     kinds = sorted(by_kind)
     drawn: list[Question] = []
     while kinds and len(drawn) < num:
-        kind = rng.choices(kinds, [1 + (kind == "inverse across") for kind in kinds])[0]
+        kind = rng.choices(kinds, [_WEIGHTS.get(kind, 1) for kind in kinds])[0]
         drawn.append(by_kind[kind].pop())
         if not by_kind[kind]:
             kinds.remove(kind)

@@ -84,7 +84,7 @@ class BlendConfig:
         metric: "l2" (CacheBlend) or "cosine" (KVBoost): how `hkvd` compares.
         min_deviation: `hkvd` recomputes no token that deviates less, whatever the ratio.
         seam_before, seam_after: Tokens that `seam` and `hybrid` take at the end of a run and at the start of the next.
-        band: The layers whose attention `query` averages, as fractions of the depth.
+        band: The layers whose attention `query` listens to, as fractions of the depth.
         smoothing: Width in tokens of the window that spreads a `query` score over its neighbours; odd.
         seed: For `random`.
     """
@@ -100,8 +100,8 @@ class BlendConfig:
     min_deviation: float = 0.0
     seam_before: int = 0
     seam_after: int = 4
-    band: tuple[float, float] = (0.5, 0.8)
-    smoothing: int = 3
+    band: tuple[float, float] = (0.5, 1.0)
+    smoothing: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:

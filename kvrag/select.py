@@ -133,7 +133,7 @@ def _best(scores: Tensor, num: int) -> Tensor:
 def query(context: Context) -> Tensor:
     """What the tokens after the last run, the question, attend to over the stitched KV (ProphetKV, QCFuse).
 
-    Mean over the heads and a band of layers, smoothed over neighbours, since facts are spans.
+    Root mean square over the heads and a band of layers, smoothed over neighbours if wanted.
     """
     model, stitched, config = context.model, context.stitched, context.config
     fresh = stitched.fresh

@@ -173,7 +173,8 @@ def _attention(model: Model, stitched: Stitched, layers: list[int], num_queries:
             )
     finally:
         model.hf.set_attn_implementation(before)
-    return torch.stack([output.attentions[layer][0, :, -num_queries:].mean(dim=(0, 1)) for layer in layers]).mean(dim=0)
+    attentions = torch.stack([output.attentions[layer][0, :, -num_queries:] for layer in layers])
+    return attentions.square().mean(dim=(0, 1, 2)).sqrt()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mistral-window", "granite", "gemma3", "glm4"])

@@ -27,7 +27,7 @@ _BLOCK = 128  # rows
 class Ear:
     """Listens to a forward pass.
 
-    `hear(layer, attention)` gets (K,) float32, averaged over heads and the last `num_queries` rows, for each of
+    `hear(layer, attention)` gets (K,) float32, the mean square over heads and the last `num_queries` rows, for each of
     `layers`.
     """
 
@@ -121,7 +121,7 @@ def _in_blocks(
 
 
 def _received(query: Tensor, key: Tensor, mask: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """(1, HG, S, D) queries, (1, H, K, D) keys, (1, 1, S, K) additive mask -> (K,) mean attention."""
+    """(1, HG, S, D) queries, (1, H, K, D) keys, (1, 1, S, K) additive mask -> (K,) mean square of the attention."""
     num_heads, num_keys = query.shape[1], key.shape[2]
     scaled = query[0] * (kwargs.get("scaling") or key.shape[3] ** -0.5)  # there are far fewer queries than scores
     mask, cap = mask[0, :, :, :num_keys].float(), kwargs.get("softcap")
@@ -132,7 +132,7 @@ def _received(query: Tensor, key: Tensor, mask: Tensor, kwargs: dict[str, Any]) 
         scores = (scaled[start : start + size] @ key[0, start // group].T).float()  # (size, S, K)
         if cap is not None:
             scores = scores.div_(cap).tanh_().mul_(cap)
-        total += scores.add_(mask).softmax(dim=-1).sum(dim=(0, 1))
+        total += scores.add_(mask).softmax(dim=-1).square_().sum(dim=(0, 1))
     return total / (num_heads * query.shape[2])
 
 

@@ -245,12 +245,13 @@ class Model:
     def attention_received(
         self, ids: Tensor, cache: BlendCache, rows: Tensor, num_queries: int, layers: range
     ) -> Tensor:
-        """Attention that every position gets from the last `num_queries` of these tokens, mean over `layers`.
+        """Attention that every position gets from the last `num_queries` of these tokens, over `layers`.
 
+        It is the root of the mean square, so that one head that looks at a token counts for more than many that glance.
         Runs `forward(ids, cache, rows)` as far as needed and changes `cache` likewise.
 
         Returns:
-            (T,) float32 with T = the last row + 1, mean over heads and queries as well.
+            (T,) float32 with T = the last row + 1, over heads and queries as well.
         """
         heard: list[Tensor] = []
 
@@ -261,7 +262,7 @@ class Model:
 
         with self.lock, torch.inference_mode(), suppress(_StopForward):
             self._forward(ids, cache, rows, Ear(num_queries, layers, add))
-        return torch.stack(heard).mean(dim=0).cpu()
+        return torch.stack(heard).mean(dim=0).sqrt_().cpu()
 
     def _forward(
         self, ids: Tensor, cache: BlendCache, rows: Tensor | None, ear: Ear | None = None, every: bool = False

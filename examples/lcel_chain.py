@@ -21,7 +21,7 @@ context = vectors.as_retriever() | (lambda found: "\n\n".join(document.page_cont
 chain = {"context": context, "question": RunnablePassthrough()} | prompt | llm | StrOutputParser()
 
 with get_usage_metadata_callback() as usage:
-    for question in ("Which company is run by Venda?", "What does Holra play?"):
+    for question in ("Which company has its offices in Danvik?", "What does Holra play?"):
         print(question, end="", flush=True)
         for piece in chain.stream(question):
             print(piece, end="", flush=True)

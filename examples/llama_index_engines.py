@@ -39,8 +39,8 @@ index = VectorStoreIndex.from_documents(
     storage_context=StorageContext.from_defaults(vector_store=vectors),
 )
 
-print("query engine: Which company is run by Venda?")
-print(index.as_query_engine(similarity_top_k=3).query("Which company is run by Venda?"))
+print("query engine: Which company has its offices in Danvik?")
+print(index.as_query_engine(similarity_top_k=3).query("Which company has its offices in Danvik?"))
 
 chat = index.as_chat_engine(chat_mode="context", similarity_top_k=3)
 for question in ("What does Holra play?", "What does Ingla play?"):

@@ -18,7 +18,7 @@ from openai import OpenAI
 
 client = OpenAI(base_url=sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1", api_key="none")
 model = client.models.list().data[0].id
-question = "Which company is run by Venda?"
+question = "Which company has its offices in Danvik?"
 blend = {"controller": "off"}  # for prompts as short as these, full prefill would often be taken otherwise
 
 # the server retrieves from its own corpus

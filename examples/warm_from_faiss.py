@@ -21,7 +21,7 @@ vectors = KVWarmVectorStore(faiss, llm)  # from now on, what is added to it or d
 report = vectors.warm_existing()
 print(f"{report.chunks} documents: {report.new} encoded now, {report.reused} before")
 
-question = "Which company is run by Venda?"
+question = "Which company has its offices in Danvik?"
 found = vectors.similarity_search(question, k=3)
 answer = llm.invoke("\n\n".join([*(document.page_content for document in found), f"Question: {question}"]))
 usage = answer.usage_metadata

@@ -32,7 +32,7 @@ while True:
     if page is None:
         break
 
-question = "Which company is run by Venda?"
+question = "Which company has its offices in Danvik?"
 found = vectors.similarity_search(question, k=3)
 answer = llm.invoke("\n\n".join([*(document.page_content for document in found), f"Question: {question}"]))
 usage = answer.usage_metadata

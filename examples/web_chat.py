@@ -21,7 +21,7 @@ from kvrag import BlendEngine, BlendReport, Explanation
 
 TOP_K, CHUNK_TOKENS = 4, 256
 SAMPLES = sorted((Path(__file__).parent / "corpus").glob("*.txt"))
-QUESTIONS = ["Which company is run by Venda?", "What does Holra play?", "Which town is known for its round harbour?"]
+QUESTIONS = ["Which company has its offices in Danvik?", "What does Holra play?", "What does Ingla play?"]
 INSTRUCTION = "Answer the question from these passages. If they do not say, say that you do not know."
 
 
@@ -140,7 +140,7 @@ def main() -> None:
         samples.click(partial(chat.add, SAMPLES), None, status)
         question.submit(chat.ask, [question, shown, turns, compare], [question, shown, turns, report])
         shown.clear(lambda: ([], ""), None, [turns, report])
-    theme = gr.themes.Default(primary_hue="green", neutral_hue="slate")
+    theme = gr.themes.Default(primary_hue="green", font=gr.themes.LocalFont("Source Sans Pro", weights=(400, 700)))
     css = Path(__file__).with_suffix(".css")
     page.launch(server_name="127.0.0.1", server_port=args.port, theme=theme, css_paths=css, show_error=True)
 

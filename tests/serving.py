@@ -50,7 +50,7 @@ class Served:
         return self.http.post("/v1/chat/completions", json=body)
 
 
-def until(claim: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(claim: Callable[[], bool], seconds: float = 300.0) -> None:
     """Wait for what must come true in the end."""
     end = time.monotonic() + seconds
     while not claim():

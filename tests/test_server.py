@@ -44,9 +44,8 @@ TOOL: Any = {
 def reader(tokenizer: Any) -> Model:
     """The bundled model, of which there is another one for these tests: its answers are as long as they may be."""
     hf = AutoModelForCausalLM.from_pretrained(Path(kvrag.__file__).parent / "reader")
-    model = Model(hf, tokenizer, NAME)
-    model.__dict__["eos_ids"] = frozenset()
-    return model
+    hf.generation_config.suppress_tokens = [hf.generation_config.eos_token_id]
+    return Model(hf, tokenizer, NAME)
 
 
 @pytest.fixture(scope="module")

@@ -73,14 +73,14 @@ def test_a_document_under_way_is_seen_and_can_be_dropped(
     def slow(*args: Any, **settings: Any) -> Any:
         report = warm(*args, **settings)
         reached.set()
-        assert go.wait(60)
+        assert go.wait(300)
         return report
 
     monkeypatch.setattr(engine, "warm", slow)
     corpus.add("a", [CHUNKS[0], CHUNKS[1]])
     corpus.add("b", [CHUNKS[2]])
     corpus.start()
-    assert reached.wait(60)
+    assert reached.wait(300)
     under_way = corpus.status("a")
     assert under_way.status == "encoding"
     assert under_way.tokens_done == under_way.tokens > 40
@@ -105,7 +105,7 @@ def test_a_stopped_server_goes_on_with_the_document_it_was_at(
     def slow(texts: Any, document: str, progress: Any) -> Any:
         def moved(done: int, total: int) -> None:
             reached.set()
-            assert go.wait(60)
+            assert go.wait(300)
             progress(done, total)
 
         return warm(texts, document=document, progress=moved)
@@ -113,7 +113,7 @@ def test_a_stopped_server_goes_on_with_the_document_it_was_at(
     monkeypatch.setattr(engine, "warm", slow)
     corpus.add("a", [CHUNKS[0]])
     corpus.start()
-    assert reached.wait(60)
+    assert reached.wait(300)
     corpus.stop(0)
     go.set()
     corpus.stop(30)
@@ -184,7 +184,7 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
             assert '"citations"' in next(lines)
             process.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
 
 
 @pytest.mark.parametrize(

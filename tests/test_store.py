@@ -32,8 +32,8 @@ from kvrag import (
     StoreError,
     StoreFullError,
     StoreReadOnlyError,
+    ingest,
 )
-from kvrag import engine as engine_module
 from kvrag.fingerprint import Fingerprint
 from kvrag.match import anchors
 from kvrag.store import ChunkRecord, DroppedChunks, MemoryTier, chunkfile
@@ -784,10 +784,8 @@ def test_a_document_that_is_deleted_and_added_again_is_not_encoded_again(
     assert engine.store.stats().chunks == 0
     assert not list(Path(engine.store.stats().path).rglob("*.safetensors"))
     encoded: list[int] = []
-    encode = engine_module.encode
-    monkeypatch.setattr(
-        engine_module, "encode", lambda model, ids, contexts: encoded.append(len(ids)) or encode(model, ids)
-    )
+    encode = ingest.encode
+    monkeypatch.setattr(ingest, "encode", lambda model, ids, contexts: encoded.append(len(ids)) or encode(model, ids))
     report = engine.warm(CHUNKS[1:], document="d")
     assert encoded == [1]
     assert (report.new, report.reused) == (1, 2)

@@ -24,8 +24,7 @@ from llama_index.core.vector_stores.types import (
 )
 from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
 
-from kvrag import SettingError
-from kvrag import engine as engine_module
+from kvrag import SettingError, ingest
 
 MIRA = "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day."
 TRAN = "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror."
@@ -83,13 +82,13 @@ class Failing(SimpleVectorStore):
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many chunks each run of the encoder got."""
     counts: list[int] = []
-    encode = engine_module.encode
+    encode = ingest.encode
 
     def counting(model: Any, chunks: Any, contexts: Any) -> Any:
         counts.append(len(chunks))
         return encode(model, chunks, contexts)
 
-    monkeypatch.setattr(engine_module, "encode", counting)
+    monkeypatch.setattr(ingest, "encode", counting)
     return counts
 
 

@@ -630,7 +630,7 @@ def test_prometheus_is_told_where_tokens_came_from(served: Served, engine: Blend
 
 
 async def test_many_clients_at_once_get_what_each_would_get_alone(served: Served) -> None:
-    result = await load(served.url, clients=8, seconds=2, kill=3)
+    result = await load(served.url, clients=8, seconds=1, kill=3, prompts=4)
     assert result.passed, result
     assert result.complete + result.rejected >= 8
     assert result.killed + result.rejected >= 3

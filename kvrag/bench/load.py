@@ -81,12 +81,12 @@ class _Rejected(Exception):
     """429."""
 
 
-def requests(model: str, max_tokens: int = 24) -> list[dict[str, Any]]:
+def requests(model: str, count: int, max_tokens: int = 24) -> list[dict[str, Any]]:
     """Different requests over the same documents, greedy and sampled; the same at every call."""
     rng = random.Random(0)
     documents = [" ".join(rng.choices(_WORDS, k=40)) for _ in range(_DOCUMENTS)]
     made = []
-    for number in range(_PROMPTS):
+    for number in range(count):
         sampling = {"temperature": 0} if number % 2 else {"temperature": 1, "seed": number}
         question = f"Where is the {rng.choice(_WORDS)}?"
         body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": max_tokens}
@@ -95,13 +95,21 @@ def requests(model: str, max_tokens: int = 24) -> list[dict[str, Any]]:
     return made
 
 
-async def load(url: str, clients: int, seconds: float, kill: int = 0, api_key: str = "", model: str = "") -> LoadResult:
+async def load(
+    url: str,
+    clients: int,
+    seconds: float,
+    kill: int = 0,
+    api_key: str = "",
+    model: str = "",
+    prompts: int = _PROMPTS,
+) -> LoadResult:
     """Ask each request alone, then all of them from many clients for some time, then wait until the server rests."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) as http:
         model = model or (await http.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
-        bodies = requests(model)
+        bodies = requests(model, prompts)
         for body in bodies:  # documents are new once only
             await _say(http, body)
         alone = [await _say(http, body) for body in bodies]

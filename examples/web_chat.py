@@ -1,7 +1,6 @@
 """A web page to chat with documents: upload, warm, ask, and see what of each prompt was reused.
 
-python examples/web_chat.py                                          # the bundled model, offline
-python examples/web_chat.py --model Qwen/Qwen2.5-1.5B-Instruct
+python examples/web_chat.py [--model Qwen/Qwen2.5-1.5B-Instruct]
 """
 
 import argparse
@@ -56,7 +55,7 @@ class Chat:
         encoded, seconds = sum(report.new for report in reports), sum(report.seconds for report in reports)
         return f"**{len(self.ids)} documents, {len(self.vectors.ids)} chunks**, {encoded} encoded now, {seconds:.1f} s"
 
-    def ask(self, question: str, shown: list[Any], turns: list[Any], compare: bool) -> Iterator[tuple[Any, ...]]:
+    def ask(self, question: str, shown: list[Any], turns: list[Any]) -> Iterator[tuple[Any, ...]]:
         """Stream the answer, then say what it took."""
         found = self.vectors.similarity_search(question, k=TOP_K)
         if not question.strip() or not found:
@@ -68,19 +67,19 @@ class Chat:
         for delta in self.engine.stream(prompt, **self.settings):
             answer, report = answer + delta.text, delta.report
             shown[-1]["content"] = answer.strip()
-            yield "", shown, turns, gr.skip()
+            yield "", shown, turns, gr.skip(), None
         explained = self.engine.explain()  # the last prompt, which is this one: Gradio lets one ask at a time
         # of earlier turns only what was said stays: passages are looked up for every question anew
         said = [{"role": "user", "content": f"Question: {question}"}, {"role": "assistant", "content": answer.strip()}]
-        turns = [*turns, *said][-8:]
-        yield "", shown, turns, panel(report, None, explained)
-        if compare:
-            full = self.engine.generate(prompt, policy="full", max_new_tokens=1).report
-            yield "", shown, turns, panel(report, full, explained)
+        yield "", shown, [*turns, *said][-8:], panel(report, None, explained), (prompt, report, explained)
+
+    def measure(self, last: Any, compare: bool) -> Any:
+        prompt, report, explained = last
+        full = self.engine.generate(prompt, policy="full", max_new_tokens=1).report if compare else None
+        return panel(report, full, explained)
 
 
 def read(path: Path) -> str:
-    """The text of a file."""
     if path.suffix.lower() == ".pdf":
         return "\n\n".join(page.extract_text() for page in PdfReader(path).pages)
     text = path.read_text(encoding="utf-8-sig")
@@ -121,7 +120,7 @@ def main() -> None:
     args = parser.parse_args()
     chat = Chat(args.model, args.store, args.max_tokens)
     with gr.Blocks(title="kvrag", analytics_enabled=False) as page:
-        turns = gr.State([])
+        turns, last = gr.State([]), gr.State()
         gr.Markdown(
             f"# Chat with your documents\nkvrag on **{args.model}**: chunks encoded once, blended", elem_id="title"
         )
@@ -133,12 +132,13 @@ def main() -> None:
             with gr.Column(scale=2):
                 files = gr.File(label="Documents: .txt .md .html .pdf", file_count="multiple", height=120)
                 samples = gr.Button("Use the sample articles", size="sm")
-                status = gr.Markdown("Nothing has been added yet.")
+                status = gr.Markdown(min_height=40)
                 compare = gr.Checkbox(True, label="After each answer, measure full prefill of its prompt, too")
                 report = gr.HTML("", elem_id="report")
         files.upload(chat.add, files, status)
         samples.click(partial(chat.add, SAMPLES), None, status)
-        question.submit(chat.ask, [question, shown, turns, compare], [question, shown, turns, report])
+        asked = question.submit(chat.ask, [question, shown, turns], [question, shown, turns, report, last])
+        asked.success(chat.measure, [last, compare], report)
         shown.clear(lambda: ([], ""), None, [turns, report])
     theme = gr.themes.Default(primary_hue="green", font=gr.themes.LocalFont("Source Sans Pro", weights=(400, 700)))
     css = Path(__file__).with_suffix(".css")

@@ -108,7 +108,8 @@ def test_upload_ask_stream_and_a_second_turn(page: Any, url: str, tmp_path: Path
         page.evaluate("window.heard = []")
         question.fill(text)
         question.press("Enter")
-        page.locator("#prompt", has_text=text).wait_for()  # comes last
+        page.locator("#prompt", has_text=text).wait_for()
+        page.locator("#report .bar").nth(1).wait_for()  # full prefill's, which comes last
         heard = page.evaluate("window.heard")
         assert len(heard) > 2  # not all at once
         assert all(later.startswith(earlier) for earlier, later in pairwise(heard))

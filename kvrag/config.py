@@ -13,12 +13,15 @@ from kvrag.errors import SettingError
 CODECS = ("native", "int8", "int4")
 """How chunk KV is stored: as the model computes it, or in 8 or 4 bits; see `kvrag.codec`."""
 
-POLICIES = ("none", "full", "hkvd", "hkvd_gradual", "seam", "first_k", "query", "hybrid", "random")
+POLICIES = ("none", "full", "hkvd", "hkvd_gradual", "seam", "first_k", "query", "query_hkvd", "hybrid", "random")
 
 DEFAULT_POLICY = "query"
 
 DEFAULT_RATIO = 0.15
 """Recompute ratio where neither the caller nor a calibration says another."""
+
+CANDIDATES = 2
+"""How many budgets of tokens `query_hkvd` chooses from."""
 
 CONTROLLERS = ("auto", "off")
 
@@ -84,7 +87,7 @@ class BlendConfig:
         metric: "l2" (CacheBlend) or "cosine" (KVBoost): how `hkvd` compares.
         min_deviation: `hkvd` recomputes no token that deviates less, whatever the ratio.
         seam_before, seam_after: Tokens that `seam` and `hybrid` take at the end of a run and at the start of the next.
-        band: The layers whose attention `query` listens to, as fractions of the depth.
+        band: The layers whose attention `query` and `query_hkvd` listen to, as fractions of the depth.
         smoothing: Width in tokens of the window that spreads a `query` score over its neighbours; odd.
         seed: For `random`.
     """

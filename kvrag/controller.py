@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvrag.config import BlendConfig
+from kvrag.config import CANDIDATES, BlendConfig
 from kvrag.speed import Speed
 
 NOTICEABLE_S = 0.01
@@ -31,6 +31,7 @@ class Request:
         bytes: To load from below the RAM tier.
         listens: Share of the layers that selecting runs on the fresh tokens (`query`, `hybrid`).
         detects: Share of the layers that selecting runs on all tokens (`hkvd`).
+        sifts: Share of the layers that selecting runs on candidates (`query_hkvd`).
     """
 
     prompt: int
@@ -39,6 +40,7 @@ class Request:
     bytes: float
     listens: float = 0.0
     detects: float = 0.0
+    sifts: float = 0.0
     kept: int = 0
 
 
@@ -93,9 +95,11 @@ def blend_seconds(speed: Speed, request: Request, ratio: float) -> float:
     rows = fresh + ratio * request.inexact
     compute = _pass(speed, rows, rows * request.prompt) + (math.ceil(rows / SLAB) - 1) * speed.pass_s
     load, stitch = request.bytes / speed.load, request.reused * speed.stitch_s
-    touched = min(1.0, request.listens + request.detects) if ratio else 0.0
+    touched = min(1.0, max(request.listens, request.sifts) + request.detects) if ratio else 0.0
     select = request.listens * _pass(speed, fresh, fresh * request.prompt)
     select += request.detects * full_seconds(speed, request.prompt, request.kept)
+    sifted = fresh + min(CANDIDATES * ratio, 1.0) * request.inexact
+    select += request.sifts * _pass(speed, sifted, sifted * request.prompt)
     rest = 1 - touched
     return (
         max(touched * load, (select if ratio else 0.0) + touched * stitch)
@@ -104,13 +108,14 @@ def blend_seconds(speed: Speed, request: Request, ratio: float) -> float:
     )
 
 
-def selecting(config: BlendConfig, num_layers: int) -> tuple[float, float]:
-    """(listens, detects) of a policy; see Request."""
-    if config.policy in ("query", "hybrid"):
-        return math.ceil(config.band[1] * num_layers) / num_layers, 0.0
+def selecting(config: BlendConfig, num_layers: int) -> tuple[float, float, float]:
+    """(listens, detects, sifts) of a policy; see Request."""
+    if config.policy in ("query", "query_hkvd", "hybrid"):
+        sifts = num_layers // 2 / num_layers if config.policy == "query_hkvd" else 0.0
+        return math.ceil(config.band[1] * num_layers) / num_layers, 0.0, sifts
     if config.policy.startswith("hkvd"):
-        return 0.0, min(config.check_layer, num_layers - 1) / num_layers
-    return 0.0, 0.0
+        return 0.0, min(config.check_layer, num_layers - 1) / num_layers, 0.0
+    return 0.0, 0.0, 0.0
 
 
 def seconds(value: float) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from kvrag.config import DEFAULT_RATIO, BlendConfig
+from kvrag.config import CANDIDATES, DEFAULT_RATIO, BlendConfig
 from kvrag.model import Model
 from kvrag.stitch import Stitched
 
@@ -147,6 +147,19 @@ def query(context: Context) -> Tensor:
     )[0]
 
 
+def query_hkvd(context: Context) -> Tensor:
+    """Of twice the budget by `query`, those whose attention times KV deviation half-way down is highest.
+
+    A text that explains itself draws attention and hardly changes: recomputing it would be a waste. Measuring the
+    deviation runs half of the layers on the candidates, about as much work as the recompute itself.
+    """
+    inexact, attention = context.stitched.inexact, query(context)
+    candidates = inexact[_best(attention[inexact], CANDIDATES * context.budget)]
+    rows = torch.cat([context.stitched.fresh, candidates]).sort().values
+    deviation = _deviation(context, context.model.num_layers // 2, rows)
+    return torch.where(deviation > -torch.inf, attention * deviation, -torch.inf)
+
+
 def hybrid(context: Context) -> Tensor:
     """The tokens at the seams first, equally many at each, then by `query`.
 
@@ -185,6 +198,7 @@ _SCORES: dict[str, Callable[[Context], Tensor]] = {
     "seam": seam,
     "first_k": first_k,
     "query": query,
+    "query_hkvd": query_hkvd,
     "hybrid": hybrid,
     "random": random,
 }

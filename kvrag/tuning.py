@@ -106,13 +106,15 @@ class Tuning:
         to_load = sum(len(run) for run in runs if readers[run.key].tier != "ram")
         behind_preamble = runs[0].offset == 0 and runs[0].start == len(self._model.tokenizer.preamble)
         reused = sum(map(len, runs))
+        listens, detects, sifts = selecting(config, self._model.num_layers)
         request = Request(
             prompt=num_tokens,
             reused=reused,
             inexact=reused - (len(runs[0]) if behind_preamble else 0),
             bytes=to_load * self._speedometer.bytes_per_token(self._model.bytes_per_token),
-            listens=selecting(config, self._model.num_layers)[0],
-            detects=selecting(config, self._model.num_layers)[1],
+            listens=listens,
+            detects=detects,
+            sifts=sifts,
             kept=kept,
         )
         assert config.ratio is not None  # settled

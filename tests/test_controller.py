@@ -102,13 +102,16 @@ def test_nothing_measured_is_blended() -> None:
 
 
 def test_selecting_costs_what_the_policy_looks_at() -> None:
-    assert selecting(BlendConfig(policy="hybrid", band=(0.34, 0.52)), 28) == (15 / 28, 0.0)
-    assert selecting(BlendConfig(policy="hkvd", check_layer=3), 6) == (0.0, 0.5)
-    assert selecting(BlendConfig(policy="first_k"), 6) == (0.0, 0.0)
+    assert selecting(BlendConfig(policy="hybrid", band=(0.34, 0.52)), 28) == (15 / 28, 0.0, 0.0)
+    assert selecting(BlendConfig(policy="hkvd", check_layer=3), 6) == (0.0, 0.5, 0.0)
+    assert selecting(BlendConfig(policy="first_k"), 6) == (0.0, 0.0, 0.0)
+    assert selecting(BlendConfig(policy="query_hkvd", band=(0.5, 1.0)), 28) == (1.0, 0.0, 0.5)
     request = _request(4_000, bytes=0)
     plain = blend_seconds(GPU, request, 0.15)
     assert blend_seconds(GPU, replace(request, listens=0.5), 0.15) > plain + GPU.pass_s / 3
     assert blend_seconds(GPU, replace(request, detects=0.5), 0.15) > plain + full_seconds(GPU, 4_000) / 3
+    more = blend_seconds(GPU, request, 0.30) - plain
+    assert blend_seconds(GPU, replace(request, sifts=0.5), 0.15) > plain + more / 2, "twice as many, half as deep"
     assert blend_seconds(GPU, replace(request, listens=0.5), 0.0) == blend_seconds(GPU, request, 0.0), "no budget"
 
 

@@ -17,7 +17,7 @@ from kvrag.blend import blend
 from kvrag.select import select
 from kvrag.stitch import Stitched
 
-INFORMED = ("hkvd", "hkvd_gradual", "seam", "first_k", "query", "hybrid", "random")
+INFORMED = ("hkvd", "hkvd_gradual", "seam", "first_k", "query", "query_hkvd", "hybrid", "random")
 
 
 def _pick(model: Model, stitched: Stitched, policy: str, ratio: float, **changes: Any) -> list[int]:
@@ -195,6 +195,20 @@ def test_query_picks_what_the_question_attends_to(family: str, tokenizer: Any, t
             wanted = inexact[smooth[inexact].topk(15).indices].sort().values.tolist()
             picked = _pick(model, lay_out(*CHUNKS), "query", 15 / len(inexact), smoothing=smoothing, band=(0.25, 0.75))
             assert picked == wanted
+
+
+def test_query_hkvd_weighs_attention_by_deviation(model: Model, lay_out: LayOut) -> None:
+    stitched, other, untouched = lay_out(*CHUNKS), lay_out(*CHUNKS), lay_out(*CHUNKS)
+    inexact = stitched.inexact
+    num_queries = int((other.fresh > int(other.reused.nonzero()[-1])).sum())
+    attention = _attention(model, lay_out(*CHUNKS), [2, 3], num_queries)
+    candidates = inexact[attention[inexact].topk(20).indices].sort().values
+    blend(model, other, candidates)
+    pairs = zip(other.cache.layer(2), untouched.cache.layer(2), strict=True)  # of 4 layers
+    deviation = sum((ours - theirs)[:, :, candidates].square().sum(dim=(0, 1, 3)) for ours, theirs in pairs)
+    wanted = candidates[(attention[candidates] * deviation).topk(10).indices].sort().values.tolist()
+    assert _pick(model, stitched, "query_hkvd", 10 / len(inexact)) == wanted
+    assert wanted != _pick(model, lay_out(*CHUNKS), "query", 10 / len(inexact))
 
 
 @pytest.mark.parametrize("band", BANDS)

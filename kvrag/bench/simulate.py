@@ -139,9 +139,9 @@ def simulate(
         shape = MODELS[model]
         cell = Cell(device, model, load, context)
         if 2 * shape.params <= DEVICES[device].room:
-            listens, detects = selecting(BlendConfig(policy=policy), shape.layers)
+            selects = selecting(BlendConfig(policy=policy), shape.layers)
             size = 0 if load == "RAM" else context * shape.bytes_per_token
-            request = Request(context + _QUESTION, context, context, size, listens, detects)
+            request = Request(context + _QUESTION, context, context, size, *selects)
             decision = decide(speed_of(DEVICES[device], shape, LOADS[load]), request, ratio)
             cell = replace(cell, full_s=decision.full_s, blend_s=decision.blend_s, ratio=decision.ratio)
         yield cell
@@ -233,10 +233,10 @@ def check(model: str, layers: int | None, repeats: int, progress: Callable[[str]
                     if repeat:
                         times["full"].append(full_s)
                         times[policy].append(blend_s)
-            listens, detects = selecting(BlendConfig(policy=policy), net.num_layers)
+            selects = selecting(BlendConfig(policy=policy), net.num_layers)
             inexact = report.reused_tokens - len(report.runs[0])
             request = Request(
-                report.prompt_tokens, report.reused_tokens, inexact, report.reused_tokens * size, listens, detects
+                report.prompt_tokens, report.reused_tokens, inexact, report.reused_tokens * size, *selects
             )
             speed = replace(learned, load=min(limit or learned.load, learned.load))
             predicted = decide(speed, request, ratio)

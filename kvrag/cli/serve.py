@@ -9,6 +9,7 @@ import os
 import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,10 +86,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    try:
-        from kvrag import server
-    except ImportError as error:
-        raise KvragError(f"{error.name or error} is not installed: pip install 'kvrag[server]'") from None
+    for module in ("fastapi", "uvicorn", "prometheus_client"):
+        if find_spec(module) is None:
+            raise KvragError(f"{module} is not installed: pip install 'kvrag[server]'")
+    from kvrag import server
 
     settings, config = _settings(args), _config(args)  # what is wrong is said before the model is loaded
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)

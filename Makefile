@@ -15,7 +15,7 @@ $(BIN)/pip:
 	$(BIN)/pip install --quiet --upgrade pip
 
 .venv/.done: $(PROJECTS) | $(BIN)/pip
-	$(INSTALL) -e '.[cli,dev,docs,examples]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
+	$(INSTALL) -e '.[cli,server,dev,docs,examples]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
 	touch .venv/.demo $@
 
 # no more than it needs: somebody is waiting

@@ -71,7 +71,7 @@ def serving(engine: BlendEngine, corpus: Corpus | None = None, key: str = "", **
     """A server, as long as the context lasts."""
     app = create_app(engine, ServerSettings(name=NAME, **settings), corpus)
     taken = bind("127.0.0.1", 0)
-    server = make_server(app, 60)
+    server = make_server(app, 600)
     place = url(taken)
     thread = threading.Thread(target=server.run, args=([taken],))
     thread.start()

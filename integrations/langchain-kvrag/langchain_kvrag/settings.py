@@ -109,8 +109,9 @@ class BlendSettings(BaseLanguageModel[Any]):
         engine = self._open()
         if isinstance(prompt, str):
             prompt = engine.model.tokenizer.as_prompt(prompt)
-        settings = {"ratio": self.ratio, "policy": self.policy, "controller": self.controller}
-        return engine.explain(prompt, retrieved=retrieved, **settings)
+        return engine.explain(
+            prompt, retrieved=retrieved, ratio=self.ratio, policy=self.policy, controller=self.controller
+        )
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids as the model's own tokenizer has them."""

@@ -148,8 +148,9 @@ class BlendLLM(FunctionCallingLLM):
         engine = self._open()
         if isinstance(prompt, str):
             prompt = engine.model.tokenizer.as_prompt(prompt)
-        settings = {"ratio": self.ratio, "policy": self.policy, "controller": self.controller}
-        return engine.explain(prompt, retrieved=retrieved, **settings)
+        return engine.explain(
+            prompt, retrieved=retrieved, ratio=self.ratio, policy=self.policy, controller=self.controller
+        )
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:

@@ -161,7 +161,9 @@ class ChunkIndex:
     def count_tokens(self, texts: Sequence[str]) -> int:
         """How many tokens the embedder sees of these texts."""
         with self._encoding:
-            return int(self._loaded().tokenize(list(texts))["attention_mask"].sum())
+            encoder = self._loaded()
+            ids = encoder.tokenizer(list(texts), truncation=True, max_length=encoder.max_seq_length)["input_ids"]
+        return sum(map(len, ids))
 
     def __len__(self) -> int:
         return int(self._read("SELECT count(*) FROM chunks")[0][0])

@@ -544,9 +544,9 @@ def test_without_a_corpus_there_is_none(narrow: Served) -> None:
 
 
 @contextmanager
-def long_stream(served: Served) -> Iterator[Iterator[str]]:
+def long_stream(served: Served, tokens: int = 900) -> Iterator[Iterator[str]]:
     """Lines of a stream that goes on until the client has had enough; the first is there."""
-    body = {"model": NAME, "messages": MESSAGES, "max_tokens": 900, "stream": True, "temperature": 0}
+    body = {"model": NAME, "messages": MESSAGES, "max_tokens": tokens, "stream": True, "temperature": 0}
     with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
@@ -602,7 +602,7 @@ def test_an_answer_that_takes_too_long_ends(engine: BlendEngine) -> None:
 
 
 def test_a_server_that_stops_finishes_its_streams(engine: BlendEngine) -> None:
-    with serving(engine) as served, long_stream(served) as lines:
+    with serving(engine) as served, long_stream(served, 300) as lines:
         served.stop()
         text = list(lines)
     assert text[-2:] == ["data: [DONE]", ""]

@@ -19,11 +19,14 @@ class Work:
     def __init__(self) -> None:
         self.go = threading.Semaphore(0)
         self.made = 0
+        self.again = threading.Event()  # set when a second piece has been asked for
         self.closed = threading.Event()
 
     def __call__(self) -> Generator[int, None, None]:
         try:
             while True:
+                if self.made:
+                    self.again.set()
                 self.go.acquire()
                 self.made += 1
                 yield self.made
@@ -85,6 +88,7 @@ async def test_the_place_is_taken_until_the_step_under_way_is_over() -> None:
     running = turns.run(work, 60)
     work.go.release()
     assert await anext(running) == 1
+    assert await asyncio.to_thread(work.again.wait, 30)
     await running.aclose()
     other = asyncio.create_task(all_of(turns))
     await settled(turns, 1, 1)  # the thread is still in its step

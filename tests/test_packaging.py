@@ -117,7 +117,7 @@ def test_every_package_has_its_licence_and_readme(built: Built) -> None:
     assert built.sdist["LICENSE"] == licence
     assert built.metadata["License-Expression"] == "Apache-2.0"
     assert built.metadata["Description-Content-Type"] == "text/markdown"
-    assert built.metadata.get_payload().strip() == (built.project / "README.md").read_text().strip()
+    assert built.metadata.get_payload(decode=True).decode().strip() == (built.project / "README.md").read_text().strip()
 
 
 def test_nothing_shipped_or_kept_is_large(built: Built) -> None:

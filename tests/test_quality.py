@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -268,10 +269,15 @@ def test_scores_are_those_of_the_answers(bench: Bench, tmp_path: Path) -> None:
     """The tiny model's own words as the right answer."""
     passages = ["Mira Brel was born in Florton. She lives in Grelville and drives a red car every single day.", "Two."]
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
-    data.write_text(json.dumps({**ROW, "passages": passages}))
+    rows = [
+        {**ROW, "passages": passages, "question": f"Where was {name} born?"} for name in ("Mira", "Tor", "Kel", "she")
+    ]
+    data.write_text("\n".join(map(json.dumps, rows)))
     bench("--data", data, *SMALL[2:], "--out", out)
-    answer = next(json.loads(line)["answer"] for line in (out / "rows.jsonl").read_text().splitlines()[1:])
-    data.write_text(json.dumps({**ROW, "passages": passages, "answers": ["no", answer]}))
+    written = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()[1:]]
+    answers = [line["answer"] for line in written if line["cell"].startswith("full")]
+    number = next(number for number, answer in enumerate(answers) if re.search(r"[a-z]{3}", answer))
+    data.write_text(json.dumps(rows[number] | {"answers": ["no", answers[number]]}))
     (full,) = _cells(bench("--data", data, *SMALL[2:]), "full")
     assert [full[name]["value"] for name in ("em", "f1", "rouge_l")] == [1, 1, 1]
     assert full["groups"] == {}

@@ -269,9 +269,8 @@ def test_scores_are_those_of_the_answers(bench: Bench, tmp_path: Path) -> None:
     """The tiny model's own words as the right answer."""
     passages = ["Mira Brel was born in Florton. She lives in Grelville and drives a red car every single day.", "Two."]
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
-    rows = [
-        {**ROW, "passages": passages, "question": f"Where was {name} born?"} for name in ("Mira", "Tor", "Kel", "she")
-    ]
+    names = ("Mira", "Tor", "Kel", "she")  # not every question gets words for an answer
+    rows = [{**ROW, "id": name, "passages": passages, "question": f"Where was {name} born?"} for name in names]
     data.write_text("\n".join(map(json.dumps, rows)))
     bench("--data", data, *SMALL[2:], "--out", out)
     written = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()[1:]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -265,19 +264,17 @@ def test_without_a_preamble_it_is_another_fingerprint(model: Model) -> None:
     assert bare.fingerprint.digest != model.fingerprint.digest
 
 
+@pytest.mark.usefixtures("endless")
 def test_scores_are_those_of_the_answers(bench: Bench, tmp_path: Path) -> None:
     """The tiny model's own words as the right answer."""
     passages = ["Mira Brel was born in Florton. She lives in Grelville and drives a red car every single day.", "Two."]
+    settings = [*SMALL[2:-1], 12, "--stop", "@"]
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
-    names = ("Mira", "Tor", "Kel", "she")  # not every question gets words for an answer
-    rows = [{**ROW, "id": name, "passages": passages, "question": f"Where was {name} born?"} for name in names]
-    data.write_text("\n".join(map(json.dumps, rows)))
-    bench("--data", data, *SMALL[2:], "--out", out)
-    written = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()[1:]]
-    answers = [line["answer"] for line in written if line["cell"].startswith("full")]
-    number = next(number for number, answer in enumerate(answers) if re.search(r"[a-z]{3}", answer))
-    data.write_text(json.dumps(rows[number] | {"answers": ["no", answers[number]]}))
-    (full,) = _cells(bench("--data", data, *SMALL[2:]), "full")
+    data.write_text(json.dumps({**ROW, "passages": passages}))
+    bench("--data", data, *settings, "--out", out)
+    answer = next(json.loads(line)["answer"] for line in (out / "rows.jsonl").read_text().splitlines()[1:])
+    data.write_text(json.dumps({**ROW, "passages": passages, "answers": ["no", answer]}))
+    (full,) = _cells(bench("--data", data, *settings), "full")
     assert [full[name]["value"] for name in ("em", "f1", "rouge_l")] == [1, 1, 1]
     assert full["groups"] == {}
 

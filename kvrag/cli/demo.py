@@ -28,9 +28,9 @@ QUESTIONS = (
     ("Which town was first settled in 1957?", "Jomouth"),
     ("Which company has its offices in Danvik?", "Wilmax"),
 )
-"""With the right answers. One direct question, one inverse, and three where an earlier chunk has the name: of each kind
-the first that full prefill answers right, each about another article, whatever reuse makes of it. So they show
-agreement with full prefill, not accuracy."""
+"""With the right answers. One direct question, one inverse, and three where an earlier chunk has the name, each about
+another article, all chosen among those that full prefill answers right. So they show agreement with full prefill, not
+accuracy."""
 
 WAYS = {"full": "full prefill", "none": "plain reuse", "": "blending"}
 """Policy -> name; "" is the engine's default."""

@@ -15,12 +15,12 @@ from typing import Any, Self
 import numpy as np
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
-from langchain_core.vectorstores import VectorStore
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 from numpy.typing import NDArray
 
 from kvrag import SettingError, StoreError
 from kvrag.index import import_faiss
+from langchain_kvrag.texts import AddsAllTexts
 
 Filter = dict[str, Any] | Callable[[Document], bool]
 """Metadata that a document must have, or a function that says whether it is wanted."""
@@ -29,7 +29,7 @@ _DOCUMENTS = "documents.json"
 _FORMAT = 1
 
 
-class FaissVectorStore(VectorStore):
+class FaissVectorStore(AddsAllTexts):
     """Exact search by cosine similarity among all documents, or those that pass a filter. Thread-safe.
 
     Adding a document with a known id replaces it. Every search takes `k` and `filter`: metadata that a document must

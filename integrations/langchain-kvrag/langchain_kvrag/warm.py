@@ -18,6 +18,7 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from kvrag import BlendEngine, KvragError, SettingError, WarmReport
 from langchain_kvrag.faiss import FaissVectorStore
 from langchain_kvrag.settings import BlendSettings
+from langchain_kvrag.texts import AddsAllTexts
 
 logger = logging.getLogger("kvrag")
 
@@ -35,7 +36,7 @@ class _PassedOn:
         return self if store is None else getattr(store.vectorstore, self._name)
 
 
-class KVWarmVectorStore(VectorStore):
+class KVWarmVectorStore(AddsAllTexts):
     """A vector store whose documents an LLM has encoded beforehand.
 
     KV is written before the vectors and dropped after them, so that every document that is found has its KV. A text

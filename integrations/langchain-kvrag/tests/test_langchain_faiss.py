@@ -141,6 +141,19 @@ def test_of_equal_ids_in_one_call_the_last_one_counts(store: FaissVectorStore) -
     assert [document.id for document in store.similarity_search("second", k=13)].count("same") == 1
 
 
+async def test_texts_may_be_any_iterable_and_need_as_many_ids() -> None:
+    store = FaissVectorStore(EMBEDDING)
+    assert store.add_texts((text for text in "ab"), [{"n": 1}, {"n": 2}], ids=["1", "2"]) == ["1", "2"]
+    assert await store.aadd_texts(iter("cd"), ids=["3", "4"]) == ["3", "4"]
+    documents = store.get_by_ids(["2", "3"])
+    assert [(document.page_content, document.metadata) for document in documents] == [("b", {"n": 2}), ("c", {})]
+    with pytest.raises(SettingError, match="2 texts need as many ids, got 1"):
+        store.add_texts(["e", "f"], ids=["5"])
+    with pytest.raises(SettingError, match="1 texts need as many ids, got 2"):
+        await store.aadd_texts(["e"], ids=["5", "6"])
+    assert store.ids == ["1", "2", "3", "4"]
+
+
 def test_deleting_without_ids_empties_it(store: FaissVectorStore) -> None:
     assert store.delete(["d3", "unknown"]) is True
     assert "d3" not in store.ids

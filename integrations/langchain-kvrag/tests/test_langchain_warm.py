@@ -259,6 +259,12 @@ def test_ids_that_look_like_each_other_are_kept_apart(
     assert kept(engine) == []
 
 
+async def test_texts_may_be_any_iterable(store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]) -> None:
+    store.add_texts(text for text in chunks[:1])
+    await store.aadd_texts(iter(chunks[1:2]))
+    assert found(store) == kept(engine) == sorted(chunks[:2])
+
+
 def test_short_texts_are_added_and_said_to_have_no_kv(
     store: KVWarmVectorStore, engine: BlendEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

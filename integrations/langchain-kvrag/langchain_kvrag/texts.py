@@ -1,0 +1,46 @@
+"""What LangChain's `add_texts` does wrong, for the vector stores here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from langchain_core.vectorstores import VectorStore
+
+from kvrag import SettingError
+
+
+class AddsAllTexts(VectorStore):
+    """`add_texts` and `aadd_texts` that add every text.
+
+    LangChain's own take any iterable, but add nothing of a generator, and no more texts than there are ids.
+    """
+
+    def add_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Add texts as documents; see `add_documents`."""
+        return super().add_texts(_listed(texts, ids), metadatas, ids=ids, **kwargs)
+
+    async def aadd_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Like `add_texts`, off the event loop."""
+        return await super().aadd_texts(_listed(texts, ids), metadatas, ids=ids, **kwargs)
+
+
+def _listed(texts: Iterable[str], ids: Sequence[str] | None) -> list[str]:
+    listed = list(texts)
+    if ids is not None and len(ids) != len(listed):
+        raise SettingError(f"{len(listed)} texts need as many ids, got {len(ids)}")
+    return listed

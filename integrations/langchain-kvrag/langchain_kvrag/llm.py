@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, closing
-from typing import Any
+from typing import Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LLM, LangSmithParams
-from langchain_core.outputs import GenerationChunk
+from langchain_core.outputs import GenerationChunk, LLMResult
+from pydantic import PrivateAttr
 
 from kvrag import Delta, LLMSettings, SettingError
 from langchain_kvrag.settings import BlendSettings
+
+_OF_THE_RUN = ("callbacks", "tags", "metadata", "run_name", "run_id")
 
 
 class BlendLLM(BlendSettings, LLM, extra="forbid"):
@@ -24,9 +27,31 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
     piece, in `generation_info["kvrag"]`.
     """
 
+    _of_the_call: dict[str, Any] = PrivateAttr(default_factory=dict)
+
     @property
     def _llm_type(self) -> str:
         return "kvrag"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return super()._identifying_params | self._of_the_call
+
+    def _called_with(self, call: dict[str, Any]) -> Self:
+        """A copy for one call: the key of LangChain's cache has what identifies the object, and nothing of the call."""
+        copy = self.model_copy()
+        copy._of_the_call = {name: value for name, value in call.items() if name not in _OF_THE_RUN}
+        return copy
+
+    def generate(self, prompts: list[str], stop: list[str] | None = None, *args: Any, **kwargs: Any) -> LLMResult:
+        """Answer several texts; see LangChain's."""
+        return super(BlendLLM, self._called_with(kwargs)).generate(prompts, stop, *args, **kwargs)
+
+    async def agenerate(
+        self, prompts: list[str], stop: list[str] | None = None, *args: Any, **kwargs: Any
+    ) -> LLMResult:
+        """Like `generate`, off the event loop."""
+        return await super(BlendLLM, self._called_with(kwargs)).agenerate(prompts, stop, *args, **kwargs)
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)

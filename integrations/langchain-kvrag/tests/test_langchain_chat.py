@@ -28,7 +28,7 @@ from langchain_core.runnables import ConfigurableField
 from langchain_kvrag import BlendLLM, ChatBlend
 from langchain_kvrag.messages import template_messages
 
-from kvrag import BlendConfig, BlendEngine, Model, PromptError, SettingError
+from kvrag import BlendConfig, BlendEngine, Grammar, Model, PromptError, SettingError
 
 QUESTION = "Question: Who likes curry?"
 STRICT = (
@@ -281,6 +281,19 @@ def test_a_cached_answer_takes_no_work(settings: dict[str, Any], forwards: list[
     assert len(forwards) == done
     chat.invoke(QUESTION, ratio=0.3)
     assert len(forwards) > done
+
+
+@pytest.mark.usefixtures("endless")
+async def test_settings_of_a_call_are_in_the_cache_key_of_text_models(settings: dict[str, Any]) -> None:
+    settings |= {"cache": InMemoryCache(), "max_tokens": 8}
+    llm, plain = BlendLLM(**settings), BlendLLM(**{**settings, "cache": False})
+    for call in ({}, {"max_tokens": 2}, {"max_tokens": 4}, {"grammar": Grammar(regex="yes")}):
+        expected = plain.invoke(QUESTION, **call)
+        assert llm.invoke(QUESTION, **call) == expected
+        assert await llm.ainvoke(QUESTION, {"tags": ["again"], "run_name": "it"}, **call) == expected
+        assert llm.batch([QUESTION] * 2, **call) == [expected] * 2
+    assert llm.max_tokens == 8
+    assert len(settings["cache"]._cache) == 4
 
 
 # ---------------------------------------------------------------- messages

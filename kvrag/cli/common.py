@@ -138,6 +138,18 @@ def existing_store(path: str) -> Path:
     return folder
 
 
+def read_text(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        KvragError: It is not UTF-8.
+    """
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise KvragError(f"{path} is not UTF-8 text (byte {error.start})") from None
+
+
 def say(message: str) -> None:
     """A line for people: never on stdout, which belongs to the result."""
     print(message, file=sys.stderr, flush=True)

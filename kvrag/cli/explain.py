@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.cli.common import add_engine_arguments, open_engine, say
+from kvrag.cli.common import add_engine_arguments, open_engine, read_text, say
 from kvrag.config import CONTROLLERS, POLICIES
 from kvrag.errors import KvragError, PromptError
 from kvrag.types import Messages
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _prompt(given: str) -> tuple[str | Messages, Any]:
     """The prompt, and the tools that stand beside it."""
-    text = sys.stdin.read() if given == "-" else _read(Path(given)) if _is_file(given) else given
+    text = sys.stdin.read() if given == "-" else read_text(Path(given)) if _is_file(given) else given
     if not text.strip():
         raise PromptError("the prompt is empty")
     try:
@@ -94,15 +94,8 @@ def _is_file(given: str) -> bool:
         return False
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise KvragError(f"{path} is not UTF-8 text (byte {error.start})") from None
-
-
 def _chunks(path: Path) -> list[str]:
-    text = _read(path)
+    text = read_text(path)
     if path.suffix.lower() != ".json":
         return [text]
     try:

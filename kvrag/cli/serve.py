@@ -20,6 +20,7 @@ from kvrag.cli.common import (
     folder,
     open_engine,
     open_index,
+    read_text,
     require_extra,
     say,
 )
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         taken = stack.enter_context(server.bind(args.host, args.port))
         engine = stack.enter_context(open_engine(args, **config))
         if args.store_gib is not None:
-            folder(engine).max_bytes = round(args.store_gib * _GIB)
+            folder(engine).max_bytes = _bytes("--store-gib", args.store_gib, _GIB)
         if args.prompt_template is None:  # as `ask` does it
             from kvrag.index import Hit
 
@@ -117,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> ServerSettings:
     from kvrag.server.settings import TEMPLATE, ServerSettings
 
-    template = TEMPLATE if args.prompt_template is None else Path(args.prompt_template).read_text()
+    template = TEMPLATE if args.prompt_template is None else read_text(Path(args.prompt_template))
     return ServerSettings(
         name=args.served_model_name or args.model,
         api_keys=tuple(filter(None, [*args.api_key, *os.environ.get(_KEYS, "").split(",")])),
@@ -131,16 +132,18 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         concurrency=args.concurrency,
         queue=args.queue,
         timeout=args.timeout,
-        max_body=round(args.max_body_mib * _MIB),
-        max_upload=round(args.max_upload_mib * _MIB),
+        max_body=_bytes("--max-body-mib", args.max_body_mib, _MIB),
+        max_upload=_bytes("--max-upload-mib", args.max_upload_mib, _MIB),
         template=template,
     )
 
 
 def _config(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of the engine's BlendConfig, checked."""
-    if args.store_gib is not None and not args.store_gib > 0:
-        raise SettingError(f"--store-gib must be positive, got {args.store_gib}")
+    """Fields of the engine's BlendConfig; checks what is in no settings, too."""
+    if args.store_gib is not None:
+        _bytes("--store-gib", args.store_gib, _GIB)
+    if not 0 <= args.shutdown_timeout < float("inf"):
+        raise SettingError(f"--shutdown-timeout must be a number of seconds, got {args.shutdown_timeout}")
     if not args.no_corpus:
         require_extra()
         documents.splitter(len, args.chunk_tokens, args.chunk_overlap)
@@ -150,6 +153,12 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
         config = {"controller": "off", **config}  # as if every request gave it
     BlendConfig(**config, context_tokens=args.context_tokens)
     return {**config, "context_tokens": args.context_tokens}
+
+
+def _bytes(option: str, size: float, unit: int) -> int:
+    if not 0 < size < float("inf"):
+        raise SettingError(f"{option} must be a positive number, got {size}")
+    return max(1, round(size * unit))
 
 
 def _corpus(args: argparse.Namespace, engine: BlendEngine, index: ChunkIndex, settings: ServerSettings) -> Corpus:

@@ -31,6 +31,11 @@ class Served:
     stop: Callable[[], None]
     http: httpx.Client = field(repr=False)
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """For a socket."""
+        return self.http.base_url.host, self.http.base_url.port or 0
+
     def metric(self, name: str) -> float:
         """A number that Prometheus is told."""
         for line in self.http.get("/metrics").raise_for_status().text.splitlines():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,15 @@ from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from openai import OpenAI
 from serving import NAME, Served, make_corpus, serving, until
+from starlette.types import Message
 from test_cli import PDF
 from transformers import AutoModelForCausalLM
 
 import kvrag
-from kvrag import BlendConfig, BlendEngine, FileStore, Grammar, Model
+from kvrag import BlendConfig, BlendEngine, Delta, FileStore, Grammar, Model
 from kvrag.bench.load import load
 from kvrag.server import Corpus, ServerSettings
+from kvrag.server.answers import EventStream
 
 QUESTION = "Who likes curry?"
 PLAIN = {"temperature": 0, "max_new_tokens": 12}
@@ -514,6 +518,9 @@ def test_pages_of_others_may_not_ask(engine: BlendEngine) -> None:
         assert served.http.get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
         asked = served.http.get("/v1/models", headers={"Origin": ours})
         assert (asked.status_code, asked.headers["Access-Control-Allow-Origin"]) == (200, ours)
+    with serving(engine, origins=("*",)) as served:
+        asked = served.http.get("/v1/models", headers={"Origin": "http://evil.example"})
+        assert (asked.status_code, asked.headers["Access-Control-Allow-Origin"]) == (200, "*")
 
 
 # -------------------------------------------------------------------- keys, the queue, going away
@@ -599,6 +606,59 @@ def test_an_answer_that_takes_too_long_ends(engine: BlendEngine) -> None:
             for _ in client.chat.completions.create(**body, stream=True):
                 pass
         until(lambda: served.running() == (0, 0))
+
+
+@pytest.mark.parametrize("pieces", [0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_fails_inside_is_logged_once_and_not_told(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool, pieces: int
+) -> None:
+    answers = engine.stream
+
+    def broken(*args: Any, **settings: Any) -> Iterator[Any]:
+        yield from islice(answers(*args, **settings), pieces)
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(engine, "stream", broken)
+    with serving(engine) as served:
+        said = served.ask(QUESTION, stream=stream)
+        # a new connection: uvicorn closes the one on which something failed
+        assert 'kvrag_request_failure_total{status="500"} 1.0' in httpx.get(f"{served.url}/metrics").text
+    assert said.status_code == (200 if stream and pieces else 500)
+    assert "its log says more" in said.text
+    assert "secret" not in said.text
+    assert "[DONE]" not in said.text
+    (logged,) = [record for record in caplog.records if record.exc_info]
+    assert "secret" in str(logged.exc_info)
+
+
+async def test_what_fails_while_it_is_sent_is_not_lost() -> None:
+    async def events() -> AsyncGenerator[dict[str, Any] | str, None]:
+        yield "one"
+        raise ZeroDivisionError
+
+    async def deltas() -> AsyncGenerator[Delta, None]:
+        yield Delta("")
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return await asyncio.get_running_loop().create_future()  # the client stays
+
+    with pytest.raises(ZeroDivisionError):
+        await EventStream(events(), deltas(), 60)({"type": "http"}, receive, send)
+    assert sent[-1]["body"] == b"data: one\n\n"
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(engine: BlendEngine) -> None:
+    with serving(engine, timeout=0.3) as served, socket.create_connection(served.address, timeout=60) as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+        said = client.recv(1 << 16).decode()
+        assert said.startswith("HTTP/1.1 408")
+        assert "did not come within 0.3 s" in said
 
 
 def test_a_server_that_stops_finishes_its_streams(engine: BlendEngine) -> None:

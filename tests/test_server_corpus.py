@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -20,7 +21,7 @@ from conftest import CHUNKS
 from serving import make_corpus, until
 
 import kvrag.index
-from kvrag import BlendEngine, StoreFullError
+from kvrag import BlendEngine, StoreError, StoreFullError
 from kvrag.cli.main import main
 from kvrag.server import Corpus
 from kvrag.server.errors import ApiError
@@ -56,6 +57,7 @@ def test_what_was_left_undone_is_done_by_the_next_server(corpus: Corpus, engine:
     assert len(tasks(tmp_path)) == len(CHUNKS)
     (tmp_path / "corpus" / "corpus" / "000000000099.part").write_text("{")
     (tmp_path / "corpus" / "corpus" / "000000000098.json").write_text("{")
+    corpus.stop(30)
     again = make_corpus(engine, tmp_path / "corpus")
     again.start()
     until(lambda: set(statuses(again).values()) == {"ready"})
@@ -89,8 +91,9 @@ def test_a_document_under_way_is_seen_and_can_be_dropped(
     corpus.remove("a")
     corpus.remove("b")
     assert statuses(corpus) == {}
-    with pytest.raises(ApiError, match="there is no document 'b'"):
-        corpus.remove("b")
+    for document in "ab":
+        with pytest.raises(ApiError, match=f"there is no document '{document}'"):
+            corpus.remove(document)
     go.set()
     until(lambda: not corpus.num_pending)
     assert (corpus.num_chunks, engine.documents(), engine.store.stats().chunks) == (0, [], 0)
@@ -142,12 +145,63 @@ def test_a_document_that_fails_says_why_and_does_not_stop_the_others(
     until(lambda: not corpus.num_pending)
     assert statuses(corpus) == {"a": "failed", "b": "ready"}
     assert corpus.status("a").error == "no room"
+    corpus.stop(30)
     again = make_corpus(engine, tmp_path / "corpus")
     assert statuses(again) == {"a": "failed", "b": "ready"}
     again.add("a", [CHUNKS[0]])
     assert statuses(again) == {"a": "queued", "b": "ready"}
     again.remove("a")
     assert statuses(again) == {"b": "ready"}
+    again.stop(30)
+
+
+def test_a_document_that_was_replaced_in_time_has_not_failed(
+    corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go = threading.Event(), threading.Event()
+
+    def full(records: Any) -> int:
+        monkeypatch.undo()
+        reached.set()
+        assert go.wait(300)
+        raise StoreFullError("no room")
+
+    monkeypatch.setattr(engine.store, "put", full)
+    corpus.add("a", [CHUNKS[0]])
+    corpus.start()
+    assert reached.wait(300)
+    corpus.add("a", [CHUNKS[1]])
+    go.set()
+    until(lambda: not corpus.num_pending)
+    assert corpus.status("a").status == statuses(corpus)["a"] == "ready"
+    assert corpus.search("Who?", 1, 0)[0].text == CHUNKS[1]
+    assert tasks(tmp_path) == []
+
+
+def test_what_cannot_be_kept_changes_nothing(
+    corpus: Corpus, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    corpus.add("a", [CHUNKS[0]])
+    monkeypatch.setattr(os, "fsync", full)
+    for change in (lambda: corpus.add("a", [CHUNKS[1]]), lambda: corpus.remove("a")):
+        with pytest.raises(StoreFullError, match="No space left"):
+            change()
+    monkeypatch.undo()
+    corpus.start()
+    until(lambda: not corpus.num_pending)
+    assert corpus.status("a").status == "ready"
+    assert corpus.search("Who?", 1, 0)[0].text == CHUNKS[0]
+
+
+def test_two_servers_do_not_share_a_corpus(corpus: Corpus, engine: BlendEngine, tmp_path: Path) -> None:
+    """Each would do the other's tasks."""
+    with pytest.raises(StoreError, match="--no-corpus"):
+        make_corpus(engine, tmp_path / "corpus")
+    corpus.stop(30)
+    make_corpus(engine, tmp_path / "corpus").stop(30)
 
 
 def test_not_too_many_documents_wait(engine: BlendEngine, corpus: Corpus) -> None:
@@ -194,10 +248,15 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
         (["--ratio", "2"], "ratio must be"),
         (["--chunk-overlap", "300"], "--chunk-tokens"),
         (["--store-gib", "0"], "--store-gib"),
+        (["--store-gib", "inf"], "--store-gib"),
+        (["--max-body-mib", "nan"], "--max-body-mib"),
+        (["--max-upload-mib", "-1"], "--max-upload-mib"),
+        (["--shutdown-timeout", "nan"], "--shutdown-timeout"),
         (["--api-key", "a b"], "API key"),
         (["--host", "192.0.2.1"], "cannot listen"),
         (["--port", "99999"], "cannot listen"),
         (["--prompt-template", "/nowhere"], "/nowhere"),
+        (["--prompt-template", sys.executable], "not UTF-8"),
     ],
 )
 def test_wrong_settings_are_told_in_one_line(argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from kvrag.engine import BlendEngine
 from kvrag.errors import PromptError
 from kvrag.index import Hit
 from kvrag.server.corpus import Corpus
-from kvrag.server.errors import ApiError, ClientGone, described, json_response
+from kvrag.server.errors import ApiError, ClientGone, described, json_response, log
 from kvrag.server.metrics import Metrics
 from kvrag.server.schemas import Answering, ChatRequest, CompletionRequest, Document
 from kvrag.server.settings import ServerSettings
@@ -297,6 +297,7 @@ async def _events(
             for event in teller.piece(delta):
                 yield event
     except Exception as error:  # the status has been sent
+        log(error)
         _, content = described(error)
         yield content
         return
@@ -328,6 +329,8 @@ class EventStream(Response):
             await _cancel(sending, leaving)
             await self._events.aclose()
             await self._deltas.aclose()
+        if not sending.cancelled():
+            sending.result()  # raises what went wrong
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -6,6 +6,7 @@ goes on where it was. Documents are told apart by their ids, which are names in 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -92,13 +93,20 @@ class Corpus:
             max_pending: Documents that may wait.
 
         Raises:
+            StoreError: Another server works on this folder.
             StoreReadOnlyError: The folder cannot be written.
         """
         self._engine, self._index, self._folder = engine, index, folder
         self.read, self._split, self._max_pending = read, split, max_pending
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = open(folder.with_suffix(".lock"), "ab")  # noqa: SIM115  until the end of the work
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._tasks = _tasks_in(folder)
+        except BlockingIOError:
+            raise StoreError(
+                f"another server works on the corpus in {folder}: give this one another --store, or --no-corpus"
+            ) from None
         except OSError as error:
             raise StoreReadOnlyError(
                 f"{folder} cannot be written ({error.strerror}): choose another store, or serve it with --no-corpus"
@@ -122,7 +130,6 @@ class Corpus:
         with self._changed:
             if len(self._undone()) >= self._max_pending:
                 raise ApiError(429, f"{self._max_pending} documents are waiting: try again later", "queue_full")
-            self._supersede(document)
             self._put("add", document, tuple(texts))
             return self._status(document)
 
@@ -133,12 +140,10 @@ class Corpus:
             ApiError: 404 if there is none of this id.
         """
         with self._changed:
-            is_active = any(task.document == document for task in self._tasks.values() if task.number == self._active)
-            known = self._supersede(document) or is_active or document in self._index.counts()
-            if not known:
+            if not self._status(document).status:
                 raise _unknown(document)
-            self._index.remove(document)
             self._put("drop", document)
+            self._index.remove(document)
 
     def status(self, document: str) -> Status:
         """How far a document is.
@@ -203,6 +208,8 @@ class Corpus:
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(patience)
+        if not self._thread.is_alive():
+            self._lock.close()
 
     def _work(self) -> None:
         while (task := self._await_task()) is not None:
@@ -253,7 +260,7 @@ class Corpus:
     def _finish(self, task: Task, error: str = "") -> None:
         with self._changed:
             self._active = 0
-            if error and task.action == "add":
+            if error and task.action == "add" and self._latest(task.document) == task:
                 self._tasks[task.number] = failed = replace(task, error=error)
                 with suppress(StoreError):  # the disk may be full, which is then the error told of
                     self._write(failed)
@@ -265,17 +272,14 @@ class Corpus:
     def _undone(self) -> list[Task]:
         return [task for _, task in sorted(self._tasks.items()) if not task.error]
 
-    def _supersede(self, document: str) -> bool:
-        """Take back what has not begun with this document; whether there was anything."""
-        waiting = [t for t in self._tasks.values() if t.document == document and t.number != self._active]
-        for task in waiting:
+    def _put(self, action: Literal["add", "drop"], document: str, texts: tuple[str, ...] = ()) -> None:
+        """Have something done with a document, in place of what has not begun."""
+        before = [t for t in self._tasks.values() if t.document == document and t.number != self._active]
+        self._write(Task(self._next, action, document, texts))  # first: this may fail
+        self._next += 1
+        for task in before:
             if task.action == "add":
                 self._delete(task)
-        return any(task.action == "add" for task in waiting)
-
-    def _put(self, action: Literal["add", "drop"], document: str, texts: tuple[str, ...] = ()) -> None:
-        self._write(Task(self._next, action, document, texts))
-        self._next += 1
         self._changed.notify_all()
 
     def _write(self, task: Task) -> None:
@@ -299,8 +303,10 @@ class Corpus:
         return self._folder / f"{task.number:012}.json"
 
     def _status(self, document: str) -> Status:
-        latest = [task for _, task in sorted(self._tasks.items()) if task.document == document]
-        return self._status_of(document, latest[-1] if latest else None, self._index.counts().get(document, 0))
+        return self._status_of(document, self._latest(document), self._index.counts().get(document, 0))
+
+    def _latest(self, document: str) -> Task | None:
+        return next((task for _, task in sorted(self._tasks.items(), reverse=True) if task.document == document), None)
 
     def _status_of(self, document: str, task: Task | None, chunks: int) -> Status:
         """`status` is "" if there is no such document."""

@@ -44,7 +44,7 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 
 
 def described(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and OpenAI's error object; what went wrong inside is logged, not told."""
+    """Status and OpenAI's error object; what went wrong inside is not told."""
     code = param = None
     status, message = 500, str(error)
     if isinstance(error, ApiError):
@@ -55,12 +55,16 @@ def described(error: Exception) -> tuple[int, dict[str, Any]]:
         status, code = 400, "invalid_value"
     elif isinstance(error, (StoreFullError, StoreReadOnlyError)):
         status, code = 507, "store_full"
-    elif isinstance(error, KvragError):
-        logger.error("%s", error)
-    else:
-        logger.error("a request failed", exc_info=error)
+    elif not isinstance(error, KvragError):
         message = "the server failed at this request; its log says more"
     return status, {"error": {"message": message, "type": _kind(status), "param": param, "code": code}}
+
+
+def log(error: Exception) -> None:
+    """Log what went wrong inside; what is wrong with a request is nobody's concern but its sender's."""
+    if described(error)[0] == 500:
+        is_ours = isinstance(error, KvragError)
+        logger.error("%s", error if is_ours else "a request failed", exc_info=None if is_ours else error)
 
 
 def _kind(status: int) -> str:
@@ -100,10 +104,10 @@ def handle_errors(app: FastAPI) -> None:
             404: f"there is no {request.url.path}",
             405: f"{request.url.path} does not take {request.method}",
         }
-        code = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}.get(
-            error.status_code
-        )
-        response = error_response(ApiError(error.status_code, told.get(error.status_code, str(error.detail)), code))
+        names = ("invalid_json", "not_found", "method_not_allowed", "timeout", "body_too_large")
+        code = dict(zip((400, 404, 405, 408, 413), names, strict=True)).get(error.status_code)
+        message = told.get(error.status_code, str(error.detail))
+        response = error_response(ApiError(error.status_code, message, code))
         response.headers.update(error.headers or {})
         return response
 
@@ -112,6 +116,10 @@ def handle_errors(app: FastAPI) -> None:
         return Response(status_code=499)  # nginx's number for this; nobody reads it
 
     @app.exception_handler(KvragError)
-    @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> Response:
+    async def failed(_: Request, error: KvragError) -> Response:
+        log(error)
         return error_response(error)
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, error: Exception) -> Response:
+        return error_response(error)  # Starlette raises it once more, and uvicorn logs it

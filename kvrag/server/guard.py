@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 
 from starlette.datastructures import Headers
@@ -16,7 +17,7 @@ _READING = 64  # requests besides those that the engine knows of: each may hold 
 
 
 class Guard:
-    """ASGI middleware: the API key, the browser pages that may ask, and the size of bodies."""
+    """ASGI middleware: the API key, the browser pages that may ask, the size of bodies and the time they may take."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._settings = app, settings
@@ -55,26 +56,32 @@ class Guard:
             return
         # without a key, whoever reaches the port may ask: a page in somebody's browser must not be among them
         origin = headers.get("origin")
-        if origin is not None and origin not in self._settings.origins:
+        if origin is not None and not {"*", origin} & set(self._settings.origins):
             raise ApiError(403, f"pages of {origin:.80} may not ask: start the server with --cors-origin or --api-key")
         host = _name(headers.get("host", ""))
         if self._settings.hosts and host not in self._settings.hosts:
             raise ApiError(403, f"this server is not {host:.80}: start it with --host, --allow-host or --api-key")
 
     def _bounded(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
-        """`receive` for a body that is not too long."""
+        """`receive` for a body that is not too long, neither in bytes nor in coming."""
         upload = scope["method"] == "PUT" and scope["path"].startswith("/v1/corpus/")
         limit = self._settings.max_upload if upload else self._settings.max_body
         too_long = f"the body has more than the {limit} bytes that are allowed"
         announced = headers.get("content-length", "0")
         if announced.isdecimal() and int(announced) > limit:
             raise ApiError(413, too_long, "body_too_large")
-        received = 0
+        received, is_whole = 0, False
+        deadline = asyncio.get_running_loop().time() + self._settings.timeout
 
         async def bounded() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, is_whole
+            try:
+                async with asyncio.timeout_at(None if is_whole else deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"the body did not come within {self._settings.timeout:g} s") from None
             received += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
             if received > limit:
                 raise HTTPException(413, too_long)  # which FastAPI lets through
             return message

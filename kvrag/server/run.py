@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import signal
 import socket
@@ -44,7 +45,8 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         app: FastAPI = self.config.app  # type: ignore[assignment]
-        app.state.kvrag.turns.turn_away()
+        # not now: the signal may have come in the middle of a turn's being taken
+        asyncio.get_running_loop().call_soon_threadsafe(app.state.kvrag.turns.turn_away)
         # uvicorn's own would raise the signal again at the end, so that nothing behind `serve` would be done
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True

@@ -18,7 +18,7 @@ class ServerSettings:
         api_keys: One of them must be given with every request; empty = none is asked for.
         hosts: Names by which the server may be called while there is no key, so that a page in somebody's browser
             cannot reach it under a name of its own; empty = any.
-        origins: Web pages that may use it from a browser, such as "http://localhost:3000".
+        origins: Web pages that may use it from a browser, such as "http://localhost:3000"; "*" = all.
         template: What the last user message becomes around `{context}`, chunks joined by blank lines, and `{question}`.
         top_k, around: Retrieval, as in `ChunkIndex.search`.
         max_tokens: Longest answer where a request does not say ...
@@ -26,7 +26,7 @@ class ServerSettings:
         temperature: Where a request does not say; None = as the model's own generation config says.
         concurrency: Answers under way at a time. They take turns with the model, a forward pass each.
         queue: Requests that wait for one of these places; more are turned away.
-        timeout: For a request, waiting included.
+        timeout: For a request's body to come, and for its answer, waiting included.
         max_body: Of a request ...
         max_upload: ... and of a document that is uploaded.
         max_pending: Documents that wait to be encoded.

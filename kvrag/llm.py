@@ -12,7 +12,7 @@ import torch
 
 from kvrag.config import Grammar, Sampling, check_codec, check_controller, check_policy, check_ratio
 from kvrag.engine import BlendEngine
-from kvrag.errors import SettingError
+from kvrag.errors import KvragError, SettingError
 from kvrag.model.loading import context_window, load_config, load_tokenizer
 
 _ABOUT_THE_ENGINE = (
@@ -104,7 +104,7 @@ class LLMSettings:
         known = (*_ABOUT_ANSWERS, *_ONLY_PER_CALL)
         if unknown := [name for name in call if name not in known]:
             raise SettingError(f"unknown setting {', '.join(unknown)}; a call takes {', '.join(known)}")
-        if isinstance(call.get("stop"), str):
+        if not isinstance(call.get("stop"), list | tuple | None):
             raise SettingError(f"stop must be a list of strings, got {call['stop']!r}")
         request = {name: getattr(self, name) for name in _ABOUT_ANSWERS}
         request |= {name: value for name, value in call.items() if value is not None}
@@ -134,6 +134,18 @@ class LLMSettings:
             return _window(str(self.model), self.revision, self.trust_remote_code)
         return self.engine.model.context_window, self.engine.model.tokenizer.has_chat_template
 
+    def window_on_disk(self) -> int | None:
+        """How many tokens the model can see; None if its configuration would have to be downloaded, or cannot be read.
+
+        For what is told when an object is made.
+        """
+        if self.engine is not None:
+            return self.engine.model.context_window
+        try:
+            return _window_on_disk(str(self.model), self.revision, self.trust_remote_code)
+        except KvragError:
+            return None
+
     def identity(self) -> dict[str, Any]:
         """Everything that changes an answer, in plain types: what a cache of answers must be keyed by."""
         names = [name for name in (*_ABOUT_THE_ENGINE, *_ABOUT_ANSWERS) if name != "model"]
@@ -148,6 +160,12 @@ def _window(name: str, revision: str | None, trust_remote_code: bool) -> tuple[i
     config = load_config(name, revision, trust_remote_code)
     tokenizer = load_tokenizer(name, revision, trust_remote_code)
     return context_window(config.get_text_config()), tokenizer.chat_template is not None
+
+
+@functools.lru_cache(maxsize=64)
+def _window_on_disk(name: str, revision: str | None, trust_remote_code: bool) -> int:
+    config = load_config(name, revision, trust_remote_code, local_files_only=True)
+    return context_window(config.get_text_config())
 
 
 class LazyEngine:

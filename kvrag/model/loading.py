@@ -75,11 +75,14 @@ def load(
     return model, tokenizer
 
 
-def load_config(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+def load_config(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, local_files_only: bool = False
+) -> Any:
     """A model's configuration, its weights left where they are; raises like `load`."""
     path = reader_path() if name == READER else name
+    where = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
     try:
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, **where)
     except Exception as error:
         raise ModelLoadError(_explain(name, path, error)) from error
     refuse_unsupported(config)

@@ -84,8 +84,9 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
             structured_output=can_force,
             max_output_tokens=self.max_tokens,
         )
-        if self.engine is not None:
-            profile["max_input_tokens"] = self.engine.model.context_window
+        window = LLMSettings.of(self).window_on_disk()
+        if window is not None:
+            profile["max_input_tokens"] = window
         return profile
 
     def _open(self) -> BlendEngine:

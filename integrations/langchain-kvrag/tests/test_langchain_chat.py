@@ -171,6 +171,12 @@ def test_unknown_settings_of_a_call_are_refused(chat: ChatBlend, unknown: dict[s
         list(chat.stream(QUESTION, **unknown))
 
 
+@pytest.mark.parametrize("stop", ["ab", "", 5])
+def test_stop_strings_of_a_call_are_a_list(chat: ChatBlend, stop: Any) -> None:
+    with pytest.raises(SettingError, match=f"stop must be a list of strings, got {stop!r}"):
+        chat.invoke(QUESTION, stop=stop)
+
+
 @pytest.mark.parametrize("cls", [ChatBlend, BlendLLM])
 @pytest.mark.parametrize(
     ("wrong", "why"),

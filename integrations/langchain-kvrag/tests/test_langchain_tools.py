@@ -255,9 +255,13 @@ def test_the_profile_says_what_can_be_asked_for(settings: dict[str, Any], model:
     assert chat.profile is not None
     assert chat.profile["tool_calling"] is chat.profile["tool_choice"] is chat.profile["structured_output"] is True
     assert chat.profile["image_inputs"] is False
-    assert "max_input_tokens" not in chat.profile
-    chat.warm([])
     assert chat.profile["max_input_tokens"] == model.context_window
+    unknown = ChatBlend(model="nobody/has-this", store=settings["store"])  # its configuration is not on this disk
+    assert unknown.profile is not None
+    assert "max_input_tokens" not in unknown.profile
+    unknown.engine, unknown.model, unknown.store = chat._open(), None, None
+    unknown.warm([])
+    assert unknown.profile["max_input_tokens"] == model.context_window
     assert ChatBlend(**settings, profile={"max_input_tokens": 5}).profile == {"max_input_tokens": 5}
 
 

@@ -20,6 +20,9 @@ DEFAULT_POLICY = "query"
 DEFAULT_RATIO = 0.15
 """Recompute ratio where neither the caller nor a calibration says another."""
 
+DEFAULT_CONTEXT = 256
+"""Tokens of its document behind which a chunk is encoded."""
+
 CANDIDATES = 2
 """How many budgets of tokens `query_hkvd` chooses from."""
 
@@ -79,9 +82,9 @@ class BlendConfig:
             sooner, and a higher ratio where loading hides it; also full prefill where calibration found no ratio that
             holds. "off" = never. See `kvrag.controller`.
         min_run: Shortest run of tokens worth reusing.
-        context_tokens: At ingestion, up to so many tokens of the same document stand before a chunk when it is encoded,
-            so that its KV knows who "she" is. It then differs from what full prefill makes of a prompt that has the
-            chunk without them.
+        context_tokens: At ingestion, so many tokens of the same document, up to twice as many where that costs nothing,
+            stand before a chunk when it is encoded, so that its KV knows who "she" is. 0 = every chunk alone: then its
+            KV knows of nothing but its own text.
         check_layer: Layer at which `hkvd` measures the KV deviation; costs that many full layers.
         deviation_of: "k", "v" or "kv": what `hkvd` compares.
         metric: "l2" (CacheBlend) or "cosine" (KVBoost): how `hkvd` compares.
@@ -96,7 +99,7 @@ class BlendConfig:
     ratio: float | None = None
     controller: str = "auto"
     min_run: int = 16
-    context_tokens: int = 0
+    context_tokens: int = DEFAULT_CONTEXT
     check_layer: int = 1
     deviation_of: str = "kv"
     metric: str = "l2"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,21 +24,21 @@ def encode(
 ) -> Iterator[tuple[int, list[LayerKV]]]:
     """Encode chunks behind the model's preamble and what stands before them, whose own KV is dropped.
 
+    A chunk that is among what stands before another one is not computed twice.
+
     Args:
         chunks: Token ids of each, not empty, preamble not included.
         contexts: Token ids between the preamble and each chunk; None = nothing.
         batch_tokens: Most tokens of one forward pass, but at least one chunk.
 
     Yields:
-        (number of the chunk in `chunks`, per layer keys and values), shortest chunks first.
+        (number of the chunk in `chunks`, per layer keys and values), those of the shortest rows first.
     """
-    preamble = list(model.tokenizer.preamble)
-    before = [preamble + list(context) for context in contexts or [()] * len(chunks)]
-    lengths = [len(prefix) + len(chunk) for prefix, chunk in zip(before, chunks, strict=True)]
-    for batch in _batches(lengths, batch_tokens, model.stable_length):
-        rows = [before[number] + list(chunks[number]) for number in batch]
-        longest = max(map(len, rows))
-        ids = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows])  # (B, T)
+    rows = _rows(model, chunks, contexts)
+    served = _served(rows, model.stable_length)
+    for batch in _batches({host: len(rows[host]) for host in served}, batch_tokens, model.stable_length):
+        longest = max(len(rows[host]) for host in batch)
+        ids = torch.tensor([rows[host] + rows[host][-1:] * (longest - len(rows[host])) for host in batch])  # (B, T)
         cache = model.new_cache(longest)
         # padding stands behind the chunk, where no token of it looks: causal attention needs no mask for that
         model.forward(ids, cache)
@@ -48,15 +48,50 @@ def encode(
             keys, values = cache.layer(layer)  # (B, H, T, D)
             with torch.inference_mode():
                 layers.append((model.unrotate(layer, keys, tables[layer]).cpu(), values.cpu()))
-        for index, number in enumerate(batch):
-            kept = slice(len(before[number]), len(rows[index]))
-            yield number, [(keys[index, :, kept], values[index, :, kept]) for keys, values in layers]
+        for index, host in enumerate(batch):
+            for number in served[host]:
+                kept = slice(len(rows[number]) - len(chunks[number]), len(rows[number]))
+                yield number, [(keys[index, :, kept], values[index, :, kept]) for keys, values in layers]
 
 
-def _batches(lengths: Sequence[int], batch_tokens: int, stable_length: int) -> Iterator[list[int]]:
-    """Chunk numbers in batches of similar length. Where RoPE follows the length, it must not follow another chunk's."""
+def row_lengths(
+    model: Model, chunks: Sequence[Sequence[int]], contexts: Sequence[Sequence[int]] | None = None
+) -> list[int]:
+    """How long the rows are that `encode` computes for these chunks."""
+    rows = _rows(model, chunks, contexts)
+    return [len(rows[host]) for host in _served(rows, model.stable_length)]
+
+
+def _rows(model: Model, chunks: Sequence[Sequence[int]], contexts: Sequence[Sequence[int]] | None) -> list[list[int]]:
+    """Each chunk behind everything that stands before it."""
+    preamble = list(model.tokenizer.preamble)
+    return [
+        [*preamble, *context, *chunk] for context, chunk in zip(contexts or [()] * len(chunks), chunks, strict=True)
+    ]
+
+
+def _served(rows: Sequence[list[int]], stable_length: int) -> dict[int, list[int]]:
+    """The rows to compute, each with the numbers of those that it begins with, itself among them.
+
+    Tokens do not see what follows them, so a row that another one begins with is there when that one is, unless RoPE
+    follows the length.
+    """
+    served: dict[int, list[int]] = {}
+    host = -1
+    for number in sorted(range(len(rows)), key=rows.__getitem__, reverse=True):  # what begins so comes just before
+        row = rows[number]
+        if host >= 0 and len(rows[host]) <= stable_length and rows[host][: len(row)] == row:
+            served[host].append(number)
+        else:
+            host = number
+            served[host] = [number]
+    return served
+
+
+def _batches(lengths: Mapping[int, int], batch_tokens: int, stable_length: int) -> Iterator[list[int]]:
+    """Row numbers in batches of similar length. Where RoPE follows the length, it must not follow another row's."""
     batch: list[int] = []
-    for number in sorted(range(len(lengths)), key=lengths.__getitem__):
+    for number in sorted(lengths, key=lengths.__getitem__):
         length = lengths[number]
         other = length > stable_length and lengths[number] != lengths[batch[0] if batch else number]
         if batch and (length * (len(batch) + 1) > batch_tokens or other):

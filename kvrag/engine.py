@@ -164,15 +164,18 @@ class BlendEngine:
         texts: Iterable[str],
         *,
         document: str | Sequence[str] = "",
+        sources: str | Sequence[str] | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> WarmReport:
-        """Encode every chunk that the store lacks. Give the texts as the framework will paste them.
+        """Encode every chunk that the store lacks. Give the texts as the framework will paste them, in reading order.
 
         Args:
             texts: The chunks.
             document: Name of the document they are the whole of: its chunks from an earlier call that are not among
                 them are dropped, unless another document has them. "" adds without a name. A list has one name for
                 each text, so that several documents are encoded together.
+            sources: Names what the texts are pieces of: each is encoded behind up to twice `config.context_tokens` of
+                what stands before it there, but for those that several sources have. "" = nothing; None = `document`.
             progress: Called with (tokens done, tokens to do) after each portion.
 
         Raises:
@@ -182,7 +185,7 @@ class BlendEngine:
             StoreError: It cannot be stored; what was stored before stays.
         """
         self._check_open()
-        return self._ingestion.warm(texts, document, progress)
+        return self._ingestion.warm(texts, document, sources, progress)
 
     def forget(self, document: str) -> int:
         """Drop a document's chunks unless another document has them; returns how many were dropped."""
@@ -192,9 +195,15 @@ class BlendEngine:
         """Names of the documents that begin so and have chunks, sorted."""
         return list(self.store.documents(prefix))
 
-    async def awarm(self, texts: Iterable[str], *, document: str | Sequence[str] = "") -> WarmReport:
+    async def awarm(
+        self,
+        texts: Iterable[str],
+        *,
+        document: str | Sequence[str] = "",
+        sources: str | Sequence[str] | None = None,
+    ) -> WarmReport:
         """Like `warm`, off the event loop."""
-        return await asyncio.to_thread(self.warm, texts, document=document)
+        return await asyncio.to_thread(self.warm, texts, document=document, sources=sources)
 
     # ---------------------------------------------------------------- answers
 
@@ -598,10 +607,13 @@ class BlendEngine:
 
     def _refresh_index(self) -> None:
         """Take in what this or another process has stored or removed since the last look."""
-        removals = self.store.removals()
+        removals, last = self.store.removals(), self._last_entry
         if removals != self._removals:
             self._index, self._last_entry, self._removals = MatchIndex(), 0, removals
         entries = list(self.store.entries(self._last_entry))
+        for entry in entries:
+            if entry.number > last:
+                self._ram.drop(entry.key)  # it may have been there before, behind another context
         if entries:
             self._index.add((entry.key, entry.ids, entry.anchors) for entry in entries)
             self._last_entry = entries[-1].number

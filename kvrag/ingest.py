@@ -11,7 +11,7 @@ import numpy as np
 
 from kvrag.codec import pack
 from kvrag.config import BlendConfig
-from kvrag.encode import encode
+from kvrag.encode import encode, row_lengths
 from kvrag.errors import DamagedChunkError, SettingError, StoreError
 from kvrag.fingerprint import Fingerprint
 from kvrag.match import anchors
@@ -39,6 +39,17 @@ class Texts:
     keys: list[str | None]
     skipped: int
     warnings: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """The source that a chunk is a piece of, "" = none or several, and what of it stands before the chunk."""
+
+    source: str
+    ids: list[int]
+
+
+_ALONE = _Context("", [])
 
 
 class Ingestion:
@@ -77,7 +88,11 @@ class Ingestion:
         return Texts(tokens, keys, len(short), warnings)
 
     def warm(
-        self, texts: Iterable[str], document: str | Sequence[str], progress: Callable[[int, int], None]
+        self,
+        texts: Iterable[str],
+        document: str | Sequence[str],
+        sources: str | Sequence[str] | None,
+        progress: Callable[[int, int], None],
     ) -> WarmReport:
         """See BlendEngine.warm."""
         started = time.perf_counter()
@@ -88,12 +103,19 @@ class Ingestion:
             raise SettingError(
                 f"{len(names)} names of documents for {len(given.keys)} texts: give one for each, or one string"
             )
-        contexts = self._contexts(names, given)
+        if sources is None or isinstance(sources, str):
+            sources = names if sources is None else [sources] * len(given.keys)
+        if len(sources) != len(given.keys):
+            raise SettingError(f"{len(sources)} sources for {len(given.keys)} texts: give one for each, or one string")
+        contexts = self._contexts(sources, given)
         whole = {document: list[str]()} if isinstance(document, str) else {}  # also if nothing is left of it
         documents = whole | _by_document(names, given.keys)
         new: set[str] = set()
         size = 0
-        missing = self._look_up(chunks)
+        missing = self._look_up(chunks, contexts)
+        if shared := self._in_other_sources(chunks.keys() - set(missing), contexts):
+            self._store.remove(shared)
+            missing = self._look_up(chunks, contexts)
         done, total = 0, sum(len(chunks[key]) for key in missing)
         progress(0, total)
         for _ in range(2):
@@ -108,7 +130,7 @@ class Ingestion:
             for name, held in documents.items():
                 self._store.set_document(name, held)
             # until now nobody held what was found, and who dropped another document may have taken it along
-            missing = self._look_up(chunks)
+            missing = self._look_up(chunks, contexts)
             if not missing or not self._has_room(sum(len(chunks[key]) for key in missing)):
                 break
         self._dropped.clear()
@@ -144,13 +166,16 @@ class Ingestion:
         """Let go of what was dropped a moment ago."""
         self._dropped.clear()
 
-    def _look_up(self, chunks: dict[str, list[int]]) -> list[str]:
+    def _look_up(self, chunks: dict[str, list[int]], contexts: dict[str, _Context]) -> list[str]:
         """Keys that the store lacks, once it has again what was dropped a moment ago."""
         for key, ids in chunks.items():
             if reader := self._dropped.take(key):
                 try:
+                    if reader.source not in ("", contexts[key].source):
+                        continue
                     layers = [reader.layer(number) for number in range(reader.num_layers)]
-                    record = ChunkRecord(key, np.asarray(ids, np.uint32), anchors(ids), layers, reader.context)
+                    described = np.asarray(ids, np.uint32), anchors(ids)
+                    record = ChunkRecord(key, *described, layers, reader.context, reader.source)
                     self._store.put([record])
                 except DamagedChunkError:
                     pass  # it is encoded again
@@ -164,35 +189,58 @@ class Ingestion:
         needed = tokens * stats.bytes / max(stats.tokens, 1)
         return stats.max_bytes is None or stats.bytes + needed <= stats.max_bytes
 
-    def _contexts(self, names: Sequence[str], given: Texts) -> dict[str, list[int]]:
-        """What stands before a chunk in the first document that has it, as far as it is wanted and fits."""
-        contexts: dict[str, list[int]] = {}
+    def _contexts(self, sources: Sequence[str], given: Texts) -> dict[str, _Context]:
+        """What each chunk is encoded behind.
+
+        That grows up to twice `context_tokens` before it is cut back to them: until then it begins alike for one chunk
+        after another, and is computed once for them all.
+        """
+        contexts: dict[str, _Context] = {}
         before: dict[str, list[int]] = {}
         blank = self._model.tokenizer.encode("\n\n")
         limit, window = self._config.context_tokens, self._model.context_window - len(self._model.tokenizer.preamble)
-        for name, ids, key in zip(names, given.ids, given.keys, strict=True):
-            context = before.get(name, [])
+        for source, ids, key in zip(sources, given.ids, given.keys, strict=True):
+            context = before.get(source, [])
             if shared := _overlap(context, ids):
                 context = context[:-shared]
             elif context:
                 context = [*context, *blank]
-            before[name] = [*context, *ids][-limit - len(ids) :] if name and limit else []
-            if key:
-                contexts.setdefault(key, context[max(0, len(context) - min(limit, window - len(ids))) :])
+            room = window - len(ids)
+            if len(context) > min(2 * limit, room):
+                context = context[len(context) - min(limit, room) :]
+            before[source] = [*context, *ids] if source and limit else []
+            if key and contexts.setdefault(key, _Context(source, context)).source != source:
+                contexts[key] = _ALONE
         return contexts
 
-    def _encode_and_put(self, chunks: dict[str, list[int]], contexts: dict[str, list[int]]) -> int:
+    def _in_other_sources(self, keys: Iterable[str], contexts: dict[str, _Context]) -> list[str]:
+        """Stored chunks that stand behind text of another source; from now on they stand alone."""
+        shared = []
+        for key in keys:
+            if contexts[key].source and self._config.context_tokens:
+                with contextlib.suppress(StoreError):  # what cannot be read is found out when it is used
+                    if reader := self._store.open(key):
+                        reader.close()
+                        if reader.source not in ("", contexts[key].source):
+                            shared.append(key)
+                            contexts[key] = _ALONE
+        return shared
+
+    def _encode_and_put(self, chunks: dict[str, list[int]], contexts: dict[str, _Context]) -> int:
         keys, records = list(chunks), []
+        before = [contexts[key].ids for key in keys]
         started, waits = time.perf_counter(), self._model.lock.waits
-        encoded = list(encode(self._model, list(chunks.values()), [contexts[key] for key in keys]))
+        encoded = list(encode(self._model, list(chunks.values()), before))
         if self._model.lock.waits == waits:  # what others computed meanwhile would count as ours
-            lengths = [len(contexts[key]) + len(chunks[key]) for key in keys]
+            lengths = row_lengths(self._model, list(chunks.values()), before)
             self._tuning.saw_encoding(lengths, time.perf_counter() - started)
         for number, layers in encoded:
             ids = chunks[keys[number]]
             packed = pack(layers, self._codec, f"{self._model.tokenizer.decode(ids[:12])}...")
-            context = len(contexts[keys[number]])
-            records.append(ChunkRecord(keys[number], np.asarray(ids, np.uint32), anchors(ids), packed, context))
+            context = contexts[keys[number]]
+            source = context.source if context.ids else ""
+            described = np.asarray(ids, np.uint32), anchors(ids)
+            records.append(ChunkRecord(keys[number], *described, packed, len(context.ids), source))
         return self._store.put(records) if records else 0
 
 

@@ -203,7 +203,8 @@ class TimedReader:
 
     def __init__(self, reader: ChunkReader, busy: Busy) -> None:
         self._reader, self._busy = reader, busy
-        self.tier, self.num_layers, self.context = reader.tier, reader.num_layers, reader.context
+        self.tier, self.num_layers = reader.tier, reader.num_layers
+        self.context, self.source = reader.context, reader.source
 
     @property
     def bytes_read(self) -> int:

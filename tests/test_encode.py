@@ -9,7 +9,7 @@ import torch
 from families import FAMILIES, build
 
 from kvrag import Model
-from kvrag.encode import _batches, encode
+from kvrag.encode import _batches, encode, row_lengths
 
 CHUNKS = [
     [5 + i * 7 % 900 for i in range(start, start + length)] for start, length in enumerate([3, 90, 17, 1, 64, 90, 40])
@@ -55,19 +55,19 @@ def test_the_preamble_is_seen_and_dropped(model: Model, hf: Any) -> None:
 
 def test_batches_hold_every_chunk_once_and_keep_their_bound() -> None:
     lengths = [(i * 37) % 200 + 1 for i in range(100)]
-    batches = list(_batches([length + 5 for length in lengths], 1000, 10**9))
+    batches = list(_batches({number: length + 5 for number, length in enumerate(lengths)}, 1000, 10**9))
     assert sorted(number for batch in batches for number in batch) == list(range(100))
     for batch in batches:
         assert len(batch) == 1 or (max(lengths[number] for number in batch) + 5) * len(batch) <= 1000
     assert len(batches) < 20
-    assert list(_batches([], 1000, 10)) == []
+    assert list(_batches({}, 1000, 10)) == []
 
 
 def test_where_rope_follows_the_length_only_equal_lengths_share_a_batch() -> None:
     lengths = [14, 24, 99, 100, 100, 101, 34]
-    batches = list(_batches(lengths, 10**6, 100))
+    batches = list(_batches(dict(enumerate(lengths)), 10**6, 100))
     assert sorted(map(sorted, batches)) == [[0, 1, 2, 3, 4, 6], [5]]
-    batches = list(_batches([204, 205, 204, 205], 10**6, 100))
+    batches = list(_batches(dict(enumerate([204, 205, 204, 205])), 10**6, 100))
     assert sorted(map(sorted, batches)) == [[0, 2], [1, 3]]
 
 
@@ -88,3 +88,30 @@ def test_what_stands_before_a_chunk_is_seen_and_dropped(model: Model) -> None:
         torch.testing.assert_close(keys, all_keys[:, len(context) :], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(values, all_values[:, len(context) :], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(own[0][1][0], own[1][1][0], atol=1e-2)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "llama-dynamic", "phi3-longrope", "gemma3", "qwen3_moe"])
+def test_what_other_chunks_stand_behind_is_computed_once(family: str, tokenizer: Any) -> None:
+    """And is what it would be alone."""
+    model_type, changes = FAMILIES[family]
+    model = Model(build(model_type, **changes), tokenizer, family)
+    first, second, third, other = CHUNKS[1][:20], CHUNKS[2], CHUNKS[5][:15], CHUNKS[4][:30]
+    chunks = [third, first, other, second, first]
+    contexts = [[*first, 3, *second, 3], [], [], [*first, 3], []]
+    preamble = len(model.tokenizer.preamble)
+    assert sorted(row_lengths(model, chunks, contexts)) == [preamble + 30, preamble + 20 + 17 + 15 + 2]
+    together = dict(encode(model, chunks, contexts))
+    assert sorted(together) == list(range(5))
+    for number, (chunk, context) in enumerate(zip(chunks, contexts, strict=True)):
+        ((_, alone),) = encode(model, [chunk], [context])
+        for ours, theirs in zip(together[number], alone, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                assert a.shape == (2, len(chunk), 16)
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_where_rope_follows_the_length_nothing_is_shared(tokenizer: Any) -> None:
+    model_type, changes = FAMILIES["llama-dynamic"]
+    model = Model(build(model_type, **changes), tokenizer, "llama-dynamic")
+    long = [5 + i % 900 for i in range(model.stable_length + 20)]
+    assert len(row_lengths(model, [long[:30], long[30:]], [[], long[:30]])) == 2

@@ -733,7 +733,7 @@ def test_behind_its_own_document_a_chunk_has_the_kv_of_the_whole(model: Model, t
         contexts = [engine.store.open(run.key).context for run in report.runs]  # type: ignore[union-attr]
     assert (far < 1e-3) == (limit == 1000)
     assert contexts[0] == 0
-    assert all((context == limit) if limit <= 20 else (0 < context < limit) for context in contexts[1:])
+    assert all((limit <= context <= 2 * limit) if limit <= 20 else (0 < context < limit) for context in contexts[1:])
     assert not report.exact
 
 
@@ -743,6 +743,60 @@ def test_only_a_named_document_is_a_context(model: Model, tmp_path: Path) -> Non
         engine.warm(CHUNKS[2:], document=[f"document {number}" for number in range(len(CHUNKS[2:]))])
         report = engine.prefill(_whole(model, CHUNKS), BlendConfig("none", controller="off")).report(0.0)
         assert {engine.store.open(run.key).context for run in report.runs} == {0}  # type: ignore[union-attr]
+
+
+def _values(engine: BlendEngine, chunk: str) -> tuple[torch.Tensor, int]:
+    """A chunk's values on the second layer, and how much stood before it."""
+    reader = engine.store.open(engine.fingerprint.chunk_key(engine.model.tokenizer.encode(chunk)))
+    assert reader is not None
+    return reader.layer(1)[1], reader.context
+
+
+def test_sources_are_contexts_whoever_holds_the_chunks(model: Model, tmp_path: Path) -> None:
+    with _engine(model, tmp_path / "a") as engine, _engine(model, tmp_path / "b") as other:
+        engine.warm(CHUNKS[:4], document=["1", "2", "3", "4"], sources=["x", "y", "x", ""])
+        other.warm([CHUNKS[0], CHUNKS[2]], document="whole")
+        assert [_values(engine, chunk)[1] > 0 for chunk in CHUNKS[:4]] == [False, False, True, False]
+        torch.testing.assert_close(_values(engine, CHUNKS[2])[0], _values(other, CHUNKS[2])[0])
+        assert engine.forget("3") == 1
+        with pytest.raises(SettingError, match="3 sources for 2 texts"):
+            engine.warm(CHUNKS[:2], sources=["x", "y", "z"])
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_chunk_of_several_sources_knows_of_none(model: Model, tmp_path: Path, at_once: bool) -> None:
+    """What one document says must not be in what another one's readers get, nor who "she" is there."""
+    first, second, shared = CHUNKS[:3]
+    prompt = messages(first, shared)
+    with _engine(model, tmp_path / "a") as engine, _engine(model, tmp_path / "b") as alone:
+        alone.warm([shared])
+        if at_once:
+            engine.warm([first, shared, second, shared], document=["a", "a", "b", "b"])
+        else:
+            engine.warm([first, shared], document="a")
+            assert _values(engine, shared)[1] > 0
+            engine.generate(prompt, max_new_tokens=1, policy="none")  # the RAM tier has it now
+            engine.warm([second, shared], document="b")
+        values, context = _values(engine, shared)
+        assert context == 0
+        torch.testing.assert_close(values, _values(alone, shared)[0])
+        ids = model.tokenizer.render(prompt)
+        stitched = engine.prefill(ids, BlendConfig("none", controller="off")).stitched
+        run = stitched.runs[-1]
+        torch.testing.assert_close(stitched.cache.layer(1)[1][0, :, run.start : run.stop], values[:, : len(run)])
+        report = engine.warm([first, shared], document="a")
+        assert (report.new, _values(engine, shared)[1]) == (0, 0)
+        assert engine.forget("b") == 1  # `second`
+        assert engine.forget("a") == 2
+
+
+def test_a_chunk_that_moved_to_another_document_is_encoded_there(model: Model, tmp_path: Path) -> None:
+    with _engine(model, tmp_path / "a") as engine, _engine(model, tmp_path / "b") as other:
+        engine.warm(CHUNKS[:2], document="a")
+        engine.forget("a")
+        assert engine.warm([CHUNKS[2], CHUNKS[1]], document="renamed").new == 2
+        other.warm([CHUNKS[2], CHUNKS[1]], document="renamed")
+        torch.testing.assert_close(_values(engine, CHUNKS[1])[0], _values(other, CHUNKS[1])[0])
 
 
 def test_text_that_a_splitter_repeats_stands_there_once(model: Model, tmp_path: Path) -> None:

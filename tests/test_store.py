@@ -785,7 +785,7 @@ def test_a_document_that_is_deleted_and_added_again_is_not_encoded_again(
     assert not list(Path(engine.store.stats().path).rglob("*.safetensors"))
     encoded: list[int] = []
     encode = ingest.encode
-    monkeypatch.setattr(ingest, "encode", lambda model, ids, contexts: encoded.append(len(ids)) or encode(model, ids))
+    monkeypatch.setattr(ingest, "encode", lambda model, *given: encoded.append(len(given[0])) or encode(model, *given))
     report = engine.warm(CHUNKS[1:], document="d")
     assert encoded == [1]
     assert (report.new, report.reused) == (1, 2)

@@ -49,11 +49,11 @@ def store(opens: Open) -> KVStore:
     return store
 
 
-def record(number: int, dtype: torch.dtype = torch.float32, context: int = 0) -> ChunkRecord:
+def record(number: int, dtype: torch.dtype = torch.float32, context: int = 0, source: str = "") -> ChunkRecord:
     generator = torch.Generator().manual_seed(number)
     ids = [(number * 1000 + i) % 60000 for i in range(20)]
     layers = [tuple(torch.randn(2, 20, 4, generator=generator).to(dtype) for _ in "kv") for _ in range(3)]
-    return ChunkRecord(FINGERPRINT.chunk_key(ids), np.asarray(ids, np.uint32), anchors(ids), layers, context)
+    return ChunkRecord(FINGERPRINT.chunk_key(ids), np.asarray(ids, np.uint32), anchors(ids), layers, context, source)
 
 
 A, B, C = record(1), record(2), record(3)
@@ -65,7 +65,7 @@ def has(store: KVStore, wanted: ChunkRecord) -> bool:
     if reader is None:
         assert store.missing([wanted.key]) == [wanted.key]
         return False
-    assert (reader.num_layers, reader.context) == (len(wanted.layers), wanted.context)
+    assert (reader.num_layers, reader.context, reader.source) == (len(wanted.layers), wanted.context, wanted.source)
     for number in reversed(range(reader.num_layers)):  # in any order
         for ours, theirs in zip(reader.layer(number), wanted.layers[number], strict=True):
             assert ours.dtype == theirs.dtype
@@ -77,7 +77,7 @@ def has(store: KVStore, wanted: ChunkRecord) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8])
 def test_what_comes_out_is_what_went_in(store: KVStore, dtype: torch.dtype) -> None:
-    wanted = record(1, dtype, context=7)
+    wanted = record(1, dtype, context=7, source='Zoë\'s "notes".txt')
     assert store.put([wanted]) > sum(tensor.nbytes for layer in wanted.layers for tensor in layer)
     assert has(store, wanted)
     (entry,) = store.entries(0)

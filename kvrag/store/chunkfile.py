@@ -45,6 +45,7 @@ def pack(record: ChunkRecord, fingerprint: str) -> bytes:
         "described": described,
         "digests": ",".join(digests),
         "context": str(record.context),
+        "source": record.source,
     }
     return safetensors.torch.save(tensors, metadata)
 
@@ -70,7 +71,7 @@ class ChunkFile:
     """An open chunk file; stays readable when the file is deleted.
 
     Attributes:
-        key, fingerprint, context: As written.
+        key, fingerprint, context, source: As written.
     """
 
     tier = "disk"
@@ -103,6 +104,7 @@ class ChunkFile:
             self._digests, self._described = metadata["digests"].split(","), metadata["described"]
             self.fingerprint: str = metadata["fingerprint"]
             self.context = int(metadata.get("context", "0"))  # which the first files do not have
+            self.source = str(metadata.get("source", ""))
             if metadata["key"] != key:
                 raise ValueError(f"the file says it is chunk {metadata['key']}")
             if len(header) != 2 * len(self._digests) + 2:

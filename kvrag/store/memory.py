@@ -19,7 +19,7 @@ class MemoryTier:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.bytes = 0
-        self._chunks: OrderedDict[str, tuple[Layers, int, int]] = OrderedDict()
+        self._chunks: OrderedDict[str, tuple[Layers, int, int, str]] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -31,10 +31,10 @@ class MemoryTier:
             if key not in self._chunks:
                 return None
             self._chunks.move_to_end(key)
-            layers, _, context = self._chunks[key]
-            return _MemoryReader(layers, context)
+            layers, _, context, source = self._chunks[key]
+            return _MemoryReader(layers, context, source)
 
-    def keep(self, key: str, layers: Layers, context: int = 0) -> None:
+    def keep(self, key: str, layers: Layers, context: int = 0, source: str = "") -> None:
         """Take a chunk in, drop the least recently used ones that no longer fit."""
         size = sum(keys.nbytes + values.nbytes for keys, values in layers)
         if size > self.max_bytes:
@@ -42,16 +42,16 @@ class MemoryTier:
         with self._lock:
             if key in self._chunks:
                 return
-            self._chunks[key] = (layers, size, context)
+            self._chunks[key] = (layers, size, context, source)
             self.bytes += size
             while self.bytes > self.max_bytes:
-                _, (_, dropped, _) = self._chunks.popitem(last=False)
+                _, (_, dropped, *_) = self._chunks.popitem(last=False)
                 self.bytes -= dropped
 
     def drop(self, key: str) -> None:
         """Forget a chunk."""
         with self._lock:
-            _, size, _ = self._chunks.pop(key, ((), 0, 0))
+            _, size, *_ = self._chunks.pop(key, ((), 0))
             self.bytes -= size
 
     def keeping(self, key: str, reader: ChunkReader) -> ChunkReader:
@@ -63,8 +63,8 @@ class _MemoryReader:
     tier = "ram"
     bytes_read = 0
 
-    def __init__(self, layers: Layers, context: int) -> None:
-        self._layers, self.context = layers, context
+    def __init__(self, layers: Layers, context: int, source: str) -> None:
+        self._layers, self.context, self.source = layers, context, source
         self.num_layers = len(layers)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,8 @@ class _KeepingReader:
     def __init__(self, memory: MemoryTier, key: str, reader: ChunkReader) -> None:
         self._memory, self._key, self._reader = memory, key, reader
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.tier, self.num_layers, self.context = reader.tier, reader.num_layers, reader.context
+        self.tier, self.num_layers = reader.tier, reader.num_layers
+        self.context, self.source = reader.context, reader.source
 
     @property
     def bytes_read(self) -> int:
@@ -91,4 +92,5 @@ class _KeepingReader:
     def close(self) -> None:
         self._reader.close()
         if len(self._layers) == self.num_layers:
-            self._memory.keep(self._key, [self._layers[number] for number in range(self.num_layers)], self.context)
+            layers = [self._layers[number] for number in range(self.num_layers)]
+            self._memory.keep(self._key, layers, self.context, self.source)

@@ -18,11 +18,12 @@ class ChunkRecord:
     """A chunk as it is stored.
 
     Attributes:
-        key: `Fingerprint.chunk_key(ids)`; it determines everything else.
+        key: `Fingerprint.chunk_key(ids)`; it determines everything else but what stood before the chunk.
         ids: (T,) token ids.
         anchors: What `kvrag.match` indexes the chunk by; opaque to the store.
         layers: Per layer keys (position-free) and values, on the CPU: each (H, T, D), or as `kvrag.codec` packs them.
-        context: How many tokens stood between it and the preamble when it was encoded.
+        context: How many tokens stood between it and the preamble when it was encoded ...
+        source: ... and the name of what they and the chunk are pieces of; "" = there were none.
     """
 
     key: str
@@ -30,6 +31,7 @@ class ChunkRecord:
     anchors: bytes
     layers: Sequence[tuple[Tensor, Tensor]]
     context: int = 0
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +66,13 @@ class ChunkReader(Protocol):
     Attributes:
         tier: "disk" or "ram".
         num_layers: How many layers the chunk has.
-        context: See ChunkRecord.
+        context, source: See ChunkRecord.
     """
 
     tier: str
     num_layers: int
     context: int
+    source: str
 
     @property
     def bytes_read(self) -> int:
@@ -122,6 +125,9 @@ class KVStore(Protocol):
 
     def removals(self) -> int:
         """A count that changes when chunks have been removed."""
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Delete chunks, whoever holds them."""
 
     def quarantine(self, key: str) -> None:
         """Take a damaged chunk out of use, keeping its bytes for inspection."""

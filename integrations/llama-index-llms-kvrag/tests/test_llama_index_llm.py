@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 from llama_index.core.base.llms.base import BaseLLM
-from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock, ToolCallBlock
+from llama_index.core.base.llms.types import (
+    CacheControl,
+    CachePoint,
+    ChatMessage,
+    ImageBlock,
+    MessageRole,
+    TextBlock,
+    ToolCallBlock,
+)
 from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
 from llama_index.core.llms import CustomLLM
 from llama_index.core.prompts import PromptTemplate
@@ -23,6 +31,7 @@ from kvrag import BlendEngine, Model, ModelLoadError, PromptError, SettingError
 
 QUESTION = "Question: Who likes curry?"
 USER = [ChatMessage(role="user", content=QUESTION)]
+AFTER_THIS = CachePoint(cache_control=CacheControl(type="ephemeral"))  # for services: no content
 
 
 # ---------------------------------------------------------------- answers
@@ -91,6 +100,22 @@ def test_a_prompt_is_one_user_message_unless_it_is_formatted(llm: BlendLLM) -> N
     as_it_is = llm.complete(QUESTION, formatted=True).raw["usage"]["prompt_tokens"]  # type: ignore[index]
     assert as_message == len(tokenizer.render([{"role": "user", "content": QUESTION}]))
     assert as_it_is == len(tokenizer.render(QUESTION)) != as_message
+
+
+async def test_a_model_without_a_chat_template_gets_texts_as_they_are(
+    settings: dict[str, Any], model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.tokenizer.hf, "chat_template", None)
+    llm = BlendLLM(engine=BlendEngine(model, settings["store"]), max_tokens=4)
+    assert not llm.metadata.is_chat_model
+    said = llm.complete(QUESTION, formatted=True)
+    assert said.raw is not None
+    assert said.raw["usage"]["prompt_tokens"] == len(model.tokenizer.render(QUESTION))
+    assert llm.complete(QUESTION).text == (await llm.acomplete(QUESTION)).text == said.text
+    assert list(llm.stream_complete(QUESTION))[-1].text == said.text
+    assert [piece.text async for piece in await llm.astream_complete(QUESTION)][-1] == said.text
+    with pytest.raises(PromptError, match="has no chat template"):
+        llm.chat(USER)
 
 
 def test_predict_sends_the_system_prompt_as_a_message(settings: dict[str, Any]) -> None:
@@ -231,7 +256,7 @@ def test_every_kind_of_message_becomes_a_template_message() -> None:
     said = template_messages(
         [
             ChatMessage(role="developer", content="be brief"),
-            ChatMessage(role="user", blocks=[TextBlock(text="a"), TextBlock(text="b")]),
+            ChatMessage(role="user", blocks=[TextBlock(text="a"), AFTER_THIS, TextBlock(text="b")]),
             ChatMessage(role="assistant", blocks=[TextBlock(text="c"), call]),
             ChatMessage(role="tool", content="found", additional_kwargs={"tool_call_id": "1", "other": 2}),
             ChatMessage(role="chatbot", content="d"),

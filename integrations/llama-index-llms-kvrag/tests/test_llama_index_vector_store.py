@@ -24,7 +24,7 @@ from llama_index.core.vector_stores.types import (
 )
 from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
 
-from kvrag import SettingError, ingest
+from kvrag import PromptError, SettingError, ingest
 
 MIRA = "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day."
 TRAN = "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror."
@@ -284,6 +284,12 @@ def test_nodes_that_a_vector_store_has_already_can_be_encoded(llm: BlendLLM, vec
 
 
 # ---------------------------------------------------------------- when the vector store fails
+
+
+def test_text_that_cannot_be_encoded_is_not_added(llm: BlendLLM, vector_store: KVWarmVectorStore) -> None:
+    with pytest.raises(PromptError, match="lone surrogate"):
+        vector_store.add([node("1", MIRA), node("2", "half a \ud83d smile")])
+    assert (stored(llm), vector_store.vector_store.to_dict()["embedding_dict"]) == (0, {})
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -147,7 +147,7 @@ class BlendLLM(FunctionCallingLLM):
         """
         engine = self._open()
         if isinstance(prompt, str):
-            prompt = engine.model.tokenizer.as_prompt(prompt)
+            prompt = self._prompt(prompt, formatted=False)
         return engine.explain(
             prompt, retrieved=retrieved, ratio=self.ratio, policy=self.policy, controller=self.controller
         )
@@ -175,23 +175,25 @@ class BlendLLM(FunctionCallingLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer a text: one user message, or the whole prompt if it is `formatted`."""
-        return _completion(self._answer(_prompt(prompt, formatted), kwargs))
+        """Answer a text: one user message, or the whole prompt if it is `formatted` or there is no chat template."""
+        return _completion(self._answer(self._prompt(prompt, formatted), kwargs))
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Like `complete`, off the event loop."""
-        return _completion(await self._aanswer(_prompt(prompt, formatted), kwargs))
+        asked = await asyncio.to_thread(self._prompt, prompt, formatted)
+        return _completion(await self._aanswer(asked, kwargs))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Like `complete`, piece by piece."""
-        return (_completion(said) for said in self._stream(_prompt(prompt, formatted), kwargs))
+        return (_completion(said) for said in self._stream(self._prompt(prompt, formatted), kwargs))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Like `stream_complete`, off the event loop."""
-        pieces = await self._astream(_prompt(prompt, formatted), kwargs)
+        asked = await asyncio.to_thread(self._prompt, prompt, formatted)
+        pieces = await self._astream(asked, kwargs)
         return (_completion(said) async for said in pieces)
 
     def get_tool_calls_from_response(
@@ -204,6 +206,11 @@ class BlendLLM(FunctionCallingLLM):
         """
         calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
         if error_on_no_tool_call and not calls:
+            if isinstance(response.raw, dict) and response.raw.get("finish_reason") == "length":
+                raise ValueError(
+                    "the call of a tool was cut off before it was complete: raise max_tokens, or bound what is long in "
+                    f"its schema; the model said {response.message.content!r:.200}"
+                )
             raise ValueError(f"the model called no tool, it said {response.message.content!r:.200}")
         return [
             ToolSelection.model_validate(
@@ -270,6 +277,9 @@ class BlendLLM(FunctionCallingLLM):
     def _open(self) -> BlendEngine:
         return self._lazy.open(LLMSettings.of(self))
 
+    def _prompt(self, text: str, formatted: bool) -> _Prompt:
+        return text if formatted else self._open().model.tokenizer.as_prompt(text)
+
     def _answer(self, prompt: _Prompt, call: dict[str, Any]) -> _Said:
         request = LLMSettings.of(self).request(**call)
         return _Said.all_of(self._open().generate(prompt, **request))
@@ -287,10 +297,6 @@ class BlendLLM(FunctionCallingLLM):
         request = LLMSettings.of(self).request(**call)
         engine = await asyncio.to_thread(self._open)
         return _apieces(engine.astream(prompt, **request))
-
-
-def _prompt(prompt: str, formatted: bool) -> _Prompt:
-    return prompt if formatted else [{"role": "user", "content": prompt}]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock, ThinkingBlock, ToolCallBlock
+from llama_index.core.base.llms.types import (
+    CachePoint,
+    ChatMessage,
+    MessageRole,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
 
 _ROLES = {
     MessageRole.DEVELOPER: "system",
@@ -13,6 +20,8 @@ _ROLES = {
     MessageRole.MODEL: "assistant",
     MessageRole.FUNCTION: "tool",
 }
+# a template writes calls from `tool_calls`, and a CachePoint is a hint for services
+_NO_OTHERS = (TextBlock, ThinkingBlock, ToolCallBlock, CachePoint)
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -40,7 +49,7 @@ def _template_call(call: ToolCallBlock) -> dict[str, Any]:
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:
     said: dict[str, Any] = {"role": _ROLES.get(message.role, message.role.value), "content": message.content}
-    others = [block for block in message.blocks if not isinstance(block, (TextBlock, ThinkingBlock, ToolCallBlock))]
+    others = [block for block in message.blocks if not isinstance(block, _NO_OTHERS)]
     if others:
         said["content"] = [{"type": block.block_type} for block in others]  # the engine says what it does not read
     calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]

@@ -196,7 +196,7 @@ class KVWarmVectorStore(BasePydanticVectorStore):
     # what a node was apart from what it becomes, until the vector store has the latter.
 
     def _document(self, node: BaseNode, text: str) -> str:
-        digest = blake2b(text.encode(), digest_size=8).hexdigest()
+        digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
         return f"{self._prefix(node.ref_doc_id or 'None')}{quote(node.node_id, safe='')}/{digest}"
 
     def _prefix(self, *path: str) -> str:

@@ -206,12 +206,9 @@ class BlendLLM(FunctionCallingLLM):
         """
         calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
         if error_on_no_tool_call and not calls:
-            if isinstance(response.raw, dict) and response.raw.get("finish_reason") == "length":
-                raise ValueError(
-                    "the call of a tool was cut off before it was complete: raise max_tokens, or bound what is long in "
-                    f"its schema; the model said {response.message.content!r:.200}"
-                )
-            raise ValueError(f"the model called no tool, it said {response.message.content!r:.200}")
+            cut_off = isinstance(response.raw, dict) and response.raw.get("finish_reason") == "length"
+            way_out = "; it was cut off: raise max_tokens, or bound what is long in the tool's schema" if cut_off else ""
+            raise ValueError(f"the model called no tool, it said {response.message.content!r:.200}{way_out}")
         return [
             ToolSelection.model_validate(
                 {"tool_id": call.tool_call_id or "", "tool_name": call.tool_name, "tool_kwargs": call.tool_kwargs}

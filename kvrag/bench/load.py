@@ -1,7 +1,7 @@
 """Many clients at once against a running server: every stream must be complete and say what it says alone.
 
-Clients beyond the queue are turned away with 429, which is no error. Others leave in mid-stream, which must leave no
-work behind.
+Clients beyond the queue are turned away with 429, which is no error, and try again. Others leave in mid-stream, which
+must leave no work behind.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ _WORDS = (
 _DOCUMENTS = 12
 _PROMPTS = 16
 _RETRY_S = 0.5
+_LONG = 200  # tokens of an answer that somebody leaves: there is work to be left behind
+_TRYING = 10  # seconds' worth of leaving clients that may still wait for their streams to begin
 _IDLE_S = 60.0  # for the server to come to rest at the end
+_SAMPLES = 16  # of the memory, besides the first
+_MEMORY, _GONE = "process_resident_memory_bytes", 'kvrag_request_failure_total{status="499"}'
 _GROWTH = 1.1  # more memory than this after the first quarter is no noise
 
 
@@ -49,18 +53,21 @@ class LoadResult:
     Attributes:
         complete: Streams read to their end; `unequal` of them said something else than the same request alone.
         rejected: Answered with 429.
-        killed: Left in mid-stream.
+        kill: How many were to be left in mid-stream every second ...
+        killed: ... and how many were, in all. The server ended the work of `stopped` requests since nobody was there.
         errors: Anything else that went wrong, by how often.
-        left: Requests that the server still worked at a minute after the last client had gone.
-        memory: Bytes resident at the start, after a quarter of the time and at the end.
+        left: Requests that the server still worked at, or let wait, a minute after the last client had gone.
+        memory: Bytes resident, at regular times from the start to the end.
     """
 
     clients: int
     seconds: float
+    kill: int = 0
     complete: int = 0
     unequal: int = 0
     rejected: int = 0
     killed: int = 0
+    stopped: int = 0
     tokens: int = 0
     left: int = 0
     memory: list[int] = field(default_factory=list)
@@ -68,13 +75,15 @@ class LoadResult:
 
     @property
     def passed(self) -> bool:
-        """Nothing went wrong."""
-        return self.complete > 0 and not (self.unequal or self.left or self.errors)
+        """Nothing went wrong, and there was something to go wrong."""
+        is_shown = self.complete > 0 and (not self.kill or (self.killed > 0 and self.stopped > 0))
+        return is_shown and not (self.unequal or self.left or self.errors)
 
     @property
     def is_flat(self) -> bool:
         """The memory did not grow after the first quarter."""
-        return self.memory[-1] <= _GROWTH * self.memory[1]
+        quarter = len(self.memory) // 4
+        return max(self.memory[-quarter:]) <= _GROWTH * max(self.memory[: quarter + 1])
 
 
 class _Rejected(Exception):
@@ -113,12 +122,14 @@ async def load(
         for body in bodies:  # documents are new once only
             await _say(http, body)
         alone = [await _say(http, body) for body in bodies]
-        result = LoadResult(clients, seconds, memory=[await _memory(http)])
+        result = LoadResult(clients, seconds, kill, memory=[round(await _metric(http, _MEMORY))])
+        before = await _metric(http, _GONE)
         end = time.monotonic() + seconds
         workers = [_client(http, bodies, alone, end, number, result) for number in range(clients)]
-        await asyncio.gather(*workers, _killer(http, bodies, end, kill, result), _watch(http, seconds, result))
+        await asyncio.gather(*workers, _killer(http, bodies, end, result), _watch(http, seconds, result))
         result.left = await _rest(http)
-        result.memory.append(await _memory(http))
+        result.stopped = round(await _metric(http, _GONE) - before)
+        result.memory.append(round(await _metric(http, _MEMORY)))
     return result
 
 
@@ -146,15 +157,14 @@ async def _client(
             result.tokens += tokens
 
 
-async def _killer(
-    http: httpx.AsyncClient, bodies: list[dict[str, Any]], end: float, count: int, result: LoadResult
-) -> None:
-    """Every second, some clients that leave after a few pieces."""
+async def _killer(http: httpx.AsyncClient, bodies: list[dict[str, Any]], end: float, result: LoadResult) -> None:
+    """Every second, some clients that leave after a few pieces; fewer while too many wait for their first."""
     rng = random.Random(-1)
     leaving: set[asyncio.Task[None]] = set()
-    while count and time.monotonic() < end:
-        for _ in range(count):
-            task = asyncio.create_task(_leave(http, rng.choice(bodies), rng.randint(1, 4), result))
+    while result.kill and time.monotonic() < end:
+        for _ in range(min(result.kill, _TRYING * result.kill - len(leaving))):
+            body = rng.choice(bodies) | {"max_tokens": _LONG}
+            task = asyncio.create_task(_leave(http, body, rng.randint(1, 4), result))
             leaving.add(task)
             task.add_done_callback(leaving.discard)
         await asyncio.sleep(1)
@@ -162,22 +172,28 @@ async def _killer(
 
 
 async def _leave(http: httpx.AsyncClient, body: dict[str, Any], pieces: int, result: LoadResult) -> None:
-    try:
-        async with http.stream("POST", "/v1/chat/completions", json=body) as response:
-            async for _ in _events(response):
-                pieces -= 1
-                if not pieces:
-                    break
-        result.killed += 1
-    except _Rejected:
-        result.rejected += 1
-    except (httpx.HTTPError, KvragError) as error:
-        _count(result, error)
+    """Try until a stream begins, and leave it."""
+    while True:
+        try:
+            async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+                async for data in _events(response):
+                    pieces -= 1
+                    if not pieces:
+                        result.killed += data != "[DONE]"
+                        break
+            return
+        except _Rejected:
+            result.rejected += 1
+            await asyncio.sleep(_RETRY_S)
+        except (httpx.HTTPError, KvragError) as error:
+            _count(result, error)
+            return
 
 
 async def _watch(http: httpx.AsyncClient, seconds: float, result: LoadResult) -> None:
-    await asyncio.sleep(seconds / 4)
-    result.memory.append(await _memory(http))
+    for _ in range(_SAMPLES - 1):
+        await asyncio.sleep(seconds / _SAMPLES)
+        result.memory.append(round(await _metric(http, _MEMORY)))
 
 
 async def _say(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, int]:
@@ -208,18 +224,17 @@ async def _events(response: httpx.Response) -> AsyncIterator[str]:
             yield line.removeprefix("data: ")
 
 
-async def _memory(http: httpx.AsyncClient) -> int:
+async def _metric(http: httpx.AsyncClient, name: str) -> float:
     for line in (await http.get("/metrics")).raise_for_status().text.splitlines():
-        if line.startswith("process_resident_memory_bytes "):
-            return int(float(line.split()[1]))
-    return 0  # the server's system does not tell
+        if line.startswith(f"{name} "):
+            return float(line.rpartition(" ")[2])
+    return 0.0  # not counted yet, or the server's system does not tell
 
 
 async def _rest(http: httpx.AsyncClient) -> int:
     """Wait until the server has nothing to do; what it has after all."""
     for _ in range(round(_IDLE_S / 0.2)):
-        health = (await http.get("/health")).json()
-        left = int(health["running"]) + int(health["waiting"])
+        left = sum([round(await _metric(http, f"kvrag_num_requests_{what}")) for what in ("running", "waiting")])
         if not left:
             break
         await asyncio.sleep(0.2)
@@ -239,7 +254,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, default=32, metavar="N", help="clients at once (default: 32)")
     parser.add_argument("--seconds", type=float, default=120, metavar="S", help="for so long (default: 120)")
     parser.add_argument(
-        "--kill", type=int, default=8, metavar="N", help="leave in mid-stream every second (default: 8)"
+        "--kill", type=int, default=8, metavar="N", help="clients that leave in mid-stream every second (default: 8)"
     )
 
 
@@ -257,12 +272,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(result: LoadResult) -> None:
-    start, quarter, end = (size / (1 << 20) for size in result.memory)
+    memory = ", ".join(f"{size / (1 << 20):.0f}" for size in result.memory[:: _SAMPLES // 4])
     print(
         f"{result.clients} clients, {result.seconds:g} s: {result.complete} streams complete, {result.unequal} of them "
-        f"not as alone; {result.rejected} turned away (429); {result.killed} left in mid-stream; "
-        f"{result.tokens / result.seconds:.1f} tokens/s"
+        f"not as alone; {result.rejected} times 429; {result.tokens / result.seconds:.1f} tokens/s of complete streams"
     )
-    print(f"at the end {result.left} requests still at work; resident MiB {start:.0f}, {quarter:.0f}, {end:.0f}")
+    print(
+        f"{result.killed} left in mid-stream, {result.killed / result.seconds:.1f} of {result.kill} a second; the "
+        f"server ended the work of {result.stopped} whose clients had gone; at the end it had {result.left} requests"
+    )
+    print(f"resident MiB at the start and after each quarter: {memory}")
     for error, count in result.errors.items():
         print(f"{count} x {error}", file=sys.stderr)

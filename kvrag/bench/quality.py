@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import random
 import re
 import tempfile
 import time
@@ -166,11 +167,13 @@ class Asking:
         max_tokens: Longest answer.
         stop: The answer ends before the first of these.
         instruction: Stands between passages and question.
+        missing: Share of the passages that were warmed but are not in the prompt, as if they had not been retrieved.
     """
 
     max_tokens: int = 16
     stop: tuple[str, ...] = ()
     instruction: str = ""
+    missing: float = 0.0
 
 
 def default_stop(model_name: str) -> tuple[str, ...]:
@@ -220,7 +223,8 @@ def _task(model: Model, row: Row, lengths: Sequence[int], asking: Asking) -> Tas
     longest = 0
     for length in lengths:
         cut = rechunk(row.passages, length, lambda text: len(model.tokenizer.encode(text))) if length else row.passages
-        text = "\n\n".join([*cut, *filter(None, [asking.instruction]), f"Question: {row.question}"])
+        retrieved = _retrieved(cut, asking.missing, row.key)
+        text = "\n\n".join([*retrieved, *filter(None, [asking.instruction]), f"Question: {row.question}"])
         text += "" if model.tokenizer.has_chat_template else "\n\nAnswer:"
         chunks[length], prompts[length] = cut, model.tokenizer.as_prompt(text)
         longest = max(longest, len(model.tokenizer.render(prompts[length])))
@@ -230,6 +234,12 @@ def _task(model: Model, row: Row, lengths: Sequence[int], asking: Asking) -> Tas
             f"into the window of {model.name} ({model.context_window}): take such rows out, or skip them"
         )
     return Task(row, chunks, prompts, longest)
+
+
+def _retrieved(chunks: Sequence[str], missing: float, seed: str) -> list[str]:
+    """All but that share, which is drawn; one at least."""
+    rng = random.Random(seed)
+    return [chunk for chunk in chunks if rng.random() >= missing] or [rng.choice(chunks)]
 
 
 # ------------------------------------------------------------------------------------------------------ the rows

@@ -17,7 +17,7 @@ from typing import Any
 from kvrag.bench import plots, quality
 from kvrag.bench.datasets import WORLD, Row, file_rows, world_rows
 from kvrag.cli.common import progress, say
-from kvrag.config import CODECS, POLICIES
+from kvrag.config import CODECS, DEFAULT_CONTEXT, POLICIES
 from kvrag.errors import SettingError
 from kvrag.model import Model
 
@@ -61,9 +61,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context-tokens",
         nargs="+",
-        default=["0"],
         metavar="N",
-        help="encode passages behind up to N tokens of their own document; for rows that name documents (default: 0)",
+        help="encode passages behind N tokens of their own document; 0 = alone (default: what `kvrag warm` does where "
+        "rows name documents, else 0)",
+    )
+    parser.add_argument(
+        "--missing",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="leave out so many of the passages from the prompts, at random: they were warmed, but not retrieved",
     )
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="NAME=VALUE", dest="settings", help="settings for all policies"
@@ -89,22 +96,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print, keep."""
     started = time.perf_counter()
+    asking = _asking(args)
+    rows, data = _rows(args)
     cells = quality.make_cells(
         [policy for text in args.policies for policy in quality.split_policies(text)],
         _numbers(args.ratios, float, "--ratios"),
-        _setups(args),
+        _setups(args, all(row.documents for row in rows)),
         quality.parse_settings(args.settings),
     )
-    asking = _asking(args)
     if args.against != _USUAL and args.against not in {cell.label for cell in cells}:
         raise SettingError(f"--against {args.against!r} is not among the policies that are measured")
     if args.plots:
         if args.out is None:
             raise SettingError("--plots needs --out DIR to draw into")
         plots.require()
-    rows, data = _rows(args)
-    if any(cell.setup.context_tokens for cell in cells) and not all(row.documents for row in rows):
-        raise SettingError("--context-tokens needs rows that name the documents of their passages")
     model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device)
     lengths = list(dict.fromkeys(cell.setup.chunk_tokens for cell in cells))
     if not args.json:
@@ -141,11 +146,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _setups(args: argparse.Namespace) -> list[quality.Setup]:
+def _setups(args: argparse.Namespace, have_documents: bool) -> list[quality.Setup]:
     lengths = _numbers(args.chunk_tokens, int, "--chunk-tokens")
     if any(0 != length < 16 for length in lengths):
         raise SettingError("--chunk-tokens must be 0 or at least 16: shorter chunks are not reused")
-    contexts = _numbers(args.context_tokens, int, "--context-tokens")
+    usual = DEFAULT_CONTEXT if have_documents and not any(lengths) else 0
+    contexts = _numbers(args.context_tokens or [str(usual)], int, "--context-tokens")
+    if any(contexts) and not have_documents:
+        raise SettingError("--context-tokens needs rows that name the documents of their passages")
     if any(contexts) and any(lengths):
         raise SettingError("--context-tokens needs passages as they are, without --chunk-tokens")
     preambles, codecs = _words(args.preamble), _words(args.codec)
@@ -182,10 +190,12 @@ def _asking(args: argparse.Namespace) -> quality.Asking:
     ):
         if value < least:
             raise SettingError(f"{name} must be at least {least}, got {value}")
+    if not 0 <= args.missing < 1:
+        raise SettingError(f"--missing must be a share from 0 to less than 1, got {args.missing}")
     stop = quality.default_stop(args.model)
     if args.stop:
         stop = tuple(text.replace("\\n", "\n") for text in args.stop)
-    return quality.Asking(args.max_tokens, stop, args.instruction)
+    return quality.Asking(args.max_tokens, stop, args.instruction, args.missing)
 
 
 def _rows(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:

@@ -119,12 +119,18 @@ class BlendLLM(FunctionCallingLLM):
         """For events. Unlike the metadata it reads no file: the event loop is waiting."""
         return {"class_name": self.class_name(), **LLMSettings.of(self).identity()}
 
-    def warm(self, texts: Iterable[str], *, document: str | Sequence[str] = "") -> WarmReport:
+    def warm(
+        self,
+        texts: Iterable[str],
+        *,
+        document: str | Sequence[str] = "",
+        sources: str | Sequence[str] | None = None,
+    ) -> WarmReport:
         """Encode every chunk that the store lacks; see `BlendEngine.warm`.
 
         Give them as the prompt will have them: `node.get_content(MetadataMode.LLM)`.
         """
-        return self._open().warm(texts, document=document)
+        return self._open().warm(texts, document=document, sources=sources)
 
     def forget(self, document: str) -> int:
         """Drop a document's chunks unless another one has them; see `BlendEngine.forget`."""
@@ -207,7 +213,7 @@ class BlendLLM(FunctionCallingLLM):
         calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
         if error_on_no_tool_call and not calls:
             cut_off = isinstance(response.raw, dict) and response.raw.get("finish_reason") == "length"
-            way_out = "; it was cut off: raise max_tokens, or bound what is long in the tool's schema" if cut_off else ""
+            way_out = "; it was cut off: raise max_tokens, or bound what is long in the schema" if cut_off else ""
             raise ValueError(f"the model called no tool, it said {response.message.content!r:.200}{way_out}")
         return [
             ToolSelection.model_validate(

@@ -181,7 +181,8 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         texts = [self._text(node) for node in nodes]
         documents = [self._document(node, text) for node, text in zip(nodes, texts, strict=True)]
         outdated = sorted({*self._documents_of([node.node_id for node in nodes])} - {*documents})
-        report = self.llm.warm(texts, document=documents)
+        sources = [node.ref_doc_id and self._prefix(node.ref_doc_id) for node in nodes]
+        report = self.llm.warm(texts, document=documents, sources=[source or "" for source in sources])
         for warning in report.warnings:
             logger.warning(warning)
         return report, outdated

@@ -25,7 +25,7 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.cli.prompt import stuff
-from kvrag.config import BlendConfig
+from kvrag.config import DEFAULT_CONTEXT, BlendConfig
 from kvrag.errors import KvragError, SettingError
 
 if TYPE_CHECKING:
@@ -60,7 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     corpus.add_argument("--prompt-template", metavar="FILE", help="text with {context} and {question} in it")
     corpus.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="longest chunk (default: 256)")
     corpus.add_argument("--chunk-overlap", type=int, default=0, metavar="N", help="tokens shared by neighbours")
-    corpus.add_argument("--context-tokens", type=int, default=0, metavar="N", help="as in `kvrag warm` (default: 0)")
+    corpus.add_argument(
+        "--context-tokens",
+        type=int,
+        default=DEFAULT_CONTEXT,
+        metavar="N",
+        help=f"as in `kvrag warm` (default: {DEFAULT_CONTEXT})",
+    )
     corpus.add_argument("--embedder", help="sentence-transformers model for retrieval (default: one that is installed)")
     corpus.add_argument("--store-gib", type=float, metavar="N", help="evict least recently used chunks beyond this")
     limits = parser.add_argument_group("limits")

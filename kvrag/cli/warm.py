@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +23,14 @@ from kvrag.cli.common import (
     require_extra,
     say,
 )
+from kvrag.config import DEFAULT_CONTEXT
 from kvrag.errors import KvragError, StoreFullError
 
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
     from kvrag.index import ChunkIndex
+
+_NAMED = 3  # documents in a message
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,12 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context-tokens",
         type=int,
-        default=0,
+        default=DEFAULT_CONTEXT,
         metavar="N",
-        help="encode a chunk behind up to N tokens of its document, so that its KV knows who 'she' is (default: 0)",
+        help="encode a chunk behind N tokens of its document, so that its KV knows who 'she' is; 0 = alone "
+        f"(default: {DEFAULT_CONTEXT})",
     )
     parser.add_argument("--text-field", default="text", metavar="NAME", help="of the objects in .jsonl files")
     parser.add_argument("--embedder", help="sentence-transformers model for retrieval (default: one that is installed)")
+    parser.add_argument(
+        "--prune", action="store_true", help="drop documents whose files are gone from the folders that are named"
+    )
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,9 @@ def run(args: argparse.Namespace) -> int:
     documents.find(args.paths)  # mistakes show before the model is loaded
     config = {"context_tokens": args.context_tokens}
     with open_engine(args, **config) as engine, open_index(engine, args.embedder) as index:
+        gone = find_gone(engine, index, args.paths)
+        # first: a chunk that moves to another file would be one of two documents for a while
+        dropped = drop(engine, index, gone) if args.prune else 0
         plan = make_plan(engine, args)
         for name, reason in plan.unreadable.items():
             say(f"skipped {name}: {reason}")
@@ -77,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
             result = warm(engine, index, plan, args.json)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("interrupted; what was encoded is kept: run it again to go on from there") from None
+        result |= {"gone": gone, "dropped": dropped}
         result |= {"store": str(folder(engine).path), "model": engine.model.name}
     result |= {"skipped_files": plan.unreadable, "seconds": time.perf_counter() - started}
     if args.json:
@@ -84,6 +97,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         for warning in result["warnings"]:
             say(warning)
+        if gone:
+            names = ", ".join(gone[:_NAMED]) + (f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else "")
+            done = f"{dropped} chunks were dropped" if args.prune else "--prune drops them"
+            say(f"the files of {len(gone)} documents are gone ({names}): {done}")
         print(
             f"{result['chunks']} chunks: {result['new']} new, {result['reused']} reused; {result['tokens']} tokens and "
             f"{human_bytes(result['bytes'])} written in {result['seconds']:.1f} s"
@@ -136,6 +153,20 @@ def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool) -> dic
             f"{short} chunks have fewer than {engine.config.min_run} tokens: they can be found but will not be reused"
         )
     return totals | {"files": len(plan.chunks), "indexed": indexed, "warnings": warnings}
+
+
+def find_gone(engine: BlendEngine, index: ChunkIndex, paths: Sequence[str]) -> list[str]:
+    """Documents out of the folders among these paths whose files are not there any more, sorted."""
+    inside = tuple(os.path.join(Path(path).resolve(), "") for path in paths if Path(path).is_dir())
+    known = {*index.documents(), *(name for prefix in inside for name in engine.documents(prefix))}
+    return sorted(name for name in known if name.startswith(inside) and not os.path.lexists(name))
+
+
+def drop(engine: BlendEngine, index: ChunkIndex, names: Sequence[str]) -> int:
+    """Drop documents; returns how many chunks no other document has."""
+    for name in names:
+        index.remove(name)  # first, so that nothing can be found that is not there
+    return sum(engine.forget(name) for name in names)
 
 
 def _bytes_per_token(engine: BlendEngine, chunk_tokens: int) -> float:

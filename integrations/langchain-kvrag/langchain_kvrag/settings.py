@@ -93,9 +93,15 @@ class BlendSettings(BaseLanguageModel[Any]):
             settings = replace(settings, model=model, engine=None)
         return settings, settings.request(stop=stop, **asked)
 
-    def warm(self, texts: Iterable[str], *, document: str | Sequence[str] = "") -> WarmReport:
+    def warm(
+        self,
+        texts: Iterable[str],
+        *,
+        document: str | Sequence[str] = "",
+        sources: str | Sequence[str] | None = None,
+    ) -> WarmReport:
         """Encode every chunk that the store lacks; see `BlendEngine.warm`. Give the `page_content` of the documents."""
-        return self._open().warm(texts, document=document)
+        return self._open().warm(texts, document=document, sources=sources)
 
     def explain(
         self, prompt: str | list[dict[str, Any]] | None = None, *, retrieved: Sequence[str] | None = None

@@ -249,7 +249,7 @@ class KVWarmVectorStore(AddsAllTexts):
             vectorstore_class: Of the store to wrap.
             kwargs: As its `from_texts` takes them.
         """
-        held, adding = _making(texts, ids, llm, namespace)
+        held, adding = _making(texts, metadatas, ids, llm, namespace)
         try:
             held.warm(adding)
             made = vectorstore_class.from_texts(texts, embedding, metadatas, ids=adding.ids, **kwargs)
@@ -273,7 +273,7 @@ class KVWarmVectorStore(AddsAllTexts):
         **kwargs: Any,
     ) -> Self:
         """Like `from_texts`, off the event loop."""
-        held, adding = await asyncio.to_thread(_making, texts, ids, llm, namespace)
+        held, adding = await asyncio.to_thread(_making, texts, metadatas, ids, llm, namespace)
         try:
             await _whole(asyncio.to_thread(held.warm, adding))
             made = await _whole(vectorstore_class.afrom_texts(texts, embedding, metadatas, ids=adding.ids, **kwargs))
@@ -291,12 +291,14 @@ class _Adding:
     Attributes:
         ids: Those that are known beforehand.
         names: What holds the KV of each text from now on; under a provisional one where there is no id yet.
+        sources: What each text is a piece of.
         before: What holds KV for these ids now.
     """
 
     ids: list[str]
     texts: list[str]
     names: list[str]
+    sources: list[str]
     before: set[str]
 
 
@@ -327,21 +329,25 @@ class _Held:
         texts = [document.page_content for document in documents]
         known = [one for one in given if one is not None]
         names = [self._name(one or str(uuid.uuid4()), text) for one, text in zip(given, texts, strict=True)]
-        return _Adding(known, texts, names, self._of(known))
+        sources = [self._source(document) for document in documents]
+        return _Adding(known, texts, names, sources, self._of(known))
 
     def warm(self, adding: _Adding) -> WarmReport:
         """Encode, beside what these ids had before."""
-        report = self._engine.warm(adding.texts, document=adding.names)
+        report = self._engine.warm(adding.texts, document=adding.names, sources=adding.sources)
         for warning in report.warnings:
             logger.warning(warning)
         return report
 
     def settle(self, adding: _Adding, ids: Sequence[str]) -> None:
         """These are the ids now; what they had before goes."""
-        final = dict(zip(ids, adding.texts, strict=True))  # of equal ids the last one counts
-        names = [self._name(*pair) for pair in final.items()]
+        final = dict(
+            zip(ids, zip(adding.texts, adding.sources, strict=True), strict=True)
+        )  # of equal ids the last counts
+        names = [self._name(one, text) for one, (text, _) in final.items()]
         if not {*names} <= {*adding.names}:  # ids that the vector store made
-            self._engine.warm(final.values(), document=names)
+            texts, sources = zip(*final.values(), strict=True)
+            self._engine.warm(texts, document=names, sources=sources)
         self._forget({*adding.names, *adding.before} - {*names})
 
     def undo(self, adding: _Adding, present: dict[str, str] | None) -> None:
@@ -357,9 +363,10 @@ class _Held:
     def replace(self, documents: Sequence[Document], ids: Sequence[str] | None) -> WarmReport:
         """These documents are what there is under these ids, None = under all."""
         present = _texts(documents)
+        sources = {_id(document): self._source(document) for document in documents}
         before = self._of(self.ids() if ids is None else ids)
         names = [self._name(*pair) for pair in present.items()]
-        report = self._engine.warm(present.values(), document=names)
+        report = self._engine.warm(present.values(), document=names, sources=list(sources.values()))
         self._forget(before - {*names})
         return report
 
@@ -372,6 +379,11 @@ class _Held:
         digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
         return f"{self._prefix}{quote(str(one), safe='')}/{digest}"
 
+    def _source(self, document: Document) -> str:
+        """LangChain's loaders say in `source` what a document is a piece of; namespaces have nothing in common."""
+        source = document.metadata.get("source")
+        return "" if source is None else f"{self._prefix}{source}"
+
     def _of(self, ids: Iterable[str]) -> set[str]:
         engine = self._engine
         return {name for one in ids for name in engine.documents(f"{self._prefix}{quote(str(one), safe='')}/")}
@@ -383,13 +395,21 @@ class _Held:
 
 
 def _making(
-    texts: list[str], ids: list[str] | None, llm: BlendEngine | BlendSettings | None, namespace: str
+    texts: list[str],
+    metadatas: list[dict[str, Any]] | None,
+    ids: list[str] | None,
+    llm: BlendEngine | BlendSettings | None,
+    namespace: str,
 ) -> tuple[_Held, _Adding]:
     if llm is None:
         raise SettingError("no llm: give llm=, which encodes the texts")
     held = _Held(llm, namespace)
     ids = ids or [str(uuid.uuid4()) for _ in texts]
-    return held, held.plan([Document(page_content=text) for text in texts], ids)
+    documents = [
+        Document(page_content=text, metadata=metadata)
+        for text, metadata in zip(texts, metadatas or [{}] * len(texts), strict=True)
+    ]
+    return held, held.plan(documents, ids)
 
 
 def _checked(added: list[str], adding: _Adding, vectorstore: VectorStore) -> list[str]:
@@ -401,13 +421,14 @@ def _checked(added: list[str], adding: _Adding, vectorstore: VectorStore) -> lis
 
 def _texts(documents: Iterable[Document]) -> dict[str, str]:
     """Texts by their ids."""
-    texts: dict[str, str] = {}
-    for document in documents:
-        one = document.metadata.get("_id") if document.id is None else document.id  # Qdrant's are in the metadata
-        if one is None:
-            raise SettingError("this vector store gives documents without ids: warm their texts with the LLM itself")
-        texts[str(one)] = document.page_content
-    return texts
+    return {_id(document): document.page_content for document in documents}
+
+
+def _id(document: Document) -> str:
+    one = document.metadata.get("_id") if document.id is None else document.id  # Qdrant's are in the metadata
+    if one is None:
+        raise SettingError("this vector store gives documents without ids: warm their texts with the LLM itself")
+    return str(one)
 
 
 async def _whole(work: Awaitable[_T]) -> _T:

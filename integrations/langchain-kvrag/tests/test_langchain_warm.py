@@ -52,6 +52,14 @@ def found(store: VectorStore) -> list[str]:
     return sorted({document.page_content for document in store.similarity_search("anything", k=99)})
 
 
+def context(engine: BlendEngine, text: str) -> int:
+    """How much stood before a chunk when it was encoded."""
+    reader = engine.store.open(engine.fingerprint.chunk_key(engine.model.tokenizer.encode(text)))
+    assert reader is not None
+    reader.close()
+    return reader.context
+
+
 class TestVectorStore(VectorStoreIntegrationTests):
     @pytest.fixture
     def vectorstore(self, engine: BlendEngine) -> VectorStore:
@@ -641,3 +649,19 @@ async def test_what_is_passed_on_answers_as_the_wrapped_store(
     assert copy.copy(store).ids == ids
     with pytest.raises(AttributeError, match="no_such_method"):
         store.no_such_method()
+
+
+def test_pieces_of_one_source_know_of_each_other(engine: BlendEngine, store: KVWarmVectorStore) -> None:
+    texts = [f"{name} {OTHER}" for name in ("One.", "Two.", "Three.", "Four.")]
+    sources = ["a.txt", "b.txt", "a.txt", None]
+    metadatas = [{"source": source} if source else {} for source in sources]
+    documents = [Document(text, metadata=metadata) for text, metadata in zip(texts, metadatas, strict=True)]
+    ids = store.add_documents(documents)
+    assert [context(engine, text) > 0 for text in texts] == [False, False, True, False]
+    store.delete(ids)
+    made = KVWarmVectorStore.from_texts(texts, EMBEDDING, metadatas, llm=engine, vectorstore_class=FaissVectorStore)
+    assert [context(engine, text) > 0 for text in texts] == [False, False, True, False]
+    engine.forget(engine.documents()[0])
+    made.warm_existing()
+    KVWarmVectorStore(FaissVectorStore(EMBEDDING), engine, namespace="b").add_documents(documents)
+    assert not any(context(engine, text) for text in texts), "another namespace's source is another one"

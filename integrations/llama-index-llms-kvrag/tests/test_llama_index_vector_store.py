@@ -349,3 +349,14 @@ def test_it_can_be_pickled_and_says_what_it_is(llm: BlendLLM, vector_store: KVWa
     assert stored(llm) == 0
     assert vector_store.to_dict()["llm"]["class_name"] == "kvrag_blend_llm"
     assert vector_store.client is None
+
+
+def test_nodes_of_one_document_know_of_each_other(llm: BlendLLM, vector_store: KVWarmVectorStore) -> None:
+    first, second, third = (f"{name} is a town by the sea, with a harbour and two schools." for name in "ABC")
+    vector_store.add([node("1", first, "d"), node("2", second, "e"), node("3", third, "d")])
+    engine = llm._open()
+    readers = [
+        engine.store.open(engine.fingerprint.chunk_key(engine.model.tokenizer.encode(text)))
+        for text in (first, second, third)
+    ]
+    assert [reader is not None and reader.context > 0 for reader in readers] == [False, False, True]

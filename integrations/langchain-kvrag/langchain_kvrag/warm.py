@@ -341,9 +341,8 @@ class _Held:
 
     def settle(self, adding: _Adding, ids: Sequence[str]) -> None:
         """These are the ids now; what they had before goes."""
-        final = dict(
-            zip(ids, zip(adding.texts, adding.sources, strict=True), strict=True)
-        )  # of equal ids the last counts
+        pieces = zip(adding.texts, adding.sources, strict=True)
+        final = dict(zip(ids, pieces, strict=True))  # of equal ids the last one counts
         names = [self._name(one, text) for one, (text, _) in final.items()]
         if not {*names} <= {*adding.names}:  # ids that the vector store made
             texts, sources = zip(*final.values(), strict=True)

@@ -283,6 +283,18 @@ def test_nodes_that_a_vector_store_has_already_can_be_encoded(llm: BlendLLM, vec
     assert stored(llm) == 0
 
 
+def test_what_earlier_vector_stores_in_memory_have_left_can_be_dropped(llm: BlendLLM) -> None:
+    KVWarmVectorStore(SimpleVectorStore(), llm, namespace="other").add([node("9", ZEL)])
+    KVWarmVectorStore(SimpleVectorStore(), llm).add([node("1", MIRA), node("2", TRAN)])
+    later, nodes = KVWarmVectorStore(SimpleVectorStore(), llm), [node("3", MIRA), node("4", KAN)]
+    later.add(nodes)
+    assert later.warm(nodes).new == 0
+    assert stored(llm) == 4
+    assert later.warm(nodes, whole=True).new == 0
+    assert stored(llm) == 3
+    assert {name.split("/")[3] for name in llm.documents()} == {"3", "4", "9"}
+
+
 # ---------------------------------------------------------------- when the vector store fails
 
 
@@ -352,7 +364,9 @@ def test_it_can_be_pickled_and_says_what_it_is(llm: BlendLLM, vector_store: KVWa
 
 
 def test_nodes_of_one_document_know_of_each_other(llm: BlendLLM, vector_store: KVWarmVectorStore) -> None:
-    first, second, third = (f"{name} is a town by the sea, with a harbour and two schools." for name in "ABC")
+    first = "Florton is a town by the sea. It has a harbour, a museum and two schools."
+    second = "Every other year, the river takes a bridge with it, and the people build it again."
+    third = "Its mayor is Tran Hol, who was a teacher there and has written two books on mushrooms."
     vector_store.add([node("1", first, "d"), node("2", second, "e"), node("3", third, "d")])
     engine = llm._open()
     readers = [

@@ -78,9 +78,15 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         """The vector store's."""
         return self.vector_store.client
 
-    def warm(self, nodes: Sequence[BaseNode]) -> WarmReport:
-        """Encode nodes that the vector store has already."""
-        report, outdated = self._encode(nodes)
+    def warm(self, nodes: Sequence[BaseNode], *, whole: bool = False) -> WarmReport:
+        """Encode nodes that the vector store has already.
+
+        Args:
+            whole: They are all that it has: the KV of any other node is dropped. Vector stores in memory forget their
+                nodes when the program ends, which the store of KV does not.
+        """
+        before = self._documents() if whole else None
+        report, outdated = self._encode(nodes, before)
         self._forget(outdated)
         return report
 
@@ -176,13 +182,15 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         """As the vector store does; KV is in its own store already."""
         self.vector_store.persist(persist_path, fs)
 
-    def _encode(self, nodes: Sequence[BaseNode]) -> tuple[WarmReport, list[str]]:
-        """Encode, and say which documents in the store of KV hold what these nodes were before."""
+    def _encode(self, nodes: Sequence[BaseNode], before: list[str] | None = None) -> tuple[WarmReport, list[str]]:
+        """Encode, and say which documents in the store of KV hold what was `before`: None = what these nodes were."""
         texts = [self._text(node) for node in nodes]
         documents = [self._document(node, text) for node, text in zip(nodes, texts, strict=True)]
-        outdated = sorted({*self._documents_of([node.node_id for node in nodes])} - {*documents})
-        sources = [node.ref_doc_id and self._prefix(node.ref_doc_id) for node in nodes]
-        report = self.llm.warm(texts, document=documents, sources=[source or "" for source in sources])
+        if before is None:
+            before = self._documents_of([node.node_id for node in nodes])
+        outdated = sorted({*before} - {*documents})
+        sources = [self._prefix(node.ref_doc_id) if node.ref_doc_id else "" for node in nodes]
+        report = self.llm.warm(texts, document=documents, sources=sources)
         for warning in report.warnings:
             logger.warning(warning)
         return report, outdated

@@ -197,6 +197,35 @@ def test_warm_says_beforehand_what_it_needs(
     assert captured.out.startswith("6 chunks: 6 new, 0 reused; " + str(tokens))
 
 
+def test_documents_whose_files_are_gone_are_told_and_dropped_if_one_says_so(
+    folder: Path, tmp_path: Path, as_json: Json, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, other = tmp_path / "kv", tmp_path / "docs2"
+    other.mkdir()
+    shutil.copy(demo.corpus_folder() / "alla.txt", other / "gone.txt")
+    shutil.copy(demo.corpus_folder() / "harfield.txt", other)
+    for place in (folder, other):
+        as_json("warm", place, "--store", store, *CUT)
+    encoded = keys(store)
+    (other / "gone.txt").unlink()
+    (folder / "ingla.txt").unlink()
+    (folder / "holra.txt").rename(folder / "moved.txt")
+    gone = [str(folder / "holra.txt"), str(folder / "ingla.txt")]
+
+    kept = as_json("warm", folder, "--store", store, *CUT)
+    assert (kept["gone"], kept["dropped"]) == (gone, 0)
+    assert keys(store) >= encoded
+    assert main(["warm", str(folder), "--store", str(store), *map(str, CUT)]) == 0
+    assert f"the files of 2 documents are gone ({gone[0]}, {gone[1]}): --prune drops them" in capsys.readouterr().err
+
+    pruned = as_json("warm", folder, "--store", store, "--prune", *CUT)
+    assert (pruned["gone"], pruned["dropped"]) == (gone, 2)  # moved.txt has the other one's chunks
+    assert len(keys(store)) == len(encoded) - 2
+    assert as_json("warm", folder, "--store", store, "--prune", *CUT)["gone"] == []
+    sources = {hit["document"] for hit in as_json("ask", QUESTION, "--top-k", 99, "--store", store)["context"]}
+    assert sources == {*map(str, folder.iterdir()), str(other / "gone.txt"), str(other / "harfield.txt")}
+
+
 def test_an_interrupted_ingestion_goes_on_where_it_stopped(
     folder: Path, tmp_path: Path, as_json: Json, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,29 +17,39 @@ from typing import Any
 import torch
 
 from kvrag.bench.ttft import one_token_words, run_settings
+from kvrag.config import DEFAULT_CONTEXT
 from kvrag.encode import BATCH_TOKENS
 from kvrag.engine import BlendEngine
 from kvrag.model import Model
 from kvrag.model.shapes import SHAPES, random_model
 
 
-def measure(model: str, layers: int | None, chunks: int, chunk_tokens: int, repeats: int) -> dict[str, Any]:
-    """Medians over `repeats` after one warm-up round."""
+def measure(
+    model: str, layers: int | None, chunks: int, chunk_tokens: int, document_chunks: int, repeats: int
+) -> dict[str, Any]:
+    """Medians over `repeats` after one warm-up round; `document_chunks` of the chunks make a document."""
     net = random_model(model, layers)
     words, rng = one_token_words(net), random.Random(0)
     rates: dict[str, list[float]] = {"engine": [], "forward": []}
     for repeat in range(repeats + 1):
         texts = ["".join(rng.choices(words, k=chunk_tokens)) for _ in range(chunks)]
+        sources = [f"document {number // document_chunks}" for number in range(chunks)]
         with tempfile.TemporaryDirectory() as folder, BlendEngine(net, folder, ram_bytes=0) as engine:
             started = time.perf_counter()
-            report = engine.warm(texts)
+            report = engine.warm(texts, sources=sources)
             engine_s = time.perf_counter() - started
         forward_s = _forward(net, texts)
         if repeat:
             rates["engine"].append(report.tokens / engine_s)
             rates["forward"].append(report.tokens / forward_s)
     medians = {name: statistics.median(values) for name, values in rates.items()}
-    settings = run_settings(net) | {"chunks": chunks, "chunk_tokens": chunk_tokens, "repeats": repeats}
+    settings = run_settings(net) | {
+        "chunks": chunks,
+        "chunk_tokens": chunk_tokens,
+        "document_chunks": document_chunks,
+        "context_tokens": DEFAULT_CONTEXT,
+        "repeats": repeats,
+    }
     return {"tokens_per_s": medians, "share": medians["engine"] / medians["forward"], "settings": settings}
 
 
@@ -61,13 +71,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, metavar="N", help="only that many of its layers")
     parser.add_argument("--chunks", type=int, default=16, metavar="N", help="to encode (default: 16)")
     parser.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="in a chunk (default: 256)")
+    parser.add_argument(
+        "--document-chunks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="chunks of one document, encoded behind each other (default: 1)",
+    )
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts (default: 3)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
+    if args.document_chunks < 1:
+        args.parser.error("--document-chunks must be at least 1")
     print("measuring", file=sys.stderr, flush=True)
-    result = measure(args.model, args.layers, args.chunks, args.chunk_tokens, args.repeats)
+    result = measure(args.model, args.layers, args.chunks, args.chunk_tokens, args.document_chunks, args.repeats)
     if args.json:
         print(json.dumps(result))
         return 0

@@ -277,7 +277,7 @@ class Model:
             cache.rows, cache.stop = rows.to(self.device), int(rows[-1]) + 1
             mask = self._mask(rows, cache.stop)
         self._reset_rotary()
-        with attention_at(self.config, rows, ear) if rows is not None else nullcontext():
+        with attention_at(self.config, rows, self.windows, ear) if rows is not None else nullcontext():
             output = self.hf(
                 input_ids=ids.to(self.device),
                 position_ids=positions[None].to(self.device),

@@ -68,7 +68,7 @@ class Chat:
             answer, report = answer + delta.text, delta.report
             shown[-1]["content"] = answer.strip()
             yield "", shown, turns, gr.skip(), None
-        explained = self.engine.explain()  # the last prompt, which is this one: Gradio lets one ask at a time
+        explained = self.engine.explain(report)  # of this answer: full prefill may be measured for another one now
         # of earlier turns only what was said stays: passages are looked up for every question anew
         said = [{"role": "user", "content": f"Question: {question}"}, {"role": "assistant", "content": answer.strip()}]
         yield "", shown, [*turns, *said][-8:], panel(report, None, explained), (prompt, report, explained)

@@ -9,6 +9,7 @@ import math
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,6 +49,7 @@ _sharing: dict[str, threading.Lock] = {}
 _shared: weakref.WeakValueDictionary[str, BlendEngine] = weakref.WeakValueDictionary()
 _ROOM = 256  # positions a new cache has for the answer before it grows
 _CALIBRATION_CHUNKS = 1000
+_EXPLAINED = 32  # answers whose prompts are remembered, to be explained
 
 
 @dataclass
@@ -119,7 +121,7 @@ class BlendEngine:
         self._removals = self.store.removals()
         self._tuning = Tuning(model, self.store)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._tuning)
-        self._last: Call | None = None
+        self._calls: deque[Call] = deque(maxlen=_EXPLAINED)  # the latest
         self._watch = Watch()
         self._closed = False
 
@@ -289,7 +291,7 @@ class BlendEngine:
                 answer += delta.token_ids
                 if report is None:
                     report = _with_created(done.report(time.perf_counter() - started), created)
-                    self._last = call = Call(done.ids, done.selected, report)
+                    self._calls.append(call := Call(done.ids, done.selected, report))
                 delta = listener.hear(delta) if listener else delta
                 yield replace(delta, report=report) if delta.finish_reason else delta
         if not _is_reference(done.config):
@@ -357,7 +359,7 @@ class BlendEngine:
 
     def explain(
         self,
-        prompt: str | Messages | None = None,
+        prompt: str | Messages | BlendReport | dict[str, Any] | None = None,
         *,
         retrieved: Sequence[str] | None = None,
         ratio: float | None = None,
@@ -369,20 +371,20 @@ class BlendEngine:
         """Say what is reused of a prompt, what is recomputed, and why it is not more.
 
         Args:
-            prompt: As in `stream`: it is prefilled now. None = the one answered last, as it was answered.
+            prompt: As in `stream`: it is prefilled now. Or the report of an answer, also as `to_dict` gives it, and as
+                framework classes hand it out: that answer's prompt as it was answered, if it is among the last 32.
+                None = the one answered last, whoever asked.
             retrieved: What a retriever returned for it; otherwise the chunks that can be recognised are explained.
             ratio, policy, controller, tools, template: As in `stream`, for a prompt given.
 
         Raises:
-            PromptError, ContextWindowError: It cannot be answered as it is, or nothing has been answered yet.
+            PromptError, ContextWindowError: It cannot be answered as it is, or there is no such answer.
             SettingError: A setting is out of range.
         """
         self._check_open()
         config = self._configure(ratio, policy, controller)
-        if prompt is None:
-            call = self._last
-            if call is None:
-                raise PromptError("nothing has been answered yet by this engine: give explain a prompt")
+        if prompt is None or isinstance(prompt, (BlendReport, dict)):
+            call = self._answered(prompt)
         else:
             prepared = prepare(self.model.tokenizer, prompt, tools)
             ids = self.model.tokenizer.render(prepared.prompt, **{**prepared.template, **(template or {})})
@@ -391,6 +393,15 @@ class BlendEngine:
             done = self.prefill(ids, config)
             call = Call(done.ids, done.selected, done.report(time.perf_counter() - started))
         return explain(self.model.tokenizer, self.store, self.fingerprint, self._find, call, config.min_run, retrieved)
+
+    def _answered(self, report: BlendReport | dict[str, Any] | None) -> Call:
+        """What the report is of; None = the last one."""
+        if not self._calls:
+            raise PromptError("nothing has been answered yet by this engine: give explain a prompt")
+        for call in reversed(list(self._calls)):
+            if report is None or report == (call.report if isinstance(report, BlendReport) else call.report.to_dict()):
+                return call
+        raise PromptError(f"this answer is not among the last {_EXPLAINED} of the engine: give explain its prompt")
 
     def _find(self, ids: Sequence[int], min_run: int) -> list[tuple[Run, NDArray[np.uint32]]]:
         """Runs and the ids of their chunks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import io
 import json
@@ -103,6 +104,22 @@ def test_a_stream_that_nobody_heard_to_the_end_is_explained_too(engine: BlendEng
     assert CHUNKS[3] in "".join(stretch.text for stretch in engine.explain().stretches)
 
 
+def test_an_answer_is_explained_by_its_report_whoever_was_answered_since(engine: BlendEngine) -> None:
+    engine.warm(CHUNKS)
+    first, second = (answered(engine, chunk).report for chunk in CHUNKS[:2])
+    as_json = json.loads(json.dumps(first.to_dict()))
+    for given, chunk, report in ((first, CHUNKS[0], first), (second, CHUNKS[1], second), (as_json, CHUNKS[0], first)):
+        explanation = engine.explain(given)
+        assert chunk in "".join(stretch.text for stretch in explanation.stretches)
+        assert explanation.report == report
+    with pytest.raises(PromptError, match="not among the last"):
+        engine.explain(dataclasses.replace(first, ttft_s=-1.0))
+    for _ in range(32):
+        answered(engine, CHUNKS[2])
+    with pytest.raises(PromptError, match="not among the last"):
+        engine.explain(first)
+
+
 @pytest.mark.parametrize(
     "name", ["langchain_kvrag:ChatBlend", "langchain_kvrag:BlendLLM", "llama_index.llms.kvrag:BlendLLM"]
 )
@@ -111,8 +128,13 @@ def test_the_framework_classes_explain_their_last_call_or_a_prompt(name: str, en
     llm = getattr(pytest.importorskip(module), class_name)(engine=engine, max_tokens=1, ratio=0.2, policy="seam")
     llm.warm(CHUNKS, document="people.txt")
     prompt = "\n\n".join([*CHUNKS[1:3], QUESTION])
-    llm.complete(prompt) if module.startswith("llama") else llm.invoke(prompt)
+    said = llm.complete(prompt) if module.startswith("llama") else llm.invoke(prompt)
     last, again = llm.explain(), llm.explain(prompt)
+    if not isinstance(said, str):
+        llm.invoke(QUESTION) if module.startswith("langchain") else llm.complete(QUESTION)
+        report = said.response_metadata["kvrag"] if module.startswith("langchain") else said.raw["kvrag"]
+        assert llm.explain(report) == last
+        llm.invoke(prompt) if module.startswith("langchain") else llm.complete(prompt)
     assert last.report.ttft_s > 0
     assert last.stretches == again.stretches
     assert sum(stretch.recomputed for stretch in last.stretches) > 0

@@ -104,12 +104,16 @@ class BlendSettings(BaseLanguageModel[Any]):
         return self._open().warm(texts, document=document, sources=sources)
 
     def explain(
-        self, prompt: str | list[dict[str, Any]] | None = None, *, retrieved: Sequence[str] | None = None
+        self,
+        prompt: str | list[dict[str, Any]] | dict[str, Any] | None = None,
+        *,
+        retrieved: Sequence[str] | None = None,
     ) -> Explanation:
         """Say what was reused of the prompt that was answered last, and why not more; see `BlendEngine.explain`.
 
         Args:
-            prompt: Another one instead: a text, or messages as dicts with `role` and `content`.
+            prompt: Another one instead: a text, messages as dicts with `role` and `content`, or that of an earlier
+                answer, told by its `response_metadata["kvrag"]`: a shared engine's last answer may be somebody else's.
             retrieved: What the retriever returned for it: the `page_content` of its documents.
         """
         engine = self._open()

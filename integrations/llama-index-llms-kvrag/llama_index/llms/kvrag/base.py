@@ -144,11 +144,14 @@ class BlendLLM(FunctionCallingLLM):
         """Token ids by the model's own tokenizer: `Settings.tokenizer = llm.encode` makes LlamaIndex count right."""
         return self._open().model.tokenizer.encode(text)
 
-    def explain(self, prompt: _Prompt | None = None, *, retrieved: Sequence[str] | None = None) -> Explanation:
+    def explain(
+        self, prompt: _Prompt | dict[str, Any] | None = None, *, retrieved: Sequence[str] | None = None
+    ) -> Explanation:
         """Say what was reused of the prompt that was answered last, and why not more; see `BlendEngine.explain`.
 
         Args:
-            prompt: Another one instead: a text, or messages as dicts with `role` and `content`.
+            prompt: Another one instead: a text, messages as dicts with `role` and `content`, or that of an earlier
+                answer, told by its `raw["kvrag"]`: a shared engine's last answer may be somebody else's.
             retrieved: What the retriever returned for it: `node.get_content(MetadataMode.LLM)` of its nodes.
         """
         engine = self._open()

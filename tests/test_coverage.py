@@ -165,6 +165,24 @@ def test_text_with_lines_is_reused_when_it_is_escaped(cl100k: Any) -> None:
         assert sum(map(len, index.match(ids, MIN_RUN))) >= 0.94 * total
 
 
+def test_text_that_escaping_changes_throughout_is_reused_if_it_was_warmed_escaped(cl100k: Any) -> None:
+    docs = [
+        f"{town}から大阪まで新幹線で{hours}時間半かかります。駅の近くには古い市場があり、毎朝多くの人が魚や野菜を買いに来ます。"
+        for town, hours in (("東京", "二"), ("京都", "一"), ("福岡", "三"))
+    ]
+    escaped = [ESCAPES["json"](doc) for doc in docs]
+    pasted = {"escaped": json.dumps(docs), "plain": json.dumps(docs, ensure_ascii=False)}
+    for name, warmed in {"escaped": escaped, "plain": docs}.items():
+        index, _ = _warm(cl100k, warmed)
+        total = sum(len(cl100k.encode(text)) for text in warmed)
+        found = {
+            how: sum(map(len, index.match(cl100k.render(FORMATS["stuff"]([text], "Why?")), MIN_RUN)))
+            for how, text in pasted.items()
+        }
+        assert found.pop(name) >= 0.95 * total
+        assert [*found.values()] == [0]
+
+
 @pytest.mark.parametrize("chain", FORMATS)
 @pytest.mark.parametrize("name", ["cl100k", "reader"])
 def test_a_mixed_sample_is_reused(name: str, chain: str, request: pytest.FixtureRequest) -> None:

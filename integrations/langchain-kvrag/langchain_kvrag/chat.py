@@ -43,7 +43,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     Example:
         ```python
         llm = ChatBlend(model="Qwen/Qwen2.5-1.5B-Instruct", store="kv")
-        llm.warm(document.page_content for document in documents)
+        llm.warm(documents)
         llm.invoke("What is a chunk?")
         ```
     """

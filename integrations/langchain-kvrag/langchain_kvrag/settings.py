@@ -6,15 +6,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Annotated, Any, Self
+from urllib.parse import quote
 
+from langchain_core.documents import Document
 from langchain_core.language_models import BaseLanguageModel
 from langchain_core.load.serializable import SerializedConstructor, SerializedNotImplemented
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
-from kvrag import BlendEngine, Explanation, LazyEngine, LLMSettings, WarmReport
+from kvrag import BlendEngine, Explanation, LazyEngine, LLMSettings, SettingError, WarmReport
 
 _VERSION = version("langchain-kvrag")
 _Plain = Annotated[str, BeforeValidator(LLMSettings.plain)]
+
+
+def source_name(document: Document | str, namespace: str = "default") -> str:
+    """What a document is a piece of, as LangChain's loaders say in its metadata; "" = not known."""
+    source = document.metadata.get("source") if isinstance(document, Document) else None
+    return "" if source is None else f"langchain/{quote(namespace, safe='')}/{source}"
 
 
 class BlendSettings(BaseLanguageModel[Any]):
@@ -95,13 +103,25 @@ class BlendSettings(BaseLanguageModel[Any]):
 
     def warm(
         self,
-        texts: Iterable[str],
+        texts: Iterable[str | Document],
         *,
         document: str | Sequence[str] = "",
         sources: str | Sequence[str] | None = None,
     ) -> WarmReport:
-        """Encode every chunk that the store lacks; see `BlendEngine.warm`. Give the `page_content` of the documents."""
-        return self._open().warm(texts, document=document, sources=sources)
+        """Encode every chunk that the store lacks; see `BlendEngine.warm`.
+
+        Args:
+            texts: Documents in reading order, or their `page_content`.
+            document: What holds them.
+            sources: What they are pieces of; None = what documents have as `source` in their metadata.
+        """
+        if isinstance(texts, str):
+            raise SettingError("texts must be a list of chunks, not one string")
+        given = list(texts)
+        if sources is None and any(source_name(one) for one in given):
+            sources = [source_name(one) for one in given]
+        plain = [one.page_content if isinstance(one, Document) else one for one in given]
+        return self._open().warm(plain, document=document, sources=sources)
 
     def explain(
         self,

@@ -17,7 +17,7 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from kvrag import BlendEngine, KvragError, SettingError, WarmReport
 from langchain_kvrag.faiss import FaissVectorStore
-from langchain_kvrag.settings import BlendSettings
+from langchain_kvrag.settings import BlendSettings, source_name
 from langchain_kvrag.texts import AddsAllTexts
 
 logger = logging.getLogger("kvrag")
@@ -313,7 +313,7 @@ class _Held:
         if not isinstance(llm, (BlendEngine, BlendSettings)):
             raise SettingError(f"llm must be a ChatBlend, a BlendLLM or a BlendEngine, got {type(llm).__name__}")
         self.llm = llm
-        self._prefix = f"langchain/{quote(namespace, safe='')}/"
+        self._namespace, self._prefix = namespace, f"langchain/{quote(namespace, safe='')}/"
 
     @property
     def _engine(self) -> BlendEngine:
@@ -329,7 +329,7 @@ class _Held:
         texts = [document.page_content for document in documents]
         known = [one for one in given if one is not None]
         names = [self._name(one or str(uuid.uuid4()), text) for one, text in zip(given, texts, strict=True)]
-        sources = [self._source(document) for document in documents]
+        sources = [source_name(document, self._namespace) for document in documents]
         return _Adding(known, texts, names, sources, self._of(known))
 
     def warm(self, adding: _Adding) -> WarmReport:
@@ -362,7 +362,7 @@ class _Held:
     def replace(self, documents: Sequence[Document], ids: Sequence[str] | None) -> WarmReport:
         """These documents are what there is under these ids, None = under all."""
         present = _texts(documents)
-        sources = {_id(document): self._source(document) for document in documents}
+        sources = {_id(document): source_name(document, self._namespace) for document in documents}
         before = self._of(self.ids() if ids is None else ids)
         names = [self._name(*pair) for pair in present.items()]
         report = self._engine.warm(present.values(), document=names, sources=list(sources.values()))
@@ -377,11 +377,6 @@ class _Held:
     def _name(self, one: str, text: str) -> str:
         digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
         return f"{self._prefix}{quote(str(one), safe='')}/{digest}"
-
-    def _source(self, document: Document) -> str:
-        """LangChain's loaders say in `source` what a document is a piece of; namespaces have nothing in common."""
-        source = document.metadata.get("source")
-        return "" if source is None else f"{self._prefix}{source}"
 
     def _of(self, ids: Iterable[str]) -> set[str]:
         engine = self._engine

@@ -665,3 +665,18 @@ def test_pieces_of_one_source_know_of_each_other(engine: BlendEngine, store: KVW
     made.warm_existing()
     KVWarmVectorStore(FaissVectorStore(EMBEDDING), engine, namespace="b").add_documents(documents)
     assert not any(context(engine, text) for text in texts), "another namespace's source is another one"
+
+
+def test_the_llm_takes_documents_as_they_are(engine: BlendEngine, store: KVWarmVectorStore) -> None:
+    first, second = (
+        Document(f"One. {OTHER}", metadata={"source": "a"}),
+        Document(f"Two. {OTHER}", metadata={"source": "a"}),
+    )
+    llm = ChatBlend(engine=engine)
+    assert llm.warm(iter([first, second])).new == 2
+    assert [context(engine, one.page_content) > 0 for one in (first, second)] == [False, True]
+    store.add_documents([first, second])
+    assert context(engine, second.page_content) > 0, "one source, however it came in"
+    assert llm.warm([first.page_content, OTHER]).new == 1
+    with pytest.raises(SettingError, match="not one string"):
+        llm.warm(OTHER)

@@ -367,10 +367,17 @@ def test_nodes_of_one_document_know_of_each_other(llm: BlendLLM, vector_store: K
     first = "Florton is a town by the sea. It has a harbour, a museum and two schools."
     second = "Every other year, the river takes a bridge with it, and the people build it again."
     third = "Its mayor is Tran Hol, who was a teacher there and has written two books on mushrooms."
-    vector_store.add([node("1", first, "d"), node("2", second, "e"), node("3", third, "d")])
+    nodes = [node("1", first, "d"), node("2", second, "e"), node("3", third, "d")]
     engine = llm._open()
-    readers = [
-        engine.store.open(engine.fingerprint.chunk_key(engine.model.tokenizer.encode(text)))
-        for text in (first, second, third)
-    ]
-    assert [reader is not None and reader.context > 0 for reader in readers] == [False, False, True]
+
+    def contexts() -> list[bool]:
+        keys = [engine.fingerprint.chunk_key(engine.model.tokenizer.encode(text)) for text in (first, second, third)]
+        readers = [engine.store.open(key) for key in keys]
+        return [reader is not None and reader.context > 0 for reader in readers]
+
+    vector_store.add(nodes)
+    assert contexts() == [False, False, True]
+    assert llm.warm(nodes).new == 0, "one source, however it came in"
+    assert contexts() == [False, False, True]
+    with pytest.raises(SettingError, match="not one string"):
+        llm.warm(first)

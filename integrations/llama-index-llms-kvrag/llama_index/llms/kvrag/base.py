@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
+from urllib.parse import quote
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -26,14 +27,32 @@ from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.program.utils import get_program_for_llm
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.schema import BaseNode, MetadataMode
 from llama_index.core.tools.types import BaseTool
 from llama_index.core.types import BasePydanticProgram, Model
 from llama_index.llms.kvrag.messages import assistant_message, template_messages
 
-from kvrag import Answer, BlendEngine, BlendReport, Delta, Explanation, LazyEngine, LLMSettings, ToolCall, WarmReport
+from kvrag import (
+    Answer,
+    BlendEngine,
+    BlendReport,
+    Delta,
+    Explanation,
+    LazyEngine,
+    LLMSettings,
+    SettingError,
+    ToolCall,
+    WarmReport,
+)
 
 _Plain = Annotated[str, BeforeValidator(LLMSettings.plain)]
 _Prompt = str | list[dict[str, Any]]
+
+
+def source_name(node: BaseNode | str, namespace: str = "default") -> str:
+    """The document that a node is a piece of; "" = not known."""
+    source = node.ref_doc_id if isinstance(node, BaseNode) else None
+    return f"llama_index/{quote(namespace, safe='')}/{quote(source, safe='')}/" if source else ""
 
 
 class BlendLLM(FunctionCallingLLM):
@@ -62,7 +81,7 @@ class BlendLLM(FunctionCallingLLM):
     Example:
         ```python
         llm = BlendLLM(model="Qwen/Qwen2.5-1.5B-Instruct", store="kv")
-        llm.warm(node.get_content(MetadataMode.LLM) for node in nodes)
+        llm.warm(nodes)
         VectorStoreIndex(nodes).as_query_engine(llm=llm).query("What is a chunk?")
         ```
     """
@@ -121,16 +140,25 @@ class BlendLLM(FunctionCallingLLM):
 
     def warm(
         self,
-        texts: Iterable[str],
+        texts: Iterable[str | BaseNode],
         *,
         document: str | Sequence[str] = "",
         sources: str | Sequence[str] | None = None,
     ) -> WarmReport:
         """Encode every chunk that the store lacks; see `BlendEngine.warm`.
 
-        Give them as the prompt will have them: `node.get_content(MetadataMode.LLM)`.
+        Args:
+            texts: Nodes in reading order, or what the prompt will have of them: `node.get_content(MetadataMode.LLM)`.
+            document: What holds them.
+            sources: What they are pieces of; None = the documents that nodes name as their source.
         """
-        return self._open().warm(texts, document=document, sources=sources)
+        if isinstance(texts, str):
+            raise SettingError("texts must be a list of chunks, not one string")
+        given = list(texts)
+        if sources is None and any(source_name(one) for one in given):
+            sources = [source_name(one) for one in given]
+        plain = [one.get_content(MetadataMode.LLM) if isinstance(one, BaseNode) else one for one in given]
+        return self._open().warm(plain, document=document, sources=sources)
 
     def forget(self, document: str) -> int:
         """Drop a document's chunks unless another one has them; see `BlendEngine.forget`."""

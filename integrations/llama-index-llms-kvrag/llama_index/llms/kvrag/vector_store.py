@@ -17,7 +17,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQuery,
     VectorStoreQueryResult,
 )
-from llama_index.llms.kvrag.base import BlendLLM
+from llama_index.llms.kvrag.base import BlendLLM, source_name
 
 from kvrag import SettingError, WarmReport
 
@@ -189,7 +189,7 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         if before is None:
             before = self._documents_of([node.node_id for node in nodes])
         outdated = sorted({*before} - {*documents})
-        sources = [self._prefix(node.ref_doc_id) if node.ref_doc_id else "" for node in nodes]
+        sources = [source_name(node, self.namespace) for node in nodes]
         report = self.llm.warm(texts, document=documents, sources=sources)
         for warning in report.warnings:
             logger.warning(warning)

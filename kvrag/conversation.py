@@ -110,23 +110,23 @@ class Conversations:
                 and what was computed under another length is of no use.
         """
         self._max_bytes, self._longest = check_bytes("conversation_bytes", max_bytes), longest
-        self._kept: list[Conversation] = []  # the one used last comes last
-        # garbage collection may end a forgotten stream, which keeps its conversation, anywhere, here as well
+        # the one used last comes last; replaced and never changed, since garbage collection may end a forgotten stream,
+        # which keeps its conversation, anywhere, here as well
+        self._kept: list[Conversation] = []
         self._lock = threading.RLock()
 
     def find(self, ids: Sequence[int], config: BlendConfig) -> Beginning | None:
         """The longest beginning of a prompt that may be taken over, if it is worth it."""
-        with self._lock:
-            kept = list(self._kept) if len(ids) <= self._longest else []
+        if len(ids) > self._longest:
+            return None
         prompt = np.asarray(ids)
-        found = [conversation.beginning(prompt, config) for conversation in kept]
+        found = [conversation.beginning(prompt, config) for conversation in self._kept]
         best = max(found, key=lambda beginning: beginning.length, default=None)
         if best is None or best.length < config.min_run:
             return None
         with self._lock:
             if best.conversation in self._kept:
-                self._kept.remove(best.conversation)
-                self._kept.append(best.conversation)
+                self._kept = [*_without(best.conversation, self._kept), best.conversation]
         return best
 
     def keep(self, conversation: Conversation, beginning: Beginning | None) -> None:
@@ -134,16 +134,16 @@ class Conversations:
         with self._lock:
             if conversation.num_bytes > self._max_bytes or len(conversation.ids) > self._longest:
                 return
-            if beginning is not None and beginning.is_all and beginning.conversation in self._kept:
-                self._kept.remove(beginning.conversation)
-            self._kept.append(conversation)
-            while len(self._kept) > _MOST or self.num_bytes > self._max_bytes:
-                del self._kept[0]
+            replaced = beginning.conversation if beginning is not None and beginning.is_all else None
+            kept = [*_without(replaced, self._kept), conversation]
+            while len(kept) > _MOST or _num_bytes(kept) > self._max_bytes:
+                del kept[0]
+            self._kept = kept
 
     @property
     def num_bytes(self) -> int:
         """What is kept."""
-        return sum(conversation.num_bytes for conversation in self._kept)
+        return _num_bytes(self._kept)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -152,7 +152,15 @@ class Conversations:
         """Let go of all, and keep none from now on."""
         with self._lock:
             self._max_bytes = 0
-            self._kept.clear()
+            self._kept = []
+
+
+def _without(one: Conversation | None, conversations: Sequence[Conversation]) -> list[Conversation]:
+    return [conversation for conversation in conversations if conversation is not one]
+
+
+def _num_bytes(conversations: Sequence[Conversation]) -> int:
+    return sum(conversation.num_bytes for conversation in conversations)
 
 
 def _common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:

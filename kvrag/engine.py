@@ -253,7 +253,7 @@ class BlendEngine:
             settings = Sampling(stop=tuple(stop), **sampling)
         except TypeError as error:
             raise SettingError(str(error).replace("Sampling.__init__()", "stream()")) from None
-        return self._stream(prepared, documents, config, settings, template or {})
+        return self._stream(prepared, documents, config, settings, {**prepared.template, **(template or {})})
 
     def _configure(
         self, ratio: float | None = None, policy: str | None = None, controller: str | None = None
@@ -273,7 +273,7 @@ class BlendEngine:
     ) -> Generator[Delta, None, None]:
         started = time.perf_counter()  # when the consumer asks for the first token
         notes: list[str] = []
-        ids = self.model.tokenizer.render(prepared.prompt, **{**prepared.template, **template})
+        ids = self.model.tokenizer.render(prepared.prompt, **template)
         self.model.check_window(len(ids))
         constraint = constrain(self.model, prepared.grammar) if prepared.grammar else None
         listener = prepared.listener(self.model.tokenizer, ids)
@@ -281,11 +281,12 @@ class BlendEngine:
         done = self.prefill(ids, config, notes, goes_on=True)
         # now, since a stream may be closed anywhere; the last token of a text may be another with more behind it
         is_text = isinstance(prepared.prompt, str)
-        opening = 1 if is_text else self.model.tokenizer.opening(**{**prepared.template, **template})
+        opening = 1 if is_text else self.model.tokenizer.opening(**template)
         report: BlendReport | None = None
         control_tokens = listener is not None and listener.control_tokens
         cache, logits = done.stitched.cache, done.logits
         answer: list[int] = []
+        is_over = False
         with contextlib.suppress(GeneratorExit):  # who has heard enough may still go on with the conversation
             for delta in decode(self.model, done.ids, cache, logits, sampling, constraint, control_tokens):
                 answer += delta.token_ids
@@ -294,9 +295,11 @@ class BlendEngine:
                     self._calls.append(call := Call(done.ids, done.selected, report))
                 delta = listener.hear(delta) if listener else delta
                 yield replace(delta, report=report) if delta.finish_reason else delta
+            is_over = True
         if not _is_reference(done.config):
             self._keep(done, answer, opening)
-        self._watch.look(self.model.tokenizer, self.store, self._find, call, config.min_run)
+        if is_over:  # garbage collection may end a forgotten stream, in a thread that holds the locks which this takes
+            self._watch.look(self.model.tokenizer, self.store, self._find, call, config.min_run)
 
     def _keep(self, done: Prefilled, answer: list[int], opening: int) -> None:
         """Keep an answered prompt for the next one, which will have it without the `opening` of the answer."""

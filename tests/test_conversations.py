@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import json
 import threading
@@ -183,6 +184,25 @@ def test_a_stream_that_was_dropped_can_be_gone_on_with(talk: Talk) -> None:
     deltas.close()
     report = talk(_next(FIRST, "".join(delta.text for delta in heard))).report
     assert report.conversation_tokens > len(_ids(talk.engine, FIRST)) - 5
+
+
+def test_a_stream_that_garbage_collection_ends_waits_for_nothing(talk: Talk) -> None:
+    """It may run anywhere, in a thread that is just matching as well."""
+    deltas = talk.engine.stream("Nothing of this was warmed. " * 100, max_new_tokens=50)
+    next(deltas)
+    cycle: list[Any] = [deltas]
+    cycle.append(cycle)
+    del deltas, cycle
+
+    def match() -> None:
+        with talk.engine._index_lock, talk.engine._conversations._lock:
+            gc.collect()
+
+    thread = threading.Thread(target=match, daemon=True)
+    thread.start()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    assert talk.kept == 1
 
 
 # ---------------------------------------------------------------- what must not be taken over

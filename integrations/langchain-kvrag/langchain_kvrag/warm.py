@@ -44,6 +44,9 @@ class KVWarmVectorStore(AddsAllTexts):
     fails half-way, the KV of what it did not add is dropped again. It takes part in `langchain_core.indexing.index`
     as the wrapped store does: what has not changed is not encoded again.
 
+    Changes of the same document at once may leave it without its KV until the next one, which costs time and nothing
+    else.
+
     Everything else is the wrapped store's own. Ways to add and delete that `VectorStore` does not have reach it
     without the KV following: call `warm_existing` afterwards.
 
@@ -134,8 +137,8 @@ class KVWarmVectorStore(AddsAllTexts):
         Raises:
             SettingError: No ids are given, and the wrapped store cannot tell what it has left.
         """
+        ids = None if ids is None else list(ids)
         asked = self._asked_for(ids)
-        deleted = None
         try:
             deleted = self.vectorstore.delete(ids, **kwargs)
         except BaseException:
@@ -147,6 +150,7 @@ class KVWarmVectorStore(AddsAllTexts):
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Like `delete`, off the event loop."""
+        ids = None if ids is None else list(ids)
         asked = await asyncio.to_thread(self._asked_for, ids)
         try:
             deleted = await _whole(self.vectorstore.adelete(ids, **kwargs))
@@ -160,7 +164,7 @@ class KVWarmVectorStore(AddsAllTexts):
 
     def _asked_for(self, ids: list[str] | None) -> list[str]:
         if ids is not None:
-            return list(ids)
+            return ids
         if not self._can_tell:
             raise SettingError(f"{type(self.vectorstore).__name__} cannot tell what is left after this: give ids")
         return self._held.ids()

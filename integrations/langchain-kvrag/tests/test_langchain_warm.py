@@ -273,6 +273,16 @@ async def test_texts_may_be_any_iterable(store: KVWarmVectorStore, engine: Blend
     assert found(store) == kept(engine) == sorted(chunks[:2])
 
 
+async def test_ids_to_delete_may_be_any_iterable(
+    store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]
+) -> None:
+    ids: Any = store.add_texts(chunks)
+    store.delete(one for one in ids[:1])  # type: ignore[arg-type]
+    assert kept(engine) == found(store) == sorted(chunks[1:])
+    await store.adelete(iter(ids[1:2]))  # type: ignore[arg-type]
+    assert kept(engine) == found(store) == sorted(chunks[2:])
+
+
 def test_short_texts_are_added_and_said_to_have_no_kv(
     store: KVWarmVectorStore, engine: BlendEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -29,7 +29,8 @@ class KVWarmVectorStore(BasePydanticVectorStore):
 
     KV is written before the vectors and dropped after them, so that every node that is found has its KV; if the vector
     store fails in between, trying again or deleting puts everything in order. Nodes that are deleted and added again,
-    which is how LlamaIndex updates a document, are encoded again only where they have changed.
+    which is how LlamaIndex updates a document, are encoded again only where they have changed. Changes of the same node
+    at once may leave it without its KV until the next one, which costs time and nothing else.
 
     Attributes:
         vector_store: Any vector store; it gets all calls.

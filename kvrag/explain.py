@@ -292,12 +292,14 @@ class _Prompt:
         """What became of a retrieved text."""
         ids = self._tokenizer.encode(text)
         key = fingerprint.chunk_key(ids)
-        is_stored = not store.missing([key])
+        is_chunk = not store.missing([key])
+        # a splitter may have made several chunks of it
+        is_stored = is_chunk or sum(len(run) for run, _ in self._find(ids, self._min_run)) >= _VERBATIM * len(ids)
         reused = self._reused_of(ids)
         why = self._why(text, ids, reused, is_stored)
         if why[0] == "never warmed":
             why = elsewhere.look(ids) or (why[0], why[1] + elsewhere.not_searched)
-        return Finding(text, len(ids), reused, *why, key if is_stored else "")
+        return Finding(text, len(ids), reused, *why, key if is_chunk else "")
 
     def _reused_of(self, ids: list[int]) -> int:
         """How many tokens of a text the prompt has and reused, of whatever chunk."""
@@ -394,7 +396,7 @@ _WAYS: list[tuple[Reason, str, Callable[[str], str], Callable[[str], str]]] = [
 
 
 class _Elsewhere:
-    """Stores of other models, dtypes or codecs around ours. Looked into when they are first asked."""
+    """The stores around ours, which may be of other models, dtypes or codecs. Looked into when they are first asked."""
 
     def __init__(self, store: KVStore, fingerprint: Fingerprint, min_run: int) -> None:
         self._path = store.path if isinstance(store, FileStore) else None
@@ -417,7 +419,8 @@ class _Elsewhere:
                 continue
             different = [name for name in self._mine if name != "model" and self._mine[name] != other.parts.get(name)]
             settings = ", ".join(f"{name} {_short(other.parts, name)}" for name in different)
-            found.append((f"{other.path}, for {_short(other.parts, 'model')} with {settings}", index))
+            how = f"with {settings}" if settings else "as it is loaded now"
+            found.append((f"{other.path}, for {_short(other.parts, 'model')} {how}", index))
         return found
 
     @property

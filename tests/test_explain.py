@@ -204,6 +204,25 @@ def test_retrieved_texts_that_are_not_in_the_prompt_or_not_in_the_store(engine: 
             told(engine, OTHER, retrieved=wrong)
 
 
+def test_a_retrieved_text_that_was_warmed_in_pieces_is_no_stranger(engine: BlendEngine, tmp_path: Path) -> None:
+    whole = f"{OTHER}\n\n{CHUNKS[0]}\n\n{CHUNKS[1]}"
+    with BlendEngine(engine.model, FileStore(tmp_path / "beside", min_free_bytes=0)) as beside:
+        beside.warm([whole])
+    engine.warm([OTHER, *CHUNKS])
+    (cut,) = told(engine, OTHER, retrieved=[whole]).chunks
+    assert (cut.reason, cut.key) == ("cut", "")
+    (reused,) = told(engine, whole, retrieved=[whole]).chunks
+    assert (reused.reason, reused.detail) == ("reused", "")
+
+
+def test_a_text_that_was_warmed_into_another_folder_is_found_there(engine: BlendEngine, tmp_path: Path) -> None:
+    with BlendEngine(engine.model, FileStore(tmp_path / "beside", min_free_bytes=0)) as beside:
+        beside.warm([TEXT])
+    (found,) = told(engine, TEXT).chunks
+    assert found.reason == "warmed elsewhere"
+    assert f"in {tmp_path / 'beside'}, for tiny as it is loaded now: open" in found.detail
+
+
 def test_what_was_never_warmed_is_told_without_being_asked(engine: BlendEngine) -> None:
     engine.warm(CHUNKS)
     (known, strange) = sorted(told(engine, CHUNKS[0], TEXT).chunks, key=lambda chunk: chunk.text != CHUNKS[0])
@@ -392,7 +411,9 @@ def test_a_prompt_may_be_a_text_a_file_messages_a_request_or_stdin(
 ) -> None:
     text = f"{OTHER}\n\n{QUESTION}"
     spoken = [{"role": "user", "content": text}]
+    plain = f"{text}\n\nAnswer:"  # what the reader's template makes of it, without the BOS
     forms = {"a.txt": text, "b.json": json.dumps(spoken), "c.json": json.dumps({"messages": spoken, "model": "x"})}
+    forms["d.json"] = json.dumps({"prompt": plain, "max_tokens": 1})
     results = [explained(text)]
     for name, content in forms.items():
         (tmp_path / name).write_text(content)
@@ -446,6 +467,9 @@ def test_text_colours_and_a_page(
         (["text", "--retrieved", "missing.json"], "missing.json"),
         (["text", "--retrieved", "object.json"], "list of strings"),
         (["text", "--retrieved", "broken.json"], "not JSON"),
+        (["nothing.txt"], "there is no file nothing.txt"),
+        (["documents.json"], "documents"),
+        (["prompts.json"], "one string"),
         (["binary.txt"], "not UTF-8"),
         (["text", "--html", "no/such/folder/why.html"], "no/such/folder"),
     ],
@@ -461,6 +485,8 @@ def test_mistakes_are_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "object.json").write_text('{"chunks": []}')
     (tmp_path / "broken.json").write_text("[")
+    (tmp_path / "documents.json").write_text('{"messages": [{"role": "user", "content": "Who?"}], "documents": ["A."]}')
+    (tmp_path / "prompts.json").write_text('{"prompt": ["Who?", "What?"]}')
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     assert main(["explain", *argv, "--store", str(store)]) == 1
     captured = capsys.readouterr()

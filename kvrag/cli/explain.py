@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _STYLES = {"fresh": "dim", "reused": "black on green", "conversation": "black on bright_blue"}
 _RECOMPUTED = "black on yellow"
+_FILES = (".txt", ".md", ".json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,13 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prefill the prompt as if it were answered, and tell."""
-    messages, tools = _prompt(args.prompt)
+    request = _request(args.prompt)
     retrieved = [text for path in args.retrieved for text in _chunks(Path(path))] if args.retrieved else None
     with open_engine(args) as engine:
         explanation = engine.explain(
-            _as_prompt(engine, messages),
+            _prompt(engine, request),
             retrieved=retrieved,
-            tools=tools,
+            tools=request.get("tools"),
+            template=request.get("chat_template_kwargs"),
             ratio=args.ratio,
             policy=args.policy,
             controller=args.controller,
@@ -68,23 +70,33 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prompt(given: str) -> tuple[str | Messages, Any]:
-    """The prompt, and the tools that stand beside it."""
+def _request(given: str) -> dict[str, Any]:
+    """The body of a request to OpenAI's API, or one that has a `text` as framework classes are given it."""
+    if Path(given).suffix in _FILES and len(given.split()) == 1 and not _is_file(given):
+        raise PromptError(f"there is no file {given}")
     text = sys.stdin.read() if given == "-" else read_text(Path(given)) if _is_file(given) else given
     if not text.strip():
         raise PromptError("the prompt is empty")
     try:
         parsed = json.loads(text)
     except ValueError:
-        return text, None
-    if isinstance(parsed, dict) and "messages" in parsed:
-        return parsed["messages"], parsed.get("tools")
-    return (parsed, None) if isinstance(parsed, list) else (text, None)
+        return {"text": text}
+    if isinstance(parsed, list):
+        return {"messages": parsed}
+    if not isinstance(parsed, dict) or not {"messages", "prompt"} & set(parsed):
+        return {"text": text}
+    if parsed.get("documents"):
+        raise PromptError("the documents of a request are placed by the server: put them into the last user message")
+    if "messages" not in parsed and not isinstance(parsed["prompt"], str):
+        raise PromptError("the prompt of a request must be one string")
+    return parsed
 
 
-def _as_prompt(engine: BlendEngine, prompt: str | Messages) -> str | Messages:
-    """A text as the framework classes send it."""
-    return engine.model.tokenizer.as_prompt(prompt) if isinstance(prompt, str) else prompt
+def _prompt(engine: BlendEngine, request: dict[str, Any]) -> str | Messages:
+    if "text" in request:
+        return engine.model.tokenizer.as_prompt(request["text"])
+    messages: str | Messages = request["messages"] if "messages" in request else request["prompt"]
+    return messages
 
 
 def _is_file(given: str) -> bool:

@@ -509,7 +509,7 @@ def test_the_demo_is_right_by_full_prefill_and_honest_about_the_rest(tmp_path: P
     pytest.importorskip("langchain_kvrag")
     result = as_json("demo", "--no-speed", "--store", tmp_path / "kv")
     outcomes = result["questions"]
-    assert len(outcomes) == 15
+    assert len(outcomes) == 20
     assert result["warm"]["new"] == CHUNKS
     for outcome in outcomes:
         assert outcome["correct"] == (outcome["answer"] == outcome["expected"])

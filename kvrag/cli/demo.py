@@ -10,7 +10,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvrag.cli import warm
 from kvrag.cli.common import human_bytes, open_engine, open_index, progress, say
@@ -32,8 +33,22 @@ QUESTIONS = (
 another article, all chosen among those that full prefill answers right. So they show agreement with full prefill, not
 accuracy."""
 
-WAYS = {"full": "full prefill", "none": "plain reuse", "": "blending"}
-"""Policy -> name; "" is the engine's default."""
+
+class Way(NamedTuple):
+    """How to answer: by which policy, None = the default one, and whether from chunks that were encoded alone."""
+
+    name: str
+    policy: str | None
+    alone: bool = False
+
+
+FULL = Way("full prefill", "full")
+WAYS = (
+    FULL,
+    Way("plain reuse, alone", "none", alone=True),
+    Way("plain reuse", "none"),
+    Way("blending", None),
+)
 
 CHUNK_TOKENS = 40  # one or two paragraphs of the corpus
 _TOP_K, _AROUND = 3, 2
@@ -61,6 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print two tables and what to type next."""
+    from kvrag.engine import BlendEngine
+
     chain = _import_chain()
     with ExitStack() as stack:
         store = args.store or stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-demo-"))
@@ -68,13 +85,17 @@ def run(args: argparse.Namespace) -> int:
         engine = stack.enter_context(open_engine(settings))
         index = stack.enter_context(open_index(engine))
         corpus = corpus_folder()
-        warmed = _warm(engine, index, corpus, args.json)
+        plan = _plan(engine, corpus, args.json)
+        warmed = warm.warm(engine, index, plan, args.json)
+        apart = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-demo-"))
+        alone = stack.enter_context(BlendEngine(engine.model, apart))
+        alone.warm(chunk for chunks in plan.chunks.values() for chunk in chunks)  # of no document
         if not args.json:
             print(
                 f"Warmed {warmed['files']} articles of a made-up world ({corpus}): {warmed['chunks']} chunks, "
                 f"{warmed['new']} new, {warmed['tokens']} tokens, {human_bytes(warmed['bytes'])}."
             )
-        outcomes = _ask_all(chain, engine, index, args.json)
+        outcomes = _ask_all(chain, engine, alone, index, args.json)
         if not args.json:
             _print_outcomes(outcomes)
     speed = None if args.no_speed else _measure(chain)
@@ -106,11 +127,11 @@ def corpus_folder() -> Path:
     raise KvragError("the demo's articles are missing from this installation: reinstall kvrag")
 
 
-def _warm(engine: BlendEngine, index: ChunkIndex, corpus: Path, quiet: bool) -> dict[str, Any]:
+def _plan(engine: BlendEngine, corpus: Path, quiet: bool) -> warm.Plan:
     wanted = argparse.Namespace(
         paths=[str(corpus)], chunk_tokens=CHUNK_TOKENS, chunk_overlap=0, text_field="text", json=quiet
     )
-    return warm.warm(engine, index, warm.make_plan(engine, wanted), quiet)
+    return warm.make_plan(engine, wanted)
 
 
 Chain = Callable[
@@ -164,20 +185,20 @@ def _import_chain() -> Chain:
     return build
 
 
-def _ask_all(chain: Chain, engine: BlendEngine, index: ChunkIndex, quiet: bool) -> list[Outcome]:
+def _ask_all(chain: Chain, engine: BlendEngine, alone: BlendEngine, index: ChunkIndex, quiet: bool) -> list[Outcome]:
     def retrieve(question: str) -> list[str]:
         return [hit.text for hit in index.search(question, _TOP_K, _AROUND)]
 
-    asks = {policy: chain(engine, policy or None, retrieve, 16) for policy in WAYS}
+    asks = {way: chain(alone if way.alone else engine, way.policy, retrieve, 16) for way in WAYS}
     for ask in asks.values():
         ask(QUESTIONS[0][0])  # the first answer of a process pays for more than itself
     outcomes = []
     with progress("asking", quiet) as show:
         for number, (question, expected) in enumerate(QUESTIONS, 1):
-            for policy, way in WAYS.items():
-                answer, report = asks[policy](f"Question: {question}")
+            for way, ask in asks.items():
+                answer, report = ask(f"Question: {question}")
                 numbers = report["reused_tokens"], report["recomputed_tokens"], report["ttft_s"]
-                outcomes.append(Outcome(question, expected, way, answer, answer == expected, *numbers))
+                outcomes.append(Outcome(question, expected, way.name, answer, answer == expected, *numbers))
             show(number, len(QUESTIONS))
     return outcomes
 
@@ -203,23 +224,25 @@ def _print_outcomes(outcomes: list[Outcome]) -> None:
     for name in ("reused", "recomputed", "TTFT"):
         table.add_column(name, justify="right")
     for outcome in outcomes:
-        if outcome.way == WAYS["full"]:
+        answer = outcome.answer if outcome.correct else shorten(outcome.answer, 9, placeholder="...")
+        if outcome.way == FULL.name:
             table.add_row()
             table.add_row(f"[bold]{outcome.question}[/bold]", f"[bold]{outcome.expected}[/bold]")
         table.add_row(
             f"  {outcome.way}",
-            outcome.answer if outcome.correct else f"{outcome.answer} [red](wrong)[/red]",
+            answer if outcome.correct else f"{answer} [red](wrong)[/red]",
             str(outcome.reused_tokens),
             str(outcome.recomputed_tokens),
             f"{outcome.ttft_s * 1000:.0f} ms",
         )
     print("\nThe bundled reader (4.8 M parameters) in a LangChain chain\n")
     Console(file=sys.stdout).print(table)
-    right = {way: sum(o.correct for o in outcomes if o.way == way) for way in WAYS.values()}
+    right = {way.name: sum(outcome.correct for outcome in outcomes if outcome.way == way.name) for way in WAYS}
+    counts = [f"{count} of {len(QUESTIONS)} by {name}" for name, count in right.items()]
     print(
-        "\nRight: "
-        + ", ".join(f"{count} of {len(QUESTIONS)} by {way}" for way, count in right.items())
-        + ".\nThe questions were chosen among those that full prefill answers right: the count shows"
+        f"\nRight: {counts[0]}, {counts[1]},\n{', '.join(counts[2:])}."
+        '\nChunks encoded alone do not know who "she" is; kvrag encodes them behind their document.'
+        "\nThe questions were chosen among those that full prefill answers right: the count shows"
         "\nagreement with it, not which way is more accurate. Model and prompts are too small for"
         "\nblending to be sooner here."
     )

@@ -3,7 +3,7 @@
     python examples/terminal_chat.py                                                # the bundled model and articles
     python examples/terminal_chat.py --model Qwen/Qwen2.5-1.5B-Instruct notes/
 
-An empty line or Ctrl-D ends it.
+An empty line, Ctrl-C or Ctrl-D ends it.
 """
 
 import argparse
@@ -34,6 +34,8 @@ def main() -> None:
         chat(llm, warm(llm, args.folder, args.chunk_tokens), "" if is_reader else INSTRUCTION, args.top_k)
     except KvragError as error:
         sys.exit(f"terminal_chat: {error}")
+    except KeyboardInterrupt:
+        print()
 
 
 def warm(llm: ChatBlend, folder: Path, chunk_tokens: int) -> KVWarmVectorStore:
@@ -44,7 +46,7 @@ def warm(llm: ChatBlend, folder: Path, chunk_tokens: int) -> KVWarmVectorStore:
     documents = [
         Document(chunk, id=f"{path.relative_to(folder)}#{number}", metadata={"source": path.name})
         for path in sorted(folder.rglob("*"))
-        if path.suffix in (".txt", ".md")
+        if path.suffix.lower() in (".txt", ".md") and path.is_file()
         for number, chunk in enumerate(splitter.split_text(path.read_text(encoding="utf-8", errors="replace")))
     ]
     if not documents:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -27,8 +28,9 @@ OUTPUT = {
     "warm_from_qdrant.py": r"30 documents: 30 encoded now, 0 before\nWhich company",
     "warm_from_faiss.py": r"30 documents: 30 encoded now, 0 before\nWhich company",
     "llama_index_engines.py": r"query engine: .+\n.*chat engine: .+\n.*chat engine: .+\n",
-    "terminal_chat.py": r"> .*from .*\.txt.*> .*from .*\.txt.*> ",
+    "terminal_chat.py": r"> .*from .*\.txt.*> .*from .*HOLRA\.TXT.*> ",
 }
+ARGUMENTS = {"terminal_chat.py": ["notes"]}
 TIMES = {"llama_index_engines.py": 3, "terminal_chat.py": 2}
 ELSEWHERE = {"openai_client.py", "web_chat.py"}
 SAID = {"terminal_chat.py": ["Which company has its offices in Danvik?", "What does Holra play?", ""]}
@@ -53,7 +55,10 @@ def check_reuse(output: str, times: int) -> None:
 
 @pytest.mark.parametrize("name", OUTPUT)
 def test_it_runs_and_reuses_what_it_has_warmed(name: str, tmp_path: Path) -> None:
-    output = run(EXAMPLES / name, tmp_path)
+    notes = shutil.copytree(EXAMPLES / "corpus", tmp_path / "notes")
+    (notes / "holra.txt").rename(notes / "HOLRA.TXT")
+    (notes / "folder.md").mkdir()
+    output = run(EXAMPLES / name, tmp_path, *ARGUMENTS.get(name, ()))
     assert re.search(OUTPUT[name], output, re.DOTALL), output
     check_reuse(output, TIMES.get(name, 1))
 

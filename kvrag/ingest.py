@@ -265,12 +265,13 @@ def _overlap(before: list[int], ids: list[int]) -> int:
 
 
 def _portions(keys: Sequence[str], tokens: Sequence[int], size: int) -> Iterator[list[str]]:
-    """Keys in portions of about `size` tokens, similar lengths together so that batches pad little."""
+    """Keys in portions of about `size` tokens, in reading order: what stands before chunks is computed once for those
+    of a portion."""
     portion: list[str] = []
     total = 0
-    for number in sorted(range(len(keys)), key=tokens.__getitem__):
-        portion.append(keys[number])
-        total += tokens[number]
+    for key, count in zip(keys, tokens, strict=True):
+        portion.append(key)
+        total += count
         if total >= size:
             yield portion
             portion, total = [], 0

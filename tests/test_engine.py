@@ -745,6 +745,23 @@ def test_only_a_named_document_is_a_context(model: Model, tmp_path: Path) -> Non
         assert {engine.store.open(run.key).context for run in report.runs} == {0}  # type: ignore[union-attr]
 
 
+def test_portions_keep_together_what_stands_together(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that what stands before the chunks of one is computed once."""
+    portions: list[list[list[int]]] = []
+    encode = kvrag.ingest.encode
+    monkeypatch.setattr(
+        kvrag.ingest, "encode", lambda net, ids, *before: portions.append(ids) or encode(net, ids, *before)
+    )
+    monkeypatch.setattr(kvrag.ingest, "_PUT_TOKENS", 80)
+    texts = [f"{number} {chunk}"[: 150 - 20 * (number % 3)] for number, chunk in enumerate(CHUNKS * 3)]
+    with _engine(model, tmp_path) as engine:
+        engine.warm(texts, document="a")
+    assert len(portions) > 2
+    assert [ids for portion in portions for ids in portion] == [model.tokenizer.encode(text) for text in texts]
+
+
 def _values(engine: BlendEngine, chunk: str) -> tuple[torch.Tensor, int]:
     """A chunk's values on the second layer, and how much stood before it."""
     reader = engine.store.open(engine.fingerprint.chunk_key(engine.model.tokenizer.encode(chunk)))

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvrag.bench.ttft import one_token_words, run_settings
+from kvrag.bench.ttft import add_number, add_shape, one_token_words, run_settings
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
-from kvrag.model.shapes import SHAPES, random_model
+from kvrag.model.shapes import random_model
 from kvrag.types import Messages
 
 
@@ -106,15 +106,13 @@ def measure(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Command line of `kvrag bench chat`."""
-    parser.add_argument("--model", default="qwen2.5-0.5b", choices=sorted(SHAPES), help="shape of the random model")
-    parser.add_argument("--layers", type=int, metavar="N", help="only that many of its layers")
-    parser.add_argument("--turns", type=int, default=10, metavar="N", help="at least 2 (default: 10)")
-    parser.add_argument("--chunks", type=int, default=4, metavar="N", help="that each turn brings (default: 4)")
-    parser.add_argument("--chunk-tokens", type=int, default=128, metavar="N", help="in a chunk (default: 128)")
-    parser.add_argument("--question-tokens", type=int, default=32, metavar="N", help="behind the chunks (default: 32)")
-    parser.add_argument("--answer-tokens", type=int, default=32, metavar="N", help="in the history (default: 32)")
-    parser.add_argument("--ratio", type=float, default=0.15, metavar="R", help="to recompute (default: 0.15)")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts (default: 3)")
+    add_shape(parser)
+    add_number(parser, "--turns", 10, "at least 2")
+    add_number(parser, "--chunks", 4, "that each turn brings")
+    add_number(parser, "--chunk-tokens", 128, "in a chunk")
+    add_number(parser, "--question-tokens", 32, "behind the chunks")
+    add_number(parser, "--answer-tokens", 32, "in the history")
+    add_number(parser, "--ratio", 0.15, "to recompute")
 
 
 def run(args: argparse.Namespace) -> int:

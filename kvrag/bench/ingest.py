@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from kvrag.bench.ttft import one_token_words, run_settings
+from kvrag.bench.ttft import add_number, add_shape, one_token_words, run_settings
 from kvrag.config import DEFAULT_CONTEXT
 from kvrag.encode import BATCH_TOKENS
 from kvrag.engine import BlendEngine
 from kvrag.model import Model
-from kvrag.model.shapes import SHAPES, random_model
+from kvrag.model.shapes import random_model
 
 
 def measure(
@@ -67,18 +67,10 @@ def _forward(net: Model, texts: list[str]) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Command line of `kvrag bench ingest`."""
-    parser.add_argument("--model", default="qwen2.5-0.5b", choices=sorted(SHAPES), help="shape of the random model")
-    parser.add_argument("--layers", type=int, metavar="N", help="only that many of its layers")
-    parser.add_argument("--chunks", type=int, default=16, metavar="N", help="to encode (default: 16)")
-    parser.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="in a chunk (default: 256)")
-    parser.add_argument(
-        "--document-chunks",
-        type=int,
-        default=1,
-        metavar="N",
-        help="chunks of one document, encoded behind each other (default: 1)",
-    )
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts (default: 3)")
+    add_shape(parser)
+    add_number(parser, "--chunks", 16, "to encode")
+    add_number(parser, "--chunk-tokens", 256, "in a chunk")
+    add_number(parser, "--document-chunks", 1, "of one document, encoded behind each other")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -216,18 +216,26 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag bench ttft`."""
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Options of every benchmark on a random model."""
     parser.add_argument("--model", default="qwen2.5-0.5b", choices=sorted(SHAPES), help="shape of the random model")
     parser.add_argument("--layers", type=int, metavar="N", help="only that many of its layers")
-    parser.add_argument("--chunks", type=int, default=6, metavar="N", help="in a prompt (default: 6)")
-    parser.add_argument("--chunk-tokens", type=int, default=512, metavar="N", help="in a chunk (default: 512)")
-    parser.add_argument("--question-tokens", type=int, default=64, metavar="N", help="after them (default: 64)")
-    parser.add_argument("--ratio", type=float, default=0.15, metavar="R", help="recompute ratio (default: 0.15)")
-    parser.add_argument("--check-layer", type=int, default=1, metavar="N", help="of hkvd (default: 1)")
-    parser.add_argument(
-        "--repeats", type=int, default=3, metavar="N", help="prompts to measure; the median counts (default: 3)"
-    )
+    add_number(parser, "--repeats", 3, "the median counts")
+
+
+def add_number(parser: argparse.ArgumentParser, name: str, default: float, what: str) -> None:
+    """An option that is a number like its default, which its help tells."""
+    parser.add_argument(name, type=type(default), default=default, metavar="N", help=f"{what} (default: {default})")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Command line of `kvrag bench ttft`."""
+    add_shape(parser)
+    add_number(parser, "--chunks", 6, "in a prompt")
+    add_number(parser, "--chunk-tokens", 512, "in a chunk")
+    add_number(parser, "--question-tokens", 64, "behind the chunks")
+    add_number(parser, "--ratio", 0.15, "to recompute")
+    add_number(parser, "--check-layer", 1, "of hkvd")
     parser.add_argument(
         "--ram-bytes", type=int, default=0, metavar="N", help="size of the RAM tier (default: off, read from disk)"
     )

@@ -88,32 +88,19 @@ class ChunkIndex:
             How many texts were new and had to be embedded.
         """
         texts = [text for text in dict.fromkeys(texts) if text.strip()]
-        new = [text for text in texts if not self._has(text)]
-        vectors: list[NDArray[np.float32]] = []
-        progress(0, len(new))
-        for start in range(0, len(new), _BATCH):
-            vectors.extend(self.embed(new[start : start + _BATCH]))
-            progress(min(start + _BATCH, len(new)), len(new))
-        with self._transaction() as db:
-            db.execute("INSERT OR IGNORE INTO settings VALUES ('embedder', ?)", (self.embedder,))
-            db.executemany(
-                "INSERT OR IGNORE INTO chunks (text, vector) VALUES (?, ?)",
-                [(text, vector.tobytes()) for text, vector in zip(new, vectors, strict=True)],
-            )
-            if document:
-                db.execute("DELETE FROM documents WHERE document = ?", (document,))
-            else:
-                held = "SELECT 1 FROM documents JOIN chunks ON id = chunk WHERE document = '' AND text = ?"
-                texts = [text for text in texts if not self._read(held, (text,))]
-            (first,) = db.execute(
-                "SELECT coalesce(max(position), -1) + 1 FROM documents WHERE document = ?", (document,)
-            ).fetchone()
-            db.executemany(
-                "INSERT INTO documents SELECT ?, ?, id FROM chunks WHERE text = ?",
-                [(document, position, text) for position, text in enumerate(texts, first)],
-            )
-            self._drop_orphans(db)
-        return len(new)
+        vectors: dict[str, NDArray[np.float32]] = {}
+        while True:
+            with self._transaction() as db:  # whoever drops another document may take along what was there before
+                new = [text for text in texts if text not in vectors and not self._has(text)]
+                if not new:
+                    self._enter(db, texts, vectors, document)
+                    break
+            progress(0, len(new))
+            for start in range(0, len(new), _BATCH):
+                part = new[start : start + _BATCH]
+                vectors.update(zip(part, self.embed(part), strict=True))
+                progress(start + len(part), len(new))
+        return len(vectors)
 
     def remove(self, document: str) -> int:
         """Drop a document's chunks unless another document has them; returns how many were dropped."""
@@ -202,6 +189,28 @@ class ChunkIndex:
             except sqlite3.Error as error:
                 raise StoreError(f"cannot read the chunk index {self.path}: {error}") from error
 
+    def _enter(
+        self, db: sqlite3.Connection, texts: Sequence[str], vectors: dict[str, NDArray[np.float32]], document: str
+    ) -> None:
+        db.execute("INSERT OR IGNORE INTO settings VALUES ('embedder', ?)", (self.embedder,))
+        db.executemany(
+            "INSERT OR IGNORE INTO chunks (text, vector) VALUES (?, ?)",
+            [(text, vector.tobytes()) for text, vector in vectors.items()],
+        )
+        if document:
+            db.execute("DELETE FROM documents WHERE document = ?", (document,))
+        else:
+            held = "SELECT 1 FROM documents JOIN chunks ON id = chunk WHERE document = '' AND text = ?"
+            texts = [text for text in texts if not self._read(held, (text,))]
+        (first,) = db.execute(
+            "SELECT coalesce(max(position), -1) + 1 FROM documents WHERE document = ?", (document,)
+        ).fetchone()
+        db.executemany(
+            "INSERT INTO documents SELECT ?, ?, id FROM chunks WHERE text = ?",
+            [(document, position, text) for position, text in enumerate(texts, first)],
+        )
+        self._drop_orphans(db)
+
     @staticmethod
     def _drop_orphans(db: sqlite3.Connection) -> int:
         return db.execute("DELETE FROM chunks WHERE id NOT IN (SELECT chunk FROM documents)").rowcount
@@ -212,7 +221,10 @@ class ChunkIndex:
     def _neighbours(self, chunk: int, around: int) -> list[Any]:
         """(id, document, text) of the chunk and those around it, in one of the documents that have it."""
         where = "SELECT document, position FROM documents WHERE chunk = ? ORDER BY document, position LIMIT 1"
-        ((document, position),) = self._read(where, (chunk,))
+        found = self._read(where, (chunk,))
+        if not found:
+            return []  # another process has dropped it since the vectors were read
+        ((document, position),) = found
         return self._read(
             "SELECT id, document, text FROM documents JOIN chunks ON id = chunk "
             "WHERE document = ? AND position BETWEEN ? AND ? ORDER BY position",

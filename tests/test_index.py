@@ -79,6 +79,28 @@ def test_another_process_sees_what_was_added_and_removed(index: ChunkIndex) -> N
         assert other.search("keeper") == []
 
 
+def test_a_text_that_another_document_drops_meanwhile_is_there_in_the_end(index: ChunkIndex) -> None:
+    index.add(CHUNKS[:2], "a.txt")
+    with ChunkIndex(index.path) as other:
+
+        def drop(done: int, total: int) -> None:
+            if done == 0:  # all of them have been looked up
+                other.remove("a.txt")
+
+        assert index.add(CHUNKS, "b.txt", drop) == 3
+    assert index.counts() == {"b.txt": 3}
+    assert index.search("Where do the vegetables grow?", k=1)[0].text == CHUNKS[1]
+
+
+def test_what_is_dropped_while_one_searches_is_not_found(index: ChunkIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    index.add(CHUNKS[:2], "a.txt")
+    index.add(CHUNKS[2:], "b.txt")
+    vectors = index._vectors
+    with ChunkIndex(index.path) as other:
+        monkeypatch.setattr(index, "_vectors", lambda: (vectors(), other.remove("a.txt"))[0])
+        assert [hit.text for hit in index.search("Where do the vegetables grow?", k=3)] == CHUNKS[2:]
+
+
 def test_an_interrupted_embedding_changes_nothing(index: ChunkIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     index.add(CHUNKS[:1], "a.txt")
 

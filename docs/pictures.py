@@ -24,7 +24,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from kvrag import BlendConfig, BlendEngine, Model
-from kvrag.bench.ttft import FULL, measure
+from kvrag.bench.ttft import FULL, PREFIX, measure
 from kvrag.blend import prefill
 from kvrag.cli.demo import QUESTIONS, corpus_folder
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO
@@ -151,21 +151,22 @@ def measure_ttft() -> None:
 
 
 def draw_ttft(results: list[dict[str, Any]], path: Path) -> None:
-    """How many times sooner the first token comes than by full prefill, over the length of the prompt."""
-    settings = results[-1]["settings"]
-    figure = Figure(figsize=(6.5, 4), layout="constrained")
-    axis = figure.subplots()
-    lengths = [result["prompt_tokens"] for result in results]
+    """The time to the first token over the length of the prompt, and how many times sooner than by full prefill."""
+    settings, lengths = results[-1]["settings"], [result["prompt_tokens"] for result in results]
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for number, row in enumerate(results[0]["rows"]):
-        if row["name"] != FULL:
-            label = row["name"] if row["name"] in ("none", "exact prefix") else f"{row['name']} {settings['ratio']:.0%}"
-            sooner = [result["rows"][number]["speedup"] for result in results]
-            axis.plot(lengths, sooner, marker="o", label=label)
-    axis.axhline(1, color="black", lw=1, label=FULL)
-    axis.set(xlabel="tokens of the prompt", ylabel="first token sooner by", ylim=(0, None), xlim=(0, None))
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    axis.set_title(f"{settings['model']}, {settings['dtype']}, {settings['threads']} threads, chunks from disk", size=9)
-    axis.legend(fontsize=8)
+        name, look = row["name"], {"marker": "o", "color": "black" if row["name"] == FULL else f"C{number}"}
+        label = name if name in (FULL, PREFIX, "none") else f"{name} {settings['ratio']:.0%}"
+        rows = [result["rows"][number] for result in results]
+        left.plot(lengths, [row["ttft_s"] for row in rows], label=label, **look)
+        right.plot(lengths, [row["speedup"] for row in rows], **look)
+    for axis, what in ((left, "seconds to the first token"), (right, "first token sooner by")):
+        axis.set(xlabel="tokens of the prompt", ylabel=what, ylim=(0, None), xlim=(0, None))
+    right.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    left.legend(fontsize=8)
+    about = f"{settings['model']}, {settings['dtype']}, threads: {settings['threads']}, chunks from disk"
+    figure.suptitle(about, size=9)
     figure.savefig(path, dpi=110)
 
 

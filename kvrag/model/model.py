@@ -207,7 +207,7 @@ class Model:
         """Run the model's own forward pass; changes `cache`.
 
         Args:
-            ids: (B, S) token ids.
+            ids: (B, S) token ids; (1, S) with `rows`.
             cache: What the tokens see besides themselves.
             rows: (S,) ascending positions: the tokens are written there and see every key at or before their own
                 position. None: they are appended, as in prefill and decode.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import socket
 import subprocess
 import threading
@@ -361,6 +363,16 @@ def test_what_cannot_be_a_document_is_refused(served: Served, name: str, content
     assert served.http.get("/v1/corpus").json()["total"] == len(CHUNKS)
 
 
+def test_a_full_disk_is_told(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    said = served.http.put("/v1/corpus/full.txt", content=b"text")
+    assert (said.status_code, said.json()["error"]["code"]) == (507, "store_full")
+    assert served.http.get("/v1/corpus/full.txt").status_code == 404
+
+
 # -------------------------------------------------------------------- LangChain and curl
 
 
@@ -659,6 +671,14 @@ def test_a_body_that_does_not_come_is_not_waited_for(engine: BlendEngine) -> Non
         said = client.recv(1 << 16).decode()
         assert said.startswith("HTTP/1.1 408")
         assert "did not come within 0.3 s" in said
+
+
+def test_a_server_that_stops_says_so(engine: BlendEngine) -> None:
+    with serving(engine) as served:
+        served.app.state.kvrag.turns.turn_away()
+        for said in (served.http.get("/health"), served.ask(QUESTION)):
+            assert (said.status_code, "stopping" in said.text) == (503, True)
+        assert int(said.headers["Retry-After"]) > 0
 
 
 def test_a_server_that_stops_finishes_its_streams(engine: BlendEngine) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, contextmanager
 from importlib.util import find_spec
 from operator import itemgetter
 from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.exceptions import OutputParserException
+from langchain_core.exceptions import ContextOverflowError, OutputParserException
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
@@ -26,7 +26,16 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import Field, SecretStr
 
-from kvrag import Answer, BlendEngine, BlendReport, Delta, LLMSettings, PromptError, SettingError
+from kvrag import (
+    Answer,
+    BlendEngine,
+    BlendReport,
+    ContextWindowError,
+    Delta,
+    LLMSettings,
+    PromptError,
+    SettingError,
+)
 from langchain_kvrag.messages import template_messages
 from langchain_kvrag.settings import BlendSettings
 
@@ -192,7 +201,8 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     ) -> ChatResult:
         settings, request = self._asked(stop, kwargs)
         engine = self._lazy.open(settings)
-        return _result(engine.generate(template_messages(messages), **request), settings.model_name)
+        with _as_langchain_says():
+            return _result(engine.generate(template_messages(messages), **request), settings.model_name)
 
     async def _agenerate(
         self,
@@ -203,7 +213,8 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     ) -> ChatResult:
         settings, request = self._asked(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
-        return _result(await engine.agenerate(template_messages(messages), **request), settings.model_name)
+        with _as_langchain_says():
+            return _result(await engine.agenerate(template_messages(messages), **request), settings.model_name)
 
     def _stream(
         self,
@@ -214,7 +225,8 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     ) -> Iterator[ChatGenerationChunk]:
         settings, request = self._asked(stop, kwargs)
         said = _Said(settings.model_name)
-        with closing(self._lazy.open(settings).stream(template_messages(messages), **request)) as deltas:
+        deltas = self._lazy.open(settings).stream(template_messages(messages), **request)
+        with _as_langchain_says(), closing(deltas):
             for delta in deltas:
                 chunk = said.add(delta)
                 if run_manager:
@@ -231,12 +243,26 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         settings, request = self._asked(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
         said = _Said(settings.model_name)
-        async with aclosing(engine.astream(template_messages(messages), **request)) as deltas:
-            async for delta in deltas:
-                chunk = said.add(delta)
-                if run_manager:
-                    await run_manager.on_llm_new_token(delta.text, chunk=chunk)
-                yield chunk
+        deltas = engine.astream(template_messages(messages), **request)
+        with _as_langchain_says():
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    chunk = said.add(delta)
+                    if run_manager:
+                        await run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                    yield chunk
+
+
+class PromptOverflowError(ContextWindowError, ContextOverflowError):
+    """A prompt that does not fit into the model's window, as what makes room for it knows it."""
+
+
+@contextmanager
+def _as_langchain_says() -> Iterator[None]:
+    try:
+        yield
+    except ContextWindowError as error:
+        raise PromptOverflowError(str(error)) from error
 
 
 class _Said:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import pytest
 from langchain.agents import create_agent
-from langchain.agents.middleware import ModelRequest, dynamic_prompt, wrap_model_call
+from langchain.agents.middleware import ModelRequest, SummarizationMiddleware, dynamic_prompt, wrap_model_call
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_classic.chains import (
     ConversationalRetrievalChain,
@@ -194,6 +194,22 @@ def test_an_agent_streams_its_messages(engine: BlendEngine, vectors: InMemoryVec
     assert len(final[2].artifact) == 3
     pieces = [piece for piece, _ in create_agent(llm, []).stream(as_messages(QUESTION), stream_mode="messages")]
     assert "".join(str(piece.content) for piece in pieces) == llm.invoke(QUESTION).content
+
+
+def test_a_conversation_that_gets_too_long_is_summarised(engine: BlendEngine) -> None:
+    llm = ChatBlend(engine=engine, temperature=0, max_tokens=4)
+    summarise = SummarizationMiddleware(
+        llm,
+        trigger=("fraction", 0.9),
+        keep=("messages", 1),
+        summary_prompt="Summarise: {messages}",
+        trim_tokens_to_summarize=None,
+    )
+    long = "Who likes curry? " * (engine.model.context_window // 4)  # its summary does not fit in at first, either
+    history = [HumanMessage(long), AIMessage("Mira."), HumanMessage(QUESTION)]
+    messages = create_agent(llm, [], middleware=[summarise]).invoke({"messages": history})["messages"]
+    assert [message.type for message in messages] == ["human", "human", "ai"]
+    assert messages[0].additional_kwargs["lc_source"] == "summarization"
 
 
 class Count(BaseModel):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.load import dumps, load
 from langchain_core.messages import (
     AIMessage,
@@ -28,7 +29,7 @@ from langchain_core.runnables import ConfigurableField
 from langchain_kvrag import BlendLLM, ChatBlend
 from langchain_kvrag.messages import template_messages
 
-from kvrag import BlendConfig, BlendEngine, Grammar, Model, PromptError, SettingError
+from kvrag import BlendConfig, BlendEngine, ContextWindowError, Grammar, Model, PromptError, SettingError
 
 QUESTION = "Question: Who likes curry?"
 STRICT = (
@@ -169,6 +170,19 @@ def test_unknown_settings_of_a_call_are_refused(chat: ChatBlend, unknown: dict[s
         chat.invoke(QUESTION, **unknown)
     with pytest.raises(SettingError, match="unknown setting"):
         list(chat.stream(QUESTION, **unknown))
+
+
+async def test_a_prompt_that_does_not_fit_is_an_error_that_langchain_knows(chat: ChatBlend) -> None:
+    long = "harp " * chat._open().model.context_window
+    ways = [lambda: chat.invoke(long), lambda: list(chat.stream(long))]
+    aways = [lambda: chat.ainvoke(long), lambda: anext(chat.astream(long))]
+    for way in ways:
+        with pytest.raises(ContextOverflowError, match="too many for the window") as raised:
+            way()
+        assert isinstance(raised.value, ContextWindowError)
+    for away in aways:
+        with pytest.raises(ContextOverflowError, match="too many for the window"):
+            await away()
 
 
 @pytest.mark.parametrize("stop", ["ab", "", 5])

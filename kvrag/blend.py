@@ -26,15 +26,28 @@ def blend(model: Model, stitched: Stitched, selected: Tensor) -> Tensor:
     Returns:
         (1, V) float32 logits after the prompt's last token.
     """
-    rows = ~stitched.reused
-    rows[selected] = True
-    positions = rows.nonzero().squeeze(1)
+    positions = uncomputed(stitched, selected)
     # where RoPE follows the length, every pass must see the last position
     size = len(positions) if model.rope_follows_length else SLAB
     for slab in torch.split(positions, size):
         logits = model.forward(stitched.ids[slab][None], stitched.cache, slab)
     stitched.cache.set_length(len(stitched.ids))
     return logits
+
+
+def uncomputed(stitched: Stitched, selected: Tensor) -> Tensor:
+    """(N,) positions that `blend` has to compute: all fresh and selected ones, but for those that are final already.
+
+    Whoever listens to the question has run all fresh positions, and before everything that may deviate, a system prompt
+    for one, nothing changes any more.
+    """
+    rows = ~stitched.reused
+    rows[selected] = True
+    computed, inexact = stitched.cache.computed, stitched.inexact
+    if computed is not None and len(inexact):
+        final = computed.cpu()
+        rows[final[final < inexact[0]]] = False
+    return rows.nonzero().squeeze(1)
 
 
 def prefill(model: Model, ids: Tensor, capacity: int) -> tuple[Tensor, Stitched]:

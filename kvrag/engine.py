@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrag import calibrate
-from kvrag.blend import blend, prefill
+from kvrag.blend import blend, prefill, uncomputed
 from kvrag.calibrate import Calibration
 from kvrag.config import BlendConfig, Grammar, Sampling, check_bytes, check_codec
 from kvrag.controller import Decision
@@ -533,6 +533,7 @@ class BlendEngine:
             selected = select(self.model, stitched, config)
             clock.lap("select")
             waited = stitched.load_s + stitched.stitch_s
+            rows = len(uncomputed(stitched, selected))
             logits = blend(self.model, stitched, selected)
         finally:
             for reader in opened.values():
@@ -541,7 +542,7 @@ class BlendEngine:
         self.store.touch(list(readers))
         if self.model.lock.waits == waits:
             pass_s = clock.laps["blend"] - (stitched.load_s + stitched.stitch_s - waited)
-            self._tuning.saw_blend(stitched, len(selected), runs, readers, busy.seconds, pass_s)
+            self._tuning.saw_blend(stitched, rows, runs, readers, busy.seconds, pass_s)
         return self._done(stitched, logits, selected, readers, config, notes, clock, decision)
 
     def _full(

@@ -143,7 +143,7 @@ class Tuning:
     def saw_blend(
         self,
         stitched: Stitched,
-        num_selected: int,
+        rows: int,
         runs: Sequence[Run],
         readers: Mapping[str, ChunkReader],
         busy_s: float,
@@ -152,12 +152,12 @@ class Tuning:
         """A prompt was blended.
 
         Args:
+            rows: How many positions were computed.
             busy_s: While something was being read.
             blend_s: The pass itself, without waiting for the store and laying out.
         """
-        rows, num_tokens = int((~stitched.reused).sum()) + num_selected, len(stitched.ids)
         passes = 1 if self._model.rope_follows_length else math.ceil(rows / SLAB)
-        self._speedometer.saw_pass("blend", rows, rows * num_tokens, blend_s, passes)
+        self._speedometer.saw_pass("blend", rows, rows * len(stitched.ids), blend_s, passes)
         to_load = sum(len(run) for run in runs if readers[run.key].tier != "ram")
         self._speedometer.saw_load(sum(reader.bytes_read for reader in readers.values()), to_load, busy_s)
         if not stitched.kept:  # copying is no rotating

@@ -14,6 +14,7 @@ import kvrag.blend
 import kvrag.stitch
 from kvrag import BlendEngine, FileStore, Model
 from kvrag.blend import blend, prefill
+from kvrag.stitch import Stitched
 
 WINDOWS = ["llama", "mistral-window", "gemma3", "qwen2-window", "gpt_oss", "llama-dynamic", "phi3-longrope"]
 
@@ -70,6 +71,43 @@ def test_more_recomputed_is_nearer_to_full_prefill(model: Model, hf: Any, engine
     errors = [relative(prepare(engine, ids, ratio, "random").logits[0], full) for ratio in (0.0, 0.5, 0.95, 1.0)]
     assert errors[-1] <= 1e-5 < errors[2]
     assert errors[2] < errors[0]
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+@pytest.mark.parametrize("policy", ["query", "query_hkvd"])
+def test_what_listening_has_computed_for_good_is_not_computed_again(
+    policy: str, family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands before the chunks, if the listening went as far as to the last layer."""
+    model_type, changes = FAMILIES[family]
+    model = Model(build(model_type, **changes), tokenizer, family)
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS)
+        ids = model.tokenizer.render(messages("You are asked by someone who knows nothing of them.", *CHUNKS[1:]))
+        done = prepare(engine, ids, 0.3, policy)
+        before = int(done.stitched.inexact[0])
+        assert before > 20
+        rows: list[int] = []
+        forward = model.forward
+
+        def counted(*args: Any) -> torch.Tensor:
+            rows.append(args[0].shape[1])
+            return forward(*args)
+
+        monkeypatch.setattr(model, "forward", counted)
+        report = prepare(engine, ids, 0.3, policy).report(0.0)
+        assert rows[-1] == report.fresh_tokens + report.recomputed_tokens - before
+        prepare(engine, ids, 0.3, policy, band=(0.25, 0.5))
+        assert rows[-1] == report.fresh_tokens + report.recomputed_tokens
+        monkeypatch.setattr(kvrag.blend, "uncomputed", _all_rows)
+        again = prepare(engine, ids, 0.3, policy)
+        assert rows[-1] == report.fresh_tokens + report.recomputed_tokens
+        assert torch.equal(again.selected, done.selected)
+        assert relative(again.logits, done.logits) <= 1e-5
+
+
+def _all_rows(stitched: Stitched, selected: torch.Tensor) -> torch.Tensor:
+    return torch.cat([stitched.fresh, selected]).sort().values
 
 
 @pytest.mark.parametrize("family", WINDOWS)

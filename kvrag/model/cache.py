@@ -87,6 +87,7 @@ class BlendCache(Cache):  # type: ignore[misc]
     Attributes:
         rows: (S,) ascending positions, or None to append.
         stop: With `rows`: keys from `stop` on are not shown.
+        computed: (S,) the `rows` that were written on the last layer, and so on all, last.
         observer: Sees every layer's fresh keys and values.
     """
 
@@ -94,6 +95,7 @@ class BlendCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[BlendLayer(number, capacity, source) for number in range(num_layers)])
         self.rows: Tensor | None = None
         self.stop = 0
+        self.computed: Tensor | None = None
         self.observer: Observer | None = None
 
     def update(
@@ -105,6 +107,8 @@ class BlendCache(Cache):  # type: ignore[misc]
         layer: BlendLayer = self.layers[layer_idx]
         if self.rows is None:
             return layer.update(key_states, value_states)
+        if layer_idx == len(self.layers) - 1:
+            self.computed = self.rows
         return layer.write(key_states, value_states, self.rows, self.stop)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:

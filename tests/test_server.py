@@ -6,8 +6,10 @@ import asyncio
 import errno
 import json
 import os
+import re
 import socket
 import subprocess
+import textwrap
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
@@ -34,6 +36,7 @@ from kvrag.bench.load import load
 from kvrag.server import Corpus, ServerSettings
 from kvrag.server.answers import EventStream
 
+PAGE = Path(__file__).parents[1] / "docs" / "server.md"
 QUESTION = "Who likes curry?"
 PLAIN = {"temperature": 0, "max_new_tokens": 12}
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -74,7 +77,7 @@ def corpus(engine: BlendEngine, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def served(engine: BlendEngine, corpus: Corpus) -> Iterator[Served]:
-    with serving(engine, corpus, concurrency=2, queue=4, top_k=2) as served:
+    with serving(engine, corpus, concurrency=2, queue=4, top_k=2, max_tokens=16) as served:
         yield served
 
 
@@ -360,6 +363,24 @@ def test_what_cannot_be_a_document_is_refused(served: Served, name: str, content
     refused = served.http.put(f"/v1/corpus/{name}", content=content)
     assert refused.status_code == 400
     assert reason in refused.json()["error"]["message"]
+    assert served.http.get("/v1/corpus").json()["total"] == len(CHUNKS)
+
+
+def test_what_the_page_shows_works(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = PAGE.read_text().replace("http://127.0.0.1:8000", served.url).replace("Qwen/Qwen2.5-1.5B-Instruct", NAME)
+    (code,) = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
+    exec(code, {})
+    assert "'document': '" in capsys.readouterr().out  # of a citation
+    (tmp_path / "report.pdf").write_bytes(PDF)
+    shown = [textwrap.dedent(block) for block in re.findall(r"(?:^    .+\n)+", page, re.MULTILINE) if "curl " in block]
+    assert len(shown) == 2
+    for block in shown:
+        each = 'curl() { command curl -sSf "$@"; echo; }\n'
+        command = ["bash", "-ec", each + block]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert len([json.loads(line) for line in done.stdout.splitlines()]) == len(re.findall("^curl", block, re.M))
+    assert served.http.delete("/v1/corpus/2026/report.pdf").json()["deleted"]
     assert served.http.get("/v1/corpus").json()["total"] == len(CHUNKS)
 
 

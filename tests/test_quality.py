@@ -257,6 +257,31 @@ def test_everything_recomputed_is_full_prefill(bench: Bench) -> None:
     assert full["groups"]["hangs on another passage"]["samples"] == 1
 
 
+def test_passages_are_encoded_behind_their_document_where_rows_name_it(bench: Bench, tmp_path: Path) -> None:
+    (none,) = _cells(bench(*SMALL), "none")
+    behind, alone = _cells(bench(*SMALL, "--context-tokens", "256,0"), "none")
+    assert (none["context_tokens"], behind["context_tokens"], alone["context_tokens"]) == (256, 256, 0)
+    assert none["kl"]["value"] == behind["kl"]["value"] != alone["kl"]["value"]
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps(ROW))
+    (unnamed,) = _cells(bench("--data", data, *SMALL[2:]), "none")
+    assert unnamed["context_tokens"] == 0
+
+
+def test_missing_passages_are_warmed_and_not_asked(bench: Bench, tmp_path: Path, fails: Callable[..., str]) -> None:
+    def tokens(*argv: str) -> list[int]:
+        bench(*SMALL, *argv, "--out", tmp_path / "-".join(["out", *argv]))
+        lines = (tmp_path / "-".join(["out", *argv]) / "rows.jsonl").read_text().splitlines()[1:]
+        return [record["prompt_tokens"] for record in map(json.loads, lines)]
+
+    whole, part = tokens(), tokens("--missing", "0.5")
+    assert 0.3 < sum(part) / sum(whole) < 0.8
+    assert part == tokens("--missing", "0.5", "--max-tokens", "3"), "the same ones are left out every time"
+    one = quality._retrieved(["a", "b"], 0.999, "seed")
+    assert len(one) == 1
+    assert "--missing must be a share from 0 to less than 1" in fails(*SMALL, "--missing", "1")
+
+
 def test_without_a_preamble_it_is_another_fingerprint(model: Model) -> None:
     bare = quality.Models(model).get(preamble=False)
     assert bare.tokenizer.preamble == ()

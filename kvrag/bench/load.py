@@ -39,7 +39,7 @@ _DOCUMENTS = 12
 _PROMPTS = 16
 _RETRY_S = 0.5
 _LONG = 200  # tokens of an answer that somebody leaves: there is work to be left behind
-_TRYING = 10  # seconds' worth of leaving clients that may still wait for their streams to begin
+_TRYING = 6  # seconds' worth of leaving clients that may still wait for their streams to begin
 _IDLE_S = 60.0  # for the server to come to rest at the end
 _SAMPLES = 16  # of the memory, besides the first
 _MEMORY, _GONE = "process_resident_memory_bytes", 'kvrag_request_failure_total{status="499"}'
@@ -225,7 +225,11 @@ async def _events(response: httpx.Response) -> AsyncIterator[str]:
 
 
 async def _metric(http: httpx.AsyncClient, name: str) -> float:
-    for line in (await http.get("/metrics")).raise_for_status().text.splitlines():
+    said = await http.get("/metrics")
+    while said.status_code == 429:
+        await asyncio.sleep(_RETRY_S)
+        said = await http.get("/metrics")
+    for line in said.raise_for_status().text.splitlines():
         if line.startswith(f"{name} "):
             return float(line.rpartition(" ")[2])
     return 0.0  # not counted yet, or the server's system does not tell

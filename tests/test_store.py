@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import sqlite3
+import stat
 import subprocess
 import sys
 import time
@@ -1040,3 +1041,16 @@ def test_a_forgotten_chunk_is_served_by_no_tier(engine: BlendEngine) -> None:
     engine.forget("d")
     report = engine.generate(prompt, max_new_tokens=1).report
     assert (report.tier, report.reused_tokens, report.bytes_loaded) == ("", 0, 0)
+
+
+def test_a_new_store_is_its_owners_alone(tmp_path: Path) -> None:
+    """The manifest has token ids, and the folder the texts of `kvrag warm`."""
+    umask = os.umask(0o022)
+    try:
+        FileStore(tmp_path / "deep" / "kv", min_free_bytes=0).close()
+        (tmp_path / "shared").mkdir(mode=0o750)
+        FileStore(tmp_path / "shared", min_free_bytes=0).close()
+    finally:
+        os.umask(umask)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("deep", "deep/kv", "deep/kv/chunks", "shared")]
+    assert modes == [0o755, 0o700, 0o700, 0o750]

@@ -51,7 +51,11 @@ def encode(
         for index, host in enumerate(batch):
             for number in served[host]:
                 kept = slice(len(rows[number]) - len(chunks[number]), len(rows[number]))
-                yield number, [(keys[index, :, kept], values[index, :, kept]) for keys, values in layers]
+                # copies, since a view would keep what stands before the chunk
+                yield (
+                    number,
+                    [(keys[index, :, kept].clone(), values[index, :, kept].clone()) for keys, values in layers],
+                )
 
 
 def row_lengths(

@@ -107,6 +107,7 @@ def test_what_other_chunks_stand_behind_is_computed_once(family: str, tokenizer:
         for ours, theirs in zip(together[number], alone, strict=True):
             for a, b in zip(ours, theirs, strict=True):
                 assert a.shape == (2, len(chunk), 16)
+                assert a.untyped_storage().nbytes() == a.nbytes, "nothing else is kept in memory with it"
                 torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 

@@ -215,12 +215,19 @@ def test_a_retrieved_text_that_was_warmed_in_pieces_is_no_stranger(engine: Blend
     assert (reused.reason, reused.detail) == ("reused", "")
 
 
-def test_a_text_that_was_warmed_into_another_folder_is_found_there(engine: BlendEngine, tmp_path: Path) -> None:
+def test_a_text_that_was_warmed_into_another_folder_is_found_there(
+    engine: BlendEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, owner in {"broken": "{", "strange": "[]"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "fingerprint.json").write_text(owner)
     with BlendEngine(engine.model, FileStore(tmp_path / "beside", min_free_bytes=0)) as beside:
         beside.warm([TEXT])
     (found,) = told(engine, TEXT).chunks
     assert found.reason == "warmed elsewhere"
     assert f"in {tmp_path / 'beside'}, for tiny as it is loaded now: open" in found.detail
+    left_out = {record.args[0] for record in caplog.records if isinstance(record.args, tuple) and record.args}
+    assert left_out == {tmp_path / "broken", tmp_path / "strange"}
 
 
 def test_what_was_never_warmed_is_told_without_being_asked(engine: BlendEngine) -> None:

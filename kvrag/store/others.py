@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from kvrag.errors import StoreError
@@ -15,16 +16,24 @@ from kvrag.store.protocol import Entry
 _MOST = 20  # folders, the latest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OtherStore:
-    """A store that is not ours.
-
-    Attributes:
-        parts: Of its fingerprint; see `Fingerprint.parts`.
-    """
+    """A store that is not ours."""
 
     path: Path
-    parts: dict[str, str]
+
+    @cached_property
+    def parts(self) -> dict[str, str]:
+        """Of its fingerprint; see `Fingerprint.parts`.
+
+        Raises:
+            StoreError: They cannot be read.
+        """
+        owner = self.path / _OWNER
+        try:
+            return dict(json.loads(owner.read_text()).items())
+        except (OSError, ValueError, AttributeError) as error:
+            raise StoreError(f"cannot read {owner}: {error}") from error
 
     def entries(self) -> list[Entry]:
         """All its chunks.
@@ -41,8 +50,4 @@ def other_stores(path: Path) -> Iterator[OtherStore]:
     roots = {path.parent, Path.home() / ".cache" / "kvrag"}
     owners = [owner for root in roots for owner in root.glob(f"*/{_OWNER}") if owner.parent != path]
     for owner in sorted(owners, key=lambda owner: (-owner.stat().st_mtime, owner))[:_MOST]:
-        try:
-            parts = json.loads(owner.read_text())
-        except (OSError, ValueError) as error:
-            raise StoreError(f"cannot read {owner}: {error}") from error
-        yield OtherStore(owner.parent, parts)
+        yield OtherStore(owner.parent)

@@ -25,6 +25,13 @@ def source_name(document: Document | str, namespace: str = "default") -> str:
     return "" if source is None else f"langchain/{quote(namespace, safe='')}/{source}"
 
 
+def plain_texts(given: Any) -> Any:
+    """What a prompt will have of a list of documents or texts; anything else is left to who reads it."""
+    if not isinstance(given, (list, tuple)):
+        return given
+    return [one.page_content if isinstance(one, Document) else one for one in given]
+
+
 class BlendSettings(BaseLanguageModel[Any]):
     """An engine, or the model and the store of one, and the settings of its answers.
 
@@ -96,6 +103,7 @@ class BlendSettings(BaseLanguageModel[Any]):
         """Settings of the engine that a call wants, and what it wants from that."""
         settings, asked = LLMSettings.of(self), dict(call)
         asked.pop("stream", None)  # LangChain has acted upon it
+        asked["documents"] = plain_texts(asked.get("documents"))
         model = LLMSettings.plain(asked.pop("model", None))
         if model is not None and model != settings.model_name:
             settings = replace(settings, model=model, engine=None)
@@ -120,28 +128,26 @@ class BlendSettings(BaseLanguageModel[Any]):
         given = list(texts)
         if sources is None and any(source_name(one) for one in given):
             sources = [source_name(one) for one in given]
-        plain = [one.page_content if isinstance(one, Document) else one for one in given]
-        return self._open().warm(plain, document=document, sources=sources)
+        return self._open().warm(plain_texts(given), document=document, sources=sources)
 
     def explain(
         self,
         prompt: str | list[dict[str, Any]] | dict[str, Any] | None = None,
         *,
-        retrieved: Sequence[str] | None = None,
+        retrieved: Sequence[str | Document] | None = None,
     ) -> Explanation:
         """Say what was reused of the prompt that was answered last, and why not more; see `BlendEngine.explain`.
 
         Args:
             prompt: Another one instead: a text, messages as dicts with `role` and `content`, or that of an earlier
                 answer, told by its `response_metadata["kvrag"]`: a shared engine's last answer may be somebody else's.
-            retrieved: What the retriever returned for it: the `page_content` of its documents.
+            retrieved: What the retriever returned for it: documents, or their `page_content`.
         """
         engine = self._open()
         if isinstance(prompt, str):
             prompt = engine.model.tokenizer.as_prompt(prompt)
-        return engine.explain(
-            prompt, retrieved=retrieved, ratio=self.ratio, policy=self.policy, controller=self.controller
-        )
+        texts = plain_texts(retrieved)
+        return engine.explain(prompt, retrieved=texts, ratio=self.ratio, policy=self.policy, controller=self.controller)
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids as the model's own tokenizer has them."""

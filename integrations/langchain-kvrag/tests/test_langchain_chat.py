@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.documents import Document
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.load import dumps, load
 from langchain_core.messages import (
@@ -183,6 +184,19 @@ async def test_a_prompt_that_does_not_fit_is_an_error_that_langchain_knows(chat:
     for away in aways:
         with pytest.raises(ContextOverflowError, match="too many for the window"):
             await away()
+
+
+@pytest.mark.parametrize("cls", [ChatBlend, BlendLLM])
+def test_documents_of_a_call_may_be_what_a_retriever_returns(
+    cls: type[ChatBlend | BlendLLM], settings: dict[str, Any], chunks: list[str]
+) -> None:
+    llm = cls(**settings)
+    llm.invoke("\n\n".join(chunks), documents=[Document(chunks[0]), chunks[1]])
+    assert llm.warm(chunks[:3]).new == 1
+    (told,) = llm.explain(retrieved=[Document(chunks[0])]).chunks
+    assert told.reused > 16
+    with pytest.raises(SettingError, match="not one string"):
+        llm.invoke(QUESTION, documents=chunks[0])
 
 
 @pytest.mark.parametrize("stop", ["ab", "", 5])

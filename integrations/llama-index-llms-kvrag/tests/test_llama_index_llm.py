@@ -24,6 +24,7 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
 from llama_index.core.llms import CustomLLM
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.llms.kvrag import BlendLLM
 from llama_index.llms.kvrag.messages import template_messages
 
@@ -176,6 +177,17 @@ def test_settings_of_a_call_beat_the_objects(llm: BlendLLM) -> None:
 
 
 @pytest.mark.usefixtures("endless")
+def test_documents_of_a_call_may_be_what_a_retriever_returns(llm: BlendLLM) -> None:
+    texts = [f"{name} was born in Florton. She drives a red car and plays the harp every day." for name in "ABC"]
+    nodes = [TextNode(text=text, metadata={"file_path": "here.txt"}) for text in texts]
+    found = NodeWithScore(node=nodes[1], score=0.5)
+    llm.complete("Who?", documents=[nodes[0], found, texts[2]])
+    assert llm.warm([*nodes[:2], texts[2]]).new == 0
+    assert llm.warm(texts).new == 2
+    (told,) = llm.explain(retrieved=[found]).chunks
+    assert told.text == "file_path: here.txt\n\n" + texts[1]
+
+
 def test_the_stop_strings_of_a_call_are_added_to_the_objects(settings: dict[str, Any]) -> None:
     text = BlendLLM(**settings).complete(QUESTION).text
     early, late = text[4:7], text[-5:-2]

@@ -27,7 +27,7 @@ from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.program.utils import get_program_for_llm
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.schema import BaseNode, MetadataMode
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from llama_index.core.tools.types import BaseTool
 from llama_index.core.types import BasePydanticProgram, Model
 from llama_index.llms.kvrag.messages import assistant_message, template_messages
@@ -49,10 +49,18 @@ _Plain = Annotated[str, BeforeValidator(LLMSettings.plain)]
 _Prompt = str | list[dict[str, Any]]
 
 
-def source_name(node: BaseNode | str, namespace: str = "default") -> str:
+def source_name(node: BaseNode | NodeWithScore | str, namespace: str = "default") -> str:
     """The document that a node is a piece of; "" = not known."""
+    node = node.node if isinstance(node, NodeWithScore) else node
     source = node.ref_doc_id if isinstance(node, BaseNode) else None
     return f"llama_index/{quote(namespace, safe='')}/{quote(source, safe='')}/" if source else ""
+
+
+def plain_texts(given: Any) -> Any:
+    """What a prompt will have of a list of nodes or texts; anything else is left to who reads it."""
+    if not isinstance(given, (list, tuple)):
+        return given
+    return [one.get_content(MetadataMode.LLM) if isinstance(one, (BaseNode, NodeWithScore)) else one for one in given]
 
 
 class BlendLLM(FunctionCallingLLM):
@@ -140,7 +148,7 @@ class BlendLLM(FunctionCallingLLM):
 
     def warm(
         self,
-        texts: Iterable[str | BaseNode],
+        texts: Iterable[str | BaseNode | NodeWithScore],
         *,
         document: str | Sequence[str] = "",
         sources: str | Sequence[str] | None = None,
@@ -157,8 +165,7 @@ class BlendLLM(FunctionCallingLLM):
         given = list(texts)
         if sources is None and any(source_name(one) for one in given):
             sources = [source_name(one) for one in given]
-        plain = [one.get_content(MetadataMode.LLM) if isinstance(one, BaseNode) else one for one in given]
-        return self._open().warm(plain, document=document, sources=sources)
+        return self._open().warm(plain_texts(given), document=document, sources=sources)
 
     def forget(self, document: str) -> int:
         """Drop a document's chunks unless another one has them; see `BlendEngine.forget`."""
@@ -173,21 +180,23 @@ class BlendLLM(FunctionCallingLLM):
         return self._open().model.tokenizer.encode(text)
 
     def explain(
-        self, prompt: _Prompt | dict[str, Any] | None = None, *, retrieved: Sequence[str] | None = None
+        self,
+        prompt: _Prompt | dict[str, Any] | None = None,
+        *,
+        retrieved: Sequence[str | BaseNode | NodeWithScore] | None = None,
     ) -> Explanation:
         """Say what was reused of the prompt that was answered last, and why not more; see `BlendEngine.explain`.
 
         Args:
             prompt: Another one instead: a text, messages as dicts with `role` and `content`, or that of an earlier
                 answer, told by its `raw["kvrag"]`: a shared engine's last answer may be somebody else's.
-            retrieved: What the retriever returned for it: `node.get_content(MetadataMode.LLM)` of its nodes.
+            retrieved: What the retriever returned for it: nodes, or `node.get_content(MetadataMode.LLM)` of each.
         """
         engine = self._open()
         if isinstance(prompt, str):
             prompt = self._prompt(prompt, formatted=False)
-        return engine.explain(
-            prompt, retrieved=retrieved, ratio=self.ratio, policy=self.policy, controller=self.controller
-        )
+        texts = plain_texts(retrieved)
+        return engine.explain(prompt, retrieved=texts, ratio=self.ratio, policy=self.policy, controller=self.controller)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -314,21 +323,24 @@ class BlendLLM(FunctionCallingLLM):
     def _prompt(self, text: str, formatted: bool) -> _Prompt:
         return text if formatted else self._open().model.tokenizer.as_prompt(text)
 
+    def _request(self, call: dict[str, Any]) -> dict[str, Any]:
+        return LLMSettings.of(self).request(**{**call, "documents": plain_texts(call.get("documents"))})
+
     def _answer(self, prompt: _Prompt, call: dict[str, Any]) -> _Said:
-        request = LLMSettings.of(self).request(**call)
+        request = self._request(call)
         return _Said.all_of(self._open().generate(prompt, **request))
 
     async def _aanswer(self, prompt: _Prompt, call: dict[str, Any]) -> _Said:
-        request = LLMSettings.of(self).request(**call)
+        request = self._request(call)
         engine = await asyncio.to_thread(self._open)
         return _Said.all_of(await engine.agenerate(prompt, **request))
 
     def _stream(self, prompt: _Prompt, call: dict[str, Any]) -> Generator[_Said, None, None]:
-        request = LLMSettings.of(self).request(**call)
+        request = self._request(call)
         return _pieces(self._open().stream(prompt, **request))
 
     async def _astream(self, prompt: _Prompt, call: dict[str, Any]) -> AsyncGenerator[_Said, None]:
-        request = LLMSettings.of(self).request(**call)
+        request = self._request(call)
         engine = await asyncio.to_thread(self._open)
         return _apieces(engine.astream(prompt, **request))
 

@@ -181,7 +181,7 @@ class SQLiteRecordManager(RecordManager):
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.ProgrammingError as error:
-            raise StoreError(f"the record manager {self.path} is closed") from error
-        except sqlite3.Error as error:
-            raise StoreError(f"the record manager {self.path} cannot be used: {error}") from error
+        except (sqlite3.Error, UnicodeEncodeError) as error:  # the latter of file names that are no text
+            is_closed = isinstance(error, sqlite3.ProgrammingError) and "closed" in str(error)
+            why = "is closed" if is_closed else f"cannot be used: {error}"
+            raise StoreError(f"the record manager {self.path} {why}") from error

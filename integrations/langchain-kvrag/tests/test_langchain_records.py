@@ -184,3 +184,11 @@ def test_bad_files_are_named(records: SQLiteRecordManager, tmp_path: Path) -> No
     records.close()
     with pytest.raises(StoreError, match=r"records\.sqlite is closed"):
         records.update(["a"])
+
+
+def test_what_cannot_be_a_key_is_not_taken_for_a_closed_manager(records: SQLiteRecordManager) -> None:
+    for keys in ([object()], ["half a \ud83d smile"]):
+        with pytest.raises(StoreError, match="cannot be used"):
+            records.update(keys)  # type: ignore[arg-type]
+    records.update(["fine"])
+    assert records.list_keys() == ["fine"]

@@ -477,6 +477,7 @@ def test_text_colours_and_a_page(
         (["nothing.txt"], "there is no file nothing.txt"),
         (["documents.json"], "documents"),
         (["prompts.json"], "one string"),
+        (["message.json"], "must be a list"),
         (["binary.txt"], "not UTF-8"),
         (["text", "--html", "no/such/folder/why.html"], "no/such/folder"),
     ],
@@ -493,6 +494,7 @@ def test_mistakes_are_one_line(
     (tmp_path / "object.json").write_text('{"chunks": []}')
     (tmp_path / "broken.json").write_text("[")
     (tmp_path / "documents.json").write_text('{"messages": [{"role": "user", "content": "Who?"}], "documents": ["A."]}')
+    (tmp_path / "message.json").write_text('{"messages": {"role": "user", "content": "Who?"}}')
     (tmp_path / "prompts.json").write_text('{"prompt": ["Who?", "What?"]}')
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     assert main(["explain", *argv, "--store", str(store)]) == 1

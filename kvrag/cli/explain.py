@@ -87,8 +87,8 @@ def _request(given: str) -> dict[str, Any]:
         return {"text": text}
     if parsed.get("documents"):
         raise PromptError("the documents of a request are placed by the server: put them into the last user message")
-    if "messages" not in parsed and not isinstance(parsed["prompt"], str):
-        raise PromptError("the prompt of a request must be one string")
+    if not isinstance(parsed.get("messages", []), list) or not isinstance(parsed.get("prompt", ""), str):
+        raise PromptError("the messages of a request must be a list, its prompt one string")
     return parsed
 
 

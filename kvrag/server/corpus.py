@@ -100,8 +100,8 @@ class Corpus:
         self.read, self._split, self._max_pending = read, split, max_pending
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = open(folder.with_suffix(".lock"), "ab")  # noqa: SIM115  until the end of the work
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock_file = open(folder.with_suffix(".lock"), "ab")  # noqa: SIM115  until the end of the work
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._tasks = _tasks_in(folder)
         except BlockingIOError:
             raise StoreError(
@@ -209,7 +209,7 @@ class Corpus:
         if self._thread.is_alive():
             self._thread.join(patience)
         if not self._thread.is_alive():
-            self._lock.close()
+            self._lock_file.close()  # which lets the next server have it
 
     def _work(self) -> None:
         while (task := self._await_task()) is not None:

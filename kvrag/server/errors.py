@@ -16,6 +16,8 @@ from kvrag.errors import ContextWindowError, KvragError, PromptError, SettingErr
 
 logger = logging.getLogger("kvrag")
 
+_CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "body_too_large"}
+
 RETRY_AFTER = 5
 """Seconds after which one who was turned away may come back."""
 
@@ -104,10 +106,8 @@ def handle_errors(app: FastAPI) -> None:
             404: f"there is no {request.url.path}",
             405: f"{request.url.path} does not take {request.method}",
         }
-        names = ("invalid_json", "not_found", "method_not_allowed", "timeout", "body_too_large")
-        code = dict(zip((400, 404, 405, 408, 413), names, strict=True)).get(error.status_code)
         message = told.get(error.status_code, str(error.detail))
-        response = error_response(ApiError(error.status_code, message, code))
+        response = error_response(ApiError(error.status_code, message, _CODES.get(error.status_code)))
         response.headers.update(error.headers or {})
         return response
 

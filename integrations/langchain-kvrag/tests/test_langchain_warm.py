@@ -7,6 +7,7 @@ import copy
 import inspect
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,24 @@ async def test_ids_to_delete_may_be_any_iterable(
     assert kept(engine) == found(store) == sorted(chunks[1:])
     await store.adelete(iter(ids[1:2]))  # type: ignore[arg-type]
     assert kept(engine) == found(store) == sorted(chunks[2:])
+
+
+def test_threads_may_change_documents_of_their_own_at_once(
+    store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]
+) -> None:
+    """Whose texts are the same: KV goes with the last document that has it."""
+
+    def change(mine: int) -> None:
+        for turn in range(4):
+            store.add_texts([chunks[(mine + turn) % 4], chunks[turn]], ids=[f"{mine} a", f"{mine} b"])
+            store.delete([f"{mine} {'ab'[turn % 2]}"])
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(change, range(4))) == [None] * 4
+    assert sorted(store.ids) == [f"{mine} a" for mine in range(4)]
+    assert kept(engine) == found(store) == sorted(chunks)
+    store.delete(store.ids)
+    assert kept(engine) == []
 
 
 def test_short_texts_are_added_and_said_to_have_no_kv(

@@ -43,13 +43,13 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """The source that a chunk is a piece of, "" = none or several, and what of it stands before the chunk."""
+    """The source that a chunk is a piece of, "" = not known, None = several, and what of it stands before the chunk."""
 
-    source: str
+    source: str | None
     ids: list[int]
 
 
-_ALONE = _Context("", [])
+_ALONE = _Context(None, [])
 
 
 class Ingestion:
@@ -217,7 +217,7 @@ class Ingestion:
         """Stored chunks that stand behind text of another source; from now on they stand alone."""
         shared = []
         for key in keys:
-            if contexts[key].source and self._config.context_tokens:
+            if contexts[key].source != "" and self._config.context_tokens:
                 with contextlib.suppress(StoreError):  # what cannot be read is found out when it is used
                     if reader := self._store.open(key):
                         reader.close()
@@ -238,7 +238,7 @@ class Ingestion:
             ids = chunks[keys[number]]
             packed = pack(layers, self._codec, f"{self._model.tokenizer.decode(ids[:12])}...")
             context = contexts[keys[number]]
-            source = context.source if context.ids else ""
+            source = context.source if context.source and context.ids else ""
             described = np.asarray(ids, np.uint32), anchors(ids)
             records.append(ChunkRecord(keys[number], *described, packed, len(context.ids), source))
         return self._store.put(records) if records else 0

@@ -780,20 +780,21 @@ def test_sources_are_contexts_whoever_holds_the_chunks(model: Model, tmp_path: P
             engine.warm(CHUNKS[:2], sources=["x", "y", "z"])
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_chunk_of_several_sources_knows_of_none(model: Model, tmp_path: Path, at_once: bool) -> None:
+@pytest.mark.parametrize("way", ["at once", "one after the other", "one, then both"])
+def test_a_chunk_of_several_sources_knows_of_none(model: Model, tmp_path: Path, way: str) -> None:
     """What one document says must not be in what another one's readers get, nor who "she" is there."""
     first, second, shared = CHUNKS[:3]
     prompt = messages(first, shared)
     with _engine(model, tmp_path / "a") as engine, _engine(model, tmp_path / "b") as alone:
         alone.warm([shared])
-        if at_once:
-            engine.warm([first, shared, second, shared], document=["a", "a", "b", "b"])
-        else:
+        if way != "at once":
             engine.warm([first, shared], document="a")
             assert _values(engine, shared)[1] > 0
             engine.generate(prompt, max_new_tokens=1, policy="none")  # the RAM tier has it now
+        if way == "one after the other":
             engine.warm([second, shared], document="b")
+        else:
+            engine.warm([first, shared, second, shared], document=["a", "a", "b", "b"])
         values, context = _values(engine, shared)
         assert context == 0
         torch.testing.assert_close(values, _values(alone, shared)[0])

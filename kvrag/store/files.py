@@ -58,9 +58,8 @@ class FileStore:
         self.path = Path(path).expanduser().resolve()
         self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             for folder in (self.path, self._chunks):  # what is in it is as confidential as the documents
-                folder.mkdir(exist_ok=True, mode=0o700)
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # parents have the usual mode
         except OSError as error:
             if not (self.path / "manifest.sqlite").exists():
                 raise StoreError(

@@ -113,9 +113,6 @@ class Ingestion:
         new: set[str] = set()
         size = 0
         missing = self._look_up(chunks, contexts)
-        if shared := self._in_other_sources(chunks.keys() - set(missing), contexts):
-            self._store.remove(shared)
-            missing = self._look_up(chunks, contexts)
         done, total = 0, sum(len(chunks[key]) for key in missing)
         progress(0, total)
         for _ in range(2):
@@ -167,7 +164,8 @@ class Ingestion:
         self._dropped.clear()
 
     def _look_up(self, chunks: dict[str, list[int]], contexts: dict[str, _Context]) -> list[str]:
-        """Keys that the store lacks, once it has again what was dropped a moment ago."""
+        """Keys that the store lacks, once it has again what was dropped a moment ago, and no more what stands behind
+        another source's text: from now on that stands alone."""
         for key, ids in chunks.items():
             if reader := self._dropped.take(key):
                 try:
@@ -181,6 +179,10 @@ class Ingestion:
                     pass  # it is encoded again
                 finally:
                     reader.close()
+        shared = self._in_other_sources(chunks.keys() - set(self._store.missing(list(chunks))), contexts)
+        if shared:
+            self._store.remove(shared)
+            contexts.update(dict.fromkeys(shared, _ALONE))
         return self._store.missing(list(chunks))
 
     def _has_room(self, tokens: int) -> bool:
@@ -214,7 +216,7 @@ class Ingestion:
         return contexts
 
     def _in_other_sources(self, keys: Iterable[str], contexts: dict[str, _Context]) -> list[str]:
-        """Stored chunks that stand behind text of another source; from now on they stand alone."""
+        """Stored chunks that stand behind text of another source."""
         shared = []
         for key in keys:
             if contexts[key].source != "" and self._config.context_tokens:
@@ -223,7 +225,6 @@ class Ingestion:
                         reader.close()
                         if reader.source not in ("", contexts[key].source):
                             shared.append(key)
-                            contexts[key] = _ALONE
         return shared
 
     def _encode_and_put(self, chunks: dict[str, list[int]], contexts: dict[str, _Context]) -> int:

@@ -302,8 +302,8 @@ class CallListener:
             before, tag, rest = self._held.partition(_OPEN)
             if not tag:
                 break
-            inside, closed, after = rest.partition(_CLOSE)
-            if not closed and not is_end:
+            inside, closed, after = _first_call(rest)
+            if not is_end and (not closed or _is_in_a_string(inside)):
                 solid = before.rstrip()
                 self._held = self._held[len(solid) :]
                 return text + solid, calls
@@ -376,6 +376,24 @@ class _TemplateListener:
             elif event["type"] == "region_chunk" and event["field"] != "tool_calls":
                 text += event["text"]
         return replace(delta, text=text, tool_calls=tuple(calls))
+
+
+def _first_call(text: str) -> tuple[str, str, str]:
+    """What stands before the closing tag, the tag, and what is behind it: no tag stands inside a string."""
+    inside, closed, after = text.partition(_CLOSE)
+    while _is_in_a_string(inside) and _CLOSE in after:
+        more, _, after = after.partition(_CLOSE)
+        inside += _CLOSE + more
+    return inside, closed, after
+
+
+def _is_in_a_string(text: str) -> bool:
+    """Whether this is JSON that breaks off in the middle of a string."""
+    try:
+        json.loads(text, strict=False)
+    except (ValueError, RecursionError) as error:
+        return getattr(error, "msg", "").startswith("Unterminated string")
+    return False
 
 
 def _calls(text: str) -> list[ToolCall]:

@@ -229,6 +229,7 @@ HERMES_ONE = '<tool_call>{"name": "count", "arguments": "{\\"number\\": 1}"}</to
         (f"Let me look.\n\n{HERMES_UP}", "Let me look.", [UP]),
         (f"First\n{HERMES_UP}\nthen\n{HERMES_ONE}\n.\n", "First\nthen\n.", [UP, ONE]),
         (HERMES_UP.removesuffix("</tool_call>"), "", [UP]),
+        (HERMES_UP.replace("up", "a </tool_call> b"), "", [("look", {"where": "a </tool_call> b"})]),
         ('<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', "", [("unknown", {})]),
         ('{"name": "look", "parameters": {"where": "up"}}', "", [UP]),
         ('{"type": "function", "function": {"name": "look", "parameters": {"where": "up"}}}', "", [UP]),
@@ -263,6 +264,7 @@ def test_calls_are_found(text: str, said: str, calls: list[Any], size: int) -> N
         '{"name": "look", "parameters": ',
         "<tool_call>\nlook up\n</tool_call> is how",
         '<tool_call>{"name": "look", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "look", "arguments": {"where": "</tool_call>',
         'Use {"name": "look", "parameters": {}}',
     ],
 )

@@ -64,8 +64,9 @@ class Ingestion:
 
     def tokenize(self, texts: Iterable[str]) -> Texts:
         """Raises as `BlendEngine.warm` does of texts that cannot be chunks."""
-        if isinstance(texts, str):
-            raise SettingError("texts must be a list of chunks, not one string")
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            given = "one string" if isinstance(texts, str) else repr(texts)
+            raise SettingError(f"texts must be a list of chunks, not {given:.80}")
         tokens: list[list[int]] = []
         keys: list[str | None] = []
         short: set[str] = set()

@@ -98,6 +98,7 @@ def test_overrides_hold_for_one_answer(model: Model, tmp_path: Path) -> None:
         ({"max_tokens": 5}, "max_tokens"),
         ({"stop": "END"}, "not one string"),
         ({"documents": "one string"}, "not one string"),
+        ({"documents": 5}, "texts must be a list of chunks, not 5"),
         ({"documents": [3]}, "not a string"),
     ],
 )

@@ -268,8 +268,8 @@ def _throttled(engine: BlendEngine, bytes_per_s: float | None) -> Iterator[None]
 
     class Slow:
         def __init__(self, reader: Any) -> None:
-            self._reader, self.tier = reader, reader.tier
-            self.num_layers, self.context = reader.num_layers, reader.context
+            self._reader, self.tier, self.num_layers = reader, reader.tier, reader.num_layers
+            self.context, self.source = reader.context, reader.source
 
         @property
         def bytes_read(self) -> int:

@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvrag.config import DEFAULT_POLICY, BlendConfig
 from kvrag.controller import Request, decide, selecting
 from kvrag.engine import BlendEngine
+from kvrag.model import Model
 from kvrag.speed import Speed, Speedometer
 from kvrag.types import BlendReport
 
@@ -184,13 +184,10 @@ _PREDICTED = (  # name, chunks, tokens of each, policy, ratio, bytes per second 
 )
 
 
-def check(model: str, layers: int | None, repeats: int, progress: Callable[[str], None]) -> list[Point]:
+def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Point]:
     """Learn from some shapes by the engine's own means, predict others, measure them; the RAM tier is off."""
     from kvrag.bench.ttft import one_token_words
-    from kvrag.model.shapes import random_model
 
-    progress(f"building a random model of {model}'s shape")
-    net = random_model(model, layers)
     words, rng = one_token_words(net), random.Random(0)
 
     def corpus(count: int, tokens: int) -> list[str]:
@@ -341,12 +338,14 @@ def _run_check(args: argparse.Namespace) -> int:
     from kvrag.bench.ttft import run_settings
     from kvrag.model.shapes import random_model
 
-    points = check(args.model, args.layers, args.repeats, lambda line: print(line, file=sys.stderr, flush=True))
-    settings = run_settings(random_model(args.model, 1)) | {"layers": args.layers, "repeats": args.repeats}
+    print(f"building a random model of {args.model}'s shape", file=sys.stderr, flush=True)
+    net = random_model(args.model, args.layers)
+    points = check(net, args.repeats, lambda line: print(line, file=sys.stderr, flush=True))
+    settings = run_settings(net) | {"repeats": args.repeats}
     if args.json:
         print(json.dumps({"settings": settings, "points": [asdict(point) for point in points]}))
         return 0
-    print(", ".join(f"{name} {value}" for name, value in settings.items()) + f"; {torch.get_num_threads()} threads\n")
+    print(", ".join(f"{name} {value}" for name, value in settings.items()) + "\n")
     print("| | prompt | full, predicted | measured | blending, predicted | measured | decision |\n|" + "---|" * 7)
     for point in points:
         times = point.predicted_full_s, point.full_s, point.predicted_blend_s, point.blend_s

@@ -240,7 +240,7 @@ def _print_outcomes(outcomes: list[Outcome]) -> None:
     right = {way.name: sum(outcome.correct for outcome in outcomes if outcome.way == way.name) for way in WAYS}
     counts = [f"{count} of {len(QUESTIONS)} by {name}" for name, count in right.items()]
     print(
-        f"\nRight: {counts[0]}, {counts[1]},\n{', '.join(counts[2:])}."
+        f"\nRight: {counts[0]}; {counts[1]};\n{'; '.join(counts[2:])}."
         '\nChunks encoded alone do not know who "she" is; kvrag encodes them behind their document.'
         "\nThe questions were chosen among those that full prefill answers right: the count shows"
         "\nagreement with it, not which way is more accurate. Model and prompts are too small for"

@@ -46,7 +46,7 @@ def packages(version: str) -> None:
 def command_line() -> list[str]:
     """Warm, ask, look; returns the demo's chunks, as far as the questions retrieve them."""
     demo = command("demo", "--no-speed", "--store", "demo")
-    assert {outcome["way"] for outcome in demo["questions"]} == {"full prefill", "plain reuse", "blending"}
+    assert {"full prefill", "plain reuse", "blending"} < {outcome["way"] for outcome in demo["questions"]}
     assert all(outcome["recomputed_tokens"] for outcome in demo["questions"] if outcome["way"] == "blending")
     asked = command("ask", demo["questions"][0]["question"], "--store", "demo", "--policy", "none")
     assert asked["report"]["reused_tokens"] > 0

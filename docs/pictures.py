@@ -25,12 +25,12 @@ from torch import Tensor
 
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.bench.ttft import FULL, PREFIX, measure
-from kvrag.blend import prefill
 from kvrag.cli.demo import QUESTIONS, corpus_folder
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO
-from kvrag.match import MatchIndex
-from kvrag.select import select
-from kvrag.stitch import Stitched, stitch
+from kvrag.reuse.blend import prefill
+from kvrag.reuse.match import MatchIndex
+from kvrag.reuse.select import select
+from kvrag.reuse.stitch import Stitched, stitch
 
 IMAGES = Path(__file__).parent / "images"
 MEASURED = IMAGES / "ttft-length.json"

@@ -18,13 +18,13 @@ from kvrag.errors import (
     StoreReadOnlyError,
     UnsupportedModelError,
 )
-from kvrag.explanation import Explanation
+from kvrag.inspect.explanation import Explanation
 from kvrag.types import Answer, BlendReport, Delta, Run, ToolCall, WarmReport
 
 if TYPE_CHECKING:
+    from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine
     from kvrag.llm import LazyEngine, LLMSettings
-    from kvrag.model import Model
     from kvrag.store import FileStore, KVStore
 
 __version__ = "0.1.0"
@@ -68,7 +68,7 @@ _HEAVY = {
     "KVStore": "kvrag.store",
     "LLMSettings": "kvrag.llm",
     "LazyEngine": "kvrag.llm",
-    "Model": "kvrag.model",
+    "Model": "kvrag.backend.transformers",
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from kvrag.errors import SettingError
 
 CODECS = ("native", "int8", "int4")
-"""How chunk KV is stored: as the model computes it, or in 8 or 4 bits; see `kvrag.codec`."""
+"""How chunk KV is stored: as the model computes it, or in 8 or 4 bits; see `kvrag.store.codec`."""
 
 POLICIES = ("none", "full", "hkvd", "hkvd_gradual", "seam", "first_k", "query", "query_hkvd", "hybrid", "random")
 
@@ -75,12 +75,12 @@ class BlendConfig:
     """How much of the stitched KV to recompute, and which tokens.
 
     Attributes:
-        policy: One of `POLICIES`; see `kvrag.select`.
+        policy: One of `POLICIES`; see `kvrag.reuse.select`.
         ratio: Share of the reused, not exactly known tokens to recompute; 0 = plain reuse, 1 = full prefill's logits.
             None = what `engine.calibrate` found for this model and policy, else `DEFAULT_RATIO`.
         controller: "auto" = without a ratio and with the default policy, the engine may take full prefill where that is
             sooner, and a higher ratio where loading hides it; also full prefill where calibration found no ratio that
-            holds. "off" = never. See `kvrag.controller`.
+            holds. "off" = never. See `kvrag.control.controller`.
         min_run: Shortest run of tokens worth reusing.
         context_tokens: At ingestion, so many tokens of the same document, up to twice as many where that costs nothing,
             stand before a chunk when it is encoded, so that its KV knows who "she" is. 0 = every chunk alone: then its

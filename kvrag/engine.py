@@ -20,28 +20,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrag import calibrate
-from kvrag.blend import blend, prefill, uncomputed
-from kvrag.calibrate import Calibration
+from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig, Grammar, Sampling, check_bytes, check_codec
-from kvrag.controller import Decision
-from kvrag.conversation import Beginning, Conversation, Conversations, Turn
-from kvrag.decode import decode
+from kvrag.control import calibrate
+from kvrag.control.calibrate import Calibration
+from kvrag.control.controller import Decision
+from kvrag.control.cost import Busy, Clock
+from kvrag.control.tuning import TimedReader, Tuning
 from kvrag.errors import DamagedChunkError, KvragError, PromptError, SettingError, StoreError
-from kvrag.explain import Call, Watch, explain
-from kvrag.explanation import Explanation
-from kvrag.grammar import constrain
-from kvrag.ingest import Ingestion
-from kvrag.match import MatchIndex
-from kvrag.model import Model
-from kvrag.select import select
-from kvrag.speed import Busy, Clock
-from kvrag.stitch import Stitched, stitch
+from kvrag.generate.decode import decode
+from kvrag.generate.grammar import constrain
+from kvrag.generate.tools import Prepared, prepare
+from kvrag.ingest.ingest import Ingestion
+from kvrag.inspect.explain import Call, Watch, explain
+from kvrag.inspect.explanation import Explanation
+from kvrag.inspect.verify import Check, verify
+from kvrag.reuse.blend import blend, prefill, uncomputed
+from kvrag.reuse.conversation import Beginning, Conversation, Conversations, Turn
+from kvrag.reuse.match import MatchIndex
+from kvrag.reuse.select import select
+from kvrag.reuse.stitch import Stitched, stitch
 from kvrag.store import ChunkReader, FileStore, KVStore, MemoryTier
-from kvrag.tools import Prepared, prepare
-from kvrag.tuning import TimedReader, Tuning
 from kvrag.types import Answer, BlendReport, Delta, Messages, Run, ToolCall, WarmReport
-from kvrag.verify import Check, verify
 
 logger = logging.getLogger("kvrag")
 
@@ -54,7 +54,7 @@ _EXPLAINED = 32  # answers whose prompts are remembered, to be explained
 
 @dataclass
 class Prefilled:
-    """A prompt whose cache is complete: what `kvrag.decode.decode` goes on from.
+    """A prompt whose cache is complete: what `kvrag.generate.decode.decode` goes on from.
 
     Attributes:
         ids: (T,) the prompt.
@@ -232,7 +232,7 @@ class BlendEngine:
             ratio, policy: Instead of the engine's `config`; what is given here is obeyed, controller or not.
             controller: "auto" or "off", instead of the engine's `config`.
             stop: The answer ends before the first of these strings.
-            tools, tool_choice: What the model may or must call, in OpenAI's form; see `kvrag.tools.prepare`.
+            tools, tool_choice: What the model may or must call, in OpenAI's form; see `kvrag.generate.tools.prepare`.
             grammar: What the answer must keep to.
             template: Variables for the chat template, such as `enable_thinking`.
             sampling: Fields of `Sampling`: max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed.
@@ -413,7 +413,7 @@ class BlendEngine:
             return [(run, self._index.ids(run.key)) for run in self._index.match(ids, min_run)]
 
     def verify(self) -> list[Check]:
-        """Run the correctness gate on this engine's model, in a folder of its own; see `kvrag.verify`."""
+        """Run the correctness gate on this engine's model, in a folder of its own; see `kvrag.inspect.verify`."""
         return verify(self.model, codec=self.codec)
 
     def calibrate(
@@ -431,12 +431,12 @@ class BlendEngine:
     ) -> Calibration:
         """Find the smallest ratio whose first tokens are full prefill's, and use it where none is given from now on.
 
-        The result is kept beside the chunks, for later engines too; see `kvrag.calibrate`.
+        The result is kept beside the chunks, for later engines too; see `kvrag.control.calibrate`.
 
         Args:
             prompts: As in `stream`, with chunks that were warmed; None = made from the stored chunks.
             policy: Instead of the engine's.
-            target, sure, ratios, tokens, progress: See `kvrag.calibrate.calibrate`.
+            target, sure, ratios, tokens, progress: See `kvrag.control.calibrate.calibrate`.
             count: How many prompts are made at most.
             chunks: How many chunks are in each that is made.
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from kvrag.backend.transformers.loading import context_window, load_config, load_tokenizer
 from kvrag.config import Grammar, Sampling, check_codec, check_controller, check_policy, check_ratio
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, SettingError
-from kvrag.model.loading import context_window, load_config, load_tokenizer
 
 _ABOUT_THE_ENGINE = (
     *("model", "store", "codec", "dtype", "device", "device_map"),

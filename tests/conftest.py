@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 import kvrag
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
 from kvrag.engine import Prefilled
-from kvrag.stitch import Stitched, stitch
+from kvrag.reuse.stitch import Stitched, stitch
 from kvrag.store import ChunkReader
 
 torch.set_num_threads(1)  # the models are too small for more, and threads that wait for each other cost seconds
@@ -64,8 +64,8 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 @pytest.fixture(autouse=True)
 def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test sees must not depend on how busy the machine is: nothing is ever noticeably sooner."""
-    monkeypatch.setattr("kvrag.controller.NOTICEABLE_S", float("inf"))
-    monkeypatch.setattr("kvrag.controller.STEP", 1.0)
+    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("inf"))
+    monkeypatch.setattr("kvrag.control.controller.STEP", 1.0)
 
 
 LayOut = Callable[..., Stitched]

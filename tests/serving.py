@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from kvrag import BlendEngine
 from kvrag.cli import documents
 from kvrag.cli.serve import _read
-from kvrag.index import ChunkIndex
+from kvrag.retrieval.index import ChunkIndex
 from kvrag.server import Corpus, ServerSettings, bind, create_app, make_server, url
 
 NAME = "reader"

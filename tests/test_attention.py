@@ -10,9 +10,9 @@ from families import FAMILIES, build
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-import kvrag.model.attention
+import kvrag.backend.transformers.attention
 from kvrag import Model
-from kvrag.model.attention import Ear, attention_at
+from kvrag.backend.transformers.attention import Ear, attention_at
 
 ROWS = torch.tensor([3, 4, 9, *range(30, 50), 61, 90, 91, 120, 150, 199])
 
@@ -35,7 +35,7 @@ def _attended(model: Model, query: Tensor, key: Tensor, value: Tensor, ear: Ear 
     mask = mask["sliding_attention"] if isinstance(mask, dict) else mask
     module: Any = model.hf.model.layers[-1].self_attn
     with torch.inference_mode(), attention_at(model.config, ROWS, model.windows, ear):
-        return kvrag.model.attention._attend(module, query, key, value, mask, scaling=0.25)[0]
+        return kvrag.backend.transformers.attention._attend(module, query, key, value, mask, scaling=0.25)[0]
 
 
 def _weights(query: Tensor, key: Tensor, window: int | None) -> Tensor:
@@ -59,7 +59,7 @@ def test_products_are_nearly_as_precise_as_torchs_kernel(
     num_heads: int, num_kv_heads: int, loud: float, half: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where all scores of a row are so high that bfloat16 cannot tell one from the next."""
-    monkeypatch.setattr(kvrag.model.attention, "_PACKED", 21)  # several blocks
+    monkeypatch.setattr(kvrag.backend.transformers.attention, "_PACKED", 21)  # several blocks
     query, key, value = _inputs(num_heads, num_kv_heads, loud)
     values = value[0].double().repeat_interleave(num_heads // num_kv_heads, dim=0)
     wanted = (_weights(query, key, half.windows[-1]) @ values).transpose(0, 1)
@@ -74,7 +74,7 @@ def test_products_are_nearly_as_precise_as_torchs_kernel(
 
 @pytest.mark.parametrize("num_queries", [1, 8, 29])
 def test_the_ear_hears_the_mean_square(num_queries: int, half: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.model.attention, "_PACKED", 21)
+    monkeypatch.setattr(kvrag.backend.transformers.attention, "_PACKED", 21)
     query, key, value = _inputs(6, 2, 5.0)
     last = half.num_layers - 1
     heard: dict[int, Tensor] = {}

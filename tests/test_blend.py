@@ -10,11 +10,11 @@ import torch
 from conftest import CHUNKS, LayOut, messages, plain_logits, prepare, relative
 from families import FAMILIES, build
 
-import kvrag.blend
-import kvrag.stitch
+import kvrag.reuse.blend
+import kvrag.reuse.stitch
 from kvrag import BlendEngine, FileStore, Model
-from kvrag.blend import blend, prefill
-from kvrag.stitch import Stitched
+from kvrag.reuse.blend import blend, prefill
+from kvrag.reuse.stitch import Stitched
 
 WINDOWS = ["llama", "mistral-window", "gemma3", "qwen2-window", "gpt_oss", "llama-dynamic", "phi3-longrope"]
 
@@ -99,7 +99,7 @@ def test_what_listening_has_computed_for_good_is_not_computed_again(
         assert rows[-1] == report.fresh_tokens + report.recomputed_tokens - before
         prepare(engine, ids, 0.3, policy, band=(0.25, 0.5))
         assert rows[-1] == report.fresh_tokens + report.recomputed_tokens
-        monkeypatch.setattr(kvrag.blend, "uncomputed", _all_rows)
+        monkeypatch.setattr(kvrag.reuse.blend, "uncomputed", _all_rows)
         again = prepare(engine, ids, 0.3, policy)
         assert rows[-1] == report.fresh_tokens + report.recomputed_tokens
         assert torch.equal(again.selected, done.selected)
@@ -129,7 +129,7 @@ def test_slabs_give_what_one_pass_gives(
             return forward(*args)
 
         monkeypatch.setattr(model, "forward", counted)
-        monkeypatch.setattr(kvrag.blend, "SLAB", 7)
+        monkeypatch.setattr(kvrag.reuse.blend, "SLAB", 7)
         slabs = prepare(engine, ids, ratio, "random").logits
         assert relative(slabs, once) <= 1e-5
         assert (len(passes) == 1) == model.rope_follows_length
@@ -148,13 +148,13 @@ def test_memory_that_was_never_written_is_never_read(
         engine.warm(CHUNKS)
         prompt = messages(*CHUNKS)
         before = engine.generate(prompt, ratio=0.2, policy=policy, max_new_tokens=5, temperature=0)
-        plain = kvrag.stitch._empty
+        plain = kvrag.reuse.stitch._empty
 
         def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
             return plain(*args, **kwargs).fill_(torch.nan)
 
-        monkeypatch.setattr(kvrag.stitch, "_empty", poisoned)
-        monkeypatch.setattr(kvrag.blend, "SLAB", 50)
+        monkeypatch.setattr(kvrag.reuse.stitch, "_empty", poisoned)
+        monkeypatch.setattr(kvrag.reuse.blend, "SLAB", 50)
         after = engine.generate(prompt, ratio=0.2, policy=policy, max_new_tokens=5, temperature=0)
         assert after.token_ids == before.token_ids
 

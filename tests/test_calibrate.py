@@ -15,8 +15,8 @@ import torch
 from conftest import CHUNKS, messages
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError, StoreError
-from kvrag.calibrate import FILE, Agreement, Calibration, choose, make_prompts, settings_of, wilson
 from kvrag.config import DEFAULT_POLICY
+from kvrag.control.calibrate import FILE, Agreement, Calibration, choose, make_prompts, settings_of, wilson
 
 PROMPT = messages(*CHUNKS)
 PROMPTS = [messages(*CHUNKS[i:], *CHUNKS[:i], question=f"Question {i}: who likes curry?") for i in range(4)]

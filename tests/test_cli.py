@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-import kvrag.index
+import kvrag.retrieval.index
 from kvrag import BlendEngine, Model
 from kvrag.cli import demo
 from kvrag.cli.common import human_bytes
@@ -26,7 +26,7 @@ from kvrag.reader.corpus import corpus
 QUESTION, ANSWER = "In which year did Ingla leave school?", "1885"
 CUT = ("--chunk-tokens", demo.CHUNK_TOKENS)  # two chunks to each article of `folder`
 CONTEXT = ("--top-k", "3", "--around", "2")
-load_embedder = functools.cache(kvrag.index.load_embedder)
+load_embedder = functools.cache(kvrag.retrieval.index.load_embedder)
 Json = Callable[..., Any]
 CHUNKS = 78  # of the demo's corpus
 
@@ -42,18 +42,18 @@ def reader() -> Iterator[Model]:
 
 @pytest.fixture(autouse=True)
 def _embedder_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.index, "load_embedder", load_embedder)
+    monkeypatch.setattr(kvrag.retrieval.index, "load_embedder", load_embedder)
 
 
 @pytest.fixture(scope="module")
 def warmed(tmp_path_factory: pytest.TempPathFactory, reader: Model) -> Path:
     """A store with the demo's corpus; not to be changed."""
     store = tmp_path_factory.mktemp("warmed")
-    kvrag.index.load_embedder, original = load_embedder, kvrag.index.load_embedder
+    kvrag.retrieval.index.load_embedder, original = load_embedder, kvrag.retrieval.index.load_embedder
     try:
         assert main(["warm", str(demo.corpus_folder()), "--store", str(store), *map(str, CUT), "--json"]) == 0
     finally:
-        kvrag.index.load_embedder = original
+        kvrag.retrieval.index.load_embedder = original
     return store
 
 
@@ -352,7 +352,7 @@ def test_what_warm_cannot_do_is_one_line(
     fails: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvrag.index, "load_embedder", load_embedder.__wrapped__)
+    monkeypatch.setattr(kvrag.retrieval.index, "load_embedder", load_embedder.__wrapped__)
     (tmp_path / "empty").mkdir()
     argv = [part.format(docs=folder, empty=tmp_path / "empty") for part in argv]
     assert message in fails("warm", *argv, "--store", tmp_path / "kv")
@@ -572,7 +572,7 @@ def test_calibrate_says_what_is_missing(own: Path, tmp_path: Path, fails: Callab
 def test_the_controller_can_be_switched_off(own: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):  # by now all is measured
         as_json("ask", QUESTION, "--store", own)
-    monkeypatch.setattr("kvrag.controller.NOTICEABLE_S", float("-inf"))
+    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("-inf"))
     report = as_json("ask", QUESTION, "--store", own)["report"]
     assert (report["policy"], report["decision"].split(":")[0]) == ("full", "full prefill")
     report = as_json("ask", QUESTION, "--store", own, "--controller", "off")["report"]

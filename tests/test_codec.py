@@ -24,11 +24,11 @@ from kvrag import (
     SettingError,
 )
 from kvrag.cli.main import main
-from kvrag.codec import pack, share, unpack
 from kvrag.config import CODECS
-from kvrag.match import anchors
+from kvrag.inspect.verify import verify
+from kvrag.reuse.match import anchors
 from kvrag.store import ChunkRecord
-from kvrag.verify import verify
+from kvrag.store.codec import pack, share, unpack
 
 LOSSY = {"int8": 255, "int4": 15}
 CPU = torch.device("cpu")

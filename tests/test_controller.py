@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from conftest import CHUNKS, messages
 
-import kvrag.tuning
+import kvrag.control.tuning
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, SettingError
 from kvrag.config import DEFAULT_POLICY
-from kvrag.controller import Request, blend_seconds, decide, full_seconds, selecting
-from kvrag.speed import Busy, Speed, Speedometer, fit, read, write
+from kvrag.control.controller import Request, blend_seconds, decide, full_seconds, selecting
+from kvrag.control.cost import Busy, Speed, Speedometer, fit, read, write
 
 PROMPT = messages(*CHUNKS)
 KIB = 1024
@@ -26,8 +26,8 @@ GPU = Speed(pass_s=0.025, row_s=4e-5, pair_s=1e-9, stitch_s=1e-6, load=6e9)
 
 @pytest.fixture(autouse=True)
 def _by_the_clock(_not_by_the_clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.controller.NOTICEABLE_S", 0.01)
-    monkeypatch.setattr("kvrag.controller.STEP", 0.05)
+    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", 0.01)
+    monkeypatch.setattr("kvrag.control.controller.STEP", 0.05)
 
 
 def _request(context: int, kib_per_token: int = 128, **changes: Any) -> Request:
@@ -216,7 +216,7 @@ def test_damaged_measurements_are_refused_whole(damage: dict[str, Any]) -> None:
 
 def test_busy_counts_overlapping_work_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([1.0, 5.0, 10.0, 12.0])
-    monkeypatch.setattr("kvrag.speed.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("kvrag.control.cost.time.perf_counter", lambda: next(now))
     busy = Busy()
     with busy, busy:
         pass
@@ -310,7 +310,7 @@ def test_a_disk_that_has_become_quick_is_found_out(engine: BlendEngine, monkeypa
         meter.saw_pass("full", rows, 1, rows * 1.0)
     meter.saw_load(1000, 10, 1e6)
     assert engine.generate(PROMPT, max_new_tokens=1).report.policy == "full"
-    monkeypatch.setattr(kvrag.tuning, "_KEEP_S", 0.0)
+    monkeypatch.setattr(kvrag.control.tuning, "_KEEP_S", 0.0)
     assert engine.generate(PROMPT, max_new_tokens=1).report.policy == DEFAULT_POLICY
 
 

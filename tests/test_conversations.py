@@ -17,13 +17,13 @@ import pytest
 import torch
 from conftest import CHUNKS, messages, plain_logits, relative
 
-import kvrag.conversation
 import kvrag.engine
+import kvrag.reuse.conversation
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError
+from kvrag.backend.transformers import BlendCache
 from kvrag.cli.main import main
-from kvrag.conversation import Conversation, Conversations, Turn
 from kvrag.engine import Prefilled
-from kvrag.model import BlendCache
+from kvrag.reuse.conversation import Conversation, Conversations, Turn
 from kvrag.types import Answer, Delta, Messages
 
 FIRST = messages(*CHUNKS[:3], question="Question: Who likes to eat curry and apples?")
@@ -456,7 +456,7 @@ def test_the_benchmark(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_the_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.conversation, "_MOST", 3)
+    monkeypatch.setattr(kvrag.reuse.conversation, "_MOST", 3)
     conversations = Conversations(1 << 20, 1000)
     for start in range(5):
         conversations.keep(_conversation(range(start, start + 40)), None)

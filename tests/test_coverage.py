@@ -14,9 +14,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from kvrag.backend.transformers import Tokenizer
 from kvrag.fingerprint import Fingerprint
-from kvrag.match import MatchIndex, anchors
-from kvrag.model import Tokenizer
+from kvrag.reuse.match import MatchIndex, anchors
 
 MIN_RUN = 16
 DATA = Path(__file__).parents[2] / "shared" / "data" / "musique_100.jsonl"

@@ -11,10 +11,10 @@ import torch
 from conftest import CHUNKS, messages, prepare
 from families import FAMILIES, build
 
+import kvrag.backend.transformers.cache
 import kvrag.engine
-import kvrag.model.cache
 from kvrag import BlendEngine, Delta, FileStore, Model, ModelError, Sampling, SettingError
-from kvrag.decode import decode
+from kvrag.generate.decode import decode
 
 PROMPT = messages(*CHUNKS[:2])
 
@@ -36,7 +36,7 @@ def test_greedy_tokens_are_generates_past_windows_and_capacity(
 ) -> None:
     """Windows of 48 tokens, RoPE that follows the length, and a cache that has to grow on the way."""
     monkeypatch.setattr(kvrag.engine, "_ROOM", 3)
-    monkeypatch.setattr(kvrag.model.cache, "_GROWTH", 7)
+    monkeypatch.setattr(kvrag.backend.transformers.cache, "_GROWTH", 7)
     model_type, changes = FAMILIES[family]
     hf = build(model_type, **changes)
     model = Model(hf, tokenizer, family)

@@ -9,7 +9,7 @@ import torch
 from families import FAMILIES, build
 
 from kvrag import Model
-from kvrag.encode import _batches, encode, row_lengths
+from kvrag.ingest.encode import _batches, encode, row_lengths
 
 CHUNKS = [
     [5 + i * 7 % 900 for i in range(start, start + length)] for start, length in enumerate([3, 90, 17, 1, 64, 90, 40])

@@ -16,7 +16,7 @@ from conftest import CHUNKS, messages, plain_logits, prepare, relative
 from families import build
 
 import kvrag.engine
-import kvrag.ingest
+import kvrag.ingest.ingest
 from kvrag import (
     POLICIES,
     BlendConfig,
@@ -137,7 +137,7 @@ def test_warm_report(engine: BlendEngine) -> None:
 
 
 def test_a_large_corpus_is_stored_in_portions(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.ingest, "_PUT_TOKENS", 50)
+    monkeypatch.setattr(kvrag.ingest.ingest, "_PUT_TOKENS", 50)
     done: list[tuple[int, int]] = []
     texts = [f"{chunk} This is number {i} of them." for i, chunk in enumerate(CHUNKS * 3)]
     report = engine.warm(texts, progress=lambda a, b: done.append((a, b)))
@@ -148,7 +148,7 @@ def test_a_large_corpus_is_stored_in_portions(engine: BlendEngine, monkeypatch: 
 
 
 def test_an_interrupted_warm_keeps_what_was_done(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.ingest, "_PUT_TOKENS", 30)
+    monkeypatch.setattr(kvrag.ingest.ingest, "_PUT_TOKENS", 30)
 
     def interrupt(done: int, total: int) -> None:
         if done > total / 2:
@@ -274,7 +274,7 @@ def test_a_prompt_of_one_token(engine: BlendEngine, hf: Any) -> None:
 
 
 def test_a_long_prompt_in_slabs(engine: BlendEngine, hf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.blend.SLAB", 300)
+    monkeypatch.setattr("kvrag.reuse.blend.SLAB", 300)
     engine.warm(CHUNKS)
     ids = engine.model.tokenizer.render(messages(*CHUNKS * 11))
     assert len(ids) > 1500
@@ -751,11 +751,11 @@ def test_portions_keep_together_what_stands_together(
 ) -> None:
     """So that what stands before the chunks of one is computed once."""
     portions: list[list[list[int]]] = []
-    encode = kvrag.ingest.encode
+    encode = kvrag.ingest.ingest.encode
     monkeypatch.setattr(
-        kvrag.ingest, "encode", lambda net, ids, *before: portions.append(ids) or encode(net, ids, *before)
+        kvrag.ingest.ingest, "encode", lambda net, ids, *before: portions.append(ids) or encode(net, ids, *before)
     )
-    monkeypatch.setattr(kvrag.ingest, "_PUT_TOKENS", 80)
+    monkeypatch.setattr(kvrag.ingest.ingest, "_PUT_TOKENS", 80)
     texts = [f"{number} {chunk}"[: 150 - 20 * (number % 3)] for number, chunk in enumerate(CHUNKS * 3)]
     with _engine(model, tmp_path) as engine:
         engine.warm(texts, document="a")

@@ -17,7 +17,7 @@ from conftest import CHUNKS, QUESTION, messages, prepare
 
 from kvrag import BlendEngine, Explanation, FileStore, Model, PromptError, SettingError
 from kvrag.cli.main import main
-from kvrag.explain import _pieces, _texts, _unquoted
+from kvrag.inspect.explain import _pieces, _texts, _unquoted
 
 TEXT = (
     'The museum\'s "quiet room" opens at ten & closes at <six>; children & dogs pay <nothing>.\n'

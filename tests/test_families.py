@@ -12,7 +12,7 @@ from families import FAMILIES, SMALL, build
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from kvrag import BlendEngine, Model, UnsupportedModelError
-from kvrag.model import loading
+from kvrag.backend.transformers import loading
 from kvrag.types import Messages
 
 TOLERANCE = 1e-5

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from kvrag import Answer, BlendEngine, FileStore, Grammar, Model, ModelError, SettingError
-from kvrag.grammar import constrain
+from kvrag.generate.grammar import constrain
 
 PROMPT = messages("Who?")
 PERSON = {

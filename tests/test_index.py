@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-import kvrag.index
+import kvrag.retrieval.index
 from kvrag import KvragError, SettingError, StoreError
-from kvrag.index import ChunkIndex
+from kvrag.retrieval.index import ChunkIndex
 
 CHUNKS = [
     "The lighthouse was built of white stone.",
     "Its keeper grows tomatoes behind the tower.",
     "Interest rates rose again in spring.",
 ]
-load_embedder = functools.cache(kvrag.index.load_embedder)
+load_embedder = functools.cache(kvrag.retrieval.index.load_embedder)
 
 
 @pytest.fixture(autouse=True)
 def _embedder_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.index, "load_embedder", load_embedder)
+    monkeypatch.setattr(kvrag.retrieval.index, "load_embedder", load_embedder)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kvrag.match import _AGAIN, _GAP, MatchIndex, anchors, gram_hashes
+from kvrag.reuse.match import _AGAIN, _GAP, MatchIndex, anchors, gram_hashes
 from kvrag.types import Run
 
 MIN_RUN = 16

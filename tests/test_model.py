@@ -29,9 +29,9 @@ from kvrag import (
     SettingError,
     UnsupportedModelError,
 )
+from kvrag.backend.transformers import Tokenizer
+from kvrag.backend.transformers.lock import FairLock
 from kvrag.fingerprint import hash_weights
-from kvrag.model import Tokenizer
-from kvrag.model.lock import FairLock
 
 BOS_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}\n{% endfor %}"

@@ -9,7 +9,7 @@ import torch
 from families import FAMILIES, build
 
 from kvrag import Model
-from kvrag.rope import rotate, unrotate
+from kvrag.backend.rope import rotate, unrotate
 
 ROTARIES = [
     "llama",

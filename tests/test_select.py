@@ -13,9 +13,9 @@ from families import FAMILIES, build
 from torch import Tensor
 
 from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model, SettingError
-from kvrag.blend import blend
-from kvrag.select import select
-from kvrag.stitch import Stitched
+from kvrag.reuse.blend import blend
+from kvrag.reuse.select import select
+from kvrag.reuse.stitch import Stitched
 
 INFORMED = ("hkvd", "hkvd_gradual", "seam", "first_k", "query", "query_hkvd", "hybrid", "random")
 
@@ -56,7 +56,7 @@ def test_nothing_to_choose_from(policy: str, model: Model, lay_out: LayOut) -> N
 
 
 def test_every_policy_is_known_to_the_settings() -> None:
-    from kvrag.select import _SCORES
+    from kvrag.reuse.select import _SCORES
 
     assert set(_SCORES) == set(INFORMED) == set(POLICIES) - {"none", "full"}
     with pytest.raises(SettingError, match="unknown policy"):

@@ -20,18 +20,18 @@ import pytest
 from conftest import CHUNKS
 from serving import make_corpus, until
 
-import kvrag.index
+import kvrag.retrieval.index
 from kvrag import BlendEngine, StoreError, StoreFullError
 from kvrag.cli.main import main
 from kvrag.server import Corpus
 from kvrag.server.errors import ApiError
 
-load_embedder = functools.cache(kvrag.index.load_embedder)
+load_embedder = functools.cache(kvrag.retrieval.index.load_embedder)
 
 
 @pytest.fixture(autouse=True)
 def _embedder_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvrag.index, "load_embedder", load_embedder)
+    monkeypatch.setattr(kvrag.retrieval.index, "load_embedder", load_embedder)
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from kvrag import BlendEngine, Model
 from kvrag.bench import simulate as bench
 from kvrag.bench.simulate import DEVICES, LOADS, MODELS, Point, simulate, speed_of, table
 from kvrag.cli.main import main
-from kvrag.controller import full_seconds
+from kvrag.control.controller import full_seconds
 
 
 @pytest.fixture(autouse=True)
 def _as_installed(_not_by_the_clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.controller.NOTICEABLE_S", 0.01)
-    monkeypatch.setattr("kvrag.controller.STEP", 0.05)
+    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", 0.01)
+    monkeypatch.setattr("kvrag.control.controller.STEP", 0.05)
 
 
 def test_every_case_is_there_and_those_that_do_not_fit_say_so() -> None:

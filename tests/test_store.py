@@ -36,7 +36,7 @@ from kvrag import (
     ingest,
 )
 from kvrag.fingerprint import Fingerprint
-from kvrag.match import anchors
+from kvrag.reuse.match import anchors
 from kvrag.store import ChunkRecord, DroppedChunks, MemoryTier, chunkfile
 from kvrag.store.chunkfile import ChunkFile
 

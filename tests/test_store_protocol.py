@@ -14,7 +14,7 @@ from conftest import CHUNKS, messages
 
 from kvrag import BlendEngine, FileStore, FingerprintMismatchError, KVStore, Model
 from kvrag.fingerprint import Fingerprint
-from kvrag.match import anchors
+from kvrag.reuse.match import anchors
 from kvrag.store import ChunkRecord
 
 Open = Callable[[], KVStore]

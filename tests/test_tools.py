@@ -12,7 +12,7 @@ import pytest
 from conftest import CHUNKS
 
 from kvrag import BlendEngine, Delta, FileStore, Grammar, Model, PromptError, SettingError, ToolCall
-from kvrag.tools import CallListener, prepare
+from kvrag.generate.tools import CallListener, prepare
 
 HELLO = [{"role": "user", "content": "Hello."}]
 

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvrag.backend.transformers.shapes import random_model
 from kvrag.bench.ttft import add_number, add_shape, one_token_words, run_settings
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
-from kvrag.model.shapes import random_model
 from kvrag.types import Messages
 
 

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 
+from kvrag.backend.transformers import Model
 from kvrag.bench.ttft import run_settings
-from kvrag.codec import pack, unpack
 from kvrag.config import CODECS, BlendConfig
-from kvrag.encode import encode
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
-from kvrag.model import Model
+from kvrag.ingest.encode import encode
+from kvrag.store.codec import pack, unpack
 
 _CPU = torch.device("cpu")
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from kvrag.backend.transformers import Model
+from kvrag.backend.transformers.shapes import random_model
 from kvrag.bench.ttft import add_number, add_shape, one_token_words, run_settings
 from kvrag.config import DEFAULT_CONTEXT
-from kvrag.encode import BATCH_TOKENS
 from kvrag.engine import BlendEngine
-from kvrag.model import Model
-from kvrag.model.shapes import random_model
+from kvrag.ingest.encode import BATCH_TOKENS
 
 
 def measure(

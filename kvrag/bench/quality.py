@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from kvrag.backend.transformers import READER, Model
 from kvrag.bench.datasets import Row, rechunk
 from kvrag.bench.metrics import Bootstrap, Interval, Values, divergence, exact_match, rouge_l, token_f1
 from kvrag.bench.ttft import run_settings
 from kvrag.config import BlendConfig, Sampling, check_policy, check_ratio
-from kvrag.decode import decode
 from kvrag.engine import BlendEngine
 from kvrag.errors import ContextWindowError, KvragError, ModelError, PromptError, SettingError
-from kvrag.model import READER, Model
+from kvrag.generate.decode import decode
 from kvrag.types import Messages
 
 AS_THEY_ARE = 0

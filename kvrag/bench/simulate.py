@@ -20,11 +20,11 @@ from typing import Any
 
 from torch import Tensor
 
+from kvrag.backend.transformers import Model
 from kvrag.config import DEFAULT_POLICY, BlendConfig
-from kvrag.controller import Request, decide, selecting
+from kvrag.control.controller import Request, decide, selecting
+from kvrag.control.cost import Speed, Speedometer
 from kvrag.engine import BlendEngine
-from kvrag.model import Model
-from kvrag.speed import Speed, Speedometer
 from kvrag.types import BlendReport
 
 
@@ -335,8 +335,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_check(args: argparse.Namespace) -> int:
+    from kvrag.backend.transformers.shapes import random_model
     from kvrag.bench.ttft import run_settings
-    from kvrag.model.shapes import random_model
 
     print(f"building a random model of {args.model}'s shape", file=sys.stderr, flush=True)
     net = random_model(args.model, args.layers)

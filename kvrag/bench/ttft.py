@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
+from kvrag.backend.transformers import Model
+from kvrag.backend.transformers.shapes import SHAPES, random_model
 from kvrag.config import DEFAULT_POLICY, POLICIES, BlendConfig
 from kvrag.engine import BlendEngine
-from kvrag.model import Model
-from kvrag.model.shapes import SHAPES, random_model
 from kvrag.types import BlendReport, Messages
 
 _PREFIX_BLOCK = 16  # tokens, vLLM's default

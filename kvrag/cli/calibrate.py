@@ -16,7 +16,7 @@ from kvrag.errors import PromptError
 from kvrag.types import Messages
 
 if TYPE_CHECKING:
-    from kvrag.calibrate import Calibration
+    from kvrag.control.calibrate import Calibration
     from kvrag.engine import BlendEngine
 
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, keep the result beside the chunks, print the curve."""
-    from kvrag.calibrate import GRID
+    from kvrag.control.calibrate import GRID
 
     with open_engine(args) as engine:
         prompts = _retrieve(engine, args) if args.questions else None

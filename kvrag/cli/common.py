@@ -16,7 +16,7 @@ from kvrag.types import BlendReport, Messages
 
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
-    from kvrag.index import ChunkIndex
+    from kvrag.retrieval.index import ChunkIndex
     from kvrag.store import FileStore
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -105,7 +105,7 @@ def folder(engine: BlendEngine) -> FileStore:
 
 def open_index(engine: BlendEngine, embedder: str | None = None) -> ChunkIndex:
     """The chunk index beside the engine's chunks."""
-    from kvrag.index import ChunkIndex
+    from kvrag.retrieval.index import ChunkIndex
 
     return ChunkIndex(folder(engine).path / "index.sqlite", embedder)
 

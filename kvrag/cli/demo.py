@@ -20,7 +20,7 @@ from kvrag.errors import KvragError
 if TYPE_CHECKING:
     from kvrag.bench.ttft import TtftResult
     from kvrag.engine import BlendEngine
-    from kvrag.index import ChunkIndex
+    from kvrag.retrieval.index import ChunkIndex
 
 QUESTIONS = (
     ("What does Ingla play?", "leather drum"),

@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the numbers."""
     import torch
 
-    from kvrag.codec import share
-    from kvrag.model.loading import bytes_per_token, head_dim, kv_dtype, load_config
+    from kvrag.backend.transformers.loading import bytes_per_token, head_dim, kv_dtype, load_config
+    from kvrag.store.codec import share
 
     if args.paths and args.tokens is not None:
         raise SettingError("give either PATH or --tokens, not both")
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _count(args: argparse.Namespace) -> int:
-    from kvrag.model.loading import load_tokenizer
+    from kvrag.backend.transformers.loading import load_tokenizer
 
     tokenizer = load_tokenizer(args.model)
     total = 0

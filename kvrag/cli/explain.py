@@ -15,7 +15,7 @@ from kvrag.types import Messages
 
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
-    from kvrag.explanation import Explanation
+    from kvrag.inspect.explanation import Explanation
 
 _STYLES = {"fresh": "dim", "reused": "black on green", "conversation": "black on bright_blue"}
 _RECOMPUTED = "black on yellow"
@@ -126,7 +126,7 @@ def _show(explanation: Explanation) -> None:
         from rich.text import Text
     except ImportError:
         raise KvragError("rich is not installed: pip install 'kvrag[cli]'") from None
-    from kvrag.explanation import title
+    from kvrag.inspect.explanation import title
 
     console = Console()
     if not console.is_terminal:

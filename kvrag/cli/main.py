@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown:
             args.parser.unknown(unknown)
         # bars of other libraries would run into ours, and into whatever reads stderr
-        from kvrag.model.loading import silence
+        from kvrag.backend.transformers.loading import silence
 
         silence()
         return int(import_module(args.module).run(args))

@@ -9,14 +9,14 @@ from kvrag.types import Messages
 
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
-    from kvrag.index import Hit
+    from kvrag.retrieval.index import Hit
 
 _INSTRUCTION = "Use the following context to answer the question. If it does not say, say that you do not know."
 
 
 def stuff(engine: BlendEngine, question: str, hits: Sequence[Hit]) -> str:
     """Chunks joined by blank lines, then the question."""
-    from kvrag.model import READER
+    from kvrag.backend.transformers import READER
 
     # the reader was trained on bare context and reads an instruction as part of it
     head = [] if engine.model.name == READER else [_INSTRUCTION]

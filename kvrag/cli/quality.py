@@ -14,12 +14,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from kvrag.backend.transformers import Model
 from kvrag.bench import plots, quality
 from kvrag.bench.datasets import WORLD, Row, file_rows, world_rows
 from kvrag.cli.common import progress, say
 from kvrag.config import CODECS, DEFAULT_CONTEXT, POLICIES
 from kvrag.errors import SettingError
-from kvrag.model import Model
 
 _USUAL = "hkvd"  # what the literature compares with
 

@@ -30,7 +30,7 @@ from kvrag.errors import KvragError, SettingError
 
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
-    from kvrag.index import ChunkIndex
+    from kvrag.retrieval.index import ChunkIndex
     from kvrag.server import Corpus, ServerSettings
 
 _KEYS = "KVRAG_API_KEY"
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         if args.store_gib is not None:
             folder(engine).max_bytes = _bytes("--store-gib", args.store_gib, _GIB)
         if args.prompt_template is None:  # as `ask` does it
-            from kvrag.index import Hit
+            from kvrag.retrieval.index import Hit
 
             template = stuff(engine, "{question}", [Hit("{context}", "", 1.0)])
             settings = replace(settings, template=template)

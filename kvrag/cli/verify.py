@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; 1 if a check failed."""
-    from kvrag.model import Model
-    from kvrag.verify import verify
+    from kvrag.backend.transformers import Model
+    from kvrag.inspect.verify import verify
 
     model = Model.from_pretrained(args.model, dtype=args.dtype, allow_unverified=args.allow_unverified)
     checks = verify(model, args.chunk_tokens, lambda name: print(f"... {name}", file=sys.stderr), args.codec)

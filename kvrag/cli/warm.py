@@ -28,7 +28,7 @@ from kvrag.errors import KvragError, StoreFullError
 
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
-    from kvrag.index import ChunkIndex
+    from kvrag.retrieval.index import ChunkIndex
 
 _NAMED = 3  # documents in a message
 
@@ -170,8 +170,8 @@ def drop(engine: BlendEngine, index: ChunkIndex, names: Sequence[str]) -> int:
 
 
 def _bytes_per_token(engine: BlendEngine, chunk_tokens: int) -> float:
-    from kvrag.codec import share
-    from kvrag.model.loading import head_dim
+    from kvrag.backend.transformers.loading import head_dim
+    from kvrag.store.codec import share
 
     model = engine.model
     return model.bytes_per_token * share(engine.codec, chunk_tokens, head_dim(model.config), model.dtype)

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from kvrag.config import Grammar
 from kvrag.engine import BlendEngine
 from kvrag.errors import PromptError
-from kvrag.index import Hit
+from kvrag.retrieval.index import Hit
 from kvrag.server.corpus import Corpus
 from kvrag.server.errors import ApiError, ClientGone, described, json_response, log
 from kvrag.server.metrics import Metrics

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, StoreError, StoreFullError, StoreReadOnlyError
-from kvrag.index import ChunkIndex, Hit
+from kvrag.retrieval.index import ChunkIndex, Hit
 from kvrag.server.errors import ApiError
 
 logger = logging.getLogger("kvrag")

@@ -20,8 +20,8 @@ class ChunkRecord:
     Attributes:
         key: `Fingerprint.chunk_key(ids)`; it determines everything else but what stood before the chunk.
         ids: (T,) token ids.
-        anchors: What `kvrag.match` indexes the chunk by; opaque to the store.
-        layers: Per layer keys (position-free) and values, on the CPU: each (H, T, D), or as `kvrag.codec` packs them.
+        anchors: What `kvrag.reuse.match` indexes the chunk by; opaque to the store.
+        layers: Per layer keys (position-free) and values on the CPU: (H, T, D) each, or packed by `kvrag.store.codec`.
         context: How many tokens stood between it and the preamble when it was encoded ...
         source: ... and the name of what they and the chunk are pieces of; "" = there were none.
     """

@@ -19,7 +19,7 @@ from langchain_core.vectorstores.utils import maximal_marginal_relevance
 from numpy.typing import NDArray
 
 from kvrag import SettingError, StoreError
-from kvrag.index import import_faiss
+from kvrag.retrieval.index import import_faiss
 from langchain_kvrag.texts import AddsAllTexts
 
 Filter = dict[str, Any] | Callable[[Document], bool]

@@ -21,7 +21,7 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from kvrag import BlendEngine, Model
-from kvrag.tools import prepare
+from kvrag.generate.tools import prepare
 
 
 def call(name: str, **arguments: Any) -> str:

@@ -56,8 +56,8 @@ def tiny(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test sees must not depend on how busy the machine is: nothing is ever noticeably sooner."""
-    monkeypatch.setattr("kvrag.controller.NOTICEABLE_S", float("inf"))
-    monkeypatch.setattr("kvrag.controller.STEP", 1.0)
+    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("inf"))
+    monkeypatch.setattr("kvrag.control.controller.STEP", 1.0)
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,8 @@ from llama_index.core.vector_stores.types import (
 )
 from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
 
-from kvrag import PromptError, SettingError, ingest
+from kvrag import PromptError, SettingError
+from kvrag.ingest import ingest
 
 MIRA = "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day."
 TRAN = "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror."

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvrag.codec import pack
+from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig
-from kvrag.encode import encode, row_lengths
+from kvrag.control.tuning import Tuning
 from kvrag.errors import DamagedChunkError, SettingError, StoreError
 from kvrag.fingerprint import Fingerprint
-from kvrag.match import anchors
-from kvrag.model import Model
+from kvrag.ingest.encode import BATCH_TOKENS, encode, row_lengths
+from kvrag.reuse.match import anchors
 from kvrag.store import ChunkRecord, DroppedChunks, KVStore
-from kvrag.tuning import Tuning
+from kvrag.store.codec import pack
 from kvrag.types import WarmReport
 
 _PUT_TOKENS = 32768  # chunks are stored in portions of about this many tokens: what a killed ingestion may lose
@@ -235,7 +236,8 @@ class Ingestion:
         encoded = list(encode(self._model, list(chunks.values()), before))
         if self._model.lock.waits == waits:  # what others computed meanwhile would count as ours
             lengths = row_lengths(self._model, list(chunks.values()), before)
-            self._tuning.saw_encoding(lengths, time.perf_counter() - started)
+            passes = math.ceil(sum(lengths) / BATCH_TOKENS)
+            self._tuning.saw_encoding(lengths, passes, time.perf_counter() - started)
         for number, layers in encoded:
             ids = chunks[keys[number]]
             packed = pack(layers, self._codec, f"{self._model.tokenizer.decode(ids[:12])}...")

@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvrag.backend.transformers import Tokenizer
 from kvrag.errors import KvragError, SettingError, StoreError
-from kvrag.explanation import Explanation, Finding, Kind, Reason, Stretch
 from kvrag.fingerprint import Fingerprint
-from kvrag.match import GRAM, MatchIndex, anchors
-from kvrag.model import Tokenizer
+from kvrag.inspect.explanation import Explanation, Finding, Kind, Reason, Stretch
+from kvrag.reuse.match import GRAM, MatchIndex, anchors
 from kvrag.store import FileStore, KVStore, other_stores
 from kvrag.types import BlendReport, Run
 

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvrag.blend import blend
-from kvrag.codec import pack
+from kvrag.backend.transformers import Model
 from kvrag.config import Sampling
-from kvrag.decode import decode
-from kvrag.encode import encode
-from kvrag.match import MatchIndex, anchors
-from kvrag.model import Model
-from kvrag.stitch import Stitched, stitch
+from kvrag.generate.decode import decode
+from kvrag.ingest.encode import encode
+from kvrag.reuse.blend import blend
+from kvrag.reuse.match import MatchIndex, anchors
+from kvrag.reuse.stitch import Stitched, stitch
 from kvrag.store import ChunkRecord, FileStore
+from kvrag.store.codec import pack
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}  # relative, many layers deep
 # what a codec adds: to the keys half a step of at most twice the largest, turned by RoPE; to the logits what we accept

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvrag.codec import unpack
-from kvrag.conversation import Beginning
-from kvrag.model import BlendCache, Model
+from kvrag.backend.transformers import BlendCache, Model
+from kvrag.reuse.conversation import Beginning
 from kvrag.store import ChunkReader
+from kvrag.store.codec import unpack
 from kvrag.types import Run
 
 _AHEAD = 2  # layers read before they are needed

@@ -1,7 +1,7 @@
 """Whether reuse pays for a request, and how much may be recomputed for nothing.
 
 Blending computes few rows, but has to load KV, lay it out, and listen to the question; loading runs beside computing.
-`decide` compares that with full prefill, by what `kvrag.speed` has seen this machine take for this model. It is a plain
+`decide` compares that with full prefill, by the cost model of `kvrag.control.cost`. It is a plain
 function of numbers: `kvrag bench simulate` asks it about machines that are not there.
 """
 
@@ -11,14 +11,14 @@ import math
 from dataclasses import dataclass
 
 from kvrag.config import CANDIDATES, BlendConfig
-from kvrag.speed import Speed
+from kvrag.control.cost import Speed
 
 NOTICEABLE_S = 0.01
 """Full prefill must be sooner by this much: for less, answers should not depend on the clock."""
 STEP = 0.05
 """A ratio that loading hides is rounded down to a multiple of this, so that it does not change with every answer."""
 SLAB = 2048
-"""Rows of one pass of `kvrag.blend`."""
+"""Rows of one pass of `kvrag.reuse.blend`."""
 
 
 @dataclass(frozen=True, slots=True)

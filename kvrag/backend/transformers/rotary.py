@@ -14,9 +14,9 @@ from typing import Any, Literal, NoReturn, get_args
 import torch
 from torch import Tensor, nn
 
+from kvrag.backend.rope import Pairs, rotate, unrotate
+from kvrag.backend.transformers.cache import BlendCache
 from kvrag.errors import UnsupportedModelError
-from kvrag.model.cache import BlendCache
-from kvrag.rope import Pairs, rotate, unrotate
 
 _TOKENS = 16
 

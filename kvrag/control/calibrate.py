@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig, check_ratio
 from kvrag.errors import ModelError, SettingError, StoreError
-from kvrag.model import Model
-from kvrag.stitch import Stitched
+from kvrag.reuse.stitch import Stitched
 from kvrag.types import BlendReport
 
 FILE = "calibration.json"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvrag.model import Model
-from kvrag.stitch import Stitched
+from kvrag.backend.transformers import Model
+from kvrag.reuse.stitch import Stitched
 
 SLAB = 2048
 """Rows per forward pass. Rows are causal, so passes over consecutive slabs give what one pass would, and the mask and

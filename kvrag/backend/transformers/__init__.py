@@ -4,9 +4,9 @@ Nothing here re-implements a layer. What differs between architectures (where Ro
 dimensions, which layers have a window, which have no RoPE) is read off the loaded model.
 """
 
-from kvrag.model.cache import BlendCache, LayerSource
-from kvrag.model.loading import READER
-from kvrag.model.model import Model
-from kvrag.model.tokenizer import Tokenizer
+from kvrag.backend.transformers.cache import BlendCache, LayerSource
+from kvrag.backend.transformers.loading import READER
+from kvrag.backend.transformers.model import Model
+from kvrag.backend.transformers.tokenizer import Tokenizer
 
 __all__ = ["READER", "BlendCache", "LayerSource", "Model", "Tokenizer"]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
+from kvrag.backend.transformers import Model
 from kvrag.config import CANDIDATES, DEFAULT_RATIO, BlendConfig
-from kvrag.model import Model
-from kvrag.stitch import Stitched
+from kvrag.reuse.stitch import Stitched
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import Grammar, check_json
 from kvrag.errors import PromptError, SettingError
-from kvrag.grammar import guarded
-from kvrag.model.tokenizer import Tokenizer
+from kvrag.generate.grammar import guarded
 from kvrag.types import Delta, Messages, ToolCall
 
 _NAME, _ARGUMENTS = "NAME", "ARGUMENTS"

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrag.backend.transformers import BlendCache
 from kvrag.config import BlendConfig, check_bytes
-from kvrag.model import BlendCache
 
 _MOST = 64  # conversations: a prompt is compared with each
 

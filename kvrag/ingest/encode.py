@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvrag.model import Model
+from kvrag.backend.transformers import Model
 
 BATCH_TOKENS = 4096
 """Tokens per forward pass, padding included: enough to keep the cores busy, little enough for the memory."""

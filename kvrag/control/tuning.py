@@ -16,18 +16,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvrag import calibrate, speed
-from kvrag.blend import SLAB
-from kvrag.calibrate import Calibration
-from kvrag.codec import tokens_of
+from kvrag.backend.transformers import Model
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO, BlendConfig
-from kvrag.controller import Decision, Request, decide, selecting
-from kvrag.encode import BATCH_TOKENS
+from kvrag.control import calibrate
+from kvrag.control import cost as speed
+from kvrag.control.calibrate import Calibration
+from kvrag.control.controller import Decision, Request, decide, selecting
+from kvrag.control.cost import Busy, Speedometer
 from kvrag.errors import StoreError
-from kvrag.model import Model
-from kvrag.speed import Busy, Speedometer
-from kvrag.stitch import Stitched
+from kvrag.reuse.blend import SLAB
+from kvrag.reuse.stitch import Stitched
 from kvrag.store import ChunkReader, KeepsTexts, KVStore, Texts
+from kvrag.store.codec import tokens_of
 from kvrag.types import Run
 
 logger = logging.getLogger("kvrag")
@@ -130,10 +130,9 @@ class Tuning:
         share = tokens_of(keys) * (number + 1) / reader.num_layers
         self._speedometer.saw_load(reader.bytes_read - before, share, time.perf_counter() - started)
 
-    def saw_encoding(self, lengths: Sequence[int], seconds: float) -> None:
-        """Chunks of these many tokens were encoded."""
+    def saw_encoding(self, lengths: Sequence[int], passes: int, seconds: float) -> None:
+        """Chunks of these many tokens were encoded in so many forward passes."""
         pairs = sum(length * length for length in lengths) / 2
-        passes = math.ceil(sum(lengths) / BATCH_TOKENS)
         self._speedometer.saw_pass("encode", sum(lengths), pairs, seconds, passes)
 
     def saw_full(self, num_tokens: int, seconds: float) -> None:

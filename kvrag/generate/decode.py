@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from kvrag.backend.transformers import BlendCache, Model
 from kvrag.config import Sampling
 from kvrag.errors import ModelError
-from kvrag.grammar import Constraint
-from kvrag.model import BlendCache, Model
+from kvrag.generate.grammar import Constraint
 from kvrag.types import Delta
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvrag.backend.transformers import Model
 from kvrag.config import Grammar
 from kvrag.errors import ModelError, SettingError, UnsupportedModelError
-from kvrag.model import Model
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

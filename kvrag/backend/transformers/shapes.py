@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from kvrag.backend.transformers.loading import reader_path
+from kvrag.backend.transformers.model import Model
 from kvrag.errors import SettingError
-from kvrag.model.loading import reader_path
-from kvrag.model.model import Model
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from kvrag.backend.rope import rotate, unrotate
+from kvrag.backend.transformers import loading
+from kvrag.backend.transformers.attention import Ear, attention_at
+from kvrag.backend.transformers.cache import BlendCache, LayerSource
+from kvrag.backend.transformers.lock import FairLock
+from kvrag.backend.transformers.rotary import probe
+from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import Sampling
 from kvrag.errors import ContextWindowError
 from kvrag.fingerprint import Fingerprint, hash_weights
-from kvrag.model import loading
-from kvrag.model.attention import Ear, attention_at
-from kvrag.model.cache import BlendCache, LayerSource
-from kvrag.model.lock import FairLock
-from kvrag.model.rotary import probe
-from kvrag.model.tokenizer import Tokenizer
-from kvrag.rope import rotate, unrotate
 
 Tables = tuple[Tensor, Tensor] | None
 """cos and sin of one layer, each (T, R) float32, one entry per pair of dimensions; None if it has no RoPE."""
@@ -64,7 +64,7 @@ class Model:
         """Wrap a loaded transformers model and its tokenizer.
 
         Args:
-            allow_unverified: Try a family that is not in `loading.FAMILIES`; check it with `kvrag.verify` then.
+            allow_unverified: Try a family that is not in `loading.FAMILIES`; check it with `kvrag.inspect.verify` then.
             preamble: False = encode chunks with nothing before them, for comparison.
 
         Raises:

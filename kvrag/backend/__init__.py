@@ -1,0 +1,1 @@
+"""What blending needs of a model, and its implementations."""

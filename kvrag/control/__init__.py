@@ -1,0 +1,1 @@
+"""How much to recompute: cost model, controller, calibration."""

@@ -1,0 +1,1 @@
+"""From a complete cache to text: decoding, grammars, tool calls."""

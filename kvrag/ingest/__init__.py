@@ -1,0 +1,1 @@
+"""Ingestion: texts to stored chunk KV."""

@@ -1,0 +1,1 @@
+"""Reports on a prompt and checks of a model: explain, verify."""

@@ -70,6 +70,13 @@ def check_controller(controller: str) -> str:
     return controller
 
 
+def check_namespace(namespace: str) -> str:
+    """Return `namespace` if it can name one, else raise SettingError. "" is the default namespace."""
+    ok = isinstance(namespace, str) and len(namespace) <= 200 and (namespace.isprintable() or not namespace)
+    _require(ok, f"namespace must be a string of at most 200 printable characters, got {namespace!r:.80}")
+    return namespace
+
+
 @dataclass(frozen=True, slots=True)
 class BlendConfig:
     """How much of the stitched KV to recompute, and which tokens.

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrag.backend.transformers import Model
-from kvrag.config import BlendConfig, Grammar, Sampling, check_bytes, check_codec
+from kvrag.config import BlendConfig, Grammar, Sampling, check_bytes, check_codec, check_namespace
 from kvrag.control import calibrate
 from kvrag.control.calibrate import Calibration
 from kvrag.control.controller import Decision
@@ -167,6 +167,7 @@ class BlendEngine:
         *,
         document: str | Sequence[str] = "",
         sources: str | Sequence[str] | None = None,
+        namespace: str = "",
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> WarmReport:
         """Encode every chunk that the store lacks. Give the texts as the framework will paste them, in reading order.
@@ -178,6 +179,7 @@ class BlendEngine:
                 each text, so that several documents are encoded together.
             sources: Names what the texts are pieces of: each is encoded behind up to twice `config.context_tokens` of
                 what stands before it there, but for those that several sources have. "" = nothing; None = `document`.
+            namespace: Where the chunks are visible: prompts of another namespace never reuse them.
             progress: Called with (tokens done, tokens to do) after each portion.
 
         Raises:
@@ -187,14 +189,17 @@ class BlendEngine:
             StoreError: It cannot be stored; what was stored before stays.
         """
         self._check_open()
+        check_namespace(namespace)
         return self._ingestion.warm(texts, document, sources, progress)
 
-    def forget(self, document: str) -> int:
+    def forget(self, document: str, *, namespace: str = "") -> int:
         """Drop a document's chunks unless another document has them; returns how many were dropped."""
+        check_namespace(namespace)
         return self._ingestion.forget(document)
 
-    def documents(self, prefix: str = "") -> list[str]:
-        """Names of the documents that begin so and have chunks, sorted."""
+    def documents(self, prefix: str = "", *, namespace: str = "") -> list[str]:
+        """Names of the namespace's documents that begin so and have chunks, sorted."""
+        check_namespace(namespace)
         return list(self.store.documents(prefix))
 
     async def awarm(
@@ -203,9 +208,10 @@ class BlendEngine:
         *,
         document: str | Sequence[str] = "",
         sources: str | Sequence[str] | None = None,
+        namespace: str = "",
     ) -> WarmReport:
         """Like `warm`, off the event loop."""
-        return await asyncio.to_thread(self.warm, texts, document=document, sources=sources)
+        return await asyncio.to_thread(self.warm, texts, document=document, sources=sources, namespace=namespace)
 
     # ---------------------------------------------------------------- answers
 
@@ -214,6 +220,7 @@ class BlendEngine:
         prompt: str | Messages,
         *,
         documents: Sequence[str] | None = None,
+        namespace: str = "",
         ratio: float | None = None,
         policy: str | None = None,
         controller: str | None = None,
@@ -229,6 +236,7 @@ class BlendEngine:
         Args:
             prompt: One string, taken as it is, or messages for the chat template.
             documents: Chunks that the prompt contains; those never ingested are encoded now and kept.
+            namespace: Chunks and conversations of this namespace are reused, and of no other.
             ratio, policy: Instead of the engine's `config`; what is given here is obeyed, controller or not.
             controller: "auto" or "off", instead of the engine's `config`.
             stop: The answer ends before the first of these strings.
@@ -245,6 +253,7 @@ class BlendEngine:
             SettingError: A setting is out of range or unknown, or a grammar is wrong.
         """
         self._check_open()
+        check_namespace(namespace)
         config = self._configure(ratio, policy, controller)
         prepared = prepare(self.model.tokenizer, prompt, tools, tool_choice, grammar)
         if isinstance(stop, str):
@@ -365,6 +374,7 @@ class BlendEngine:
         prompt: str | Messages | BlendReport | dict[str, Any] | None = None,
         *,
         retrieved: Sequence[str] | None = None,
+        namespace: str = "",
         ratio: float | None = None,
         policy: str | None = None,
         controller: str | None = None,
@@ -385,6 +395,7 @@ class BlendEngine:
             SettingError: A setting is out of range.
         """
         self._check_open()
+        check_namespace(namespace)
         config = self._configure(ratio, policy, controller)
         if prompt is None or isinstance(prompt, (BlendReport, dict)):
             call = self._answered(prompt)

@@ -66,6 +66,18 @@ class StoreReadOnlyError(StoreError):
     """The store cannot be written."""
 
 
+class ChunkUnreadableError(StoreError):
+    """A stored chunk cannot be read now, though nothing is wrong with it: its file stays.
+
+    Attributes:
+        key: The chunk's key.
+    """
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"chunk {key} cannot be read now: {reason}")
+        self.key = key
+
+
 class DamagedChunkError(StoreError):
     """A stored chunk is truncated or does not match its digest.
 

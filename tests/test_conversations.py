@@ -22,8 +22,11 @@ import kvrag.reuse.conversation
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError
 from kvrag.backend.transformers import BlendCache
 from kvrag.cli.main import main
-from kvrag.engine import Prefilled
+from kvrag.control.controller import Decision
+from kvrag.request import Prefilled
+from kvrag.reuse.blend import prefill
 from kvrag.reuse.conversation import Conversation, Conversations, Turn
+from kvrag.reuse.load import Matched
 from kvrag.types import Answer, Delta, Messages
 
 FIRST = messages(*CHUNKS[:3], question="Question: Who likes to eat curry and apples?")
@@ -195,7 +198,7 @@ def test_a_stream_that_garbage_collection_ends_waits_for_nothing(talk: Talk) -> 
     del deltas, cycle
 
     def match() -> None:
-        with talk.engine._index_lock, talk.engine._conversations._lock:
+        with talk.engine._conversations._lock:
             gc.collect()
 
     thread = threading.Thread(target=match, daemon=True)
@@ -272,14 +275,14 @@ def test_full_prefill_as_the_reference_stays_out_of_it(policy: str, talk: Talk, 
     report = talk(prompt, policy="full").report
     assert (report.conversation_tokens, report.reused_tokens) == (0, 0)
     ids = torch.tensor(_ids(talk.engine, prompt))
-    assert torch.equal(talk.logits, kvrag.engine.prefill(talk.engine.model, ids, 600)[0][0])
+    assert torch.equal(talk.logits, prefill(talk.engine.model, ids, 600)[0][0])
 
 
 def test_what_only_asks_for_a_cache_has_nothing_to_do_with_conversations(talk: Talk) -> None:
     """Calibration and benchmarks."""
     said = talk(FIRST, ratio=1.0)
     done = talk.engine.prefill(_ids(talk.engine, _next(FIRST, said)), BlendConfig(ratio=0.3))
-    assert done.report(0.0).conversation_tokens == 0
+    assert done.report.conversation_tokens == 0
     assert talk.kept == 1
 
 
@@ -305,9 +308,9 @@ def test_full_prefill_that_the_controller_chooses_goes_on_from_the_conversation(
     ids = _ids(talk.engine, prompt)
     asked: list[int] = []
 
-    def decide(config: Any, num_tokens: int, runs: Any, readers: Any, kept: int) -> Any:
-        asked.append(kept)
-        return kvrag.engine.Decision(True, 1.0, "full prefill: it is sooner")
+    def decide(config: Any, matched: Matched) -> Any:
+        asked.append(matched.kept)
+        return Decision(True, 1.0, "full prefill: it is sooner")
 
     monkeypatch.setattr(talk.engine._tuning, "decide", decide)
     report = talk(prompt).report
@@ -321,8 +324,8 @@ def test_full_prefill_that_the_controller_chooses_goes_on_from_the_conversation(
 
 def test_copying_a_conversation_is_not_measured_as_rotating(talk: Talk) -> None:
     seen: list[int] = []
-    meter = talk.engine._tuning._speedometer
-    meter.saw_stitch = lambda tokens, seconds: seen.append(tokens)  # type: ignore[method-assign]
+    meter = talk.engine._tuning._costs
+    meter.observe_stitch = lambda tokens, seconds: seen.append(tokens)  # type: ignore[method-assign]
     said = talk(FIRST, ratio=1.0)
     talk(_next(FIRST, said, CHUNKS[3]), ratio=1.0)
     assert seen == [said.report.reused_tokens]

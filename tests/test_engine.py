@@ -17,6 +17,7 @@ from families import build
 
 import kvrag.engine
 import kvrag.ingest.ingest
+import kvrag.request
 from kvrag import (
     POLICIES,
     BlendConfig,
@@ -29,6 +30,7 @@ from kvrag import (
     SettingError,
     StoreError,
 )
+from kvrag.request import Pipeline
 
 PROMPT = messages(*CHUNKS)
 
@@ -219,8 +221,8 @@ def test_odd_text_is_reused_and_blends_exactly(odd: str, engine: BlendEngine, hf
     prompt = messages(CHUNKS[0], odd)
     ids = engine.model.tokenizer.render(prompt)
     done = prepare(engine, ids, 1.0, "query")
-    assert len(done.report(0.0).runs) == 2
-    assert done.report(0.0).reused_tokens >= len(engine.model.tokenizer.encode(odd)) - 2
+    assert len(done.report.runs) == 2
+    assert done.report.reused_tokens >= len(engine.model.tokenizer.encode(odd)) - 2
     assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
     engine.generate(prompt, max_new_tokens=2)
 
@@ -273,14 +275,14 @@ def test_a_prompt_of_one_token(engine: BlendEngine, hf: Any) -> None:
     assert engine.generate("a", max_new_tokens=2).report.prompt_tokens == len(engine.model.tokenizer.render("a"))
 
 
-def test_a_long_prompt_in_slabs(engine: BlendEngine, hf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.reuse.blend.SLAB", 300)
+def test_a_long_prompt_in_blocks(engine: BlendEngine, hf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrag.backend.protocol.PREFILL_BLOCK", 300)
     engine.warm(CHUNKS)
     ids = engine.model.tokenizer.render(messages(*CHUNKS * 11))
     assert len(ids) > 1500
-    for policy in ("hkvd", "hybrid"):
+    for policy in ("hkvd", "query", "query_hkvd", "hybrid"):
         done = prepare(engine, ids, 1.0, policy)
-        assert len(done.report(0.0).runs) == 44
+        assert len(done.report.runs) == 44
         assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
 
 
@@ -296,7 +298,7 @@ def test_a_restart_changes_nothing(policy: str, model: Model, tmp_path: Path) ->
     with _engine(model, tmp_path) as engine:
         after = prepare(engine, ids, 0.3, policy)
         assert torch.equal(before.logits, after.logits)
-        assert after.report(0.0).runs == before.report(0.0).runs
+        assert after.report.runs == before.report.runs
 
 
 def test_what_another_engine_stores_and_removes_is_seen(model: Model, tmp_path: Path) -> None:
@@ -331,29 +333,28 @@ def test_a_chunk_that_goes_between_matching_and_opening(
 
     monkeypatch.setattr(store, "open", evicted)
     done = prepare(engine, ids, 0.0, "none")
-    assert (done.report(0.0).runs, done.report(0.0).notes, done.report(0.0).exact) == ((), (), True)
+    assert (done.report.runs, done.report.notes, done.report.exact) == ((), (), True)
     assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
     assert store.stats().damaged == 0
     monkeypatch.undo()  # with it, what keeps the controller from choosing by the clock
     engine.warm(CHUNKS)
-    assert len(prepare(engine, ids, 0.3).report(0.0).runs) == 4
+    assert len(prepare(engine, ids, 0.3).report.runs) == 4
 
 
-def test_a_chunk_that_goes_while_it_is_read(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.warm(CHUNKS)
-    ids = engine.model.tokenizer.render(PROMPT)
-    before = prepare(engine, ids, 0.0, "none").logits
-    engine._ram = kvrag.engine.MemoryTier(0)
-    store: Any = engine.store
-    match = engine._match
+def test_a_chunk_that_goes_while_it_is_read(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with _engine(model, tmp_path, ram_bytes=0) as engine:
+        engine.warm(CHUNKS, document="a")
+        ids = engine.model.tokenizer.render(PROMPT)
+        before = prepare(engine, ids, 0.0, "none").logits
+        match = Pipeline._match
 
-    def removed(*args: Any) -> Any:
-        found = match(*args)
-        store.remove([entry.key for entry in store.entries(0)])
-        return found
+        def removed(*args: Any) -> Any:
+            found = match(*args)
+            engine.forget("a")
+            return found
 
-    monkeypatch.setattr(engine, "_match", removed)
-    assert torch.equal(prepare(engine, ids, 0.0, "none").logits, before)
+        monkeypatch.setattr(Pipeline, "_match", removed)
+        assert torch.equal(prepare(engine, ids, 0.0, "none").logits, before)
 
 
 # ---------------------------------------------------------------- closing and leaking
@@ -384,13 +385,13 @@ def test_closing_while_an_answer_is_prepared(model: Model, tmp_path: Path, monke
     engine = _engine(model, tmp_path)
     engine.warm(CHUNKS)
     engine.store._last_touch = -1e9  # type: ignore[attr-defined]
-    blend = kvrag.engine.blend
+    blend = kvrag.request.blend
 
     def closing(*args: Any) -> Any:
         engine.close()
         return blend(*args)
 
-    monkeypatch.setattr(kvrag.engine, "blend", closing)
+    monkeypatch.setattr(kvrag.request, "blend", closing)
     assert len(engine.generate(PROMPT, max_new_tokens=3).report.runs) == 4
 
 
@@ -416,7 +417,7 @@ def test_no_file_stays_open(ram_bytes: int, model: Model, tmp_path: Path, monkey
 
         for step in ("stitch", "select", "blend"):
             with monkeypatch.context() as patch:
-                patch.setattr(kvrag.engine, step, fail)
+                patch.setattr(kvrag.request, step, fail)
                 with pytest.raises(RuntimeError, match="out of memory"):
                     engine.generate(PROMPT)
             assert _open_files() == before, step
@@ -446,14 +447,13 @@ def test_an_error_inside_a_forward_pass_leaves_the_model_usable(
 def test_the_reading_threads_do_not_outlive_an_error(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are read ahead; a reader that is closed meanwhile must not read another file's bytes into a chunk."""
     engine.warm(CHUNKS)
-    engine._ram = kvrag.engine.MemoryTier(1 << 30)
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
     for _ in range(20):
         with monkeypatch.context() as patch:
-            patch.setattr(kvrag.engine, "select", fail)
+            patch.setattr(kvrag.request, "select", fail)
             with pytest.raises(RuntimeError, match="out of memory"):
                 engine.generate(PROMPT)
     assert engine.store.stats().damaged == 0
@@ -530,7 +530,7 @@ def test_answers_stay_right_while_chunks_come_and_go(model: Model, hf: Any, tmp_
             for count in range(40):
                 done = prepare(engine, ids[count % 3], 1.0, "random")
                 assert relative(done.logits[0], full[count % 3]) <= 1e-5
-                reused += done.report(0.0).reused_tokens
+                reused += done.report.reused_tokens
         finally:
             stop.set()
             for thread in churning:
@@ -730,7 +730,7 @@ def test_behind_its_own_document_a_chunk_has_the_kv_of_the_whole(model: Model, t
     with _engine(model, tmp_path, config=BlendConfig(context_tokens=limit)) as engine:
         engine.warm([*CHUNKS[:2], "Short.", *CHUNKS[2:]], document="a")
         far = _far(engine, _whole(model, [*CHUNKS[:2], "Short.", *CHUNKS[2:]]))
-        report = engine.prefill(_whole(model, CHUNKS), BlendConfig("none", controller="off")).report(0.0)
+        report = engine.prefill(_whole(model, CHUNKS), BlendConfig("none", controller="off")).report
         contexts = [engine.store.open(run.key).context for run in report.runs]  # type: ignore[union-attr]
     assert (far < 1e-3) == (limit == 1000)
     assert contexts[0] == 0
@@ -742,7 +742,7 @@ def test_only_a_named_document_is_a_context(model: Model, tmp_path: Path) -> Non
     with _engine(model, tmp_path, config=BlendConfig(context_tokens=1000)) as engine:
         engine.warm(CHUNKS[:2])
         engine.warm(CHUNKS[2:], document=[f"document {number}" for number in range(len(CHUNKS[2:]))])
-        report = engine.prefill(_whole(model, CHUNKS), BlendConfig("none", controller="off")).report(0.0)
+        report = engine.prefill(_whole(model, CHUNKS), BlendConfig("none", controller="off")).report
         assert {engine.store.open(run.key).context for run in report.runs} == {0}  # type: ignore[union-attr]
 
 

@@ -63,7 +63,7 @@ class Ingestion:
         self._fingerprint, self._tuning = fingerprint, tuning
         self._dropped = DroppedChunks()
 
-    def tokenize(self, texts: Iterable[str]) -> Texts:
+    def tokenize(self, texts: Iterable[str], namespace: str = "") -> Texts:
         """Raises as `BlendEngine.warm` does of texts that cannot be chunks."""
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             given = "one string" if isinstance(texts, str) else repr(texts)
@@ -94,7 +94,9 @@ class Ingestion:
         texts: Iterable[str],
         document: str | Sequence[str],
         sources: str | Sequence[str] | None,
-        progress: Callable[[int, int], None],
+        namespace: str = "",
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        on_request: bool = False,
     ) -> WarmReport:
         """See BlendEngine.warm."""
         started = time.perf_counter()
@@ -151,7 +153,7 @@ class Ingestion:
             warnings=tuple(warnings),
         )
 
-    def forget(self, document: str) -> int:
+    def forget(self, document: str, namespace: str = ""):
         """See BlendEngine.forget."""
         if not document:
             raise SettingError("forget needs a document's name")
@@ -159,7 +161,8 @@ class Ingestion:
             with contextlib.suppress(StoreError):  # what cannot be read need not come back
                 if reader := self._store.open(key):
                     self._dropped.keep(key, reader)
-        return self._store.set_document(document, [])
+        n = self._store.set_document(document, [])
+        return [""] * n
 
     def close(self) -> None:
         """Let go of what was dropped a moment ago."""
@@ -237,7 +240,7 @@ class Ingestion:
         if self._model.lock.waits == waits:  # what others computed meanwhile would count as ours
             lengths = row_lengths(self._model, list(chunks.values()), before)
             passes = math.ceil(sum(lengths) / BATCH_TOKENS)
-            self._tuning.saw_encoding(lengths, passes, time.perf_counter() - started)
+            self._tuning.observe_encoding(lengths, passes, time.perf_counter() - started)
         for number, layers in encoded:
             ids = chunks[keys[number]]
             packed = pack(layers, self._codec, f"{self._model.tokenizer.decode(ids[:12])}...")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -21,8 +22,11 @@ from kvrag.config import Sampling
 from kvrag.generate.decode import decode
 from kvrag.ingest.encode import encode
 from kvrag.reuse.blend import blend
+from kvrag.reuse.load import LayerLoader, Matched
 from kvrag.reuse.match import MatchIndex, anchors
+from kvrag.reuse.select import Selection
 from kvrag.reuse.stitch import Stitched, stitch
+from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkRecord, FileStore
 from kvrag.store.codec import pack
 
@@ -76,7 +80,7 @@ def verify(
         keys, own = stitched.cache.layer(0)[0][:, :, at], _layer0_keys(model, ids)[:, :, at]
         limit = tolerance + _KEYS[codec]
         checks = [_check("layer-0 keys of stitched chunks = the model's own", keys, own, limit)]
-        blended = blend(model, stitched, stitched.inexact)
+        blended = blend(model, stitched, Selection(stitched.inexact))
         checks.append(_check("ratio 1.0 = full prefill (logits)", blended, reference, tolerance))
         checks.append(_check_tokens(model, tokens, _greedy(model, ids, stitched, blended)))
 
@@ -133,18 +137,17 @@ def _stitch(model: Model, ids: list[int], index: MatchIndex, folder: Path, codec
     store.bind(model.fingerprint.stored_as(codec))
     runs = index.match(ids, _MIN_RUN)
     readers = {key: reader for key in {run.key for run in runs} if (reader := store.open(key)) is not None}
-    stitched = stitch(model, ids, runs, readers, len(ids) + _NEW_TOKENS, codec)
-    for number in range(model.num_layers):
-        stitched.cache.layer(number)
-    for reader in readers.values():
-        reader.close()
-    store.close()
+    with closing(store), closing(Matched(ids, runs, readers)) as matched:
+        loader = LayerLoader(model, readers, codec, Trace(model))
+        stitched = stitch(model, matched, loader, len(ids) + _NEW_TOKENS, codec)
+        for number in range(model.num_layers):
+            stitched.cache.layer(number)
     return stitched
 
 
 def _none(model: Model, ids: list[int], index: MatchIndex, folder: Path, codec: str) -> Tensor:
     stitched = _stitch(model, ids, index, folder, codec)
-    return blend(model, stitched, stitched.inexact[:0])
+    return blend(model, stitched, Selection(stitched.inexact[:0]))
 
 
 @torch.inference_mode()

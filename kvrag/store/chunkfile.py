@@ -143,6 +143,14 @@ class ChunkFile:
                 raise DamagedChunkError(self.key, "its token ids do not match their digest")
             return ids.numpy().view(np.uint32), anchors.numpy().tobytes()
 
+    @property
+    def ids(self):
+        return self.ids_and_anchors()[0]
+
+    @property
+    def context_tokens(self):
+        return self.context
+
     @contextlib.contextmanager
     def _noticing_damage(self) -> Iterator[None]:
         """A header that is JSON can still say what makes no sense."""

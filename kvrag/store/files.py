@@ -203,6 +203,9 @@ class FileStore:
             raise DamagedChunkError(key, "it was written by another model")
         return chunk
 
+    def look_up(self, texts):
+        return {text: text for text in texts if not self.missing([text])}
+
     def entries(self, after: int) -> Iterable[Entry]:
         """See KVStore.entries."""
         return self._manifest.entries(after)
@@ -250,7 +253,7 @@ class FileStore:
         self.remove(orphans)
         return len(orphans)
 
-    def documents(self, prefix: str = "") -> dict[str, list[str]]:
+    def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:
         """See KVStore.documents."""
         return self._manifest.documents(prefix)
 

@@ -31,10 +31,10 @@ class MemoryTier:
             if key not in self._chunks:
                 return None
             self._chunks.move_to_end(key)
-            layers, _, context, source = self._chunks[key]
-            return _MemoryReader(layers, context, source)
+            layers, _, context, source, ids = self._chunks[key]
+            return _MemoryReader(layers, context, source, ids)
 
-    def keep(self, key: str, layers: Layers, context: int = 0, source: str = "") -> None:
+    def keep(self, key: str, layers: Layers, context: int = 0, source: str = "", ids=None) -> None:
         """Take a chunk in, drop the least recently used ones that no longer fit."""
         size = sum(keys.nbytes + values.nbytes for keys, values in layers)
         if size > self.max_bytes:
@@ -42,17 +42,21 @@ class MemoryTier:
         with self._lock:
             if key in self._chunks:
                 return
-            self._chunks[key] = (layers, size, context, source)
+            self._chunks[key] = (layers, size, context, source, ids)
             self.bytes += size
             while self.bytes > self.max_bytes:
                 _, (_, dropped, *_) = self._chunks.popitem(last=False)
                 self.bytes -= dropped
 
-    def drop(self, key: str) -> None:
+    def drop(self, keys) -> None:
         """Forget a chunk."""
         with self._lock:
-            _, size, *_ = self._chunks.pop(key, ((), 0))
-            self.bytes -= size
+            for key in keys:
+                _, size, *_ = self._chunks.pop(key, ((), 0))
+                self.bytes -= size
+
+    def keys(self):
+        return list(self._chunks)
 
     def keeping(self, key: str, reader: ChunkReader) -> ChunkReader:
         """A reader that takes the chunk in once all of its layers have been read."""
@@ -63,7 +67,8 @@ class _MemoryReader:
     tier = "ram"
     bytes_read = 0
 
-    def __init__(self, layers: Layers, context: int, source: str) -> None:
+    def __init__(self, layers: Layers, context: int, source: str, ids) -> None:
+        self.ids, self.context_tokens = ids, context
         self._layers, self.context, self.source = layers, context, source
         self.num_layers = len(layers)
 
@@ -80,6 +85,7 @@ class _KeepingReader:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.tier, self.num_layers = reader.tier, reader.num_layers
         self.context, self.source = reader.context, reader.source
+        self.ids, self.context_tokens = reader.ids, reader.context
 
     @property
     def bytes_read(self) -> int:
@@ -93,4 +99,4 @@ class _KeepingReader:
         self._reader.close()
         if len(self._layers) == self.num_layers:
             layers = [self._layers[number] for number in range(self.num_layers)]
-            self._memory.keep(self._key, layers, self.context, self.source)
+            self._memory.keep(self._key, layers, self.context, self.source, self.ids)

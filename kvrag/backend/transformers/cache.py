@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-LayerSource = Callable[[int], tuple[Tensor, Tensor]]
-"""Layer number -> stitched keys and values, each (1, H, capacity, D)."""
+from kvrag.backend.protocol import LayerSource, Observer
 
 _GROWTH = 256  # positions
 
-Observer = Callable[[int, Tensor, Tensor], None]
-"""Called with layer number and the fresh keys and values, each (B, H, S, D), before they are written."""
+
+class StopForward(Exception):
+    """Raised inside a forward pass to end it."""
 
 
 class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -82,33 +81,29 @@ class BlendCache(Cache):  # type: ignore[misc]
     """A cache whose `update` can write at given positions of full-length tensors that are already filled.
 
     With `rows` set, the keys and values of a forward pass land at those positions (blending); without, they are
-    appended (prefill, decode). `source` fills a layer when it is first touched.
+    appended (prefill, decode). `source` provides a layer when a pass first reaches it.
 
     Attributes:
         rows: (S,) ascending positions, or None to append.
         stop: With `rows`: keys from `stop` on are not shown.
-        computed: (S,) the `rows` that were written on the last layer, and so on all, last.
-        observer: Sees every layer's fresh keys and values.
+        observer: Called with every layer's fresh keys and values; may end the pass.
     """
 
     def __init__(self, num_layers: int, capacity: int, source: LayerSource | None = None) -> None:
         super().__init__(layers=[BlendLayer(number, capacity, source) for number in range(num_layers)])
         self.rows: Tensor | None = None
         self.stop = 0
-        self.computed: Tensor | None = None
         self.observer: Observer | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values, return all that the new tokens may attend to."""
-        if self.observer is not None:
-            self.observer(layer_idx, key_states, value_states)
+        if self.observer is not None and self.observer(layer_idx, key_states, value_states):
+            raise StopForward
         layer: BlendLayer = self.layers[layer_idx]
         if self.rows is None:
             return layer.update(key_states, value_states)
-        if layer_idx == len(self.layers) - 1:
-            self.computed = self.rows
         return layer.write(key_states, value_states, self.rows, self.stop)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:

@@ -1,39 +1,33 @@
-"""BlendEngine: joins the steps from a prompt to an answer, and does no arithmetic itself."""
+"""BlendEngine: the public methods and their async twins. The steps are in `kvrag.request` and `kvrag.answer`."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kvrag.answer import Answering, Question, join
 from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig, Grammar, Sampling, check_bytes, check_codec, check_namespace
 from kvrag.control import calibrate
 from kvrag.control.calibrate import Calibration
 from kvrag.control.tuning import Tuning
-from kvrag.errors import KvragError, SettingError, StoreError
-from kvrag.generate.decode import decode
-from kvrag.generate.grammar import constrain
-from kvrag.generate.tools import Prepared, prepare
+from kvrag.errors import KvragError, SettingError
+from kvrag.generate.tools import prepare
 from kvrag.ingest.ingest import Ingestion
-from kvrag.inspect.explain import Call, Watch, explain
+from kvrag.inspect.explain import Call, explain
 from kvrag.inspect.explanation import Explanation
-from kvrag.inspect.history import History
 from kvrag.inspect.verify import Check, verify
-from kvrag.request import Pipeline, Prefilled, Prompt
+from kvrag.request import Pipeline, Prefilled
 from kvrag.reuse.catalog import Catalog
-from kvrag.reuse.conversation import Conversation, Conversations, Turn
 from kvrag.store import FileStore, KVStore, MemoryTier
-from kvrag.types import Answer, BlendReport, Delta, Messages, Run, ToolCall, WarmReport
+from kvrag.types import Answer, BlendReport, Delta, Messages, WarmReport
 
 _sharing: dict[str, threading.Lock] = {}
 _shared: weakref.WeakValueDictionary[str, BlendEngine] = weakref.WeakValueDictionary()
@@ -75,17 +69,16 @@ class BlendEngine:
         """
         self.model, self.config, self.codec = model, config or BlendConfig(), check_codec(codec)
         self.fingerprint = model.fingerprint.stored_as(codec)
-        self._conversations = Conversations(conversation_bytes, model.stable_length)
+        check_bytes("conversation_bytes", conversation_bytes)
         if store is None:
             store = Path.home() / ".cache" / "kvrag" / self.fingerprint.digest
         self.store: KVStore = FileStore(store) if isinstance(store, (str, Path)) else store
         self.store.bind(self.fingerprint)
-        self._memory, self._catalog = MemoryTier(ram_bytes), Catalog(self.store)
-        self._tuning = Tuning(model, self.store)
+        self._catalog, self._tuning = Catalog(self.store), Tuning(model, self.store)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._tuning)
-        self._pipeline = Pipeline(model, self.store, self._memory, self._catalog, self._tuning, codec)
-        self._removals = self.store.removals()
-        self._history, self._watch = History(), Watch()
+        alone_only = not self.config.context_tokens
+        self._pipeline = Pipeline(model, self.store, MemoryTier(ram_bytes), self._catalog, self._tuning, codec, alone_only)
+        self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes)
         self._closed = False
 
     @classmethod
@@ -160,7 +153,7 @@ class BlendEngine:
         Their files, their KV in RAM and the conversations about them are gone when this returns.
         """
         removed = self._ingestion.forget(document, check_namespace(namespace))
-        self._free(removed)
+        self._answering.free(removed)
         return len(removed)
 
     def documents(self, prefix: str = "", *, namespace: str = "") -> list[str]:
@@ -227,7 +220,8 @@ class BlendEngine:
         except TypeError as error:
             raise SettingError(str(error).replace("Sampling.__init__()", "stream()")) from None
         prepared = replace(prepared, template={**prepared.template, **(template or {})})
-        return self._stream(prepared, documents or (), check_namespace(namespace), config, settings)
+        question = Question(prepared, documents or (), check_namespace(namespace), config, settings)
+        return self._answering.stream(question)
 
     def _configure(
         self, ratio: float | None = None, policy: str | None = None, controller: str | None = None
@@ -237,63 +231,9 @@ class BlendEngine:
         changes: dict[str, Any] = {"ratio": ratio, "policy": policy, "controller": controller}
         return replace(self.config, **{name: value for name, value in changes.items() if value is not None})
 
-    def _stream(
-        self, prepared: Prepared, documents: Sequence[str], namespace: str, config: BlendConfig, sampling: Sampling
-    ) -> Generator[Delta, None, None]:
-        started = time.perf_counter()  # when the consumer asks for the first token
-        notes: list[str] = []
-        ids = self.model.tokenizer.render(prepared.prompt, **prepared.template)
-        self.model.check_window(len(ids))
-        constraint = constrain(self.model, prepared.grammar) if prepared.grammar else None
-        parser = prepared.listener(self.model.tokenizer, ids)
-        created = self._warm_documents(documents, namespace, notes) if documents else set()
-        done = self.prefill(ids, config, notes, namespace=namespace, goes_on=True)
-        # now, since a stream may be closed anywhere; the last token of a text may be another with more behind it
-        is_text = isinstance(prepared.prompt, str)
-        generation_prompt = 1 if is_text else self.model.tokenizer.opening(**prepared.template)
-        report: BlendReport | None = None
-        control_tokens = parser is not None and parser.control_tokens
-        cache, answer, is_over = done.stitched.cache, list[int](), False
-        with contextlib.suppress(GeneratorExit):  # a consumer that leaves may still go on with the conversation
-            for delta in decode(self.model, done.ids, cache, done.logits, sampling, constraint, control_tokens):
-                answer += delta.token_ids
-                if report is None:
-                    report = _with_created(replace(done.report, ttft_s=time.perf_counter() - started), created)
-                    self._history.add(namespace, call := Call(done.ids, done.selected, report))
-                delta = parser.hear(delta) if parser else delta
-                yield replace(delta, report=report) if delta.finish_reason else delta
-            is_over = True
-        if not _is_reference(done.config):
-            self._keep(done, answer, generation_prompt, namespace)
-        if is_over:  # garbage collection may end an abandoned stream, in a thread that holds the locks which this takes
-            self._tuning.keep_speed_now_and_then()
-            self._watch.look(self.model.tokenizer, self.store, self._finder(namespace), call, config.min_run)
-
-    def _keep(self, done: Prefilled, answer: list[int], generation_prompt: int, namespace: str) -> None:
-        """Keep an answered prompt for the next one, which will have it without the generation prompt."""
-        stitched, prefix, num_tokens = done.stitched, done.stitched.prefix, len(done.ids)
-        ids = np.array([*done.ids.tolist(), *answer][: stitched.cache.get_seq_length()])
-        exact = len(ids) if done.exact == num_tokens else done.exact
-        turn = Turn(stitched.kept, num_tokens - generation_prompt, num_tokens)
-        turns = (*(prefix.turns if prefix else ()), turn)
-        keys = frozenset(run.key for run in stitched.runs) | (prefix.conversation.keys if prefix else frozenset())
-        conversation = Conversation(ids, stitched.cache, exact, done.config, turns, namespace, keys)
-        self._conversations.keep(conversation, prefix)
-
-    def _warm_documents(self, documents: Sequence[str], namespace: str, notes: list[str]) -> set[str]:
-        """Return the keys of those that were not stored before; adds to `notes`."""
-        keys = [key for key in self._ingestion.tokenize(documents, namespace).keys if key]
-        missing: set[str] = set()
-        try:
-            missing.update(self.store.missing(keys))
-            self._ingestion.warm(documents, "", None, namespace, on_request=True)
-        except StoreError as error:
-            notes.append(f"documents could not be kept: {error}")  # the answer does not depend on it
-        return missing
-
     def generate(self, prompt: str | Messages, **settings: Any) -> Answer:
         """Answer at once; arguments as in `stream`."""
-        return _join(self.stream(prompt, **settings))
+        return join(self.stream(prompt, **settings))
 
     async def astream(self, prompt: str | Messages, **settings: Any) -> AsyncGenerator[Delta, None]:
         """Like `stream`, off the event loop."""
@@ -316,7 +256,7 @@ class BlendEngine:
         """Like `generate`, off the event loop; cancelling it stops the work after the current step."""
         deltas = self.astream(prompt, **settings)
         try:
-            return _join([delta async for delta in deltas])
+            return join([delta async for delta in deltas])
         finally:
             await deltas.aclose()
 
@@ -356,9 +296,10 @@ class BlendEngine:
             SettingError: A setting is out of range.
         """
         self._check_open()
-        config, find = self._configure(ratio, policy, controller), self._finder(check_namespace(namespace))
+        config = self._configure(ratio, policy, controller)
+        check_namespace(namespace)
         if prompt is None or isinstance(prompt, (BlendReport, dict)):
-            call = self._history.find(namespace, prompt)
+            call = self._answering.history.find(namespace, prompt)
         else:
             prepared = prepare(self.model.tokenizer, prompt, tools)
             ids = self.model.tokenizer.render(prepared.prompt, **{**prepared.template, **(template or {})})
@@ -366,13 +307,10 @@ class BlendEngine:
             started = time.perf_counter()
             done = self.prefill(ids, config, namespace=namespace)
             call = Call(done.ids, done.selected, replace(done.report, ttft_s=time.perf_counter() - started))
+        find = partial(self._answering.find, namespace=namespace)
         return explain(
             self.model.tokenizer, self.store, self.fingerprint, find, call, config.min_run, retrieved, namespace
         )
-
-    def _finder(self, namespace: str) -> Callable[[Sequence[int], int], list[tuple[Run, NDArray[np.uint32]]]]:
-        alone_only = not self.config.context_tokens
-        return lambda ids, min_run: self._pipeline.find(ids, min_run, namespace, alone_only)
 
     def verify(self) -> list[Check]:
         """Run the correctness gate on this engine's model, in a folder of its own; see `kvrag.inspect.verify`."""
@@ -456,21 +394,7 @@ class BlendEngine:
             namespace: Whose chunks may be reused.
             goes_on: Take over what a conversation has of the prompt.
         """
-        notes = list(notes)
-        config = self._tuning.settle(config or self.config, notes)
-        if self.store.removals() != self._removals:
-            self._notice_removals()
-        prefix = self._conversations.find(ids, config, namespace) if goes_on and not _is_reference(config) else None
-        return self._pipeline.prefill(Prompt(ids, config, namespace, prefix, notes))
-
-    def _notice_removals(self) -> None:
-        """Free what is kept here of chunks that were removed, perhaps by another process."""
-        self._removals = self.store.removals()
-        self._free(self.store.missing(sorted({*self._memory.keys(), *self._conversations.keys()})))
-
-    def _free(self, keys: Sequence[str]) -> None:
-        self._memory.drop(keys)
-        self._conversations.drop(keys)
+        return self._answering.prefill(ids, config or self.config, notes, namespace, goes_on)
 
     def __deepcopy__(self, memo: object) -> BlendEngine:
         return self  # copies of what holds an engine share it
@@ -486,7 +410,7 @@ class BlendEngine:
         """Release the store and the conversations. Answers under way end with their own."""
         if not self._closed:
             self._closed = True
-            self._conversations.close()
+            self._answering.close()
             self._tuning.keep_speed()
             self._catalog.close()
             self.store.close()
@@ -496,28 +420,3 @@ class BlendEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _is_reference(config: BlendConfig) -> bool:
-    """Whether full prefill was asked for, as the reference for comparisons: conversations stay out of it."""
-    return config.policy == "full" and config.controller == "off"
-
-
-def _with_created(report: BlendReport, created: set[str]) -> BlendReport:
-    return replace(report, created_tokens=sum(len(run) for run in report.runs if run.key in created))
-
-
-def _join(deltas: Iterable[Delta]) -> Answer:
-    """Join the pieces of an answer."""
-    text, last = "", None
-    token_ids: list[int] = []
-    calls: list[ToolCall] = []
-    for delta in deltas:
-        text += delta.text
-        token_ids += delta.token_ids
-        calls += delta.tool_calls
-        last = delta
-    assert last is not None
-    assert last.finish_reason is not None
-    assert last.report is not None
-    return Answer(text, tuple(token_ids), last.finish_reason, last.report, tuple(calls))

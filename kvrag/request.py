@@ -87,7 +87,13 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The parts that every request goes through. Thread-safe, since all of them are."""
+    """The parts that every request goes through. Thread-safe, since all of them are.
+
+    Attributes:
+        backend, store, memory, catalog, tuning: The parts.
+        codec: Of the stored chunks.
+        alone_only: Reuse chunks that were encoded alone, and no others.
+    """
 
     backend: Backend
     store: KVStore
@@ -95,6 +101,7 @@ class Pipeline:
     catalog: Catalog
     tuning: Tuning
     codec: str
+    alone_only: bool = False
 
     def prefill(self, prompt: Prompt) -> Prefilled:
         """Prefill a prompt from stored chunks; a chunk that cannot be read is recomputed. Changes `prompt`."""
@@ -127,16 +134,14 @@ class Pipeline:
 
     # ---------------------------------------------------------------- the steps
 
-    def find(
-        self, ids: Sequence[int], min_run: int, namespace: str = "", alone_only: bool = False
-    ) -> list[tuple[Run, NDArray[np.uint32]]]:
+    def find(self, ids: Sequence[int], min_run: int, namespace: str = "") -> list[tuple[Run, NDArray[np.uint32]]]:
         """Return the runs of stored chunks in a prompt, each with the token ids of its chunk.
 
         Texts are matched on a snapshot; which variant of a text may be used is what the store has recorded now.
         """
         runs = self.catalog.match(ids, min_run, namespace)
         states = self.store.look_up(list(dict.fromkeys(run.key for run in runs)))
-        served = {text: serve(state, alone_only) for text, state in states.items()}
+        served = {text: serve(state, self.alone_only) for text, state in states.items()}
         return [(replace(run, key=key), self.catalog.ids(run.key)) for run in runs if (key := served.get(run.key))]
 
     def _match(self, prompt: Prompt) -> Matched:
@@ -148,7 +153,7 @@ class Pipeline:
         readers: dict[str, ChunkReader] = {}
         runs: list[Run] = []
         try:
-            for run, _ in self.find(prompt.ids[kept:], config.min_run, prompt.namespace, not config.context_tokens):
+            for run, _ in self.find(prompt.ids[kept:], config.min_run, prompt.namespace):
                 run = replace(run, start=run.start + kept, stop=run.stop + kept)
                 if run.key not in readers:
                     reader = self._open(prompt, run.key)

@@ -239,9 +239,9 @@ def test_disk_and_ram_hold_the_packed_form_and_give_the_same(packing: BlendEngin
     assert (first.report.tier, again.report.tier) == ("disk", "ram")
     assert torch.equal(first.logits, again.logits)
     # of float32; with chunks of some 40 tokens and heads of 16 the scales take their share
-    assert packing._memory.bytes < 0.4 * engine._memory.bytes
+    assert packing._pipeline.memory.bytes < 0.4 * engine._pipeline.memory.bytes
     assert first.report.bytes_loaded < 0.4 * native.report.bytes_loaded
-    for layers, *_ in packing._memory._chunks.values():
+    for layers, *_ in packing._pipeline.memory._chunks.values():
         assert {tensor.dtype for layer in layers for tensor in layer} == {torch.uint8}
 
 

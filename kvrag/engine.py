@@ -77,7 +77,9 @@ class BlendEngine:
         self._catalog, self._tuning = Catalog(self.store), Tuning(model, self.store)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._tuning)
         alone_only = not self.config.context_tokens
-        self._pipeline = Pipeline(model, self.store, MemoryTier(ram_bytes), self._catalog, self._tuning, codec, alone_only)
+        self._pipeline = Pipeline(
+            model, self.store, MemoryTier(ram_bytes), self._catalog, self._tuning, codec, alone_only
+        )
         self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes)
         self._closed = False
 

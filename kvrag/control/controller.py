@@ -1,8 +1,8 @@
-"""Whether reuse pays for a request, and how much may be recomputed for nothing.
+"""Controller: choose between full prefill and blending, and the ratio that loading hides.
 
-Blending computes few rows, but has to load KV, lay it out, and listen to the question; loading runs beside computing.
-`decide` compares that with full prefill, by the cost model of `kvrag.control.cost`. It is a plain
-function of numbers: `kvrag bench simulate` asks it about machines that are not there.
+Blending computes few rows, but has to load KV, lay it out, and run the policy's own passes; loading runs beside
+computing. `decide` compares that with full prefill by the cost model of `kvrag.control.cost`. It is a plain function of
+numbers, so that `kvrag bench simulate` can evaluate it for other machines.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from kvrag.config import CANDIDATES, BlendConfig
 from kvrag.control.cost import Speed
 
 NOTICEABLE_S = 0.01
-"""Full prefill must be sooner by this much: for less, answers should not depend on the clock."""
+"""Full prefill must be faster by this many seconds: for less, answers should not depend on the clock."""
 STEP = 0.05
 """A ratio that loading hides is rounded down to a multiple of this, so that it does not change with every answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A prompt as it was matched.
+    """A matched prompt in numbers.
 
     Attributes:
         prompt, reused, inexact: Its tokens; those with stored KV; those of them that may deviate.
-        kept: Those before them whose KV is there already, as a conversation's.
+        kept: Tokens of a conversation before them, whose KV is at hand.
         bytes: To load from below the RAM tier.
         query_pass: Share of the layers that selecting runs on the fresh tokens (`query`, `hybrid`).
         detection_pass: Share of the layers that selecting runs on all tokens (`hkvd`).
@@ -45,7 +45,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do, and why. `blend_s` and `full_s` are predicted; None where nothing is known yet."""
+    """The choice and its reason. `blend_s` and `full_s` are predicted; None where nothing was measured yet."""
 
     full: bool
     ratio: float
@@ -58,8 +58,8 @@ def decide(speed: Speed | None, request: Workload, ratio: float) -> Decision:
     """Choose between full prefill and blending, and the ratio.
 
     Args:
-        speed: None = nothing was measured: blend, and learn from it.
-        ratio: The least to recompute.
+        speed: None = nothing was measured: blend, and measure that.
+        ratio: The lowest ratio allowed.
     """
     if speed is None:
         return Decision(False, ratio, f"blend at {ratio:g}: nothing has been measured on this machine yet")
@@ -79,16 +79,16 @@ def decide(speed: Speed | None, request: Workload, ratio: float) -> Decision:
 
 
 def full_seconds(speed: Speed, prompt: int, kept: int = 0) -> float:
-    """Full prefill of that many tokens, of which the first are `kept` already."""
+    """Predict full prefill of that many tokens, of which the first are `kept` already."""
     pairs = (prompt * prompt - kept * kept) / 2  # causal: every token sees those before it
     return _pass(speed, prompt - kept, pairs)
 
 
 def blend_seconds(speed: Speed, request: Workload, ratio: float) -> float:
-    """Blending, from the match to the first logits.
+    """Predict blending, from the match to the first logits.
 
-    Layers are read while others are computed. What selecting touches is read while it selects; of the rest, reading
-    hides behind recomputing.
+    Layers are read while others are computed: those that the policy runs while it selects, the rest while the blend
+    recomputes.
     """
     fresh = request.prompt - request.kept - request.reused
     rows = fresh + ratio * request.inexact
@@ -108,7 +108,7 @@ def blend_seconds(speed: Speed, request: Workload, ratio: float) -> float:
 
 
 def selecting(config: BlendConfig, num_layers: int) -> tuple[float, float, float]:
-    """(query_pass, detection_pass, candidate_pass) of a policy; see Workload."""
+    """Return (query_pass, detection_pass, candidate_pass) of a policy; see Workload."""
     if config.policy in ("query", "query_hkvd", "hybrid"):
         candidate_pass = num_layers // 2 / num_layers if config.policy == "query_hkvd" else 0.0
         return math.ceil(config.band[1] * num_layers) / num_layers, 0.0, candidate_pass
@@ -118,7 +118,7 @@ def selecting(config: BlendConfig, num_layers: int) -> tuple[float, float, float
 
 
 def seconds(value: float) -> str:
-    """For people."""
+    """Format a duration."""
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
 
 
@@ -127,7 +127,7 @@ def _pass(speed: Speed, rows: float, pairs: float) -> float:
 
 
 def _hidden(speed: Speed, request: Workload, ratio: float, blend_s: float) -> float:
-    """The largest ratio that takes no longer than `ratio` does because loading does."""
+    """Return the largest ratio that takes no longer than `ratio`, since loading takes as long."""
     steps = (round(number * STEP, 10) for number in range(1, math.ceil(1 / STEP)))
     free = [step for step in steps if step > ratio and blend_seconds(speed, request, step) <= blend_s * 1.001]
     return max([ratio, *free])

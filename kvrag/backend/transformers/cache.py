@@ -17,7 +17,7 @@ class StopForward(Exception):
 
 
 class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys and values, full length whatever the layer's window, with room to grow in place."""
+    """Keys and values of one layer: full length whatever the layer's window, with room to grow in place."""
 
     is_sliding = False
 
@@ -30,7 +30,7 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
         """Take the stitched tensors, or empty ones shaped like the first ones written."""
         if self._source is not None:
             self.keys, self.values = self._source(self._number)
-            self._source = None  # it holds on to chunks and to the conversation
+            self._source = None  # it keeps chunks and the conversation alive
         else:
             assert key_states is not None
             assert value_states is not None
@@ -59,15 +59,15 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
     def get_seq_length(self) -> int:
-        """How many positions the next token follows."""
+        """Return how many positions the next token follows."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that `query_length` appended tokens see."""
+        """Return length and offset of the keys that `query_length` appended tokens see."""
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """Unbounded, as far as masks are concerned."""
+        """Return that masks need no bound."""
         return -1
 
 
@@ -107,7 +107,7 @@ class BlendCache(Cache):  # type: ignore[misc]
         return layer.write(key_states, value_states, self.rows, self.stop)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer at full capacity; stitched now if nothing has touched the layer yet."""
+        """Return keys and values of one layer at full capacity; stitched now if no pass has reached the layer yet."""
         layer: BlendLayer = self.layers[number]
         if not layer.is_initialized:
             layer.lazy_initialization(None, None)
@@ -115,11 +115,11 @@ class BlendCache(Cache):  # type: ignore[misc]
 
     @property
     def num_bytes(self) -> int:
-        """What the layers touched so far take, with the room they have to grow."""
+        """Bytes of the layers that a pass has reached so far, with their room to grow."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
 
     def set_length(self, length: int) -> None:
-        """Positions before `length` are complete: from here on the cache grows like a DynamicCache."""
+        """Declare the positions before `length` complete: from here on the cache grows like a DynamicCache."""
         self.rows = None
         for layer in self.layers:
             layer.length = length

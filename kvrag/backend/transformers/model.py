@@ -1,4 +1,4 @@
-"""A causal LM with what blending needs, and nothing of its layers re-implemented."""
+"""The backend on a transformers model: forward passes over scattered rows, without re-implementing a layer."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _loading: dict[str, threading.Lock] = {}
 
 
 class Model:
-    """A transformers causal LM with what blending needs.
+    """A transformers causal LM that can be blended; implements `kvrag.backend.protocol.Backend`.
 
     Forward passes are serialised: threads take turns, one pass each.
 
     Attributes:
-        name: For people.
+        name: Display name.
         num_layers, context_window, vocab_size, dtype: Facts about the model.
-        fingerprint: What KV of this model is filed under.
+        fingerprint: Identifies the KV of this model in a store.
         windows: Per layer how many keys a token sees; None = all.
         rope_follows_length: RoPE frequencies depend on the length of the prompt (dynamic NTK, longrope) ...
         stable_length: ... but not up to this many tokens.
@@ -58,7 +58,7 @@ class Model:
         """Wrap a loaded transformers model and its tokenizer.
 
         Args:
-            allow_unverified: Try a family that is not in `loading.FAMILIES`; check it with `kvrag.inspect.verify` then.
+            allow_unverified: Accept a family that is not in `loading.FAMILIES`; check it with `kvrag verify`.
             preamble: False = encode chunks with nothing before them, for comparison.
 
         Raises:
@@ -112,7 +112,7 @@ class Model:
             device: "cuda", "cpu", ...; None = a GPU if there is one.
             device_map: Spread over devices by accelerate; excludes `device`.
             revision, attn_implementation, trust_remote_code: As transformers takes them.
-            allow_unverified: Try a family that has not been tested.
+            allow_unverified: Accept a family that has not been tested.
             preamble: False = encode chunks with nothing before them, for comparison.
 
         Raises:
@@ -152,7 +152,7 @@ class Model:
         return loading.bytes_per_token(self.config, self.dtype)
 
     def layer_device(self, number: int) -> torch.device:
-        """Where a layer runs."""
+        """Return the device of a layer."""
         return self._devices[number]
 
     def check_window(self, num_tokens: int, what: str = "the prompt") -> None:
@@ -167,7 +167,7 @@ class Model:
     # ---------------------------------------------------------------- rotary
 
     def tables(self, positions: Tensor) -> list[Tables]:
-        """Each layer's own cos and sin for (T,) positions; layers that share them share the tensors."""
+        """Return each layer's own cos and sin for (T,) positions; layers that share them share the tensors."""
         made: dict[Any, tuple[Tensor, Tensor]] = {}
         with self.lock, torch.inference_mode():
             self._reset_rotary()
@@ -178,7 +178,7 @@ class Model:
         return [None if rotary is None else made[rotary.module, rotary.extra] for rotary in self._rotary]
 
     def rotate(self, number: int, keys: Tensor, tables: Tables, landing: slice, out: Tensor) -> None:
-        """Write (B, H, T, D) position-free keys of a layer to `out` as the model caches them at the `landing` rows."""
+        """Write (B, H, T, D) position-free keys of a layer to `out`, rotated to the `landing` rows of the tables."""
         rotary = self._rotary[number]
         if rotary is None or tables is None:
             out.copy_(keys)
@@ -187,7 +187,7 @@ class Model:
             rotate(keys, cos, sin, rotary.pairs, out)
 
     def unrotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
-        """(B, H, T, D) keys as the model caches them -> position-free."""
+        """Return the (B, H, T, D) keys that a layer caches without their position."""
         rotary = self._rotary[number]
         if rotary is None or tables is None:
             return keys
@@ -195,7 +195,7 @@ class Model:
         return unrotate(keys, cos, sin, rotary.pairs)
 
     def _reset_rotary(self) -> None:
-        """Dynamic NTK remembers the longest prompt it has seen; an answer must not depend on what was asked before."""
+        """Reset dynamic NTK, which keeps the longest prompt so far: no answer may depend on earlier prompts."""
         for module in {rotary.module for rotary in self._rotary if rotary is not None}:
             if module.rope_type == "dynamic":
                 module.max_seq_len_cached = module.original_max_seq_len
@@ -314,7 +314,7 @@ class Model:
     def logits_processor(
         self, sampling: Sampling, num_prompt_tokens: int, extra: Sequence[Any] = ()
     ) -> tuple[Callable[[Tensor, Tensor], Tensor], bool]:
-        """What `model.generate` would do to the logits, `(ids (1, T), logits (1, V)) -> logits`, and whether to sample.
+        """Return `model.generate`'s own processing, `(ids (1, T), logits (1, V)) -> logits`, and whether to sample.
 
         Unset fields come from the model's generation config; temperature 0 means greedy.
         """

@@ -201,9 +201,7 @@ def _forward(a: bytes | memoryview, i: int, b: bytes | memoryview, j: int, most:
     done, size = 0, 64
     while done < most:
         size = min(size, most - done)
-        x, y = (
-            int.from_bytes(raw[4 * (k + done) : 4 * (k + done + size)], "little") for raw, k in ((a, i), (b, j))
-        )
+        x, y = (int.from_bytes(raw[4 * (k + done) : 4 * (k + done + size)], "little") for raw, k in ((a, i), (b, j)))
         if x != y:
             different = x ^ y
             return done + ((different & -different).bit_length() - 1) // 32
@@ -217,9 +215,7 @@ def _backward(a: bytes | memoryview, i: int, b: bytes | memoryview, j: int, most
     done, size = 0, 64
     while done < most:
         size = min(size, most - done)
-        x, y = (
-            int.from_bytes(raw[4 * (k - done - size) : 4 * (k - done)], "little") for raw, k in ((a, i), (b, j))
-        )
+        x, y = (int.from_bytes(raw[4 * (k - done - size) : 4 * (k - done)], "little") for raw, k in ((a, i), (b, j)))
         if x != y:
             return done + size - 1 - ((x ^ y).bit_length() - 1) // 32
         done += size
@@ -239,9 +235,7 @@ def _bridge(segments: Sequence[Segment], prompt: bytes, runs: list[_Found]) -> l
     return bridged
 
 
-def _onward(
-    segments: Sequence[Segment], prompt: bytes, run: _Found, border: int, direction: int
-) -> Iterator[_Found]:
+def _onward(segments: Sequence[Segment], prompt: bytes, run: _Found, border: int, direction: int) -> Iterator[_Found]:
     """Stretches of the run's text that follow each other after gaps, up to a border in the prompt.
 
     Every step covers `_AGAIN` tokens or is the last, so the work is linear.
@@ -263,9 +257,7 @@ def _onward(
         p, o = p + direction * length, o + direction * length
 
 
-def _next(
-    prompt: bytes, p: int, border: int, raw: memoryview, o: int, text_border: int
-) -> tuple[int, int] | None:
+def _next(prompt: bytes, p: int, border: int, raw: memoryview, o: int, text_border: int) -> tuple[int, int] | None:
     """The nearest equal tokens in both: how far they are, None if they are too far."""
     ours: dict[bytes, int] = {}
     for i, gram in enumerate(_grams(prompt, p, border)):

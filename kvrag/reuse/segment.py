@@ -17,11 +17,10 @@ import json
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,13 +36,14 @@ WINDOW = 8
 PAD = 32  # tokens before the first and behind the last text, so that a window around any address lies inside
 MAX_TOKENS = 1 << 31  # addresses have 32 bits
 _REPEATS = 4  # postings of one hash in one text: a rule of dashes has the same gram everywhere
-_PER_BUCKET = 2  # postings that share an entry of the directory, on average
+_PER_BUCKET = 8  # postings that share an entry of the directory, on average
 _BATCH = 1 << 16  # tokens hashed at once: temporaries stay in the CPU's cache
 _PORTION = 1 << 22  # postings or tokens merged at once
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _POWERS = [pow(_MULTIPLIER, GRAM - 1 - i, 1 << 64) for i in range(GRAM)]
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
+SUFFIX = ".segment"
 _MAGIC = b"kvrag segment 1\n"
 _TAIL = 16 + len(_MAGIC)  # the footer's length and digest
 
@@ -53,7 +53,15 @@ Numbers = NDArray[np.int64]
 
 
 class DamagedSegmentError(StoreError):
-    """The file is not what was written."""
+    """A segment's file is missing or not what was written.
+
+    Attributes:
+        name: Of the file.
+    """
+
+    def __init__(self, name: str, reason: object) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name = name
 
 
 def gram_hashes(ids: Ids) -> Hashes:
@@ -129,6 +137,7 @@ class Segment:
         alive: (R,) bool.
         last: All texts up to this number are in this segment or an earlier one, or were gone when it was made.
         name: File name, "" in memory.
+        digests: Of the arrays in the file.
     """
 
     ids: Ids
@@ -142,6 +151,7 @@ class Segment:
     alive: NDArray[np.bool_]
     last: int = 0
     name: str = ""
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, entries: Sequence[Entry], window: int = WINDOW) -> Segment:
@@ -170,7 +180,7 @@ class Segment:
         return cls(
             ids=ids,
             postings=postings,
-            directory=_directory([postings], len(postings)),
+            directory=_directory(_buckets(postings, _bits(len(postings)))),
             starts=starts,
             numbers=np.array([entry.number for entry in entries], np.int64),
             keys=np.array([entry.text.encode() for entry in entries] or [b""], np.bytes_)[: len(entries)],
@@ -187,6 +197,11 @@ class Segment:
     def raw(self) -> memoryview:
         """The ids' bytes, four a token."""
         return memoryview(self.ids).cast("B")
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all texts, alive or not."""
+        return int(self.starts[-1]) - PAD
 
     @cached_property
     def num_alive(self) -> int:
@@ -231,6 +246,16 @@ class Segment:
         changed[rows] = alive
         return replace(self, alive=changed)
 
+    def check(self, names: Iterable[str] = ()) -> None:
+        """Compare arrays (default: all) with their digests.
+
+        Raises:
+            DamagedSegmentError: One has changed.
+        """
+        for name in names or self.digests:
+            if xxhash.xxh3_64_hexdigest(getattr(self, name).view(np.uint8).data) != self.digests[name]:
+                raise DamagedSegmentError(self.name, f"{name} are damaged")
+
     def entries(self) -> Iterator[Entry]:
         """The texts that are alive."""
         for row in np.flatnonzero(self.alive).tolist():
@@ -264,11 +289,181 @@ def _thinned(postings: Hashes, starts: Numbers) -> Hashes:
     return np.delete(postings, again[rows == earlier])
 
 
-def _directory(portions: Iterable[Hashes], count: int) -> NDArray[np.uint32]:
-    """Where the postings of each value of the hash's top bits begin."""
-    bits = min(max(count // _PER_BUCKET, 1).bit_length(), 28)
-    directory = np.zeros((1 << bits) + 1, np.uint32)
-    for postings in portions:
-        buckets, counts = np.unique(postings >> np.uint64(64 - bits), return_counts=True)
-        directory[buckets.astype(np.int64) + 1] += counts.astype(np.uint32)
-    return np.cumsum(directory, dtype=np.uint32)
+def _bits(count: int) -> int:
+    """How many of a hash's top bits make the directory of so many postings."""
+    return min(max(count // _PER_BUCKET, 1).bit_length(), 28)
+
+
+def _buckets(postings: Hashes, bits: int) -> NDArray[np.uint32]:
+    """How many postings each value of the hash's top bits has, behind a 0."""
+    counts = np.zeros((1 << bits) + 1, np.uint32)
+    buckets, sizes = np.unique((postings >> np.uint64(64 - bits)).astype(np.int64), return_counts=True)
+    counts[buckets + 1] = sizes
+    return counts
+
+
+def _directory(counts: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    return np.cumsum(counts, dtype=np.uint32)
+
+
+class _Merge:
+    """The texts of several segments that are alive, as the arrays of one; those that are long come in portions."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = segments
+        rows = [np.flatnonzero(segment.alive) for segment in segments]
+        lengths = [np.diff(segment.starts) for segment in segments]
+        self.starts = np.concatenate([[0], *(n[alive] for n, alive in zip(lengths, rows, strict=True))]).cumsum() + PAD
+        if self.starts[-1] >= MAX_TOKENS:
+            raise ValueError(f"{self.starts[-1]:,} tokens are too many for one segment")
+        self._shifts, begin = [], 0  # what to add to the addresses of each row
+        for segment, alive in zip(segments, rows, strict=True):
+            shift = np.zeros(len(segment) + 1, np.int64)
+            shift[alive] = self.starts[begin : begin + len(alive)] - segment.starts[alive]
+            self._shifts.append(shift)
+            begin += len(alive)
+        self.namespaces = tuple(sorted({name for segment in segments for name in segment.namespaces}))
+        number = {name: i for i, name in enumerate(self.namespaces)}
+        spaces = [np.array([number[n] for n in s.namespaces], np.uint32)[s.spaces] for s in segments]
+        self.numbers, self.keys, self.spaces = (
+            np.concatenate([column[alive] for column, alive in zip(columns, rows, strict=True)])
+            for columns in ([s.numbers for s in segments], [s.keys for s in segments], spaces)
+        )
+        self._counts = np.zeros(3, np.uint32)
+
+    def ids(self) -> Iterator[Ids]:
+        """Tokens of all texts, padded."""
+        pad = np.zeros(PAD, np.uint32)
+        yield pad
+        for segment in self._segments:
+            borders = np.flatnonzero(np.diff(segment.alive.astype(np.int8), prepend=0, append=0))
+            for first, last in borders.reshape(-1, 2).tolist():  # stretches of texts that are alive
+                for begin in range(segment.starts[first], segment.starts[last], _PORTION):
+                    yield segment.ids[begin : min(begin + _PORTION, segment.starts[last])]
+        yield pad
+
+    def postings(self) -> Iterator[Hashes]:
+        """Postings in ascending order."""
+        total = sum(len(segment.postings) for segment in self._segments)
+        bits = _bits(total)
+        self._counts = np.zeros((1 << bits) + 1, np.uint32)
+        borders = np.linspace(0, 1 << 32, total // _PORTION + 2).astype(np.uint64) << _SHIFT
+        begins = [0] * len(self._segments)
+        for number in range(1, len(borders)):
+            is_last, parts = number == len(borders) - 1, []
+            for i, (segment, shift) in enumerate(zip(self._segments, self._shifts, strict=True)):
+                all_of_it = len(segment.postings)
+                end = all_of_it if is_last else int(np.searchsorted(segment.postings, borders[number]))
+                portion, begins[i] = segment.postings[begins[i] : end], end
+                rows = np.searchsorted(segment.starts, (portion & _LOW).astype(np.int64), "right") - 1
+                alive = segment.alive.take(rows, mode="clip")
+                parts.append((portion + shift[rows].astype(np.uint64))[alive])
+            merged = np.concatenate(parts)
+            merged.sort()
+            self._counts += _buckets(merged, bits)
+            yield merged
+
+    def directory(self) -> NDArray[np.uint32]:
+        """Of the postings, after all of them have been taken."""
+        return _directory(self._counts)
+
+
+def join(segments: Sequence[Segment]) -> Segment:
+    """Return one segment, in memory, of all texts that are alive."""
+    merge = _Merge(segments)
+    return Segment(
+        ids=np.concatenate([*merge.ids()]),
+        postings=np.concatenate([*merge.postings()]),
+        directory=merge.directory(),
+        starts=merge.starts,
+        numbers=merge.numbers,
+        keys=merge.keys,
+        spaces=merge.spaces,
+        namespaces=merge.namespaces,
+        alive=np.ones(len(merge.numbers), bool),
+        last=max(segment.last for segment in segments),
+    )
+
+
+def write(segments: Sequence[Segment], folder: Path) -> str:
+    """Write all texts that are alive as one file, portion by portion; returns its name.
+
+    Raises:
+        DamagedSegmentError: One of the segments is.
+        OSError: Nothing has been written.
+    """
+    for segment in segments:
+        segment.check()
+    merge = _Merge(segments)
+    last = max(segment.last for segment in segments)
+    arrays: dict[str, tuple[str, Iterable[NDArray[Any]]]] = {
+        "ids": ("<u4", merge.ids()),
+        "postings": ("<u8", merge.postings()),
+        "directory": ("<u4", (merge.directory() for _ in range(1))),  # known when the postings have been written
+        "starts": ("<i8", [merge.starts]),
+        "numbers": ("<i8", [merge.numbers]),
+        "keys": (f"|S{merge.keys.dtype.itemsize}", [merge.keys]),
+        "spaces": ("<u4", [merge.spaces]),
+    }
+    footer: dict[str, Any] = {"last": last, "window": WINDOW, "namespaces": list(merge.namespaces), "arrays": {}}
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".tmp", delete=False) as file:
+        try:
+            for name, (dtype, portions) in arrays.items():
+                footer["arrays"][name] = _write_array(file, dtype, portions)
+            text = json.dumps(footer).encode()
+            file.write(text + len(text).to_bytes(8, "little") + xxhash.xxh3_64_digest(text) + _MAGIC)
+            file.flush()
+            os.fsync(file.fileno())
+            name = f"{last}-{os.path.basename(file.name)[1:-4]}{SUFFIX}"
+            os.replace(file.name, folder / name)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(file.name)
+            raise
+    return name
+
+
+def _write_array(file: IO[bytes], dtype: str, portions: Iterable[NDArray[Any]]) -> dict[str, Any]:
+    file.write(bytes(-file.tell() % 64))
+    begin, digest = file.tell(), xxhash.xxh3_64()
+    for portion in portions:
+        raw = np.ascontiguousarray(portion, dtype).view(np.uint8).data
+        file.write(raw)
+        digest.update(raw)
+    return {"dtype": dtype, "begin": begin, "bytes": file.tell() - begin, "digest": digest.hexdigest()}
+
+
+def read(path: Path) -> Segment:
+    """Map a segment's file. Its footer and its tables of texts are checked, the rest when it is merged.
+
+    Raises:
+        DamagedSegmentError: It is missing, cut or changed.
+    """
+    try:
+        with open(path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        end = len(mapped) - _TAIL
+        length, digest = int.from_bytes(mapped[end : end + 8], "little"), mapped[end + 8 : end + 16]
+        text = mapped[end - length : end]
+        if mapped[end + 16 :] != _MAGIC or xxhash.xxh3_64_digest(text) != digest:
+            raise ValueError("its footer is damaged")
+        footer = json.loads(text)
+        if footer["window"] != WINDOW:
+            raise ValueError(f"indexed with windows of {footer['window']}")
+        arrays = {
+            name: np.frombuffer(mapped, d["dtype"], d["bytes"] // np.dtype(d["dtype"]).itemsize, d["begin"])
+            for name, d in footer["arrays"].items()
+        }
+        digests = {name: d["digest"] for name, d in footer["arrays"].items()}
+        segment = Segment(
+            **arrays,
+            namespaces=tuple(footer["namespaces"]),
+            alive=np.ones(len(arrays["numbers"]), bool),
+            last=footer["last"],
+            name=path.name,
+            digests=digests,
+        )
+        segment.check(("starts", "numbers", "keys", "spaces"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedSegmentError(path.name, error) from error
+    return segment

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig, Sampling
 from kvrag.errors import StoreError
+from kvrag.fingerprint import text_key
 from kvrag.generate.decode import decode
 from kvrag.generate.grammar import constrain
 from kvrag.generate.tools import Prepared
@@ -22,6 +23,7 @@ from kvrag.inspect.explain import Call, Watch
 from kvrag.inspect.history import History
 from kvrag.request import Pipeline, Prefilled, Prompt
 from kvrag.reuse.conversation import Conversation, Conversations, Turn
+from kvrag.store import serve
 from kvrag.types import Answer, BlendReport, Delta, Run, ToolCall
 
 
@@ -116,15 +118,20 @@ class Answering:
         self.free(self._pipeline.store.missing(sorted(kept)))
 
     def _warm(self, documents: Sequence[str], namespace: str, notes: list[str]) -> set[str]:
-        """Encode what is not stored, and return its keys; adds to `notes`."""
-        keys = [key for key in self._ingestion.tokenize(documents, namespace).keys if key]
-        missing: set[str] = set()
+        """Encode what cannot be reused yet, and return its keys; adds to `notes`."""
+        missing: dict[str, str] = {}
+        given = self._ingestion.tokenize(documents, namespace)
+        texts = [text_key(namespace, ids) for ids in given.ids]
         try:
-            missing.update(self._pipeline.store.missing(keys))
-            self._ingestion.warm(documents, "", None, namespace, on_request=True)
+            states = self._pipeline.store.look_up(texts)
+            for document, text, key in zip(documents, texts, given.keys, strict=True):
+                if key and serve(states[text], self._pipeline.alone_only) is None:
+                    missing[key] = document
+            if missing:
+                self._ingestion.warm(list(missing.values()), "", None, namespace, on_request=True)
         except StoreError as error:
             notes.append(f"documents could not be kept: {error}")  # the answer does not depend on it
-        return missing
+        return set(missing)
 
     def _finish(self, call: Call | None, question: Question) -> None:
         """Do what can wait until the answer is complete.

@@ -135,14 +135,22 @@ class Pipeline:
     # ---------------------------------------------------------------- the steps
 
     def find(self, ids: Sequence[int], min_run: int, namespace: str = "") -> list[tuple[Run, NDArray[np.uint32]]]:
-        """Return the runs of stored chunks in a prompt, each with the token ids of its chunk.
+        """Return the runs of stored chunks in a prompt, each with the token ids of its chunk."""
+        found = []
+        for run, text in self._runs(ids, min_run, namespace):
+            with contextlib.suppress(KeyError):  # removed a moment ago
+                found.append((run, self.catalog.ids(text)))
+        return found
+
+    def _runs(self, ids: Sequence[int], min_run: int, namespace: str) -> list[tuple[Run, str]]:
+        """Return the runs of stored chunks in a prompt, each with the key of its text.
 
         Texts are matched on a snapshot; which variant of a text may be used is what the store has recorded now.
         """
         runs = self.catalog.match(ids, min_run, namespace)
         states = self.store.look_up(list(dict.fromkeys(run.key for run in runs)))
         served = {text: serve(state, self.alone_only) for text, state in states.items()}
-        return [(replace(run, key=key), self.catalog.ids(run.key)) for run in runs if (key := served.get(run.key))]
+        return [(replace(run, key=key), run.key) for run in runs if (key := served.get(run.key))]
 
     def _match(self, prompt: Prompt) -> Matched:
         """Find the chunks behind the prefix, and open them."""
@@ -153,7 +161,7 @@ class Pipeline:
         readers: dict[str, ChunkReader] = {}
         runs: list[Run] = []
         try:
-            for run, _ in self.find(prompt.ids[kept:], config.min_run, prompt.namespace):
+            for run, _ in self._runs(prompt.ids[kept:], config.min_run, prompt.namespace):
                 run = replace(run, start=run.start + kept, stop=run.stop + kept)
                 if run.key not in readers:
                     reader = self._open(prompt, run.key)
@@ -181,7 +189,7 @@ class Pipeline:
         except (DamagedChunkError, ChunkUnreadableError) as error:
             self._set_aside(prompt, error)
             return None
-        return self.memory.keeping(key, reader) if reader else None
+        return self.memory.keeping(reader) if reader else None
 
     def _set_aside(self, prompt: Prompt, error: DamagedChunkError | ChunkUnreadableError) -> None:
         """Go on without a chunk. One that is damaged is taken out of use."""

@@ -25,8 +25,9 @@ from kvrag.backend.transformers import Tokenizer
 from kvrag.errors import KvragError, SettingError, StoreError
 from kvrag.fingerprint import Fingerprint
 from kvrag.inspect.explanation import Explanation, Finding, Kind, Reason, Stretch
-from kvrag.reuse.match import GRAM, MatchIndex, anchors
-from kvrag.store import FileStore, KVStore, other_stores
+from kvrag.reuse.match import GRAM, match
+from kvrag.reuse.segment import Segment
+from kvrag.store import Entry, FileStore, KVStore, other_stores
 from kvrag.types import BlendReport, Run
 
 logger = logging.getLogger("kvrag")
@@ -66,6 +67,7 @@ def explain(
     call: Call,
     min_run: int,
     retrieved: Sequence[str] | None = None,
+    namespace: str = "",
 ) -> Explanation:
     """Say what was reused and why it was not more.
 
@@ -79,14 +81,14 @@ def explain(
     if isinstance(retrieved, str) or not all(isinstance(text, str) for text in retrieved or ()):
         raise SettingError("retrieved must be a list of strings: the texts of the chunks")
     documents: dict[str, tuple[str, ...]] = {}
-    for name, keys in store.documents().items():
+    for name, keys in store.documents(namespace=namespace).items():
         for key in keys:
             documents[key] = (*documents.get(key, ()), name)
-    prompt, elsewhere = _Prompt(tokenizer, find, call, min_run), _Elsewhere(store, fingerprint, min_run)
+    prompt, elsewhere = _Prompt(tokenizer, find, call, min_run), _Elsewhere(store, fingerprint, min_run, namespace)
     if retrieved is None:
         found = [*prompt.recognised(), *prompt.unknown(elsewhere)]
     else:
-        found = [prompt.judge(text, store, fingerprint, elsewhere) for text in retrieved]
+        found = [prompt.judge(text, elsewhere) for text in retrieved]
     found = [replace(chunk, documents=documents.get(chunk.key, ())) for chunk in found]
     found.sort(key=lambda chunk: chunk.reason == "reused")
     stretches = tuple(_stretches(tokenizer, call, documents))
@@ -288,24 +290,23 @@ class _Prompt:
                 )
                 yield Finding(self._tokenizer.decode(ids, control_tokens=True), len(ids), 0, *why)
 
-    def judge(self, text: str, store: KVStore, fingerprint: Fingerprint, elsewhere: _Elsewhere) -> Finding:
+    def judge(self, text: str, elsewhere: _Elsewhere) -> Finding:
         """What became of a retrieved text."""
         ids = self._tokenizer.encode(text)
-        key = fingerprint.chunk_key(ids)
-        is_chunk = not store.missing([key])
+        found = self._find(ids, self._min_run)
+        key = next((run.key for run, chunk in found if len(chunk) == len(ids) == len(run)), "")
         # a splitter may have made several chunks of it
-        is_stored = is_chunk or sum(len(run) for run, _ in self._find(ids, self._min_run)) >= _VERBATIM * len(ids)
+        is_stored = bool(key) or sum(len(run) for run, _ in found) >= _VERBATIM * len(ids)
         reused = self._reused_of(ids)
         why = self._why(text, ids, reused, is_stored)
         if why[0] == "never warmed":
             why = elsewhere.look(ids) or (why[0], why[1] + elsewhere.not_searched)
-        return Finding(text, len(ids), reused, *why, key if is_chunk else "")
+        return Finding(text, len(ids), reused, *why, key)
 
     def _reused_of(self, ids: list[int]) -> int:
         """How many tokens of a text the prompt has and reused, of whatever chunk."""
-        index = MatchIndex()
-        index.add([("", np.asarray(ids, np.uint32), anchors(ids))])
-        runs = index.match(self._ids, min(self._min_run, max(len(ids), GRAM)))
+        segment = Segment.of([Entry(1, "", "", np.asarray(ids, np.uint32))])
+        runs = match([segment], self._ids, min(self._min_run, max(len(ids), GRAM)))
         return min(sum(int(self._reused[run.start : run.stop].sum()) for run in runs), len(ids))
 
     def _why(self, text: str, ids: list[int], reused: int, is_stored: bool) -> tuple[Reason, str]:
@@ -398,13 +399,14 @@ _WAYS: list[tuple[Reason, str, Callable[[str], str], Callable[[str], str]]] = [
 class _Elsewhere:
     """The stores around ours, which may be of other models, dtypes or codecs. Looked into when they are first asked."""
 
-    def __init__(self, store: KVStore, fingerprint: Fingerprint, min_run: int) -> None:
+    def __init__(self, store: KVStore, fingerprint: Fingerprint, min_run: int, namespace: str) -> None:
+        self._namespace = namespace
         self._path = store.path if isinstance(store, FileStore) else None
         self._mine, self._min_run = fingerprint.parts(), min_run
         self._strange: list[Path] = []
 
     @cached_property
-    def _stores(self) -> list[tuple[str, MatchIndex]]:
+    def _stores(self) -> list[tuple[str, Segment]]:
         """Those whose tokenizer is ours: what they are, and their chunks."""
         found = []
         for other in other_stores(self._path) if self._path else ():
@@ -412,15 +414,14 @@ class _Elsewhere:
                 if other.parts.get("tokenizer") != self._mine["tokenizer"]:
                     self._strange.append(other.path)
                     continue
-                index = MatchIndex()
-                index.add((entry.key, entry.ids, entry.anchors) for entry in other.entries())
+                segment = Segment.of(other.entries())
             except StoreError as error:
                 logger.warning("%s is left out of the search: %s", other.path, error)
                 continue
             different = [name for name in self._mine if name != "model" and self._mine[name] != other.parts.get(name)]
             settings = ", ".join(f"{name} {_short(other.parts, name)}" for name in different)
             how = f"with {settings}" if settings else "as it is loaded now"
-            found.append((f"{other.path}, for {_short(other.parts, 'model')} {how}", index))
+            found.append((f"{other.path}, for {_short(other.parts, 'model')} {how}", segment))
         return found
 
     @property
@@ -432,8 +433,8 @@ class _Elsewhere:
 
     def look(self, ids: Sequence[int]) -> tuple[Reason, str] | None:
         """Where else at least half of a text was warmed."""
-        for name, index in self._stores:
-            if 2 * sum(map(len, index.match(ids, self._min_run))) >= len(ids):
+        for name, segment in self._stores:
+            if 2 * sum(map(len, match([segment], ids, self._min_run, self._namespace))) >= len(ids):
                 return "warmed elsewhere", f"in {name}: open that store as it was made, or warm it here too"
         return None
 

@@ -83,7 +83,7 @@ class Model:
         self._rotary, self._devices = probe(hf, self.num_layers, shift=min(37, self.stable_length // 4))
         self.fingerprint = Fingerprint(
             model=self.name,
-            weights=hash_weights(hf.named_parameters()),
+            weights=hash_weights(hf.state_dict().items()),
             tokenizer=self.tokenizer.digest,
             dtype=str(self.dtype).removeprefix("torch."),
             rope=json.dumps(rope, sort_keys=True),

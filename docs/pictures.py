@@ -100,13 +100,13 @@ def draw_deviation(stitched: Stitched, deviations: Tensor, chosen: dict[str, Ten
     top.set_facecolor("lightgrey")
     norm = LogNorm(vmin=0.01, vmax=1.0)
     image = top.imshow(deviations.clamp(min=0.01), aspect="auto", norm=norm, interpolation="nearest", cmap="magma")
-    top.set(ylabel="layer", title="how far stitched KV is from full prefill's, by token and layer (grey: not reused)")
+    top.set(ylabel="layer", title="deviation of stitched KV from full prefill's, by token and layer (grey: not reused)")
     figure.colorbar(image, ax=top, label="relative deviation")
     for row, positions in enumerate(chosen.values()):
         bottom.vlines(positions, row - 0.4, row + 0.4, lw=2.5, color="tab:orange")
     bottom.set_yticks(range(len(chosen)), chosen)
     bottom.invert_yaxis()
-    bottom.set(xlabel="token of the prompt", title=f"what a policy recomputes at a ratio of {DEFAULT_RATIO:g}")
+    bottom.set(xlabel="token of the prompt", title=f"what each policy recomputes at a ratio of {DEFAULT_RATIO:g}")
     for run in stitched.runs:
         for axis in (top, bottom):
             axis.axvline(run.start - 0.5, color="tab:cyan", lw=0.8)
@@ -128,7 +128,7 @@ def draw_text(model: Model, stitched: Stitched, recomputed: Tensor, path: Path) 
     axis = figure.add_axes((0, 0, 1, 1))
     axis.set(xlim=(0, WIDTH), ylim=(line + 3, 0))
     axis.axis("off")
-    colours = {"reused": "#dcebf7", "reused and recomputed": "#ffb366", "computed as ever": "#e4e4e4"}
+    colours = {"reused": "#dcebf7", "reused and recomputed": "#ffb366", "computed fresh": "#e4e4e4"}
     names = list(colours)
     again = set(recomputed.tolist())
     pieces += [(line + 2, 30 * number + 1, -1 - number, name) for number, name in enumerate(names)]
@@ -161,7 +161,7 @@ def draw_ttft(results: list[dict[str, Any]], path: Path) -> None:
         rows = [result["rows"][number] for result in results]
         left.plot(lengths, [row["ttft_s"] for row in rows], label=label, **look)
         right.plot(lengths, [row["speedup"] for row in rows], **look)
-    for axis, what in ((left, "seconds to the first token"), (right, "first token sooner by")):
+    for axis, what in ((left, "time to first token, seconds"), (right, "speed-up over full prefill")):
         axis.set(xlabel="tokens of the prompt", ylabel=what, ylim=(0, None), xlim=(0, None))
     right.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     left.legend(fontsize=8)
@@ -172,7 +172,7 @@ def draw_ttft(results: list[dict[str, Any]], path: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ttft", action="store_true", help="measure the time to the first token anew")
+    parser.add_argument("--ttft", action="store_true", help="measure the time to first token again")
     if parser.parse_args().ttft:
         print(f"measuring {len(CHUNKS)} lengths", file=sys.stderr)
         measure_ttft()

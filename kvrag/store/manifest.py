@@ -467,11 +467,12 @@ class Manifest:
                 ).fetchall()
             )
             rows = connection.execute("SELECT namespace, texts, chunks, tokens, bytes FROM totals").fetchall()
-        counts = {name: counted for name, *counted in rows}
+        counts = {name: [int(count) for count in counted] for name, *counted in rows}
         return [
-            NamespaceStats(name, *map(int, counts.get(name, (0, 0, 0, 0))), documents.get(name, 0))
+            NamespaceStats(name, texts, chunks, tokens, size, documents.get(name, 0))
             for name in sorted({*documents, *counts})
-            if name in documents or any(counts[name])
+            for texts, chunks, tokens, size in [counts.get(name, [0, 0, 0, 0])]
+            if chunks or name in documents
         ]
 
     def rows(self) -> dict[str, Row]:

@@ -169,7 +169,11 @@ class ChunkFile:
         content = self._beginning[start:stop]
         if stop > len(self._beginning):
             content = self._read(self._file, start, stop).numpy().tobytes()
-        return np.frombuffer(content, "<i8").astype(np.uint32)
+        wide = np.frombuffer(content, "<i8")
+        ids = wide.astype(np.uint32)
+        if not np.array_equal(ids, wide):  # the key covers 32 bits of each
+            raise DamagedChunkError(self.key, f"its {name} are no token ids")
+        return ids
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """See ChunkReader.layer."""

@@ -328,7 +328,9 @@ def test_prompts_are_matched_while_others_write(tmp_path: Path, rng: random.Rand
         catalog.close()
 
 
-def test_a_written_segment_is_the_joined_one(tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_written_segment_is_the_joined_one(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(segment_module, "_PORTION", 97)
     store = Store()
     _fill(store, rng, 40)

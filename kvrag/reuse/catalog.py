@@ -111,6 +111,12 @@ class Catalog:
         self._catch_up()
         self._maintain(False)
 
+    def settle(self) -> None:
+        """Wait until files that are worth writing have been written."""
+        while (thread := self._thread) is not None and thread.is_alive():
+            thread.join()
+            self._maintain(False)
+
     def ids(self, text: str) -> Ids:
         """Return a text's token ids.
 

@@ -44,6 +44,7 @@ class _Found:
     start: int
     stop: int
     segment: int
+    row: int  # of the text
     address: int  # of the run's first token
     first: int  # of the text ...
     last: int  # ... and its end
@@ -56,6 +57,7 @@ class _Candidates:
     rank: Numbers  # of the anchor; equal for candidates of the same one
     position: Numbers  # in the prompt
     segment: Numbers
+    row: Numbers
     address: Numbers
     first: Numbers  # address of the text ...
     last: Numbers  # ... and of its end
@@ -81,11 +83,7 @@ def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, n
     candidates = _look_up(segments, prompt, positions, hashes[positions], min_run, namespace)
     raw = prompt.tobytes()
     found = _bridge(segments, raw, _cover(segments, raw, candidates, min_run))
-    rows = [int(np.searchsorted(segments[f.segment].starts, f.first)) for f in found]
-    return [
-        Run(f.start, f.stop, segments[f.segment].key(row), f.address - f.first)
-        for f, row in zip(found, rows, strict=True)
-    ]
+    return [Run(f.start, f.stop, segments[f.segment].key(f.row), f.address - f.first) for f in found]
 
 
 def _look_up(
@@ -123,10 +121,10 @@ def _look_up(
         space = segment.namespaces.index(namespace) if namespace in segment.namespaces else -1
         inside &= segment.alive[row] & (segment.spaces[row] == space)
         first_token, last_token = segment.starts[row], segment.starts[row + 1]
-        columns = (rank[here], position, np.full(len(here), number), address, first_token, last_token)
+        columns = (rank[here], position, np.full(len(here), number), row, address, first_token, last_token)
         parts.append([column[inside] for column in columns])
     if not parts:
-        return _Candidates(*[np.empty(0, np.int64)] * 6)
+        return _Candidates(*[np.empty(0, np.int64)] * 7)
     columns = tuple(np.concatenate(column) for column in zip(*parts, strict=True))
     sort = np.argsort(columns[0], kind="stable")
     return _Candidates(*(column[sort] for column in columns))
@@ -156,43 +154,44 @@ def _share_a_run(
     return np.concatenate(shared)
 
 
-def _cover(segments: Sequence[Segment], prompt: bytes, candidates: _Candidates, min_run: int) -> list[_Found]:
+def _cover(segments: Sequence[Segment], prompt: bytes, c: _Candidates, min_run: int) -> list[_Found]:
     """Take the longest candidate of one anchor after the other, as far as no earlier run goes; ascending."""
-    columns = (getattr(candidates, name).tolist() for name in ("rank", "position", "segment", "address"))
-    rank, position, segment, address = columns
-    first, last = candidates.first.tolist(), candidates.last.tolist()
-    end, count = len(prompt) // 4, len(rank)
+    if len(c.rank) == 0:
+        return []
+    groups = np.flatnonzero(np.diff(c.rank, prepend=-1)).tolist()  # the candidates of one anchor each
+    positions, segment, row, address, first, last = (
+        column.tolist() for column in (c.position[groups], c.segment, c.row, c.address, c.first, c.last)
+    )
+    end = len(prompt) // 4
     taken: list[_Found] = []
     starts: list[int] = []
-    budget = _COMPARED * end
-    i = 0
-    while i < count:
-        j = i + 1
-        while j < count and rank[j] == rank[i]:
-            j += 1
-        p, here, i = position[i], range(i, j), j
+    is_covered, budget = bytearray(end), _COMPARED * end
+    for p, i, j in zip(positions, groups, [*groups[1:], len(segment)], strict=True):
+        if is_covered[p]:
+            continue
         k = bisect_right(starts, p)
         low = taken[k - 1].stop if k else 0
         high = starts[k] if k < len(starts) else end
-        if p < low or p + GRAM > high or high - low < min_run:
-            continue  # covered, or too little left of a gap
+        if p + GRAM > high or high - low < min_run:
+            continue  # too little is left of the gap
         best, length = None, min_run - 1
-        for c in here[: None if budget > 0 else 1]:
-            o, most_back, most = address[c], min(p - low, address[c] - first[c]), min(high - p, last[c] - address[c])
+        for n in range(i, j if budget > 0 else i + 1):
+            o, most_back, most = address[n], min(p - low, address[n] - first[n]), min(high - p, last[n] - address[n])
             if most_back + most <= length:
                 continue
             budget -= 1
-            raw = segments[segment[c]].raw
+            raw = segments[segment[n]].raw
             forward = _forward(prompt, p, raw, o, most)
             if forward < GRAM or most_back + forward <= length:
                 continue
             back = _backward(prompt, p, raw, o, most_back)
             if back + forward > length:
                 length = back + forward
-                best = _Found(p - back, p + forward, segment[c], o - back, first[c], last[c])
+                best = _Found(p - back, p + forward, segment[n], row[n], o - back, first[n], last[n])
         if best is not None:
             taken.insert(k, best)
             starts.insert(k, best.start)
+            is_covered[best.start : best.stop] = b"\1" * length
     return taken
 
 
@@ -253,30 +252,28 @@ def _onward(segments: Sequence[Segment], prompt: bytes, run: _Found, border: int
         most = min(abs(border - p), abs(text_border - o))
         length = _forward(prompt, p, raw, o, most) if direction > 0 else _backward(prompt, p, raw, o, most)
         start, address = (p, o) if direction > 0 else (p - length, o - length)
-        yield _Found(start, start + length, run.segment, address, run.first, run.last)
+        yield _Found(start, start + length, run.segment, run.row, address, run.first, run.last)
         p, o = p + direction * length, o + direction * length
 
 
 def _next(prompt: bytes, p: int, border: int, raw: memoryview, o: int, text_border: int) -> tuple[int, int] | None:
     """The nearest equal tokens in both: how far they are, None if they are too far."""
-    ours: dict[bytes, int] = {}
-    for i, gram in enumerate(_grams(prompt, p, border)):
-        ours.setdefault(gram, i)
-    best, nearest = None, 2 * _GAP + 1
-    for j, gram in enumerate(_grams(raw, o, text_border)):
+    ours, theirs = _near(prompt, p, border), _near(raw, o, text_border)
+    best, nearest, size = None, 2 * _GAP + 1, 4 * _AGAIN
+    for j in range(len(theirs) // 4 - _AGAIN + 1):
         if j >= nearest:
             break
-        i = ours.get(gram, nearest)
-        if i + j < nearest:
-            best, nearest = (i, j), i + j
+        gram = theirs[4 * j : 4 * j + size]
+        i = ours.find(gram)
+        while i % 4 and i > 0:  # between two tokens
+            i = ours.find(gram, i + 1)
+        if i >= 0 and i // 4 + j < nearest:
+            best, nearest = (i // 4, j), i // 4 + j
     return best
 
 
-def _grams(raw: bytes | memoryview, at: int, border: int) -> Iterator[bytes]:
-    """The next stretches of `_AGAIN` tokens, one token further each, towards a border on either side."""
-    count, size = min(abs(border - at) - _AGAIN, _GAP) + 1, 4 * _AGAIN
+def _near(raw: bytes | memoryview, at: int, border: int) -> bytes:
+    """The tokens that a gap and what follows it may have, the nearest first, towards a border on either side."""
     if border >= at:
-        near = bytes(raw[4 * at : 4 * (at + count + _AGAIN - 1)])
-        return (near[i : i + size] for i in range(0, 4 * count, 4))
-    near = bytes(raw[4 * (at - count - _AGAIN + 1) : 4 * at])
-    return (near[i : i + size] for i in range(4 * (count - 1), -1, -4))
+        return bytes(raw[4 * at : 4 * min(at + _GAP + _AGAIN, border)])
+    return memoryview(raw[4 * max(at - _GAP - _AGAIN, border) : 4 * at]).cast("I")[::-1].tobytes()

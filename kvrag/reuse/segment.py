@@ -216,7 +216,14 @@ class Segment:
         high = self.directory.take(bucket + 1).astype(np.int64)
         np.minimum(high, len(self.postings), out=high)  # a damaged directory leads nowhere
         first = _bound(self.postings, hashes << _SHIFT, low, high)
-        return first, _bound(self.postings, (hashes << _SHIFT) | _LOW, first, high, right=True) - first
+        has_some = np.flatnonzero(first < high)
+        has_some = has_some[self.postings.take(first[has_some]) >> _SHIFT == hashes[has_some]]
+        count = np.zeros(len(hashes), np.int64)
+        count[has_some] = 1
+        has_more = has_some[self.postings.take(first[has_some] + 1, mode="clip") >> _SHIFT == hashes[has_some]]
+        stop = _bound(self.postings, (hashes[has_more] << _SHIFT) | _LOW, first[has_more], high[has_more], right=True)
+        count[has_more] = stop - first[has_more]
+        return first, count
 
     def row(self, key: str) -> int | None:
         """Where a text is, None if it is not here or not alive."""

@@ -107,6 +107,8 @@ def _deviation(context: Context, layer: int, rows: Tensor) -> Tensor:
     keys, values = stitched.cache.layer(layer)
     scores = torch.full((len(stitched.ids),), -torch.inf)
     everything = len(rows) == len(scores)  # plain prefill as far as it goes: no mask needed
+    if everything:
+        stitched.cache.set_length(0)  # an earlier stage may have appended the same rows
 
     def measure(number: int, fresh_keys: Tensor, fresh_values: Tensor) -> bool:
         if number < layer:

@@ -9,10 +9,14 @@ from itertools import takewhile
 from typing import Any
 
 import xxhash
+from tokenizers.decoders import DecodeStream
+from transformers import TokenizersBackend
 
+from kvrag.backend.transformers.control_tokens import apply_chat_template
 from kvrag.errors import PromptError
 from kvrag.types import Messages
 
+_LONGEST_CHARACTER = 16  # tokens; four bytes, and some room for tokens that are no text
 _PREAMBLE_TOKENS = 8  # enough for a sink; longer ones would run into what changes, such as a template's date
 
 # transformers warns of texts longer than the window when they are only counted; check_window is the one that judges
@@ -97,15 +101,7 @@ class Tokenizer:
             raise PromptError(f"{self._name} has no chat template: pass the prompt as one string")
         try:
             with self._lock:
-                ids = self.hf.apply_chat_template(
-                    messages,
-                    add_generation_prompt=opening,
-                    tokenize=True,
-                    return_dict=False,
-                    sanitize_control_tokens=True,
-                    **template,
-                )
-            return list(ids)
+                return apply_chat_template(self.hf, messages, add_generation_prompt=opening, **template)
         except Exception as error:  # templates raise what they like: jinja2 errors, their own refusals, TypeErrors
             raise PromptError(f"the chat template of {self._name} refuses these messages: {error}") from error
 
@@ -124,12 +120,13 @@ class Tokenizer:
         text = self.hf.decode(ids, skip_special_tokens=not control_tokens, clean_up_tokenization_spaces=False)
         return str(text)
 
+    def stream(self, control_tokens: bool = False) -> TextStream:
+        """Return an incremental `decode`, for the tokens of one answer."""
+        return TextStream(self.hf, control_tokens)
+
     def control_token(self, text: str) -> int | None:
-        """Id of the control token of this name, if there is one."""
-        for number, token in self.hf.added_tokens_decoder.items():
-            if token.special and token.content == text:
-                return int(number)
-        return None
+        """Return the id of the control token of this name, if there is one."""
+        return next((number for number, name in _control_tokens(self.hf).items() if name == text), None)
 
     def template_text(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Source of the chat template for prompts with these tools, or ""."""
@@ -191,6 +188,54 @@ class Tokenizer:
         if bos is not None and self.hf("a")["input_ids"][:1] == [bos]:
             return (bos,)
         return tuple(self.hf.encode("\n", add_special_tokens=False)[:1])
+
+
+class TextStream:
+    """Text of one answer, token by token, as `Tokenizer.decode` gives it for all of them at once.
+
+    A token is decoded together with those of the piece before it, never with the whole answer.
+    """
+
+    def __init__(self, hf: Any, control_tokens: bool = False) -> None:
+        self._hf, self._skip = hf, not control_tokens
+        self._skipped = _control_tokens(hf) if self._skip else {}
+        # slow tokenizers have no backend, and some fast ones decode in their own way
+        is_plain = isinstance(hf, TokenizersBackend) and type(hf)._decode is TokenizersBackend._decode
+        self._fast = DecodeStream(skip_special_tokens=self._skip) if is_plain else None
+        self._shown: list[int] = []  # tokens of the last piece: whether a space comes next depends on them
+        self._pending: list[int] = []  # tokens that have not become text yet
+
+    def push(self, token: int) -> str:
+        """Add a token, return the text that is now complete: whole characters."""
+        if token in self._skipped:
+            return ""
+        self._pending.append(token)
+        if text := self._next(token):
+            self._shown, self._pending = self._pending, []
+        return text
+
+    def rest(self) -> str:
+        """Return the text of what is incomplete; for the end of the answer."""
+        before = self._decode(self._shown)
+        return self._decode([*self._shown, *self._pending])[len(before) :]
+
+    def _next(self, token: int) -> str:
+        if self._fast is not None and len(self._pending) < _LONGEST_CHARACTER:
+            try:
+                return self._fast.step(self._hf.backend_tokenizer, token) or ""
+            except Exception:  # "Invalid prefix": bytes that are not UTF-8 changed the text before them
+                pass
+        self._fast = None  # it would decode a longer and longer run of invalid bytes, or fail for good
+        text = self.rest()
+        is_complete = not text.endswith("\ufffd") or len(self._pending) >= _LONGEST_CHARACTER
+        return text if is_complete else ""
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._hf.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False))
+
+
+def _control_tokens(hf: Any) -> dict[int, str]:
+    return {int(number): token.content for number, token in getattr(hf, "added_tokens_decoder", {}).items() if token.special}
 
 
 def _checked(message: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from kvrag.backend.transformers.control_tokens import apply_chat_template
 from kvrag.errors import PromptError
 from kvrag.types import Messages
 
-_LONGEST_CHARACTER = 16  # tokens; four bytes, and some room for tokens that are no text
+_LONGEST_CHARACTER = 8  # tokens: four bytes, and room for tokens without text
 _PREAMBLE_TOKENS = 8  # enough for a sink; longer ones would run into what changes, such as a template's date
 
 # transformers warns of texts longer than the window when they are only counted; check_window is the one that judges
@@ -235,7 +235,9 @@ class TextStream:
 
 
 def _control_tokens(hf: Any) -> dict[int, str]:
-    return {int(number): token.content for number, token in getattr(hf, "added_tokens_decoder", {}).items() if token.special}
+    return {
+        int(number): token.content for number, token in getattr(hf, "added_tokens_decoder", {}).items() if token.special
+    }
 
 
 def _checked(message: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvrag.backend.transformers import BlendCache, Model
 from kvrag.backend.transformers.tokenizer import TextStream
 from kvrag.config import Sampling
-from kvrag.errors import ModelError
+from kvrag.errors import ModelError, SettingError
 from kvrag.generate.grammar import Constraint
 from kvrag.types import Delta
 
@@ -75,14 +75,22 @@ def _pick(
     constraint: Constraint | None,
 ) -> int:
     """(1, T) ids so far and (1, V) logits -> the next token's id."""
-    if torch.isnan(logits).any():
-        raise ModelError("the model's logits are NaN: a value overflowed; load it with dtype='bfloat16' or 'float32'")
+    if not _is_drawable(logits):
+        raise ModelError(
+            "the model's logits are NaN or infinite: a value overflowed; load it with dtype='bfloat16' or 'float32'"
+        )
     if constraint is not None:
         logits = constraint.mask(logits)  # first, so that top_k and top_p choose among what is allowed
     logits = process(ids, logits)
+    if not _is_drawable(logits):
+        raise SettingError("the sampling settings or the model's generation config leave no token that can be drawn")
     if not do_sample:
         return int(logits.argmax())
     return int(torch.multinomial(logits.softmax(dim=-1), 1, generator=generator))
+
+
+def _is_drawable(logits: Tensor) -> bool:
+    return bool(logits.max().isfinite())  # NaN if any of them is
 
 
 class _Text:

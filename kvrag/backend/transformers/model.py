@@ -24,8 +24,10 @@ from kvrag.backend.transformers.lock import FairLock
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import Sampling
-from kvrag.errors import ContextWindowError
+from kvrag.errors import ContextWindowError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint, hash_weights
+
+_TRIAL_TOKENS = 8
 
 Tables = tuple[Tensor, Tensor] | None
 """cos and sin of one layer, each (T, R) float32, one entry per pair of dimensions; None if it has no RoPE."""
@@ -71,6 +73,7 @@ class Model:
             UnsupportedModelError: It cannot be blended exactly.
         """
         loading.refuse_unsupported(hf.config, allow_unverified)
+        loading.refuse_offload(hf)
         self.hf, self.config = hf.eval(), hf.config.get_text_config()
         self.name: str = name or getattr(hf, "name_or_path", "") or type(hf).__name__
         self.tokenizer = Tokenizer(tokenizer, self.name, preamble)
@@ -86,7 +89,9 @@ class Model:
         loading.refuse_attention(self.config._attn_implementation)
         self.stable_length = loading.stable_length(rope, self.context_window)
         self.starts_over_at = loading.starts_over_at(self.config, self.stable_length)
-        self._rotary, self._devices = probe(hf, self.num_layers, shift=min(37, self.stable_length // 4))
+        with loading.refuse_failures(hf.config):
+            self._rotary, self._devices = probe(hf, self.num_layers, shift=min(37, self.stable_length // 4))
+            self._check_attention()
         self.fingerprint = Fingerprint(
             model=self.name,
             weights=hash_weights(hf.named_parameters()),
@@ -141,6 +146,18 @@ class Model:
                 hf, tokenizer = loading.load(str(name_or_path), **settings)
                 model = _loaded[key] = cls(hf, tokenizer, str(name_or_path), allow_unverified, preamble)
         return model
+
+    def _check_attention(self) -> None:
+        """Refuse a model whose layers do not all attend through transformers' attention interface."""
+        ids, seen = torch.arange(_TRIAL_TOKENS) % self.vocab_size, set[int]()
+        ear = Ear(1, range(self.num_layers), lambda number, received: seen.add(number))
+        with torch.inference_mode():
+            self._forward(ids[None], self.new_cache(len(ids)), torch.arange(len(ids)), ear)
+        if len(seen) < self.num_layers:
+            raise UnsupportedModelError(
+                f"{self.config.model_type} models cannot be blended: their layers do not use transformers' attention "
+                "interface, so it cannot be seen what the question attends to"
+            )
 
     @property
     def bytes_per_token(self) -> int:

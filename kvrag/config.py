@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 from kvrag.errors import SettingError
 
@@ -37,7 +37,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _check(name: str, value: object, least: float, whole: bool = False) -> None:
-    ok = isinstance(value, Integral if whole else Real) and not isinstance(value, bool) and value >= least
+    ok = isinstance(value, Integral if whole else Real) and not isinstance(value, bool) and cast(float, value) >= least
     _require(ok, f"{name} must be at least {least:g}{' and whole' if whole else ''}, got {value!r}")
 
 

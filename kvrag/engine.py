@@ -285,14 +285,14 @@ class BlendEngine:
         ids = self.model.tokenizer.render(prepared.prompt, **template)
         self.model.check_window(len(ids))
         constraint = constrain(self.model, prepared.grammar) if prepared.grammar else None
-        listener = prepared.listener(self.model.tokenizer, ids)
+        parser = prepared.parser(self.model.tokenizer, ids)
         created = self._warm_documents(documents, notes) if documents else set()
         done = self.prefill(ids, config, notes, goes_on=True)
         # now, since a stream may be closed anywhere; the last token of a text may be another with more behind it
         is_text = isinstance(prepared.prompt, str)
         opening = 1 if is_text else self.model.tokenizer.opening(**template)
         report: BlendReport | None = None
-        control_tokens = listener is not None and listener.control_tokens
+        control_tokens = parser is not None and parser.control_tokens
         cache, logits = done.stitched.cache, done.logits
         answer: list[int] = []
         is_over = False
@@ -302,7 +302,7 @@ class BlendEngine:
                 if report is None:
                     report = _with_created(done.report(time.perf_counter() - started), created)
                     self._calls.append(call := Call(done.ids, done.selected, report))
-                delta = listener.hear(delta) if listener else delta
+                delta = parser.parse(delta) if parser else delta
                 yield replace(delta, report=report) if delta.finish_reason else delta
             is_over = True
         if not _is_reference(done.config):

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import CHUNKS, messages, prepare
 from families import FAMILIES, build
+from packaging import version
 
 import kvrag.backend.transformers.cache
 import kvrag.engine
@@ -37,6 +39,8 @@ def test_greedy_tokens_are_generates_past_windows_and_capacity(
     family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows of 48 tokens, RoPE that follows the length, and a cache that has to grow on the way."""
+    if family == "phi3-longrope" and version.parse(transformers.__version__) < version.parse("5.20"):
+        pytest.skip("transformers before 5.20 forgets the prompt where the frequencies change")
     monkeypatch.setattr(kvrag.engine, "_ROOM", 3)
     monkeypatch.setattr(kvrag.backend.transformers.cache, "_GROWTH", 7)
     model_type, changes = FAMILIES[family]

@@ -249,7 +249,7 @@ def test_memory_that_is_full_is_not_blamed_on_the_architecture(tokenizer: Any, m
 def test_weights_that_are_elsewhere_are_refused(tokenizer: Any) -> None:
     hf = build("llama")
     hf.model.layers[1].to("meta")  # as accelerate leaves an offloaded layer
-    with pytest.raises(ModelLoadError, match="offloaded weights to CPU memory or disk.*device='cpu'"):
+    with pytest.raises(ModelLoadError, match=r"offloaded weights to CPU memory or disk.*device='cpu'"):
         Model(hf, tokenizer)
 
 

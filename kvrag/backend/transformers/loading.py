@@ -201,7 +201,8 @@ def refuse_failures(config: Any) -> Iterator[None]:
             raise
         reason = f"{type(error).__name__}: {_first_line(error):.160}"
         raise UnsupportedModelError(
-            f"{config.model_type} models cannot be blended: a trial forward pass with a cache and a mask failed ({reason})"
+            f"{config.model_type} models cannot be blended: "
+            f"a trial forward pass with a cache and a mask failed ({reason})"
         ) from error
 
 

@@ -64,7 +64,7 @@ class Answering:
         ids = tokenizer.render(prepared.prompt, **prepared.template)
         self._model.check_window(len(ids))
         constraint = constrain(self._model, prepared.grammar) if prepared.grammar else None
-        parser = prepared.listener(tokenizer, ids)
+        parser = prepared.parser(tokenizer, ids)
         created = self._warm(question.documents, namespace, notes) if question.documents else set()
         done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
         # now, since a stream may be closed anywhere; the last token of a text may be another with more behind it
@@ -80,7 +80,7 @@ class Answering:
                 if call is None:
                     report = replace(_with_created(done.report, created), ttft_s=time.perf_counter() - started)
                     self.history.add(namespace, call := Call(done.ids, done.selected, report))
-                delta = parser.hear(delta) if parser else delta
+                delta = parser.parse(delta) if parser else delta
                 yield replace(delta, report=call.report) if delta.finish_reason else delta
             self._finish(call, question)
         if not is_reference(done.config):

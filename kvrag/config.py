@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 from kvrag.errors import SettingError
 
@@ -28,6 +28,8 @@ CANDIDATES = 2
 
 CONTROLLERS = ("auto", "off")
 
+_EXTREME = 1e9  # what logits are multiplied or divided by, twice, without leaving float32
+
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
@@ -35,7 +37,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _check(name: str, value: object, least: float, whole: bool = False) -> None:
-    ok = isinstance(value, Integral if whole else Real) and not isinstance(value, bool) and float(value) >= least
+    ok = isinstance(value, Integral if whole else Real) and not isinstance(value, bool) and cast(float, value) >= least
     _require(ok, f"{name} must be at least {least:g}{' and whole' if whole else ''}, got {value!r}")
 
 
@@ -139,7 +141,7 @@ class BlendConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. `None` means: as the model's own generation config says, like `model.generate`.
+    """How tokens are drawn. `None` = as in the model's own generation config, like `model.generate`.
 
     Attributes:
         max_new_tokens: Upper bound of the answer's length.
@@ -159,16 +161,25 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _check("max_new_tokens", self.max_new_tokens, 1, whole=True)
-        for name, whole in (("temperature", False), ("top_p", False), ("top_k", True), ("repetition_penalty", False)):
-            if getattr(self, name) is not None:
-                _check(name, getattr(self, name), 0, whole)
-        _require(self.top_p is None or 0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
-        penalty = self.repetition_penalty
-        _require(penalty is None or penalty > 0, f"repetition_penalty must be > 0, got {penalty}")
-        if self.seed is not None:
-            _check("seed", self.seed, 0, whole=True)
-        _require(not isinstance(self.stop, str), "stop must be a sequence of strings, not one string")
+        for name in ("max_new_tokens", "top_k", "seed"):
+            if (value := getattr(self, name)) is not None:
+                _check(name, value, 0, whole=True)
+                self._set(name, int(value))  # torch and transformers take no other kind of number
+        for name in ("temperature", "top_p", "repetition_penalty"):
+            if (value := getattr(self, name)) is not None:
+                _check(name, value, 0)
+                ok = 1 / _EXTREME <= value <= _EXTREME or (name == "temperature" and value == 0)
+                _require(ok, f"{name} must be from {1 / _EXTREME:g} to {_EXTREME:g}, got {value!r}")
+                self._set(name, float(value))
+        _require(self.top_p is None or self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        _require(self.seed is None or self.seed < 1 << 64, f"seed must be less than 2**64, got {self.seed}")
+        ok = isinstance(self.stop, Sequence | Set) and not isinstance(self.stop, str | bytes)
+        _require(ok, f"stop must be a sequence of strings, got {self.stop!r:.80}")
         _require(all(isinstance(s, str) and s for s in self.stop), f"stop strings must not be empty, got {self.stop!r}")
+        self._set("stop", tuple(self.stop))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, slots=True)

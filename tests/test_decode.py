@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import CHUNKS, messages, prepare
 from families import FAMILIES, build
+from packaging import version
 
 import kvrag.backend.transformers.cache
 import kvrag.request
@@ -35,6 +39,8 @@ def test_greedy_tokens_are_generates_past_windows_and_capacity(
     family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows of 48 tokens, RoPE that follows the length, and a cache that has to grow on the way."""
+    if family == "phi3-longrope" and version.parse(transformers.__version__) < version.parse("5.20"):
+        pytest.skip("transformers before 5.20 forgets the prompt where the frequencies change")
     monkeypatch.setattr(kvrag.request, "_ROOM", 3)
     monkeypatch.setattr(kvrag.backend.transformers.cache, "_GROWTH", 7)
     model_type, changes = FAMILIES[family]
@@ -332,6 +338,12 @@ def test_streamed_text_and_tokens_are_the_answers(engine: BlendEngine, endless: 
         {"seed": 1.5},
         {"max_new_tokens": "5"},
         {"temperature": "hot"},
+        {"temperature": 1e-45},
+        {"temperature": float("inf")},
+        {"temperature": 10**400},
+        {"repetition_penalty": 1e-45},
+        {"repetition_penalty": 1e39},
+        {"seed": 1 << 64},
     ],
     ids=str,
 )
@@ -340,3 +352,40 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], engine: Ble
         Sampling(**settings)
     with pytest.raises(SettingError, match=next(iter(settings))):
         engine.stream(PROMPT, **settings)
+
+
+@pytest.mark.parametrize("stop", [None, 3, b"bytes", {"a": 1}, np.array(0.5)], ids=repr)
+def test_stop_strings_are_a_sequence_of_strings(stop: Any) -> None:
+    with pytest.raises(SettingError, match="stop"):
+        Sampling(stop=stop)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 2},  # transformers insists on floats
+        {"temperature": 1e-9},
+        {"temperature": 1e9, "repetition_penalty": 1e9},
+        {"temperature": 1e-9, "repetition_penalty": 1e-9},
+        {"temperature": np.float32(0.5), "top_p": np.float16(0.5), "repetition_penalty": np.int64(2)},
+        {"temperature": Fraction(1, 3)},
+        {"temperature": 1, "top_k": np.int8(3), "seed": np.uint64((1 << 64) - 1)},
+        {"temperature": 1.0, "top_k": 1 << 70},
+        {"temperature": 1.0, "top_p": 1e-9},
+        {"max_new_tokens": 10**400},
+    ],
+    ids=lambda settings: repr(settings)[:60],
+)
+def test_every_number_in_range_can_be_decoded_with(settings: dict[str, Any], endless: Model) -> None:
+    sampling = Sampling(**settings)
+    ids, cache = torch.tensor([5, 6, 7]), endless.new_cache(8)
+    deltas = decode(endless, ids, cache, endless.forward(ids[None], cache), sampling)
+    assert [len(next(deltas).token_ids) for _ in range(3)] == [1, 1, 1]
+
+
+def test_logits_that_leave_nothing_to_draw_are_an_error(endless: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endless.hf.generation_config, "suppress_tokens", list(range(endless.vocab_size)))
+    logits = torch.zeros(1, endless.vocab_size)
+    for temperature in (0, 1.0):
+        with pytest.raises(SettingError, match="no token"):
+            next(decode(endless, torch.tensor([5]), endless.new_cache(8), logits, Sampling(temperature=temperature)))

@@ -11,7 +11,7 @@ from conftest import CHUNKS, messages, plain_logits, prepare, relative
 from families import FAMILIES, SMALL, build
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from kvrag import BlendEngine, Model, UnsupportedModelError
+from kvrag import BlendEngine, Model, ModelLoadError, UnsupportedModelError
 from kvrag.backend.transformers import loading
 from kvrag.types import Messages
 
@@ -192,6 +192,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "multi-head latent attention",
     ),
+    "doge": ("doge", {}, "a trial forward pass with a cache and a mask failed"),
+    "gpt_neox_japanese": ("gpt_neox_japanese", {}, "do not use transformers' attention interface"),
+    "xlstm": ("xlstm", {}, "a trial forward pass with a cache and a mask failed"),
     "t5": ("t5", {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}, "encoder-decoder"),
     "bart": (
         "bart",
@@ -231,6 +234,46 @@ def test_a_family_that_was_never_tested_needs_to_be_asked_for(tokenizer: Any) ->
     with pytest.raises(UnsupportedModelError, match=r"has not been tested.*allow-unverified"):
         Model(hf, tokenizer)
     assert Model(hf, tokenizer, allow_unverified=True).num_layers == 4
+
+
+def test_memory_that_is_full_is_not_blamed_on_the_architecture(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    hf = build("llama")
+    monkeypatch.setattr(hf, "forward", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        Model(hf, tokenizer)
+
+
+def test_weights_that_are_elsewhere_are_refused(tokenizer: Any) -> None:
+    hf = build("llama")
+    hf.model.layers[1].to("meta")  # as accelerate leaves an offloaded layer
+    with pytest.raises(ModelLoadError, match=r"offloaded weights to CPU memory or disk.*device='cpu'"):
+        Model(hf, tokenizer)
+
+
+@pytest.mark.parametrize(("layer_1", "works"), [("cpu", True), ("disk", False)])
+def test_device_map_spreads_a_model_but_does_not_offload_it(
+    layer_1: str, works: bool, tokenizer: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    build("llama").save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    parts = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"]
+    parts += [f"model.layers.{number}" for number in range(4)]
+    device_map = dict.fromkeys(parts, "cpu") | {"model.layers.1": layer_1}
+    hf = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=str(tmp_path / "offload")
+    )
+    if works:
+        assert Model(hf, tokenizer).num_layers == 4
+        assert Model.from_pretrained(tmp_path / "model", device_map={"": "cpu"}).num_layers == 4
+        return
+    with pytest.raises(ModelLoadError, match="offloaded"):
+        Model(hf, tokenizer)
+    with pytest.raises(ModelLoadError, match="offload"):
+        Model.from_pretrained(tmp_path / "model", device_map=device_map)
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])

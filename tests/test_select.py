@@ -127,6 +127,19 @@ def test_hkvd_gradual_measures_again_deeper_down_and_thins_out(model: Model, lay
     assert wanted.tolist() != _pick(model, lay_out(*CHUNKS), "hkvd", 12 * ratio)
 
 
+@pytest.mark.parametrize("ratio", [0.72, 0.9, 0.99])
+def test_hkvd_gradual_measures_again_when_nothing_is_exact_and_its_first_stage_takes_everything(
+    ratio: float, model: Model, engine: BlendEngine, lay_out: LayOut
+) -> None:
+    ids = model.tokenizer.encode(" " + " ".join(CHUNKS[1:]) + " Who?")
+    stitched = lay_out(ids=ids)
+    assert len(stitched.inexact) > 60
+    assert not stitched.exact.any()
+    picked = _pick(model, stitched, "hkvd_gradual", ratio)
+    assert len(picked) == round(0.6 * round(ratio * len(stitched.inexact)))
+    assert torch.isfinite(blend(model, stitched, Selection(torch.tensor(picked)))).all()
+
+
 def test_layer_0_does_not_deviate_and_layer_1_does(model: Model, lay_out: LayOut) -> None:
     stitched = lay_out(*CHUNKS)
     assert _deviations(model, stitched, 0, "kv", "l2")[stitched.reused].max() < 1e-6

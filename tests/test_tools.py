@@ -12,7 +12,7 @@ import pytest
 from conftest import CHUNKS
 
 from kvrag import BlendEngine, Delta, FileStore, Grammar, Model, PromptError, SettingError, ToolCall
-from kvrag.generate.tools import CallListener, prepare
+from kvrag.generate.tools import CallParser, prepare
 
 HELLO = [{"role": "user", "content": "Hello."}]
 
@@ -206,10 +206,10 @@ def test_chunks_in_a_tools_result_are_reused(talker: BlendEngine) -> None:
 def listen(
     text: str, size: int = 3, names: tuple[str, ...] = ("look", "count")
 ) -> tuple[str, list[tuple[str, Any]], list[str]]:
-    """What a listener makes of the text, in pieces of this size: the text, the calls, and the pieces said."""
-    listener = CallListener(names)
+    """What a parser makes of the text, in pieces of this size: the text, the calls, and the pieces said."""
+    parser = CallParser(names)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    heard = [listener.hear(Delta(piece, (1,))) for piece in pieces] + [listener.hear(Delta("", (), "stop"))]
+    heard = [parser.parse(Delta(piece, (1,))) for piece in pieces] + [parser.parse(Delta("", (), "stop"))]
     calls = [(call.name, call.arguments) for delta in heard for call in delta.tool_calls]
     return "".join(delta.text for delta in heard), calls, [delta.text for delta in heard if delta.text]
 
@@ -303,10 +303,10 @@ def test_a_tokenizer_that_says_how_its_answers_look_is_believed(tokenizer: Any, 
     assert prepared.template == {"tools": [LOOK, COUNT, tool_without_arguments()]}
 
     def hear(text: str) -> tuple[str, list[tuple[str, Any]]]:
-        listener = prepared.listener(model.tokenizer, model.tokenizer.render(HELLO))
-        assert listener is not None
-        assert listener.control_tokens
-        heard = [listener.hear(Delta(letter, (1,))) for letter in text] + [listener.hear(Delta("", (), "stop"))]
+        parser = prepared.parser(model.tokenizer, model.tokenizer.render(HELLO))
+        assert parser is not None
+        assert parser.control_tokens
+        heard = [parser.parse(Delta(letter, (1,))) for letter in text] + [parser.parse(Delta("", (), "stop"))]
         calls = [(call.name, call.arguments) for delta in heard for call in delta.tool_calls]
         return "".join(delta.text for delta in heard), calls
 
@@ -317,7 +317,7 @@ def test_a_tokenizer_that_says_how_its_answers_look_is_believed(tokenizer: Any, 
     assert hear(f"So: {broken} or not") == (f"So: {broken.removeprefix('<call>')} or not", [])
     forced = prepare(model.tokenizer, HELLO, TOOLS, "look")
     assert forced.template == {}
-    assert isinstance(forced.listener(model.tokenizer, []), CallListener)
+    assert isinstance(forced.parser(model.tokenizer, []), CallParser)
 
 
 def tool_without_arguments() -> dict[str, Any]:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kvrag.backend.protocol import KVCache
 from kvrag.backend.transformers import Model
+from kvrag.backend.transformers.tokenizer import TextStream
 from kvrag.config import Sampling
-from kvrag.errors import ModelError
+from kvrag.errors import ModelError, SettingError
 from kvrag.generate.grammar import Constraint
 from kvrag.types import Delta
 
@@ -30,8 +31,8 @@ def decode(
         ids: (T,) the prompt.
         cache: Complete for the prompt.
         logits: (1, V) after the prompt's last token.
-        constraint: What the answer must keep to; it is changed.
-        control_tokens: Leave them in the text, for those who parse it.
+        constraint: The grammar that the answer must match; it is changed.
+        control_tokens: Leave them in the text, for a parser of tool calls.
 
     Yields:
         One Delta per token; its text may be empty while a character or a stop string is incomplete. The last one has
@@ -40,7 +41,7 @@ def decode(
     process, do_sample = model.logits_processor(sampling, len(ids))
     generator = None if sampling.seed is None else torch.Generator(logits.device).manual_seed(sampling.seed)
     ids = ids[None].to(logits.device)
-    text = _Text(model, sampling.stop, control_tokens)
+    text = _Text(model.tokenizer.stream(control_tokens), sampling.stop)
     room = min(sampling.max_new_tokens, model.context_window - ids.shape[1])
     for left in range(room - 1, -1, -1):
         token = _pick(process, ids, logits, do_sample, generator, constraint)
@@ -50,11 +51,10 @@ def decode(
         if text.stopped:
             yield Delta(delta, (token,), "stop")
             return
-        if constraint is not None and constraint.push(token):
-            yield Delta(delta + text.rest(), (token,), "stop")
-            return
-        if left == 0:
-            yield Delta(delta + text.rest(), (token,), "length")
+        is_complete = constraint is not None and constraint.push(token)
+        if is_complete or left == 0:
+            delta += text.rest()
+            yield Delta(delta, (token,), "stop" if is_complete or text.stopped else "length")
             return
         yield Delta(delta, (token,))
         step = torch.tensor([[token]], device=ids.device)
@@ -76,50 +76,51 @@ def _pick(
     constraint: Constraint | None,
 ) -> int:
     """(1, T) ids so far and (1, V) logits -> the next token's id."""
-    if torch.isnan(logits).any():
-        raise ModelError("the model's logits are NaN: a value overflowed; load it with dtype='bfloat16' or 'float32'")
+    if not _is_drawable(logits):
+        raise ModelError(
+            "the model's logits are NaN or infinite: a value overflowed; load it with dtype='bfloat16' or 'float32'"
+        )
     if constraint is not None:
         logits = constraint.mask(logits)  # first, so that top_k and top_p choose among what is allowed
     logits = process(ids, logits)
+    if not _is_drawable(logits):
+        raise SettingError("the sampling settings or the model's generation config leave no token that can be drawn")
     if not do_sample:
         return int(logits.argmax())
     return int(torch.multinomial(logits.softmax(dim=-1), 1, generator=generator))
 
 
-class _Text:
-    """Ids in, text out as soon as it cannot change any more: whole characters, and no beginning of a stop string."""
+def _is_drawable(logits: Tensor) -> bool:
+    return bool(logits.max().isfinite())  # NaN if any of them is
 
-    def __init__(self, model: Model, stop: tuple[str, ...], control_tokens: bool) -> None:
-        self._model, self._stop, self._control_tokens = model, stop, control_tokens
-        self._ids: list[int] = []
-        self._sent = 0
+
+class _Text:
+    """Tokens in, text out as soon as no stop string can begin in it any more.
+
+    Attributes:
+        stopped: A stop string was found; the text before it has been returned.
+    """
+
+    def __init__(self, stream: TextStream, stop: tuple[str, ...]) -> None:
+        self._stream, self._stop = stream, stop
+        self._held = ""  # the beginning of a stop string, maybe
         self.stopped = False
 
     def push(self, token: int) -> str:
         """Add a token, return the text that is now certain."""
-        self._ids.append(token)
-        text = self._decoded()
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
-        if found:
-            self.stopped = True
-            return self._send(text[: min(found)])
-        return self._send(text[: len(text) - self._uncertain(text)])
+        text = self._before_stop(self._stream.push(token))
+        if self.stopped:
+            return text
+        held = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
 
     def rest(self) -> str:
-        """What was held back, at the end."""
-        return self._send(self._decoded())
+        """Return what was held back, at the end."""
+        return self._before_stop(self._stream.rest())
 
-    def _decoded(self) -> str:
-        return self._model.tokenizer.decode(self._ids, self._control_tokens)
-
-    def _send(self, text: str) -> str:
-        delta, self._sent = text[self._sent :], max(self._sent, len(text))
-        return delta
-
-    def _uncertain(self, text: str) -> int:
-        """How many characters at the end may still turn into another character or into a stop string."""
-        whole = len(text.rstrip("\ufffd"))
-        beginning = max(
-            (n for stop in self._stop for n in range(1, len(stop)) if text[:whole].endswith(stop[:n])), default=0
-        )
-        return len(text) - whole + beginning
+    def _before_stop(self, more: str) -> str:
+        text, self._held = self._held + more, ""
+        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        self.stopped = bool(found)
+        return text[: min(found)] if found else text

@@ -1,4 +1,4 @@
-"""Answers that keep to a grammar: at every step, only the tokens that it allows can be drawn."""
+"""Constrained decoding: at every step, only tokens that the grammar allows can be drawn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,50 +18,65 @@ from kvrag.errors import ModelError, SettingError, UnsupportedModelError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# as Python and the chat templates write JSON. Free white space would let a weak model go on with it for ever
-_WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
+# as Python and chat templates write JSON; with free white space a weak model may write nothing else
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 _SCHEMAS_BY_NAME = ("properties", "$defs", "definitions", "patternProperties")
 _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
 
 _tokenizers: weakref.WeakKeyDictionary[Model, LLTokenizer] = weakref.WeakKeyDictionary()
-_making = threading.Lock()
+_creating = threading.Lock()
 
 
 class Constraint:
-    """What a grammar allows after the tokens so far; for one answer."""
+    """A grammar and the tokens of one answer so far.
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    Args:
+        matcher: At the start of the answer.
+        vocab_size: Of the matcher's tokenizer.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        from llguidance.torch import allocate_token_bitmask
+
         self._matcher = matcher
+        self._bitmask: Tensor = allocate_token_bitmask(1, vocab_size)  # (1, V / 32) int32, pinned where there is a GPU
 
     def mask(self, logits: Tensor) -> Tensor:
-        """(1, V) logits -> the same with -inf for every token that would break the grammar.
+        """Return (1, V) logits with -inf for every token that would break the grammar.
 
         Tokens that end an answer are allowed where the grammar may end.
 
         Raises:
-            ModelError: The grammar cannot go on.
+            ModelError: No token can continue the answer.
         """
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        allowed = torch.from_numpy(np.unpackbits(bits, count=logits.shape[-1], bitorder="little")).bool()
+        from llguidance.torch import fill_next_token_bitmask
+
+        fill_next_token_bitmask(self._matcher, self._bitmask)
         if self._matcher.is_error():
             raise ModelError(f"the grammar cannot go on: {_first_line(self._matcher.get_error())}")
-        if not allowed.any():
+        if not self._bitmask.any():
             raise ModelError("the grammar cannot go on: no token of this model continues the answer")
-        return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
+        # not by llguidance's apply_token_bitmask_inplace: it compiles itself, which takes half a minute and a compiler
+        bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+        allowed = (self._bitmask.to(logits.device)[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[-1]]  # (1, V)
+        masked = torch.full_like(logits, -torch.inf)
+        known = slice(0, allowed.shape[1])  # some models have more logits than their tokenizer has tokens
+        masked[:, known] = logits[:, known].masked_fill(allowed == 0, -torch.inf)
+        return masked
 
     def push(self, token: int) -> bool:
-        """Go on by a token that was allowed; returns whether the answer is complete and nothing can follow."""
+        """Continue by a token that was allowed; return whether the answer is complete and nothing can follow."""
         if not self._matcher.consume_token(token):
             raise ModelError(f"the grammar cannot go on: {_first_line(self._matcher.get_error())}")
         return bool(self._matcher.is_stopped())
 
 
 def constrain(model: Model, grammar: Grammar) -> Constraint:
-    """A constraint at the start of an answer.
+    """Return a constraint at the start of an answer.
 
     Raises:
-        SettingError: The extra is not installed, or the grammar is wrong or has what cannot be guaranteed.
-        UnsupportedModelError: The tokenizer's bytes cannot be told.
+        SettingError: The extra is not installed, or the grammar is invalid or has what cannot be guaranteed.
+        UnsupportedModelError: The tokens' bytes cannot be read off the tokenizer.
     """
     llguidance = _llguidance()
     if grammar.regex is not None:
@@ -72,19 +86,20 @@ def constrain(model: Model, grammar: Grammar) -> Constraint:
         try:
             source = llguidance.grammar_from("ebnf", grammar.lark)
         except ValueError as error:
-            raise SettingError(f"the grammar's lark is wrong: {_first_line(str(error))}") from None
+            raise SettingError(f"the grammar's lark is invalid: {_first_line(str(error))}") from None
     else:
         assert grammar.json_schema is not None
         kind, source = "json_schema", llguidance.grammar_from("json_schema", json.dumps(guarded(grammar.json_schema)))
-    matcher = llguidance.LLMatcher(_tokenizer(model), source)
+    tokenizer = _tokenizer(model)
+    matcher = llguidance.LLMatcher(tokenizer, source)
     if matcher.is_error():
         raise SettingError(f"the grammar's {kind} cannot be guaranteed: {_first_line(matcher.get_error())}")
-    return Constraint(matcher)
+    return Constraint(matcher, tokenizer.vocab_size)
 
 
 def guarded(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema as it is enforced: objects have no properties but those named, and white space is fixed."""
-    return {**_closed(schema), "x-guidance": _WRITING}
+    """Return the schema as it is enforced: objects have no properties but those named, and white space is fixed."""
+    return {**_closed(schema), "x-guidance": _JSON_STYLE}
 
 
 def _closed(schema: Any) -> Any:
@@ -102,7 +117,7 @@ def _closed(schema: Any) -> Any:
             closed[name] = _closed(closed[name])
     if "properties" in closed and "patternProperties" not in closed:
         closed.setdefault("additionalProperties", False)
-    closed.pop("discriminator", None)  # OpenAPI's hint says nothing that the alternatives do not
+    closed.pop("discriminator", None)  # OpenAPI's hint adds nothing to the alternatives
     return closed
 
 
@@ -110,7 +125,7 @@ def _tokenizer(model: Model) -> LLTokenizer:
     import llguidance.hf
 
     hf = model.tokenizer.hf
-    with _making:
+    with _creating:
         if model not in _tokenizers:
             try:
                 _tokenizers[model] = llguidance.hf.from_tokenizer(

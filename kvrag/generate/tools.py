@@ -1,7 +1,7 @@
-"""Tools: how a model is told of them, and how its answers call them.
+"""Tool calling: how tools are put into a prompt, and how calls are parsed from an answer.
 
-Tools and `tool_choice` come in OpenAI's form. A chat template that knows tools writes them itself, in the words that
-its model was trained on; for any other they are described in the system message, in those of the Hermes models.
+Tools and `tool_choice` have OpenAI's form. A chat template that supports tools renders them in the format that its
+model was trained on; for any other, they are described in the system message in the format of the Hermes models.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from kvrag.generate.grammar import guarded
 from kvrag.types import Delta, Messages, ToolCall
 
 _NAME, _ARGUMENTS = "NAME", "ARGUMENTS"
-_NOTHING = "\0"  # is in no template
+_ABSENT = "\0"  # in no template
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_NEVER_SAID = ("[TOOL_CALLS]", "<|python_tag|>")  # what stands before a call where they are text and no control tokens
+_CALL_MARKS = (
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+)  # before a call; text in some tokenizers
 
-_BARE = re.compile(r"\[?\s*(\{\s*(\"|\Z)|\Z)")  # as far as it goes, the beginning of a JSON object or of a list of them
+_BARE = re.compile(r"\[?\s*(\{\s*(\"|\Z)|\Z)")  # a JSON object or a list of them, or the beginning of one
 
 _HERMES = (_OPEN, '\n{"name": "', _NAME, '", "arguments": ', _ARGUMENTS, "}\n", _CLOSE)
 _DIALECTS = (
-    # what its template has and what it has not -> how a call is written, for forcing one
+    # in its template, not in its template, how a call is written (for forcing one)
     ("<tool_call>", "<function=", _HERMES),
-    ("[ARGS]", _NOTHING, ("[TOOL_CALLS]", _NAME, "[ARGS]", _ARGUMENTS)),
-    ("[TOOL_CALLS]", _NOTHING, ("[TOOL_CALLS]", '[{"name": "', _NAME, '", "arguments": ', _ARGUMENTS, "}]")),
-    ('{"name": function name, "parameters":', _NOTHING, ('{"name": "', _NAME, '", "parameters": ', _ARGUMENTS, "}")),
+    ("[ARGS]", _ABSENT, ("[TOOL_CALLS]", _NAME, "[ARGS]", _ARGUMENTS)),
+    ("[TOOL_CALLS]", _ABSENT, ("[TOOL_CALLS]", '[{"name": "', _NAME, '", "arguments": ', _ARGUMENTS, "}]")),
+    ('{"name": function name, "parameters":', _ABSENT, ('{"name": "', _NAME, '", "parameters": ', _ARGUMENTS, "}")),
 )
 _INSTRUCTIONS = """\
 # Tools
@@ -52,14 +55,14 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A prompt with its tools, as the engine goes on with it.
+    """A prompt with its tools.
 
     Attributes:
         prompt: For `Tokenizer.render`.
         template: Variables for the chat template.
-        grammar: What the answer must keep to.
+        grammar: What the answer must match.
         tools: Those that the answer may call.
-        is_native: The template tells of the tools.
+        is_native: The chat template renders the tools.
     """
 
     prompt: str | Messages
@@ -68,13 +71,13 @@ class Prepared:
     tools: tuple[dict[str, Any], ...] = ()
     is_native: bool = False
 
-    def listener(self, tokenizer: Tokenizer, ids: Sequence[int]) -> Listener | None:
-        """Finds the calls in the answer to the prompt that was rendered to `ids`; None if it cannot have any."""
+    def parser(self, tokenizer: Tokenizer, ids: Sequence[int]) -> AnswerParser | None:
+        """Return a parser of the answer to the prompt that was rendered to `ids`; None if it cannot call tools."""
         if not self.tools:
             return None
         if self.is_native and tokenizer.has_response_parser:
-            return _TemplateListener(tokenizer.response_parser(ids, self.tools))
-        return CallListener(_names(self.tools))
+            return _TemplateParser(tokenizer.response_parser(ids, self.tools))
+        return CallParser(_names(self.tools))
 
 
 def prepare(
@@ -84,17 +87,17 @@ def prepare(
     choice: str | Mapping[str, Any] | None = None,
     grammar: Grammar | None = None,
 ) -> Prepared:
-    """Tell the model of the tools, and make sure that it calls what it must.
+    """Put the tools into the prompt, and constrain the answer to the calls that are required.
 
     Args:
         tools: `{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}`.
         choice: "auto" or None = call or answer, "none" = answer, "required" or "any" = call one of them, a tool's name,
             or `{"type": "function", "function": {"name": ...}}` = call that one. A forced answer is exactly one call.
-        grammar: What an answer without a call must keep to; with tools, a JSON schema only.
+        grammar: What an answer without a call must match; with tools, a JSON schema only.
 
     Raises:
         SettingError: The tools or the choice are not of this form, or exclude the grammar.
-        PromptError: Tools with a prompt that is one string, or tool calls in the messages that cannot be read.
+        PromptError: Tools with a prompt that is one string, or malformed tool calls in the messages.
     """
     known = tuple(_checked_tool(tool) for tool in _listed(tools))
     forced = _forced(choice, _names(known))
@@ -104,15 +107,15 @@ def prepare(
         if known:
             raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
         return Prepared(prompt, grammar=grammar)
-    messages = [_with_calls_read(message) for message in prompt]
+    messages = [_with_parsed_arguments(message) for message in prompt]
     template = tokenizer.template_text(known or None)
     dialect = next((how for has, lacks, how in _DIALECTS if has in template and lacks not in template), None)
-    # how to write a call in an unknown dialect could not be guaranteed
+    # how a call is written in an unknown dialect cannot be guaranteed
     is_known = dialect is not None or (tokenizer.has_response_parser and not forced)
-    is_native = is_known and tokenizer.tells_of_tools()
+    is_native = is_known and tokenizer.renders_tools()
     dialect = dialect if dialect and is_native else _HERMES
     if not is_native:
-        messages = _spelled_out(messages, known)
+        messages = _as_text(messages, known)
     if not known:
         return Prepared(messages, grammar=grammar)
     if forced and grammar is not None:
@@ -152,7 +155,7 @@ def _checked_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _forced(choice: str | Mapping[str, Any] | None, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of the tools one of which must be called."""
+    """Names of the tools of which one must be called."""
     if choice in (None, "auto", "none"):
         return ()
     if isinstance(choice, Mapping):
@@ -168,11 +171,11 @@ def _forced(choice: str | Mapping[str, Any] | None, names: tuple[str, ...]) -> t
     return (choice,)
 
 
-# ---------------------------------------------------------------- what the model reads
+# ---------------------------------------------------------------- prompt
 
 
-def _with_calls_read(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the arguments of its calls as a dict, which templates expect, even if they came as a string."""
+def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as dicts, which templates expect; clients send them as strings."""
     calls = message.get("tool_calls") if isinstance(message, dict) else None
     if not calls:
         return message
@@ -189,22 +192,22 @@ def _with_calls_read(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": read}
 
 
-def _spelled_out(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
-    """The messages for a template that does not know tools: everything about them is text."""
-    said = [_in_words(message) for message in messages]
+def _as_text(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
+    """The messages for a template that does not support tools: tools, calls and results become text."""
+    texts = [_message_as_text(message) for message in messages]
     if not tools:
-        return said
+        return texts
     signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     instructions = _INSTRUCTIONS.format(signatures=signatures)
-    first = said[0] if said else {}
+    first = texts[0] if texts else {}
     if isinstance(first, dict) and first.get("role") == "system" and isinstance(first.get("content"), str):
-        return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *said[1:]]
-    return [{"role": "system", "content": instructions}, *said]
+        return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *texts[1:]]
+    return [{"role": "system", "content": instructions}, *texts]
 
 
-def _in_words(message: dict[str, Any]) -> dict[str, Any]:
+def _message_as_text(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(message, dict):
-        return message  # rendering says what is wrong with it
+        return message  # rendering raises the error
     content = message.get("content")
     if message.get("role") == "tool":
         return {"role": "user", "content": _around("<tool_response>\n", content, "\n</tool_response>")}
@@ -215,8 +218,8 @@ def _in_words(message: dict[str, Any]) -> dict[str, Any]:
         f"\n{_CLOSE}"
         for call in message["tool_calls"]
     ]
-    said = _around("", content, "\n" + "\n".join(calls)) if content else "\n".join(calls)
-    return {"role": message["role"], "content": said}
+    text = _around("", content, "\n" + "\n".join(calls)) if content else "\n".join(calls)
+    return {"role": message["role"], "content": text}
 
 
 def _around(before: str, content: Any, after: str) -> Any:
@@ -226,7 +229,7 @@ def _around(before: str, content: Any, after: str) -> Any:
     return f"{before}{content if content is not None else ''}{after}"
 
 
-# ---------------------------------------------------------------- what it must write
+# ---------------------------------------------------------------- grammar
 
 
 def _call_grammar(
@@ -257,42 +260,42 @@ def _terms(tokenizer: Tokenizer, dialect: Sequence[str], function: Mapping[str, 
             yield json.dumps(function["name"] if piece == _NAME else piece, ensure_ascii=False)
 
 
-# ---------------------------------------------------------------- what it said
+# ---------------------------------------------------------------- answer
 
 
-class Listener(Protocol):
-    """Takes the pieces of one answer and tells what was said from what is to be called.
+class AnswerParser(Protocol):
+    """Separates the text of one streamed answer from its tool calls.
 
     Attributes:
-        control_tokens: It wants to see them in the text.
+        control_tokens: The parser needs them in the text.
     """
 
     control_tokens: bool
 
-    def hear(self, delta: Delta) -> Delta:
-        """The same piece with the text that is certainly no call, and with the calls that are complete."""
+    def parse(self, delta: Delta) -> Delta:
+        """Return the delta with the text that is certainly not part of a call, and the calls that are complete."""
 
 
-class CallListener:
-    """Knows how Hermes, Qwen, Llama 3 and Mistral models write calls. What cannot be read as a call is text."""
+class CallParser:
+    """Parses calls as Hermes, Qwen, Llama 3 and Mistral models write them. Whatever is not a valid call is text."""
 
     control_tokens = False
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._held = ""  # may be a call, or the beginning of one
-        self._has_said = self._has_called = False
+        self._has_text = self._has_calls = False
 
-    def hear(self, delta: Delta) -> Delta:
-        """See `Listener`."""
+    def parse(self, delta: Delta) -> Delta:
+        """See `AnswerParser`."""
         self._held += delta.text
-        text, calls = self._sort_out(is_end=delta.finish_reason is not None)
-        self._has_called = self._has_called or bool(calls)
-        self._has_said = self._has_said or bool(text.strip())
+        text, calls = self._split(is_end=delta.finish_reason is not None)
+        self._has_calls = self._has_calls or bool(calls)
+        self._has_text = self._has_text or bool(text.strip())
         return replace(delta, text=text, tool_calls=tuple(calls))
 
-    def _sort_out(self, is_end: bool) -> tuple[str, list[ToolCall]]:
-        if not (self._has_said or self._has_called) and self._may_be_bare():
+    def _split(self, is_end: bool) -> tuple[str, list[ToolCall]]:
+        if not (self._has_text or self._has_calls) and self._may_be_bare():
             if not is_end:
                 return "", []
             if calls := self._bare_calls():
@@ -302,8 +305,8 @@ class CallListener:
             before, tag, rest = self._held.partition(_OPEN)
             if not tag:
                 break
-            inside, closed, after = _first_call(rest)
-            if not is_end and (not closed or _is_in_a_string(inside)):
+            inside, closed, after = _first_tagged(rest)
+            if not is_end and (not closed or _ends_in_string(inside)):
                 solid = before.rstrip()
                 self._held = self._held[len(solid) :]
                 return text + solid, calls
@@ -311,7 +314,7 @@ class CallListener:
             text += before.rstrip() if found else before + tag + inside + closed
             calls += found
             self._held = after
-        if is_end and (calls or self._has_called):
+        if is_end and (calls or self._has_calls):
             self._held = self._held.rstrip()
         kept = 0 if is_end else self._undecided()
         text += self._held[: len(self._held) - kept]
@@ -319,22 +322,22 @@ class CallListener:
         return text, calls
 
     def _undecided(self) -> int:
-        """How many characters at the end may be the beginning of a tag, or the white space before one."""
+        """Number of characters at the end that may be the beginning of a tag, or the white space before one."""
         beginning = next((n for n in range(len(_OPEN) - 1, 0, -1) if self._held.endswith(_OPEN[:n])), 0)
         solid = self._held[: len(self._held) - beginning].rstrip()
         return len(self._held) - len(solid)
 
     def _may_be_bare(self) -> bool:
-        """Whether the answer, of which this is the beginning, may be calls without tags."""
+        """Whether the answer so far may be the beginning of calls without tags."""
         head = self._held.lstrip()
         if _BARE.match(head):
             return True
-        starts = (*_NEVER_SAID, *(name + mark for name in self._names for mark in ("{", "[ARGS]")))
+        starts = (*_CALL_MARKS, *(name + mark for name in self._names for mark in ("{", "[ARGS]")))
         return any(head.startswith(start) or start.startswith(head) for start in starts)
 
     def _bare_calls(self) -> list[ToolCall]:
         text = self._held.strip()
-        for word in _NEVER_SAID:
+        for word in _CALL_MARKS:
             text = text.removeprefix(word).strip()
         for name in self._names:  # Mistral's: name{...}
             rest = text.removeprefix(name).removeprefix("[ARGS]")
@@ -344,27 +347,27 @@ class CallListener:
         return calls if all(call.name in self._names for call in calls) else []
 
 
-class _TemplateListener:
-    """transformers' own parser, for tokenizers that say what the model's answers look like."""
+class _TemplateParser:
+    """transformers' own parser, for tokenizers with a response template."""
 
     control_tokens = True
 
     def __init__(self, parser: Any) -> None:
         self._parser = parser
-        self._open = ""  # heard since something was last understood
-        self._is_lost = False
+        self._open = ""  # text since the last complete event
+        self._has_failed = False
 
-    def hear(self, delta: Delta) -> Delta:
+    def parse(self, delta: Delta) -> Delta:
         self._open += delta.text
         events: list[dict[str, Any]] = []
-        if not self._is_lost:
+        if not self._has_failed:
             try:
                 events += self._parser.feed(delta.text)
                 if delta.finish_reason is not None:
                     events += self._parser.finalize()[1]
-            except ValueError:  # a call that is no JSON, say
-                self._is_lost = True
-        if self._is_lost:
+            except ValueError:  # a call whose arguments are not JSON, for one
+                self._has_failed = True
+        if self._has_failed:
             text, self._open = self._open, ""
             return replace(delta, text=text)
         if any(event["type"] != "region_open" and not event.get("dirty") for event in events):
@@ -378,17 +381,17 @@ class _TemplateListener:
         return replace(delta, text=text, tool_calls=tuple(calls))
 
 
-def _first_call(text: str) -> tuple[str, str, str]:
-    """What stands before the closing tag, the tag, and what is behind it: no tag stands inside a string."""
+def _first_tagged(text: str) -> tuple[str, str, str]:
+    """Split at the closing tag into text before, tag, text after; a tag inside a JSON string does not count."""
     inside, closed, after = text.partition(_CLOSE)
-    while _is_in_a_string(inside) and _CLOSE in after:
+    while _ends_in_string(inside) and _CLOSE in after:
         more, _, after = after.partition(_CLOSE)
         inside += _CLOSE + more
     return inside, closed, after
 
 
-def _is_in_a_string(text: str) -> bool:
-    """Whether this is JSON that breaks off in the middle of a string."""
+def _ends_in_string(text: str) -> bool:
+    """Whether this is JSON that ends in the middle of a string."""
     try:
         json.loads(text, strict=False)
     except (ValueError, RecursionError) as error:
@@ -397,7 +400,7 @@ def _is_in_a_string(text: str) -> bool:
 
 
 def _calls(text: str) -> list[ToolCall]:
-    """All calls that the text consists of; none if it is anything else."""
+    """The calls that the text consists of; none if there is anything else in it."""
     try:
         return _calls_in(json.loads(text, strict=False))
     except (ValueError, RecursionError):
@@ -423,7 +426,7 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
 
 
 def _arguments(value: Any) -> dict[str, Any] | None:
-    """Arguments as a dict, which they are, or are the JSON of; None if they are neither."""
+    """Arguments as a dict, given as one or as JSON; None if they are neither."""
     if isinstance(value, str):
         try:
             value = json.loads(value, strict=False) if value.strip() else {}

@@ -114,7 +114,7 @@ class Conversations:
                 prompt, and what was computed under another length is of no use.
         """
         self._max_bytes, self._longest = check_bytes("conversation_bytes", max_bytes), longest
-        # the one used last comes last; replaced and never changed, since garbage collection may end an abandoned stream,
+        # the last one used comes last; replaced, never changed, since garbage collection may end an abandoned stream,
         # which keeps its conversation, anywhere, here as well
         self._kept: list[Conversation] = []
         self._lock = threading.RLock()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from kvrag.errors import ModelLoadError, SettingError, UnsupportedModelError, out_of_memory
+from kvrag.errors import KvragError, ModelLoadError, SettingError, UnsupportedModelError, out_of_memory
 
 READER = "reader"
 """Name of the small model that comes with the package."""
@@ -138,6 +140,8 @@ def _refuse_settings(dtype: str | torch.dtype, device: str | None) -> None:
 def _explain(name: str, path: str, error: Exception) -> str:
     if out_of_memory(error):
         hint = "it does not fit into memory: take a smaller one, or another dtype or device"
+    elif "accelerate" in str(error):
+        hint = "device_map needs accelerate: pip install accelerate"
     elif "gated repo" in str(error):
         hint = "accept its licence on its page on the model hub, and log in with `hf auth login`"
     elif os.path.isdir(path):
@@ -146,8 +150,11 @@ def _explain(name: str, path: str, error: Exception) -> str:
         hint = "it is not in the local cache and HF_HUB_OFFLINE is set: give a folder, or unset it and try again"
     else:
         hint = "is the name right, and the model hub reachable? A folder with the model's files works as well"
-    first_line = str(error).strip().split("\n")[0]
-    return f"cannot load model {name!r}: {hint} ({type(error).__name__}: {first_line:.160})"
+    return f"cannot load model {name!r}: {hint} ({type(error).__name__}: {_first_line(error):.160})"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
 
 
 def refuse_unsupported(config: Any, allow_unverified: bool = False) -> None:
@@ -171,6 +178,32 @@ def refuse_unsupported(config: Any, allow_unverified: bool = False) -> None:
         reason = "this family has not been tested; `kvrag verify --allow-unverified` tests it on your model"
     if reason:
         raise UnsupportedModelError(f"{config.model_type} models cannot be blended: {reason}")
+
+
+def refuse_offload(hf: Any) -> None:
+    """Raise ModelLoadError if accelerate keeps weights in CPU memory or on the disk until their layer runs."""
+    if any(parameter.device.type == "meta" for parameter in hf.parameters()):
+        raise ModelLoadError(
+            "device_map has offloaded weights to CPU memory or disk, which cannot be blended: "
+            "give more GPU memory, a smaller dtype or model, or device='cpu'"
+        )
+
+
+@contextmanager
+def refuse_failures(config: Any) -> Iterator[None]:
+    """Raise UnsupportedModelError in place of whatever a trial forward pass of an unknown architecture raises."""
+    try:
+        yield
+    except KvragError:
+        raise
+    except Exception as error:  # every architecture has its own way to fail
+        if out_of_memory(error):
+            raise
+        reason = f"{type(error).__name__}: {_first_line(error):.160}"
+        raise UnsupportedModelError(
+            f"{config.model_type} models cannot be blended: "
+            f"a trial forward pass with a cache and a mask failed ({reason})"
+        ) from error
 
 
 def refuse_attention(name: str) -> None:

@@ -25,8 +25,10 @@ from kvrag.backend.transformers.cache import BlendCache, StopForward
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import Sampling
-from kvrag.errors import ContextWindowError
+from kvrag.errors import ContextWindowError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint, hash_weights
+
+_TRIAL_TOKENS = 8
 
 _loaded: weakref.WeakValueDictionary[str, Model] = weakref.WeakValueDictionary()
 _loading: dict[str, threading.Lock] = {}
@@ -65,6 +67,7 @@ class Model:
             UnsupportedModelError: It cannot be blended exactly.
         """
         loading.refuse_unsupported(hf.config, allow_unverified)
+        loading.refuse_offload(hf)
         self.hf, self.config = hf.eval(), hf.config.get_text_config()
         self.name: str = name or getattr(hf, "name_or_path", "") or type(hf).__name__
         self.tokenizer = Tokenizer(tokenizer, self.name, preamble)
@@ -80,7 +83,9 @@ class Model:
         loading.refuse_attention(self.config._attn_implementation)
         self.stable_length = loading.stable_length(rope, self.context_window)
         self.starts_over_at = loading.starts_over_at(self.config, self.stable_length)
-        self._rotary, self._devices = probe(hf, self.num_layers, shift=min(37, self.stable_length // 4))
+        with loading.refuse_failures(hf.config):
+            self._rotary, self._devices = probe(hf, self.num_layers, shift=min(37, self.stable_length // 4))
+            self._check_attention()
         self.fingerprint = Fingerprint(
             model=self.name,
             weights=hash_weights(hf.state_dict().items()),
@@ -135,6 +140,18 @@ class Model:
                 hf, tokenizer = loading.load(str(name_or_path), **settings)
                 model = _loaded[key] = cls(hf, tokenizer, str(name_or_path), allow_unverified, preamble)
         return model
+
+    def _check_attention(self) -> None:
+        """Refuse a model whose layers do not all attend through transformers' attention interface."""
+        ids, seen = torch.arange(_TRIAL_TOKENS) % self.vocab_size, set[int]()
+        observer = AttentionObserver(1, range(self.num_layers), lambda number, received: seen.add(number))
+        with torch.inference_mode():
+            self._forward(ids[None], self.new_cache(len(ids)), torch.arange(len(ids)), observer)
+        if len(seen) < self.num_layers:
+            raise UnsupportedModelError(
+                f"{self.config.model_type} models cannot be blended: their layers do not use transformers' attention "
+                "interface, so no row can be masked by its true position"
+            )
 
     @property
     def preamble(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Text to ids and back, exactly as the plain model would have it."""
+"""Text to ids and back, exactly as the plain model does it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from itertools import takewhile
 from typing import Any
 
 import xxhash
+from tokenizers.decoders import DecodeStream
+from transformers import TokenizersBackend
 
+from kvrag.backend.transformers.control_tokens import apply_chat_template
 from kvrag.errors import PromptError
 from kvrag.types import Messages
 
+_LONGEST_CHARACTER = 8  # tokens: four bytes, and room for tokens without text
 _PREAMBLE_TOKENS = 8  # enough for a sink; longer ones would run into what changes, such as a template's date
 
-# transformers warns of texts longer than the window when they are only counted; check_window is the one that judges
+# transformers warns about texts longer than the window that are only counted; check_window refuses long prompts
 logging.getLogger("transformers.tokenization_utils_base").addFilter(
     lambda record: "sequence length is longer than" not in record.getMessage()
 )
@@ -33,11 +37,11 @@ class Tokenizer:
     def __init__(self, hf: Any, model_name: str, preamble: bool = True) -> None:
         self.hf, self._name = hf, model_name
         self._lock = threading.Lock()  # whether control tokens are text is kept in the tokenizer: one thread at a time
-        self._tells: dict[str, bool] = {}
+        self._renders_tools: dict[str, bool] = {}
         self.preamble = self._find_preamble() if preamble else ()
 
     def as_prompt(self, text: str) -> str | Messages:
-        """A text as one user message, or as it is if the model has no chat template."""
+        """Return a text as one user message, or unchanged if the model has no chat template."""
         return [{"role": "user", "content": text}] if self.has_chat_template else text
 
     @property
@@ -46,12 +50,12 @@ class Tokenizer:
         return self.hf.chat_template is not None
 
     def render(self, prompt: str | Messages, **template: Any) -> list[int]:
-        """Prompt ids, tokenised once.
+        """Return prompt ids, tokenised once.
 
         A string is taken as it is, with the tokenizer's own BOS. Messages go through the chat template, which writes
         all control tokens itself: those that appear in a message stay text. `template` is passed on to it. If it
-        refuses them, it is given the same text in fewer messages: neighbours of one role joined, then the system's
-        words at the head of the first user message.
+        refuses them, it is tried on the same text in fewer messages: consecutive messages of one role joined, then the
+        system message at the head of the first user message.
 
         Raises:
             PromptError: Nothing to answer, text that cannot be encoded, content other than text, or messages that the
@@ -74,7 +78,7 @@ class Tokenizer:
         if not any(message.get("content") or message.get("tool_calls") for message in messages):
             raise PromptError("the prompt is empty: no message has content")
         refusal: PromptError | None = None
-        for attempt in _ways_to_say(messages):
+        for attempt in _variants(messages):
             try:
                 return self._apply_template(attempt, template)
             except PromptError as error:
@@ -83,12 +87,12 @@ class Tokenizer:
         raise refusal
 
     def opening(self, **template: Any) -> int:
-        """How many tokens the chat template ends a prompt with, for the answer to begin: not there in a history."""
+        """Return the length of the generation prompt: tokens that end a prompt and are absent from a history."""
         messages = [{"role": "user", "content": "a"}]
         try:
             opened, closed = (self._apply_template(messages, template, opening) for opening in (True, False))
         except PromptError:
-            return 0  # it wants more than one message: what it ends them with is not known
+            return 0  # it takes no single message: unknown
         common = takewhile(lambda pair: pair[0] == pair[1], zip(opened, closed, strict=False))
         return len(opened) - len(list(common))
 
@@ -97,20 +101,12 @@ class Tokenizer:
             raise PromptError(f"{self._name} has no chat template: pass the prompt as one string")
         try:
             with self._lock:
-                ids = self.hf.apply_chat_template(
-                    messages,
-                    add_generation_prompt=opening,
-                    tokenize=True,
-                    return_dict=False,
-                    sanitize_control_tokens=True,
-                    **template,
-                )
-            return list(ids)
-        except Exception as error:  # templates raise what they like: jinja2 errors, their own refusals, TypeErrors
+                return apply_chat_template(self.hf, messages, add_generation_prompt=opening, **template)
+        except Exception as error:  # jinja2 errors, the template's own refusals, TypeErrors
             raise PromptError(f"the chat template of {self._name} refuses these messages: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a chunk's text alone: no BOS, and control tokens in it stay text.
+        """Return the ids of a chunk's text alone: no BOS, and control tokens in it stay text.
 
         Raises:
             PromptError: The text cannot be encoded.
@@ -120,44 +116,45 @@ class Tokenizer:
             return list(self.hf.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def decode(self, ids: Sequence[int], control_tokens: bool = False) -> str:
-        """Text of generated ids, with or without the control tokens among them."""
+        """Return the text of generated ids, with or without the control tokens among them."""
         text = self.hf.decode(ids, skip_special_tokens=not control_tokens, clean_up_tokenization_spaces=False)
         return str(text)
 
+    def stream(self, control_tokens: bool = False) -> TextStream:
+        """Return an incremental `decode`, for the tokens of one answer."""
+        return TextStream(self.hf, control_tokens)
+
     def control_token(self, text: str) -> int | None:
-        """Id of the control token of this name, if there is one."""
-        for number, token in self.hf.added_tokens_decoder.items():
-            if token.special and token.content == text:
-                return int(number)
-        return None
+        """Return the id of the control token of this name, if there is one."""
+        return next((number for number, name in _control_tokens(self.hf).items() if name == text), None)
 
     def template_text(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """Source of the chat template for prompts with these tools, or ""."""
+        """Return the source of the chat template for prompts with these tools, or ""."""
         return str(self.hf.get_chat_template(tools=tools)) if self.has_chat_template else ""
 
-    def tells_of_tools(self) -> bool:
-        """Whether the chat template writes tools; some know them by another name or only in the history."""
+    def renders_tools(self) -> bool:
+        """Whether the chat template renders tools; some name them differently or only render calls in the history."""
         source = self.template_text([{}])  # which may be another one than without tools
-        if source not in self._tells:  # asked for every prompt
-            self._tells[source] = self._ask_template()
-        return self._tells[source]
+        if source not in self._renders_tools:  # asked for every prompt
+            self._renders_tools[source] = self._ask_template()
+        return self._renders_tools[source]
 
     def _ask_template(self) -> bool:
         probe = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
         try:
             with self._lock:
                 text = self.hf.apply_chat_template([{"role": "user", "content": ""}], tools=[probe], tokenize=False)
-        except Exception:  # templates raise what they like; rendering the prompt will say it
+        except Exception:  # of any kind; rendering the prompt will raise it again
             return False
         return "probe" in text
 
     @property
     def has_response_parser(self) -> bool:
-        """Whether the tokenizer says what the model's answers look like."""
+        """Whether the tokenizer has a response template, which describes the model's answers."""
         return getattr(self.hf, "response_template", None) is not None
 
     def response_parser(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Any:
-        """transformers' own parser of an answer to this prompt, which wants to see the control tokens."""
+        """Return transformers' own parser of an answer to this prompt; it needs the control tokens in the text."""
         return self.hf.get_response_parser(prefix=self.decode(ids, control_tokens=True), tools=list(tools))
 
     @property
@@ -193,6 +190,56 @@ class Tokenizer:
         return tuple(self.hf.encode("\n", add_special_tokens=False)[:1])
 
 
+class TextStream:
+    """Text of one answer, token by token, as `Tokenizer.decode` gives it for all of them at once.
+
+    A token is decoded together with those of the piece before it, never with the whole answer.
+    """
+
+    def __init__(self, hf: Any, control_tokens: bool = False) -> None:
+        self._hf, self._skip = hf, not control_tokens
+        self._skipped = _control_tokens(hf) if self._skip else {}
+        # slow tokenizers have no backend, and some fast ones decode in their own way
+        is_plain = isinstance(hf, TokenizersBackend) and type(hf)._decode is TokenizersBackend._decode
+        self._fast = DecodeStream(skip_special_tokens=self._skip) if is_plain else None
+        self._shown: list[int] = []  # tokens of the last piece: whether a space comes next depends on them
+        self._pending: list[int] = []  # tokens that have not become text yet
+
+    def push(self, token: int) -> str:
+        """Add a token, return the text that is now complete: whole characters."""
+        if token in self._skipped:
+            return ""
+        self._pending.append(token)
+        if text := self._next(token):
+            self._shown, self._pending = self._pending, []
+        return text
+
+    def rest(self) -> str:
+        """Return the text of what is incomplete; for the end of the answer."""
+        before = self._decode(self._shown)
+        return self._decode([*self._shown, *self._pending])[len(before) :]
+
+    def _next(self, token: int) -> str:
+        if self._fast is not None and len(self._pending) < _LONGEST_CHARACTER:
+            try:
+                return self._fast.step(self._hf.backend_tokenizer, token) or ""
+            except Exception:  # "Invalid prefix": bytes that are not UTF-8 changed the text before them
+                pass
+        self._fast = None  # it would decode a longer and longer run of invalid bytes, or fail for good
+        text = self.rest()
+        is_complete = not text.endswith("\ufffd") or len(self._pending) >= _LONGEST_CHARACTER
+        return text if is_complete else ""
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._hf.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False))
+
+
+def _control_tokens(hf: Any) -> dict[int, str]:
+    return {
+        int(number): token.content for number, token in getattr(hf, "added_tokens_decoder", {}).items() if token.special
+    }
+
+
 def _checked(message: dict[str, Any]) -> dict[str, Any]:
     """The message with its content as one string, or without any."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -217,8 +264,8 @@ def _text_of(part: Any) -> str:
     raise PromptError(f"only text can be answered, and a message has content of type {kind!r}")
 
 
-def _ways_to_say(messages: Messages) -> Iterator[Messages]:
-    """The messages, then what templates take that insist on alternating roles, then what they take without a system."""
+def _variants(messages: Messages) -> Iterator[Messages]:
+    """The messages, then with alternating roles, then without a system message, for templates that require it."""
     yield messages
     joined = _join_neighbours(messages)
     if joined != messages:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Any, Self
 from urllib.parse import quote
 
 from llama_index.core.base.llms.types import (
@@ -21,7 +21,7 @@ from llama_index.core.base.llms.types import (
     MessageRole,
     ToolCallBlock,
 )
-from llama_index.core.bridge.pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
@@ -32,59 +32,31 @@ from llama_index.core.tools.types import BaseTool
 from llama_index.core.types import BasePydanticProgram, Model
 from llama_index.llms.kvrag.messages import assistant_message, template_messages
 
-from kvrag import (
-    Answer,
-    BlendEngine,
-    BlendReport,
-    Delta,
-    Explanation,
-    LazyEngine,
-    LLMSettings,
-    SettingError,
-    ToolCall,
-    WarmReport,
-)
+from kvrag import Answer, BlendEngine, BlendReport, Delta, LazyEngine, LLMBase, LLMSettings, ToolCall
 
-_Plain = Annotated[str, BeforeValidator(LLMSettings.plain)]
 _Prompt = str | list[dict[str, Any]]
 
 
-def source_name(node: BaseNode | NodeWithScore | str, namespace: str = "default") -> str:
-    """The document that a node is a piece of; "" = not known."""
+def source_name(node: BaseNode | NodeWithScore | str, collection: str = "default") -> str:
+    """Return the document that a node is a piece of; "" = unknown."""
     node = node.node if isinstance(node, NodeWithScore) else node
     source = node.ref_doc_id if isinstance(node, BaseNode) else None
-    return f"llama_index/{quote(namespace, safe='')}/{quote(source, safe='')}/" if source else ""
+    return f"llama_index/{quote(collection, safe='')}/{quote(source, safe='')}/" if source else ""
 
 
-def plain_texts(given: Any) -> Any:
-    """What a prompt will have of a list of nodes or texts; anything else is left to who reads it."""
-    if not isinstance(given, (list, tuple)):
-        return given
-    return [one.get_content(MetadataMode.LLM) if isinstance(one, (BaseNode, NodeWithScore)) else one for one in given]
-
-
-class BlendLLM(FunctionCallingLLM):
+class BlendLLM(FunctionCallingLLM, LLMBase):
     """LLM that answers from pre-encoded chunks.
 
-    Chunks are found in the finished prompt by their tokens: query engines need not change. Making an object is cheap:
-    the model is loaded when it is needed for the first time, and shared with all objects that have equal settings.
+    Chunks are found in the finished prompt by their tokens: query engines need no change. Making an object is cheap:
+    the model is loaded for the first answer, and shared with all objects that have equal settings.
 
-    Every response has in `raw["kvrag"]` what was reused, and `raw["usage"]` as OpenAI's. All settings of answers can be
-    given per call, and `documents`, `tools`, `tool_choice`, `response_format`, `grammar` and `template` besides (see
-    `kvrag.LLMSettings.request`). Where LlamaIndex wants an object of some class, the model cannot write anything else.
+    The settings are the fields of `kvrag.LLMSettings`. The settings of answers can be given per call, and so can
+    `documents`, `tools`, `tool_choice`, `response_format`, `grammar` and `template` (see `kvrag.LLMSettings.request`).
+    Every response reports in `raw["kvrag"]` what was reused, and `raw["usage"]` is OpenAI's. Where LlamaIndex wants an
+    object of some class, a grammar restricts the model to it.
 
     Attributes:
-        model: A hub name, a folder, or "reader" for the small model that comes with kvrag.
-        store: Folder of the pre-encoded chunks; None = one of this model's under `~/.cache/kvrag`.
-        codec: How chunks are stored there: "native", "int8" or "int4"; see `BlendEngine`.
-        engine: One already built, instead of all that is said about the model.
-        temperature: 0 = greedy. It and the other sampling settings: None = as the model's generation config says.
-        stop: The answer ends before the first of these strings. Those given per call are added.
-        ratio: Share of the reused tokens to recompute; 0 = plain reuse, 1 = full prefill's answer. None = what
-            `kvrag calibrate` found, else 0.15.
-        policy: Which ones; see `kvrag.POLICIES`.
-        controller: "off" = never full prefill, nor a higher ratio, where neither ratio nor policy was given; see
-            `kvrag.BlendConfig`.
+        engine: An engine already built, instead of the settings that choose a model and a store.
 
     Example:
         ```python
@@ -96,28 +68,10 @@ class BlendLLM(FunctionCallingLLM):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
-    model: _Plain | None = None
-    store: _Plain | None = None
-    codec: str = "native"
     engine: BlendEngine | None = Field(default=None, exclude=True, repr=False)
-    max_tokens: int = 256
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: list[str] | None = None
-    ratio: float | None = None
-    policy: str | None = None
-    controller: str | None = None
-    dtype: _Plain = "auto"
-    device: str | None = None
-    device_map: str | dict[str, Any] | None = None
-    revision: str | None = None
-    attn_implementation: str | None = None
-    trust_remote_code: bool = False
 
     _lazy: LazyEngine = PrivateAttr(default_factory=LazyEngine)
+    _plain = field_validator("model", "store", "dtype", mode="before")(LLMSettings.plain)
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
@@ -146,57 +100,9 @@ class BlendLLM(FunctionCallingLLM):
         """For events. Unlike the metadata it reads no file: the event loop is waiting."""
         return {"class_name": self.class_name(), **LLMSettings.of(self).identity()}
 
-    def warm(
-        self,
-        texts: Iterable[str | BaseNode | NodeWithScore],
-        *,
-        document: str | Sequence[str] = "",
-        sources: str | Sequence[str] | None = None,
-    ) -> WarmReport:
-        """Encode every chunk that the store lacks; see `BlendEngine.warm`.
-
-        Args:
-            texts: Nodes in reading order, or what the prompt will have of them: `node.get_content(MetadataMode.LLM)`.
-            document: What holds them.
-            sources: What they are pieces of; None = the documents that nodes name as their source.
-        """
-        if isinstance(texts, str):
-            raise SettingError("texts must be a list of chunks, not one string")
-        given = list(texts)
-        if sources is None and any(source_name(one) for one in given):
-            sources = [source_name(one) for one in given]
-        return self._open().warm(plain_texts(given), document=document, sources=sources)
-
-    def forget(self, document: str) -> int:
-        """Drop a document's chunks unless another one has them; see `BlendEngine.forget`."""
-        return self._open().forget(document)
-
-    def documents(self, prefix: str = "") -> list[str]:
-        """Names of the documents that begin so and have chunks."""
-        return self._open().documents(prefix)
-
     def encode(self, text: str) -> list[int]:
         """Token ids by the model's own tokenizer: `Settings.tokenizer = llm.encode` makes LlamaIndex count right."""
         return self._open().model.tokenizer.encode(text)
-
-    def explain(
-        self,
-        prompt: _Prompt | dict[str, Any] | None = None,
-        *,
-        retrieved: Sequence[str | BaseNode | NodeWithScore] | None = None,
-    ) -> Explanation:
-        """Say what was reused of the prompt that was answered last, and why not more; see `BlendEngine.explain`.
-
-        Args:
-            prompt: Another one instead: a text, messages as dicts with `role` and `content`, or that of an earlier
-                answer, told by its `raw["kvrag"]`: a shared engine's last answer may be somebody else's.
-            retrieved: What the retriever returned for it: nodes, or `node.get_content(MetadataMode.LLM)` of each.
-        """
-        engine = self._open()
-        if isinstance(prompt, str):
-            prompt = self._prompt(prompt, formatted=False)
-        texts = plain_texts(retrieved)
-        return engine.explain(prompt, retrieved=texts, ratio=self.ratio, policy=self.policy, controller=self.controller)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -320,11 +226,19 @@ class BlendLLM(FunctionCallingLLM):
     def _open(self) -> BlendEngine:
         return self._lazy.open(LLMSettings.of(self))
 
+    @staticmethod
+    def _text(chunk: Any) -> Any:
+        return chunk.get_content(MetadataMode.LLM) if isinstance(chunk, (BaseNode, NodeWithScore)) else chunk
+
+    @staticmethod
+    def _source(chunk: Any) -> str:
+        return source_name(chunk)
+
     def _prompt(self, text: str, formatted: bool) -> _Prompt:
         return text if formatted else self._open().model.tokenizer.as_prompt(text)
 
     def _request(self, call: dict[str, Any]) -> dict[str, Any]:
-        return LLMSettings.of(self).request(**{**call, "documents": plain_texts(call.get("documents"))})
+        return LLMSettings.of(self).request(**{**call, "documents": self._texts(call.get("documents"))})
 
     def _answer(self, prompt: _Prompt, call: dict[str, Any]) -> _Said:
         request = self._request(call)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from kvrag.config import (
     CODECS,
@@ -74,9 +74,27 @@ class AnswerSettings:
     namespace: str = _row("", "reuse chunks and conversations of this namespace only")
 
 
-def setting(name: str) -> Field[Any]:
-    """Return a row of the table; its metadata has `about` and `choices`."""
-    return {row.name: row for row in (*fields(EngineSettings), *fields(AnswerSettings))}[name]
+class Setting(NamedTuple):
+    """A row of the table. `kind` is the type of a value that is not None; no `choices` = any."""
+
+    name: str
+    kind: Any
+    default: Any
+    about: str
+    choices: tuple[str, ...]
+
+
+def _rows(table: type) -> Iterator[Setting]:
+    types = get_type_hints(table)
+    for row in fields(table):
+        kind = next(kind for kind in get_args(types[row.name]) or (types[row.name],) if kind is not type(None))
+        yield Setting(row.name, kind, row.default, row.metadata["about"], row.metadata["choices"])
+
+
+_ENGINE = {row.name: row for row in _rows(EngineSettings)}
+_ANSWER = {row.name: row for row in _rows(AnswerSettings)}
+SETTINGS = _ENGINE | _ANSWER
+"""All rows by name."""
 
 
 @dataclass(kw_only=True)
@@ -118,8 +136,8 @@ class LLMSettings(EngineSettings, AnswerSettings):
 
     def engine_settings(self) -> dict[str, Any]:
         """Return the engine's settings that differ from the defaults, so that equal engines have equal settings."""
-        given = {row.name: getattr(self, row.name) for row in fields(EngineSettings)}
-        return {name: value for name, value in given.items() if value != setting(name).default}
+        given = {name: getattr(self, name) for name in _ENGINE}
+        return {name: value for name, value in given.items() if value != _ENGINE[name].default}
 
     def request(self, **call: Any) -> dict[str, Any]:
         """Return the arguments of `BlendEngine.stream` for one call.
@@ -132,13 +150,12 @@ class LLMSettings(EngineSettings, AnswerSettings):
         Raises:
             SettingError: A value is out of range, or a name is unknown.
         """
-        answer = [row.name for row in fields(AnswerSettings)]
-        if unknown := [name for name in call if name not in (*answer, *_ONLY_PER_CALL)]:
-            known = ", ".join((*answer, *_ONLY_PER_CALL))
+        if unknown := [name for name in call if name not in (*_ANSWER, *_ONLY_PER_CALL)]:
+            known = ", ".join((*_ANSWER, *_ONLY_PER_CALL))
             raise SettingError(f"unknown setting {', '.join(unknown)}; a call takes {known}")
         if not isinstance(call.get("stop"), list | tuple | None):
             raise SettingError(f"stop must be a list of strings, got {call['stop']!r}")
-        request = {name: getattr(self, name) for name in answer}
+        request = {name: getattr(self, name) for name in _ANSWER}
         request |= {name: value for name, value in call.items() if value is not None}
         request["stop"] = tuple(dict.fromkeys([*(self.stop or ()), *(call.get("stop") or ())]))
         request["max_new_tokens"] = request.pop("max_tokens")
@@ -175,8 +192,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
 
     def identity(self) -> dict[str, Any]:
         """Return everything that changes an answer, in plain types: the key for a cache of answers."""
-        rows = (*fields(EngineSettings), *fields(AnswerSettings))
-        identity = {row.name: getattr(self, row.name) for row in rows if row.name != "model"}
+        identity = {name: getattr(self, name) for name in SETTINGS if name != "model"}
         identity["model_name"] = self.model_name
         if self.engine is not None:
             identity["engine"] = {"model": self.engine.fingerprint.digest, **asdict(self.engine.config)}

@@ -65,6 +65,7 @@ ONLY_IN: dict[str, set[str]] = {
     "bs4": {"cli"},
     "fastapi": {"server"},
     "starlette": {"server"},
+    "sse_starlette": {"server"},
     "uvicorn": {"server"},
     "pydantic": {"server"},
     "prometheus_client": {"server"},

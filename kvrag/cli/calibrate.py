@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag calibrate`."""
+    """Add the options of `kvrag calibrate`."""
     add_engine_arguments(parser)
     parser.add_argument("--questions", metavar="FILE", help="one per line, retrieved for as `kvrag ask` does")
     parser.add_argument("--policy", choices=POLICIES, help="which tokens to recompute (default: as in `kvrag ask`)")
@@ -74,7 +74,7 @@ def _retrieve(engine: BlendEngine, args: argparse.Namespace) -> Sequence[str | M
     if not questions:
         raise PromptError(f"there are no questions in {args.questions}: write one per line")
     prompts: list[str | Messages] = []
-    with open_index(engine) as index:
+    with open_index(engine, args.namespace) as index:
         require_chunks(index)
         for question in questions:
             hits = index.search(question, args.top_k, args.around)

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         store = args.store or stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-demo-"))
         settings = argparse.Namespace(model="reader", store=store, codec="native", dtype="auto", device=None)
         engine = stack.enter_context(open_engine(settings))
-        index = stack.enter_context(open_index(engine))
+        index = stack.enter_context(open_index(engine, ""))
         corpus = corpus_folder()
         plan = _plan(engine, corpus, args.json)
         warmed = warm.warm(engine, index, plan, args.json)

@@ -27,12 +27,12 @@ from kvrag.control.calibrate import Calibration
 from kvrag.control.controller import Decision
 from kvrag.control.cost import Busy, Clock
 from kvrag.control.tuning import TimedReader, Tuning
-from kvrag.errors import DamagedChunkError, KvragError, PromptError, SettingError, StoreError
+from kvrag.errors import DamagedChunkError, KvragError, SettingError, StoreError
 from kvrag.generate.decode import decode
 from kvrag.generate.grammar import constrain
 from kvrag.generate.tools import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
-from kvrag.inspect.explain import Call, Watch, explain
+from kvrag.inspect.explain import Call, Watch, explain, find_call
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.verify import Check, verify
 from kvrag.reuse.blend import blend, prefill, uncomputed
@@ -262,7 +262,7 @@ class BlendEngine:
             settings = Sampling(stop=tuple(stop), **sampling)
         except TypeError as error:
             raise SettingError(str(error).replace("Sampling.__init__()", "stream()")) from None
-        return self._stream(prepared, documents, config, settings, {**prepared.template, **(template or {})})
+        return self._stream(prepared, documents, config, settings, {**prepared.template, **(template or {})}, namespace)
 
     def _configure(
         self, ratio: float | None = None, policy: str | None = None, controller: str | None = None
@@ -279,6 +279,7 @@ class BlendEngine:
         config: BlendConfig,
         sampling: Sampling,
         template: dict[str, Any],
+        namespace: str,
     ) -> Generator[Delta, None, None]:
         started = time.perf_counter()  # when the consumer asks for the first token
         notes: list[str] = []
@@ -301,7 +302,7 @@ class BlendEngine:
                 answer += delta.token_ids
                 if report is None:
                     report = _with_created(done.report(time.perf_counter() - started), created)
-                    self._calls.append(call := Call(done.ids, done.selected, report))
+                    self._calls.append(call := Call(done.ids, done.selected, report, namespace))
                 delta = listener.hear(delta) if listener else delta
                 yield replace(delta, report=report) if delta.finish_reason else delta
             is_over = True
@@ -386,7 +387,7 @@ class BlendEngine:
         Args:
             prompt: As in `stream`: it is prefilled now. Or the report of an answer, also as `to_dict` gives it, and as
                 framework classes hand it out: that answer's prompt as it was answered, if it is among the last 32.
-                None = the one answered last, whoever asked.
+                None = the one answered last in the namespace.
             retrieved: What a retriever returned for it; otherwise the chunks that can be recognised are explained.
             ratio, policy, controller, tools, template: As in `stream`, for a prompt given.
 
@@ -398,24 +399,15 @@ class BlendEngine:
         check_namespace(namespace)
         config = self._configure(ratio, policy, controller)
         if prompt is None or isinstance(prompt, (BlendReport, dict)):
-            call = self._answered(prompt)
+            call = find_call(list(self._calls), prompt, namespace)
         else:
             prepared = prepare(self.model.tokenizer, prompt, tools)
             ids = self.model.tokenizer.render(prepared.prompt, **{**prepared.template, **(template or {})})
             self.model.check_window(len(ids))
             started = time.perf_counter()
             done = self.prefill(ids, config)
-            call = Call(done.ids, done.selected, done.report(time.perf_counter() - started))
+            call = Call(done.ids, done.selected, done.report(time.perf_counter() - started), namespace)
         return explain(self.model.tokenizer, self.store, self.fingerprint, self._find, call, config.min_run, retrieved)
-
-    def _answered(self, report: BlendReport | dict[str, Any] | None) -> Call:
-        """What the report is of; None = the last one."""
-        if not self._calls:
-            raise PromptError("nothing has been answered yet by this engine: give explain a prompt")
-        for call in reversed(list(self._calls)):
-            if report is None or report == (call.report if isinstance(report, BlendReport) else call.report.to_dict()):
-                return call
-        raise PromptError(f"this answer is not among the last {_EXPLAINED} of the engine: give explain its prompt")
 
     def _find(self, ids: Sequence[int], min_run: int) -> list[tuple[Run, NDArray[np.uint32]]]:
         """Runs and the ids of their chunks."""

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "inspect": BASE | {"backend", "store", "reuse", "ingest", "generate"},
     "request": BASE | {"backend", "store", "reuse", "control"},
     "engine": BASE | ROOMS | {"request"},
-    "llm": BASE | {"backend", "engine"},
+    "llm": BASE | {"backend", "engine", "inspect"},
     "bench": BASE | ROOMS | {"engine", "retrieval", "reader"},
     "server": BASE | {"backend", "engine", "retrieval"},
     "cli": BASE | ROOMS | {"engine", "retrieval", "bench", "llm", "server", "__init__"},

@@ -1,4 +1,4 @@
-"""`kvrag calibrate`: how much has to be recomputed on this model and this corpus."""
+"""`kvrag calibrate`: the smallest ratio that keeps full prefill's answers on this model and corpus."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, keep the result beside the chunks, print the curve."""
+    """Measure, keep the result beside the chunks, and print the curve."""
     from kvrag.control.calibrate import GRID
 
     with open_engine(args) as engine:

@@ -85,7 +85,7 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """The model's own window; asked for before anything is answered, and does not load its weights."""
+        """The model's own window; loads no weights."""
         settings = LLMSettings.of(self)
         window, takes_messages = settings.window()
         return LLMMetadata(
@@ -97,11 +97,11 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
         )
 
     def to_payload(self) -> dict[str, Any]:
-        """For events. Unlike the metadata it reads no file: the event loop is waiting."""
+        """Return the fields for events. Reads no files, since the event loop waits for it."""
         return {"class_name": self.class_name(), **LLMSettings.of(self).identity()}
 
     def encode(self, text: str) -> list[int]:
-        """Token ids by the model's own tokenizer: `Settings.tokenizer = llm.encode` makes LlamaIndex count right."""
+        """Return the token ids of the model's own tokenizer; set `Settings.tokenizer = llm.encode` to count with it."""
         return self._open().model.tokenizer.encode(text)
 
     @llm_chat_callback()
@@ -117,13 +117,13 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer messages piece by piece."""
-        return (_chat(said) for said in self._stream(template_messages(messages), kwargs))
+        return (_chat(response) for response in self._stream(template_messages(messages), kwargs))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Answer messages piece by piece, off the event loop."""
         pieces = await self._astream(template_messages(messages), kwargs)
-        return (_chat(said) async for said in pieces)
+        return (_chat(response) async for response in pieces)
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -139,19 +139,19 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Like `complete`, piece by piece."""
-        return (_completion(said) for said in self._stream(self._prompt(prompt, formatted), kwargs))
+        return (_completion(response) for response in self._stream(self._prompt(prompt, formatted), kwargs))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Like `stream_complete`, off the event loop."""
         asked = await asyncio.to_thread(self._prompt, prompt, formatted)
         pieces = await self._astream(asked, kwargs)
-        return (_completion(said) async for said in pieces)
+        return (_completion(response) async for response in pieces)
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """The calls in a response.
+        """Return the tool calls in a response.
 
         Raises:
             ValueError: There is none, and `error_on_no_tool_call`.
@@ -160,7 +160,7 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
         if error_on_no_tool_call and not calls:
             cut_off = isinstance(response.raw, dict) and response.raw.get("finish_reason") == "length"
             way_out = "; it was cut off: raise max_tokens, or bound what is long in the schema" if cut_off else ""
-            raise ValueError(f"the model called no tool, it said {response.message.content!r:.200}{way_out}")
+            raise ValueError(f"the model called no tool, it answered {response.message.content!r:.200}{way_out}")
         return [
             ToolSelection.model_validate(
                 {"tool_id": call.tool_call_id or "", "tool_name": call.tool_name, "tool_kwargs": call.tool_kwargs}
@@ -200,7 +200,7 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
             response.message = assistant_message(response.message.content or "", calls[:1])
         return response
 
-    # LlamaIndex asks for the call when the whole object is wanted, but not when its pieces are
+    # LlamaIndex forces the tool call for whole objects, but not for streamed ones
 
     def _structured_stream_call(
         self,
@@ -240,28 +240,28 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
     def _request(self, call: dict[str, Any]) -> dict[str, Any]:
         return LLMSettings.of(self).request(**{**call, "documents": self._texts(call.get("documents"))})
 
-    def _answer(self, prompt: _Prompt, call: dict[str, Any]) -> _Said:
+    def _answer(self, prompt: _Prompt, call: dict[str, Any]) -> _Response:
         request = self._request(call)
-        return _Said.all_of(self._open().generate(prompt, **request))
+        return _Response.all_of(self._open().generate(prompt, **request))
 
-    async def _aanswer(self, prompt: _Prompt, call: dict[str, Any]) -> _Said:
+    async def _aanswer(self, prompt: _Prompt, call: dict[str, Any]) -> _Response:
         request = self._request(call)
         engine = await asyncio.to_thread(self._open)
-        return _Said.all_of(await engine.agenerate(prompt, **request))
+        return _Response.all_of(await engine.agenerate(prompt, **request))
 
-    def _stream(self, prompt: _Prompt, call: dict[str, Any]) -> Generator[_Said, None, None]:
+    def _stream(self, prompt: _Prompt, call: dict[str, Any]) -> Generator[_Response, None, None]:
         request = self._request(call)
         return _pieces(self._open().stream(prompt, **request))
 
-    async def _astream(self, prompt: _Prompt, call: dict[str, Any]) -> AsyncGenerator[_Said, None]:
+    async def _astream(self, prompt: _Prompt, call: dict[str, Any]) -> AsyncGenerator[_Response, None]:
         request = self._request(call)
         engine = await asyncio.to_thread(self._open)
         return _apieces(engine.astream(prompt, **request))
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """What has been said so far, and with the last piece."""
+class _Response:
+    """A response so far, with its latest delta."""
 
     text: str = ""
     delta: str | None = None
@@ -270,30 +270,30 @@ class _Said:
     raw: dict[str, Any] | None = None
 
     @classmethod
-    def all_of(cls, answer: Answer) -> _Said:
+    def all_of(cls, answer: Answer) -> _Response:
         raw = _raw(answer.report, len(answer.token_ids), answer.finish_reason)
         return cls(answer.text, None, answer.tool_calls, len(answer.token_ids), raw)
 
-    def and_then(self, delta: Delta) -> _Said:
+    def add(self, delta: Delta) -> _Response:
         num_tokens = self.num_tokens + len(delta.token_ids)
         raw = None if delta.report is None else _raw(delta.report, num_tokens, delta.finish_reason)
-        return _Said(self.text + delta.text, delta.text, self.calls + delta.tool_calls, num_tokens, raw)
+        return _Response(self.text + delta.text, delta.text, self.calls + delta.tool_calls, num_tokens, raw)
 
 
-def _pieces(deltas: Generator[Delta, None, None]) -> Generator[_Said, None, None]:
-    said = _Said()
+def _pieces(deltas: Generator[Delta, None, None]) -> Generator[_Response, None, None]:
+    response = _Response()
     with closing(deltas):
         for delta in deltas:
-            said = said.and_then(delta)
-            yield said
+            response = response.add(delta)
+            yield response
 
 
-async def _apieces(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[_Said, None]:
-    said = _Said()
+async def _apieces(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[_Response, None]:
+    response = _Response()
     async with aclosing(deltas):
         async for delta in deltas:
-            said = said.and_then(delta)
-            yield said
+            response = response.add(delta)
+            yield response
 
 
 def _raw(report: BlendReport, num_tokens: int, finish_reason: str | None) -> dict[str, Any]:
@@ -309,12 +309,12 @@ def _raw(report: BlendReport, num_tokens: int, finish_reason: str | None) -> dic
     }
 
 
-def _completion(said: _Said) -> CompletionResponse:
-    return CompletionResponse(text=said.text, delta=said.delta, raw=said.raw)
+def _completion(response: _Response) -> CompletionResponse:
+    return CompletionResponse(text=response.text, delta=response.delta, raw=response.raw)
 
 
-def _chat(said: _Said) -> ChatResponse:
+def _chat(response: _Response) -> ChatResponse:
     calls = [
-        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments) for call in said.calls
+        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments) for call in response.calls
     ]
-    return ChatResponse(message=assistant_message(said.text, calls), delta=said.delta, raw=said.raw)
+    return ChatResponse(message=assistant_message(response.text, calls), delta=response.delta, raw=response.raw)

@@ -11,10 +11,10 @@ from langchain_kvrag import ChatBlend, FaissVectorStore, KVWarmVectorStore, Sent
 MODEL = "reader"  # comes with kvrag; or for example "Qwen/Qwen2.5-1.5B-Instruct"
 PATHS = sorted((Path(__file__).parent / "corpus").glob("*.txt"))
 
-# "off": for prompts as short as these, full prefill would often be taken otherwise
+# "off": never fall back to full prefill, which is faster for prompts as short as these
 llm = ChatBlend(model=MODEL, store="kv", max_tokens=32, temperature=0, controller="off")
 vectors = KVWarmVectorStore(FaissVectorStore(SentenceTransformerEmbeddings()), llm)
-vectors.add_texts([path.read_text() for path in PATHS], ids=[path.name for path in PATHS])  # encodes them, too
+vectors.add_texts([path.read_text() for path in PATHS], ids=[path.name for path in PATHS])  # also encodes them
 
 prompt = ChatPromptTemplate.from_template("{context}\n\nQuestion: {question}")
 context = vectors.as_retriever() | (lambda found: "\n\n".join(document.page_content for document in found))

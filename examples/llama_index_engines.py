@@ -17,7 +17,7 @@ PATHS = sorted((Path(__file__).parent / "corpus").glob("*.txt"))
 
 
 class Reuse(BaseEventHandler):
-    """Says after each answer how much of its prompt was not computed."""
+    """Prints after each answer how much of its prompt was reused."""
 
     def handle(self, event: Any, **_: Any) -> None:
         if isinstance(event, LLMChatEndEvent) and event.response:
@@ -28,12 +28,12 @@ class Reuse(BaseEventHandler):
 
 get_dispatcher().add_event_handler(Reuse())
 
-# "off": for prompts as short as these, full prefill would often be taken otherwise
+# "off": never fall back to full prefill, which is faster for prompts as short as these
 llm = BlendLLM(model=MODEL, store="kv", max_tokens=32, temperature=0, controller="off")
-Settings.llm, Settings.tokenizer = llm, llm.encode  # LlamaIndex counts with another model's tokenizer otherwise
+Settings.llm, Settings.tokenizer = llm, llm.encode  # otherwise LlamaIndex counts with another model's tokenizer
 Settings.embed_model = HuggingFaceEmbedding(str(get_model_path()))  # a small one that comes as a package
 
-vectors = KVWarmVectorStore(SimpleVectorStore(), llm)  # encodes what is added
+vectors = KVWarmVectorStore(SimpleVectorStore(), llm)  # encodes the nodes that are added
 index = VectorStoreIndex.from_documents(
     [Document(text=path.read_text(), id_=path.name) for path in PATHS],
     storage_context=StorageContext.from_defaults(vector_store=vectors),

@@ -1,4 +1,4 @@
-"""Any OpenAI client against `kvrag serve`: an answer with citations, and a streamed one about chunks of one's own.
+"""Any OpenAI client against `kvrag serve`: an answer with citations, and a streamed one about your own chunks.
 
 Before, in another terminal:
 
@@ -19,7 +19,7 @@ from openai import OpenAI
 client = OpenAI(base_url=sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1", api_key="none")
 model = client.models.list().data[0].id
 question = "Which company has its offices in Danvik?"
-blend = {"controller": "off"}  # for prompts as short as these, full prefill would often be taken otherwise
+blend = {"controller": "off"}  # never fall back to full prefill, which is faster for prompts as short as these
 
 # the server retrieves from its own corpus
 answer = client.chat.completions.create(
@@ -35,7 +35,7 @@ for citation in citations:
     print(f"  [{citation['index']}] {citation['document'].rpartition('/')[2]}: {citation['text'][:60]!r}...")
 print(f"{answer.usage.prompt_tokens_details.cached_tokens} of {answer.usage.prompt_tokens} prompt tokens reused")
 
-# the client has retrieved; chunks that the server has not seen yet would be encoded now and kept
+# the client retrieves; the server encodes chunks that it has not seen, and keeps them
 stream = client.chat.completions.create(
     model=model,
     messages=[{"role": "user", "content": question}],

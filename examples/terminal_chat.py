@@ -3,7 +3,7 @@
     python examples/terminal_chat.py                                                # the bundled model and articles
     python examples/terminal_chat.py --model Qwen/Qwen2.5-1.5B-Instruct notes/
 
-An empty line, Ctrl-C or Ctrl-D ends it.
+End it with an empty line, Ctrl-C or Ctrl-D.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--top-k", type=int, default=4)
     args = parser.parse_args()
-    is_reader = args.model == "reader"  # so small that blending never pays: here it is to be seen all the same
+    is_reader = args.model == "reader"  # so small that full prefill is faster: shown all the same
     llm = ChatBlend(model=args.model, store=args.store, temperature=0, controller="off" if is_reader else None)
     try:
         chat(llm, warm(llm, args.folder, args.chunk_tokens), "" if is_reader else INSTRUCTION, args.top_k)
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def warm(llm: ChatBlend, folder: Path, chunk_tokens: int) -> KVWarmVectorStore:
-    """A vector store of the folder's chunks, all of which are encoded."""
+    """Return a vector store of the folder's chunks, encoded."""
     splitter = RecursiveCharacterTextSplitter(
         chunk_size=chunk_tokens, chunk_overlap=0, length_function=lambda text: len(llm.get_token_ids(text))
     )
@@ -55,12 +55,12 @@ def warm(llm: ChatBlend, folder: Path, chunk_tokens: int) -> KVWarmVectorStore:
     for start in range(0, len(documents), 64):
         vectors.add_documents(documents[start : start + 64])
         print(f"\rwarmed {min(start + 64, len(documents))} of {len(documents)} chunks", end="", file=sys.stderr)
-    print("\nask away; an empty line ends", file=sys.stderr)
+    print("\nask a question; an empty line ends the chat", file=sys.stderr)
     return vectors
 
 
 def chat(llm: ChatBlend, vectors: KVWarmVectorStore, instruction: str, top_k: int) -> None:
-    history: list[BaseMessage] = []  # questions and answers; passages are looked up for every question anew
+    history: list[BaseMessage] = []  # questions and answers; passages are retrieved anew for every question
     while question := ask():
         found = vectors.similarity_search(question, k=top_k)
         passages = "\n\n".join(document.page_content for document in found)
@@ -79,7 +79,7 @@ def chat(llm: ChatBlend, vectors: KVWarmVectorStore, instruction: str, top_k: in
 
 
 def ask() -> str:
-    """The next question; "" at the end of the input."""
+    """Return the next question; "" at the end of the input."""
     try:
         return input("> ").strip()
     except EOFError:

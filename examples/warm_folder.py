@@ -1,6 +1,6 @@
 """Warm a folder of texts and answer from two of its chunks, with the engine alone.
 
-A second run finds everything encoded.
+A second run encodes nothing.
 """
 
 from pathlib import Path
@@ -32,7 +32,7 @@ answer = engine.generate(
     [{"role": "user", "content": "\n\n".join([*about, f"Question: {question}"])}],
     max_new_tokens=32,
     temperature=0,
-    controller="off",  # prompts as short as this one would often get full prefill otherwise
+    controller="off",  # never fall back to full prefill, which is faster for short prompts
 )
 print(question, answer.text.strip())
 print(

@@ -1,4 +1,4 @@
-"""Warm what a Chroma collection holds, and answer from it."""
+"""Warm the documents of a Chroma collection, and answer from them."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from langchain_kvrag import ChatBlend, KVWarmVectorStore, SentenceTransformerEmb
 
 MODEL = "reader"  # comes with kvrag; or for example "Qwen/Qwen2.5-1.5B-Instruct"
 
-# the collection that you have; a new one gets a few articles
+# your collection; a new one gets a few articles
 chroma = Chroma("articles", SentenceTransformerEmbeddings(), persist_directory="chroma")
 if not chroma.get(limit=1)["ids"]:
     paths = sorted((Path(__file__).parent / "corpus").glob("*.txt"))
@@ -15,9 +15,9 @@ if not chroma.get(limit=1)["ids"]:
     sources = [{"source": path.name} for path in paths]
     chroma.add_texts([path.read_text() for path in paths], sources, ids=[path.name for path in paths])
 
-# "off": for prompts as short as this one, full prefill would often be taken otherwise
+# "off": never fall back to full prefill, which is faster for prompts as short as this one
 llm = ChatBlend(model=MODEL, store="kv", max_tokens=32, temperature=0, controller="off")
-vectors = KVWarmVectorStore(chroma, llm)  # from now on, what is added to it or deleted is followed
+vectors = KVWarmVectorStore(chroma, llm)  # encodes the nodes that are added from now on, and drops what is deleted
 report = vectors.warm_existing(chroma.get(include=[])["ids"])
 print(f"{report.chunks} documents: {report.new} encoded now, {report.reused} before")
 

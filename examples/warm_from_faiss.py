@@ -1,4 +1,4 @@
-"""Warm what a FAISS index on the disk holds, and answer from it."""
+"""Warm the documents of a FAISS index on disk, and answer from them."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from langchain_kvrag import ChatBlend, FaissVectorStore, KVWarmVectorStore, Sent
 
 MODEL = "reader"  # comes with kvrag; or for example "Qwen/Qwen2.5-1.5B-Instruct"
 
-# the index that you have; a new one gets a few articles
+# your index; a new one gets a few articles
 embeddings = SentenceTransformerEmbeddings()
 if not Path("faiss").exists():
     paths = sorted((Path(__file__).parent / "corpus").glob("*.txt"))
@@ -15,9 +15,9 @@ if not Path("faiss").exists():
     ).save("faiss")
 faiss = FaissVectorStore.load("faiss", embeddings)
 
-# "off": for prompts as short as this one, full prefill would often be taken otherwise
+# "off": never fall back to full prefill, which is faster for prompts as short as this one
 llm = ChatBlend(model=MODEL, store="kv", max_tokens=32, temperature=0, controller="off")
-vectors = KVWarmVectorStore(faiss, llm)  # from now on, what is added to it or deleted is followed
+vectors = KVWarmVectorStore(faiss, llm)  # encodes the nodes that are added from now on, and drops what is deleted
 report = vectors.warm_existing()
 print(f"{report.chunks} documents: {report.new} encoded now, {report.reused} before")
 

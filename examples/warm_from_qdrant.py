@@ -1,4 +1,4 @@
-"""Warm what a Qdrant collection holds, and answer from it."""
+"""Warm the documents of a Qdrant collection, and answer from them."""
 
 import uuid
 from pathlib import Path
@@ -10,7 +10,7 @@ from qdrant_client.models import Distance, VectorParams
 
 MODEL = "reader"  # comes with kvrag; or for example "Qwen/Qwen2.5-1.5B-Instruct"
 
-# the collection that you have; a new one gets a few articles
+# your collection; a new one gets a few articles
 client = QdrantClient(path="qdrant")  # or url="http://..."
 is_new = not client.collection_exists("articles")
 if is_new:
@@ -21,9 +21,9 @@ if is_new:
     ids = [str(uuid.uuid5(uuid.NAMESPACE_URL, path.name)) for path in paths]
     qdrant.add_texts([path.read_text() for path in paths], ids=ids)
 
-# "off": for prompts as short as this one, full prefill would often be taken otherwise
+# "off": never fall back to full prefill, which is faster for prompts as short as this one
 llm = ChatBlend(model=MODEL, store="kv", max_tokens=32, temperature=0, controller="off")
-vectors = KVWarmVectorStore(qdrant, llm)  # from now on, what is added to it or deleted is followed
+vectors = KVWarmVectorStore(qdrant, llm)  # encodes the nodes that are added from now on, and drops what is deleted
 page = None
 while True:
     points, page = client.scroll("articles", limit=1000, offset=page, with_payload=False)

@@ -1,4 +1,4 @@
-"""A web page to chat with documents: upload, warm, ask, and see what of each prompt was reused.
+"""A web page to chat with documents: upload, warm, ask, and see how much of each prompt was reused.
 
 python examples/web_chat.py [--model Qwen/Qwen2.5-1.5B-Instruct]
 """
@@ -25,15 +25,15 @@ INSTRUCTION = "Answer the question from these passages. If they do not say, say 
 
 
 class Chat:
-    """One engine and one vector store, shared by all who open the page."""
+    """One engine and one vector store, shared by all visitors of the page."""
 
     def __init__(self, model: str, store: str, max_tokens: int) -> None:
         self.engine = BlendEngine.from_pretrained(model, store=store)
         self.vectors = FaissVectorStore(SentenceTransformerEmbeddings())
         self.ids: dict[str, list[str]] = {}  # of each document's chunks
-        # the reader is so small that full prefill would always be taken: here blending is to be seen
+        # full prefill is always faster for the small reader: "off" shows blending all the same
         controller, self.instruction = ("off", "") if model == "reader" else ("auto", INSTRUCTION)
-        self.engine.generate("Hello.", max_new_tokens=1)  # the first answer of a process pays for more than itself
+        self.engine.generate("Hello.", max_new_tokens=1)  # the first answer of a process is slower
         self.settings: dict[str, Any] = {"max_new_tokens": max_tokens, "temperature": 0, "controller": controller}
 
     def add(self, paths: list[str | Path], progress: gr.Progress = gr.Progress()) -> str:  # noqa: B008
@@ -56,7 +56,7 @@ class Chat:
         return f"**{len(self.ids)} documents, {len(self.vectors.ids)} chunks**, {encoded} encoded now, {seconds:.1f} s"
 
     def ask(self, question: str, shown: list[Any], turns: list[Any]) -> Iterator[tuple[Any, ...]]:
-        """Stream the answer, then say what it took."""
+        """Stream the answer, then show what it took."""
         found = self.vectors.similarity_search(question, k=TOP_K)
         if not question.strip() or not found:
             raise gr.Error("Add documents first, then ask a question.")
@@ -68,8 +68,8 @@ class Chat:
             answer, report = answer + delta.text, delta.report
             shown[-1]["content"] = answer.strip()
             yield "", shown, turns, gr.skip(), None
-        explained = self.engine.explain(report)  # of this answer: full prefill may be measured for another one now
-        # of earlier turns only what was said stays: passages are looked up for every question anew
+        explained = self.engine.explain(report)  # by its report: another visitor may have been answered since
+        # earlier turns without their passages: they are retrieved anew for every question
         said = [{"role": "user", "content": f"Question: {question}"}, {"role": "assistant", "content": answer.strip()}]
         yield "", shown, [*turns, *said][-8:], panel(report, None, explained), (prompt, report, explained)
 
@@ -87,7 +87,7 @@ def read(path: Path) -> str:
 
 
 def panel(report: BlendReport, full: BlendReport | None, explained: Explanation) -> str:
-    """Times, and the prompt with what was reused and what was recomputed."""
+    """Return times, and the prompt with its reused and recomputed parts."""
     note = "Both for this very prompt; full prefill was measured after the answer." if full else ""
     times = {"blending": report.ttft_s} | ({"full prefill": full.ttft_s} if full else {})
     bars = "".join(

@@ -24,7 +24,7 @@ from kvrag.types import Answer, BlendReport, Delta, Run, ToolCall, WarmReport
 if TYPE_CHECKING:
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine
-    from kvrag.llm import LazyEngine, LLMSettings
+    from kvrag.llm import LazyEngine, LLMBase, LLMSettings
     from kvrag.store import FileStore, KVStore
 
 __version__ = "0.1.0"
@@ -44,6 +44,7 @@ __all__ = [
     "Grammar",
     "KVStore",
     "KvragError",
+    "LLMBase",
     "LLMSettings",
     "LazyEngine",
     "Model",
@@ -66,6 +67,7 @@ _HEAVY = {
     "BlendEngine": "kvrag.engine",
     "FileStore": "kvrag.store",
     "KVStore": "kvrag.store",
+    "LLMBase": "kvrag.llm",
     "LLMSettings": "kvrag.llm",
     "LazyEngine": "kvrag.llm",
     "Model": "kvrag.backend.transformers",

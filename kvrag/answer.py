@@ -79,7 +79,7 @@ class Answering:
                 answer += delta.token_ids
                 if call is None:
                     report = replace(_with_created(done.report, created), ttft_s=time.perf_counter() - started)
-                    self.history.add(namespace, call := Call(done.ids, done.selected, report))
+                    self.history.add(call := Call(done.ids, done.selected, report, namespace))
                 delta = parser.parse(delta) if parser else delta
                 yield replace(delta, report=call.report) if delta.finish_reason else delta
             self._finish(call, question)

@@ -308,11 +308,9 @@ class BlendEngine:
             self.model.check_window(len(ids))
             started = time.perf_counter()
             done = self.prefill(ids, config, namespace=namespace)
-            call = Call(done.ids, done.selected, replace(done.report, ttft_s=time.perf_counter() - started))
+            call = Call(done.ids, done.selected, replace(done.report, ttft_s=time.perf_counter() - started), namespace)
         find = partial(self._answering.find, namespace=namespace)
-        return explain(
-            self.model.tokenizer, self.store, self.fingerprint, find, call, config.min_run, retrieved, namespace
-        )
+        return explain(self.model.tokenizer, self.store, self.fingerprint, find, call, config.min_run, retrieved)
 
     def verify(self) -> list[Check]:
         """Run the correctness gate on this engine's model, in a folder of its own; see `kvrag.inspect.verify`."""

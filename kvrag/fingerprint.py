@@ -52,7 +52,7 @@ class Fingerprint:
         """32 hexadecimal digits."""
         return _digest(self)
 
-    def chunk_key(self, ids: Sequence[int], context: Sequence[int] = (), namespace: str = "") -> str:
+    def chunk_key(self, ids: Ids, context: Ids = (), namespace: str = "") -> str:
         """Return the key of the chunk with these token ids, encoded behind `context`: its KV is a function of it."""
         return chunk_key(self.digest, ids, context, namespace)
 
@@ -63,12 +63,12 @@ def _digest(fingerprint: Fingerprint) -> str:
     return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def chunk_key(digest: str, ids: Sequence[int], context: Sequence[int] = (), namespace: str = "") -> str:
+def chunk_key(digest: str, ids: Ids, context: Ids = (), namespace: str = "") -> str:
     """Return the key of a chunk under the fingerprint with this digest."""
     return _hash(digest.encode(), namespace.encode(), _tokens(context), _tokens(ids))
 
 
-def text_key(namespace: str, ids: Sequence[int]) -> str:
+def text_key(namespace: str, ids: Ids) -> str:
     """Return the key of a text in a namespace, whatever it was encoded behind: 32 hexadecimal digits."""
     return _hash(namespace.encode(), _tokens(ids))
 

@@ -37,7 +37,7 @@ class Served:
         return self.http.base_url.host, self.http.base_url.port or 0
 
     def metric(self, name: str) -> float:
-        """A number that Prometheus is told."""
+        """A number of `/metrics`."""
         for line in self.http.get("/metrics").raise_for_status().text.splitlines():
             if line.startswith(f"{name} "):
                 return float(line.split()[1])
@@ -63,18 +63,18 @@ def until(claim: Callable[[], bool], seconds: float = 300.0) -> None:
         time.sleep(0.02)
 
 
-def make_corpus(engine: BlendEngine, folder: Path) -> Corpus:
+def make_corpus(engine: BlendEngine, folder: Path, namespace: str = "") -> Corpus:
     """As `kvrag serve` makes it, with chunks of 40 tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     encode = engine.model.tokenizer.encode
     split = documents.splitter(lambda text: len(encode(text)), 40, 0)
-    return Corpus(engine, ChunkIndex(folder / "index.sqlite"), folder / "corpus", _read, split)
+    return Corpus(engine, ChunkIndex(folder / "index.sqlite"), folder / "corpus", _read, split, namespace=namespace)
 
 
 @contextmanager
-def serving(engine: BlendEngine, corpus: Corpus | None = None, key: str = "", **settings: Any) -> Iterator[Served]:
+def serving(engine: BlendEngine, *corpora: Corpus, key: str = "", **settings: Any) -> Iterator[Served]:
     """A server, as long as the context lasts."""
-    app = create_app(engine, ServerSettings(name=NAME, **settings), corpus)
+    app = create_app(engine, ServerSettings(name=NAME, **settings), corpora)
     taken = bind("127.0.0.1", 0)
     server = make_server(app, 600)
     place = url(taken)

@@ -226,6 +226,23 @@ def test_documents_whose_files_are_gone_are_told_and_dropped_if_one_says_so(
     assert sources == {*map(str, folder.iterdir()), str(other / "gone.txt"), str(other / "harfield.txt")}
 
 
+def test_namespaces_have_documents_of_their_own(
+    folder: Path, tmp_path: Path, as_json: Json, fails: Callable[..., str]
+) -> None:
+    store = ("--store", tmp_path / "kv")
+    as_json("warm", folder, "--namespace", "alice", *store, *CUT)
+    assert "and --namespace" in fails("ask", QUESTION, *store)
+    (folder / "holra.txt").unlink()
+    first = as_json("warm", folder, "--namespace", "bob", *store, *CUT)
+    assert (first["indexed"], first["gone"]) == (first["chunks"], []), "nothing of the other namespace counts"
+    for namespace, count in (("alice", 3), ("bob", 2)):
+        found = as_json("ask", QUESTION, "--top-k", 99, "--namespace", namespace, *store)["context"]
+        assert len({hit["document"] for hit in found}) == count
+    for command in ("ask", "chat", "explain"):
+        argv = ["chat"] if command == "chat" else [command, QUESTION]
+        assert "namespace" in fails(*argv, "--namespace", "a\0b", *store)
+
+
 def test_an_interrupted_ingestion_goes_on_where_it_stopped(
     folder: Path, tmp_path: Path, as_json: Json, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,7 +407,7 @@ def test_ask_before_warm_says_what_to_do(
     assert "question is empty" in fails("ask", " ", "--store", tmp_path / "kv")
     assert not (tmp_path / "kv").exists()
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert "run `kvrag warm PATH` first, with the same --model and --store" in fails("ask", QUESTION)
+    assert "run `kvrag warm PATH` first, with the same --model, --store and --namespace" in fails("ask", QUESTION)
 
 
 def test_a_store_that_cannot_be_made_is_one_line(folder: Path, fails: Callable[..., str]) -> None:
@@ -438,7 +455,7 @@ def test_a_long_chat_forgets_its_oldest_turns_and_says_so(
     monkeypatch.setattr(sys, "stdin", io.StringIO((question + "\n") * 4 + question * 9 + "\n" + QUESTION + "\n"))
     assert main(["chat", "--store", str(warmed), "--max-tokens", "2", "--json"]) == 0
     captured = capsys.readouterr()
-    assert "its oldest turn is forgotten" in captured.err
+    assert "its oldest turn is dropped" in captured.err
     assert "too many for the window" in captured.err  # the one that fits in no conversation
     assert len(captured.out.splitlines()) == 5
 

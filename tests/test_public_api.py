@@ -27,6 +27,7 @@ PUBLIC = [
     "Grammar",
     "KVStore",
     "KvragError",
+    "LLMBase",
     "LLMSettings",
     "LazyEngine",
     "Model",

@@ -87,7 +87,7 @@ def test_a_document_under_way_is_seen_and_can_be_dropped(
     assert under_way.status == "encoding"
     assert under_way.tokens_done == under_way.tokens > 40
     assert corpus.status("b").status == "queued"
-    assert corpus.num_pending == 2
+    assert corpus.count_pending() == 2
     corpus.remove("a")
     corpus.remove("b")
     assert statuses(corpus) == {}
@@ -95,7 +95,7 @@ def test_a_document_under_way_is_seen_and_can_be_dropped(
         with pytest.raises(ApiError, match=f"there is no document '{document}'"):
             corpus.remove(document)
     go.set()
-    until(lambda: not corpus.num_pending)
+    until(lambda: not corpus.count_pending())
     assert (corpus.num_chunks, engine.documents(), engine.store.stats().chunks) == (0, [], 0)
     assert tasks(tmp_path) == []
 
@@ -105,7 +105,7 @@ def test_a_stopped_server_goes_on_with_the_document_it_was_at(
 ) -> None:
     reached, go, warm = threading.Event(), threading.Event(), engine.warm
 
-    def slow(texts: Any, document: str, progress: Any) -> Any:
+    def slow(texts: Any, document: str, namespace: str, progress: Any) -> Any:
         def moved(done: int, total: int) -> None:
             reached.set()
             assert go.wait(300)
@@ -142,7 +142,7 @@ def test_a_document_that_fails_says_why_and_does_not_stop_the_others(
     corpus.add("a", [CHUNKS[0]])
     corpus.add("b", [CHUNKS[1]])
     corpus.start()
-    until(lambda: not corpus.num_pending)
+    until(lambda: not corpus.count_pending())
     assert statuses(corpus) == {"a": "failed", "b": "ready"}
     assert corpus.status("a").error == "no room"
     corpus.stop(30)
@@ -172,7 +172,7 @@ def test_a_document_that_was_replaced_in_time_has_not_failed(
     assert reached.wait(300)
     corpus.add("a", [CHUNKS[1]])
     go.set()
-    until(lambda: not corpus.num_pending)
+    until(lambda: not corpus.count_pending())
     assert corpus.status("a").status == statuses(corpus)["a"] == "ready"
     assert corpus.search("Who?", 1, 0)[0].text == CHUNKS[1]
     assert tasks(tmp_path) == []
@@ -191,7 +191,7 @@ def test_what_cannot_be_kept_changes_nothing(
             change()
     monkeypatch.undo()
     corpus.start()
-    until(lambda: not corpus.num_pending)
+    until(lambda: not corpus.count_pending())
     assert corpus.status("a").status == "ready"
     assert corpus.search("Who?", 1, 0)[0].text == CHUNKS[0]
 
@@ -220,7 +220,9 @@ def test_not_too_many_documents_wait(engine: BlendEngine, corpus: Corpus) -> Non
 def start(*argv: object) -> tuple[subprocess.Popen[str], dict[str, Any]]:
     """`kvrag serve` in a process of its own, and what it says when it is ready."""
     command = [sys.executable, "-m", "kvrag.cli.main", "serve", "--port", "0", "--json", *map(str, argv)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "KVRAG_API_KEY": "a,b"})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "KVRAG_API_KEY": "one:a,two:b"}
+    )
     assert process.stdout is not None
     return process, json.loads(process.stdout.readline())
 
@@ -253,6 +255,9 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
         (["--max-upload-mib", "-1"], "--max-upload-mib"),
         (["--shutdown-timeout", "nan"], "--shutdown-timeout"),
         (["--api-key", "a b"], "API key"),
+        (["--api-key", "a", "--api-key", "b"], "--api-key NAME:KEY"),
+        (["--api-key", "one:a", "--api-key", "two:a"], "two API keys are equal"),
+        (["--namespace", "a\0b"], "namespace"),
         (["--host", "192.0.2.1"], "cannot listen"),
         (["--port", "99999"], "cannot listen"),
         (["--prompt-template", "/nowhere"], "/nowhere"),

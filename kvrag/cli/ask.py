@@ -23,20 +23,20 @@ from kvrag.errors import PromptError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag ask`."""
+    """Add the options of `kvrag ask`."""
     parser.add_argument("question", metavar="QUESTION", help="in quotes, about what was warmed")
     add_engine_arguments(parser)
     add_answer_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Retrieve, answer, report."""
+    """Retrieve, answer, print a report."""
     if not args.question.strip():
-        raise PromptError("the question is empty")
+        raise PromptError("the question is empty: give one in quotes")
     require_extra()
     if args.store is not None:
         existing_store(args.store)
-    with open_engine(args) as engine, open_index(engine) as index:
+    with open_engine(args) as engine, open_index(engine, args.namespace) as index:
         require_chunks(index)
         hits = index.search(args.question, args.top_k, args.around)
         prompt = as_prompt(engine, [{"role": "user", "content": stuff(engine, args.question, hits)}])

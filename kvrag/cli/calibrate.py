@@ -1,4 +1,4 @@
-"""`kvrag calibrate`: how much has to be recomputed on this model and this corpus."""
+"""`kvrag calibrate`: the smallest ratio that keeps full prefill's answers on this model and corpus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag calibrate`."""
+    """Add the options of `kvrag calibrate`."""
     add_engine_arguments(parser)
     parser.add_argument("--questions", metavar="FILE", help="one per line, retrieved for as `kvrag ask` does")
     parser.add_argument("--policy", choices=POLICIES, help="which tokens to recompute (default: as in `kvrag ask`)")
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, keep the result beside the chunks, print the curve."""
+    """Measure, keep the result beside the chunks, and print the curve."""
     from kvrag.control.calibrate import GRID
 
     with open_engine(args) as engine:
@@ -74,7 +74,7 @@ def _retrieve(engine: BlendEngine, args: argparse.Namespace) -> Sequence[str | M
     if not questions:
         raise PromptError(f"there are no questions in {args.questions}: write one per line")
     prompts: list[str | Messages] = []
-    with open_index(engine) as index:
+    with open_index(engine, args.namespace) as index:
         require_chunks(index)
         for question in questions:
             hits = index.search(question, args.top_k, args.around)

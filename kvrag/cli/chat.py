@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag chat`."""
+    """Add the options of `kvrag chat`."""
     add_engine_arguments(parser)
     add_answer_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer until /quit or the end of the input; with --json one object per line."""
-    history: Messages = []  # questions and answers, not their contexts, which every question brings along anew
+    history: Messages = []  # questions and answers, without the chunks retrieved for them
     last: BlendReport | None = None
     require_extra()
     if args.store is not None:
         existing_store(args.store)
-    with open_engine(args) as engine, open_index(engine) as index:
+    with open_engine(args) as engine, open_index(engine, args.namespace) as index:
         require_chunks(index)
-        say("/report tells about the last answer, /quit ends")
+        say("/report shows the last answer's report, /quit ends the chat")
         for question in _questions():
             if question == "/report":
                 say(json.dumps(last.to_dict(), indent=1) if last else "there is no answer yet")
@@ -79,7 +79,7 @@ def _questions() -> Iterator[str]:
 def _answer(
     engine: BlendEngine, history: Messages, message: dict[str, str], args: argparse.Namespace
 ) -> tuple[str, BlendReport]:
-    """Changes `history`: drops its oldest turns until the prompt fits."""
+    """Answer, and drop the oldest turns of `history` until the prompt fits."""
     while True:
         try:
             return stream(engine, as_prompt(engine, [*history, message]), args)
@@ -87,4 +87,4 @@ def _answer(
             if not history:
                 raise
             del history[:2]
-            say("the conversation has become too long: its oldest turn is forgotten")
+            say("the conversation does not fit into the model's window: its oldest turn is dropped")

@@ -1,4 +1,4 @@
-"""What several commands share: arguments, opening, progress, wording."""
+"""What several commands share: options, opening a store, progress bars, wording."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.config import CODECS, CONTROLLERS, DEFAULT_POLICY, DEFAULT_RATIO, POLICIES
+from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO, check_namespace
 from kvrag.errors import KvragError, StoreError
+from kvrag.llm import SETTINGS
 from kvrag.types import BlendReport, Messages
 
 if TYPE_CHECKING:
@@ -22,52 +24,53 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
+def add_setting(parser: argparse.ArgumentParser, name: str, about: str | None = None, **options: Any) -> None:
+    """Add the option of a setting in `kvrag.llm`, with its type, its default and its choices.
+
+    Args:
+        about: Help, instead of the table's.
+        options: Further arguments of `add_argument`.
+    """
+    row = SETTINGS[name]
+    options = {"default": row.default, "type": row.kind, "choices": row.choices or None} | options
+    default = f" (default: {options['default']})" if options["default"] not in (None, "") else ""
+    parser.add_argument(f"--{name.replace('_', '-')}", help=f"{about or row.about}{default}", **options)
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Model and store."""
-    parser.add_argument(
-        "--model", default="reader", help="hub name, folder, or 'reader', which comes with kvrag (default: reader)"
-    )
-    parser.add_argument("--store", help="folder of the pre-encoded chunks (default: one per model in ~/.cache/kvrag)")
-    parser.add_argument(
-        "--codec", choices=CODECS, default="native", help="how chunks are stored: as they are, or in 8 or 4 bits"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="to compute in (default: auto, as stored)")
-    parser.add_argument("--device", help="cuda, cpu, ... (default: a GPU if there is one)")
+    """Add the options of the model, the store and the namespace."""
+    add_setting(parser, "model", default="reader")
+    add_setting(parser, "store")
+    add_setting(parser, "codec")
+    add_setting(parser, "dtype", choices=DTYPES)
+    add_setting(parser, "device")
+    add_setting(parser, "namespace", "namespace of the documents and the chunks; others never see them", metavar="NAME")
+
+
+def add_blend_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of blending."""
+    ratio = f"share of the reused tokens to recompute, 0 to 1 (default: as calibrated, else {DEFAULT_RATIO})"
+    add_setting(parser, "ratio", ratio, metavar="R")
+    add_setting(parser, "policy", f"which tokens to recompute; 'full' = ordinary prefill (default: {DEFAULT_POLICY})")
+    add_setting(parser, "controller")
 
 
 def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Retrieval and blending."""
+    """Add the options of retrieval, blending and sampling."""
     parser.add_argument("--top-k", type=int, default=4, metavar="K", help="chunks to retrieve (default: 4)")
     parser.add_argument(
         "--around", type=int, default=0, metavar="N", help="neighbours that come along with each chunk (default: 0)"
     )
-    parser.add_argument(
-        "--ratio",
-        type=float,
-        metavar="R",
-        help=f"share of the reused tokens to recompute, 0 to 1 (default: as calibrated, else {DEFAULT_RATIO})",
-    )
-    parser.add_argument(
-        "--policy",
-        choices=POLICIES,
-        help=f"which tokens to recompute; 'full' = ordinary prefill (default: {DEFAULT_POLICY})",
-    )
-    parser.add_argument(
-        "--controller",
-        choices=CONTROLLERS,
-        help="'off' = no full prefill where that is predicted to be sooner (default: auto)",
-    )
-    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
-    parser.add_argument(
-        "--temperature", type=float, metavar="T", help="0 = always the likeliest token (default: as the model says)"
-    )
+    add_blend_arguments(parser)
+    add_setting(parser, "max_tokens", metavar="N")
+    add_setting(parser, "temperature", metavar="T")
 
 
 def stream(engine: BlendEngine, prompt: str | Messages, args: argparse.Namespace) -> tuple[str, BlendReport]:
-    """Answer as `add_answer_arguments` say, printed as it comes unless --json was given."""
+    """Answer by the options of `add_answer_arguments`; print the text as it comes unless --json was given."""
     text, report = "", None
     settings = {"ratio": args.ratio, "policy": args.policy, "controller": args.controller}
-    settings["temperature"] = args.temperature
+    settings |= {"temperature": args.temperature, "namespace": args.namespace}
     for delta in engine.stream(prompt, max_new_tokens=args.max_tokens, **settings):
         piece = delta.text if text else delta.text.lstrip()
         text += piece
@@ -81,10 +84,11 @@ def stream(engine: BlendEngine, prompt: str | Messages, args: argparse.Namespace
 
 
 def open_engine(args: argparse.Namespace, **config: Any) -> BlendEngine:
-    """The engine that the arguments describe, with these fields of its `BlendConfig`."""
+    """Open the engine of `add_engine_arguments`, with these fields of its `BlendConfig`."""
     from kvrag.config import BlendConfig
     from kvrag.engine import BlendEngine
 
+    check_namespace(getattr(args, "namespace", ""))  # loading takes a while
     return BlendEngine.from_pretrained(
         args.model,
         store=args.store,
@@ -96,50 +100,61 @@ def open_engine(args: argparse.Namespace, **config: Any) -> BlendEngine:
 
 
 def folder(engine: BlendEngine) -> FileStore:
-    """The engine's store, which is a folder whenever the command line has opened it."""
+    """Return the engine's store, which is a folder in all commands."""
     from kvrag.store import FileStore
 
     assert isinstance(engine.store, FileStore)
     return engine.store
 
 
-def open_index(engine: BlendEngine, embedder: str | None = None) -> ChunkIndex:
-    """The chunk index beside the engine's chunks."""
+def retrieval_folder(engine: BlendEngine, namespace: str) -> Path:
+    """Return the folder of a namespace's chunk index and tasks: the store's own for the namespace ""."""
+    path = folder(engine).path
+    if not namespace:
+        return path
+    # a namespace can be longer than a file name, and can have any characters
+    path = path / "namespaces" / blake2b(namespace.encode(), digest_size=16).hexdigest()
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return path
+
+
+def open_index(engine: BlendEngine, namespace: str, embedder: str | None = None) -> ChunkIndex:
+    """Open the chunk index of a namespace."""
     from kvrag.retrieval.index import ChunkIndex
 
-    return ChunkIndex(folder(engine).path / "index.sqlite", embedder)
+    return ChunkIndex(retrieval_folder(engine, namespace) / "index.sqlite", embedder)
 
 
 def require_chunks(index: ChunkIndex) -> None:
-    """Raise unless something was warmed."""
+    """Raise StoreError unless something was warmed."""
     if not len(index):
         raise StoreError(
-            f"there is nothing to ask about in {index.path.parent}: run `kvrag warm PATH` first, "
-            "with the same --model and --store"
+            f"nothing was warmed into {index.path.parent}: run `kvrag warm PATH` first, "
+            "with the same --model, --store and --namespace"
         )
 
 
 def require_extra() -> None:
-    """Raise unless everything is there that reading, retrieving and showing need: loading the model takes a while."""
+    """Raise KvragError unless the extra for reading, retrieving and showing is installed."""
     for module in ("rich", "faiss", "sentence_transformers", "langchain_text_splitters"):
         if find_spec(module) is None:
             raise KvragError(f"{module} is not installed: pip install 'kvrag[cli]'")
 
 
 def existing_store(path: str) -> Path:
-    """The folder of a store that is there: opening another one would create it.
+    """Return the folder of an existing store: opening one that does not exist would create it.
 
     Raises:
-        StoreError: There is none.
+        StoreError: There is no store.
     """
     folder = Path(path).expanduser()
     if not (folder / "chunks").is_dir():
-        raise StoreError(f"there is no store in {folder}: `kvrag warm PATH --store {folder}` makes one")
+        raise StoreError(f"there is no store in {folder}: create it with `kvrag warm PATH --store {folder}`")
     return folder
 
 
 def read_text(path: Path) -> str:
-    """A file's text.
+    """Return a file's text.
 
     Raises:
         KvragError: It is not UTF-8.
@@ -151,13 +166,13 @@ def read_text(path: Path) -> str:
 
 
 def say(message: str) -> None:
-    """A line for people: never on stdout, which belongs to the result."""
+    """Print a line to stderr; stdout is for the result."""
     print(message, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress(title: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, fed with (done, total); nothing if `quiet` or where nobody watches."""
+    """Show a bar on stderr, updated with (done, total); nothing if `quiet` or without a terminal."""
     missing_extra = KvragError("rich is not installed: pip install 'kvrag[cli]'")
     try:
         from rich.console import Console
@@ -172,7 +187,7 @@ def progress(title: str, quiet: bool = False) -> Iterator[Callable[[int, int], N
 
 
 def human_bytes(size: float) -> str:
-    """With three digits or so: 28.0 KiB."""
+    """Return a size with about three digits: 28.0 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -181,7 +196,7 @@ def human_bytes(size: float) -> str:
 
 
 def summary(report: BlendReport) -> str:
-    """One line about an answer."""
+    """Return one line about an answer, and its notes."""
     line = (
         f"{report.prompt_tokens} prompt tokens: {report.reused_tokens} reused ({report.recomputed_tokens} of them "
         f"recomputed), {report.fresh_tokens} fresh; first token after {report.ttft_s * 1000:.0f} ms ({report.policy})"

@@ -1,4 +1,4 @@
-"""`kvrag demo`: the whole way, offline: warm a corpus, ask through a LangChain chain, compare, measure."""
+"""`kvrag demo`: warm a corpus, ask through a LangChain chain, compare and measure, all offline."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ accuracy."""
 
 
 class Way(NamedTuple):
-    """How to answer: by which policy, None = the default one, and whether from chunks that were encoded alone."""
+    """A way to answer: the policy, None = the default, and whether the chunks were encoded alone."""
 
     name: str
     policy: str | None
@@ -56,7 +56,7 @@ _TOP_K, _AROUND = 3, 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """One answer. `correct` compares with the expected one, letter by letter."""
+    """One answer. `correct` = equal to the expected answer, letter by letter."""
 
     question: str
     expected: str
@@ -69,13 +69,13 @@ class Outcome:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag demo`."""
+    """Add the options of `kvrag demo`."""
     parser.add_argument("--store", help="folder to keep the encoded chunks in (default: a temporary one)")
     parser.add_argument("--no-speed", action="store_true", help="answers only, without the measurement at the end")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print two tables and what to type next."""
+    """Print two tables and the next commands to try."""
     from kvrag.engine import BlendEngine
 
     chain = _import_chain()
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         store = args.store or stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-demo-"))
         settings = argparse.Namespace(model="reader", store=store, codec="native", dtype="auto", device=None)
         engine = stack.enter_context(open_engine(settings))
-        index = stack.enter_context(open_index(engine))
+        index = stack.enter_context(open_index(engine, ""))
         corpus = corpus_folder()
         plan = _plan(engine, corpus, args.json)
         warmed = warm.warm(engine, index, plan, args.json)
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def corpus_folder() -> Path:
-    """The articles: beside this file in an installed package, under examples/ in a checkout.
+    """Return the folder of the articles: beside this file in an installed package, under examples/ in a checkout.
 
     Raises:
         KvragError: In neither place.
@@ -141,7 +141,7 @@ Chain = Callable[
 
 
 def _import_chain() -> Chain:
-    """An ordinary LCEL chain, of the only part that needs LangChain; fails before anything has been done."""
+    """Import LangChain, for this part only, and return a function that builds an ordinary LCEL chain."""
     try:
         from langchain_core.callbacks import BaseCallbackHandler
         from langchain_core.documents import Document
@@ -241,10 +241,10 @@ def _print_outcomes(outcomes: list[Outcome]) -> None:
     counts = [f"{count} of {len(QUESTIONS)} by {name}" for name, count in right.items()]
     print(
         f"\nRight: {counts[0]}; {counts[1]};\n{'; '.join(counts[2:])}."
-        '\nChunks encoded alone do not know who "she" is; kvrag encodes them behind their document.'
+        '\nChunks encoded alone cannot resolve "she"; kvrag encodes them behind the text before them.'
         "\nThe questions were chosen among those that full prefill answers right: the count shows"
         "\nagreement with it, not which way is more accurate. Model and prompts are too small for"
-        "\nblending to be sooner here."
+        "\nblending to be faster here."
     )
 
 
@@ -254,7 +254,7 @@ def _print_speed(result: TtftResult) -> None:
 
     table = Table(box=None, pad_edge=False)
     table.add_column("by")
-    for name in ("TTFT", "sooner by", "bound"):
+    for name in ("TTFT", "speed-up", "bound"):
         table.add_column(name, justify="right")
     for row in result.rows:
         bound = f"{row.bound:.1f}x" if row.bound else ""
@@ -264,4 +264,4 @@ def _print_speed(result: TtftResult) -> None:
         f"Qwen2.5-0.5B's shape, {result.prompt_tokens} prompt tokens, 6 chunks in an order never seen before\n"
     )
     Console(file=sys.stdout).print(table)
-    print("bound: what an engine would reach that pays for nothing but the tokens computed")
+    print("bound: the speed-up of an engine whose only cost is computing the tokens")

@@ -1,4 +1,4 @@
-"""Files -> texts -> chunks."""
+"""Reading files, and splitting their texts into chunks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LARGEST = 1 << 30  # a file's text is split in one piece, which takes several t
 
 
 class UnreadableError(KvragError):
-    """A file that has no text to offer; the message says why, without its name."""
+    """A file without readable text; the message gives the reason, not the file's name."""
 
 
 def find(paths: Iterable[str | Path]) -> list[Path]:
-    """All files named, and those in folders whose suffix we know; hidden ones stay out.
+    """Return the files among the paths, and those with known suffixes in the folders, except hidden ones.
 
     Raises:
         KvragError: A path does not exist, or there are no such files.
@@ -43,7 +43,7 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def read(path: Path, text_field: str = "text") -> list[str]:
-    """A file's texts: one, or one per line of a .jsonl.
+    """Return a file's texts: one, or one per line of a .jsonl file.
 
     Raises:
         UnreadableError: Not text, broken, empty, or very large.
@@ -56,7 +56,7 @@ def read(path: Path, text_field: str = "text") -> list[str]:
     }
     try:
         if path.stat().st_size > _LARGEST:
-            raise UnreadableError("it has more than 1 GiB: split it into smaller files")
+            raise UnreadableError("it is larger than 1 GiB: split it into smaller files")
         texts = readers.get(path.suffix.lower(), lambda: [_text(path)])()
     except OSError as error:
         raise UnreadableError(error.strerror or str(error)) from error
@@ -67,10 +67,10 @@ def read(path: Path, text_field: str = "text") -> list[str]:
 
 
 def splitter(count: Callable[[str], int], chunk_tokens: int, overlap: int) -> Callable[[Sequence[str]], list[str]]:
-    """A function from texts to chunks of at most `chunk_tokens`, measured by `count`.
+    """Return a function that splits texts into chunks of at most `chunk_tokens`, measured by `count`.
 
     Raises:
-        KvragError: The lengths make no sense, or the splitter is not installed.
+        KvragError: The lengths contradict each other, or the splitter is not installed.
     """
     try:
         from langchain_text_splitters import RecursiveCharacterTextSplitter
@@ -108,12 +108,12 @@ def _pdf(path: Path) -> str:
         from pypdf import PdfReader
     except ImportError as error:
         raise _missing_extra(error) from None
-    logging.getLogger("pypdf").setLevel(logging.ERROR)  # it has a word to say about every second PDF
+    logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns about every second PDF
     try:
         return "\n\n".join(page.extract_text() for page in PdfReader(path).pages)
     except OSError:
         raise
-    except Exception as error:  # pypdf lets through what its parsers meet: KeyErrors, recursion, zlib
+    except Exception as error:  # pypdf raises what its parsers raise: KeyErrors, recursion, zlib
         raise UnreadableError(f"it is a broken or protected PDF ({type(error).__name__}: {error})") from error
 
 

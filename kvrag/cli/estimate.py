@@ -1,4 +1,4 @@
-"""`kvrag estimate`: what a corpus will cost, without loading weights."""
+"""`kvrag estimate`: disk usage and loading times of a corpus, without loading weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BANDWIDTHS = {  # bytes per second
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag estimate`."""
+    """Add the options of `kvrag estimate`."""
     parser.add_argument("paths", nargs="*", metavar="PATH", help="corpus to count the tokens of")
     parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader'; no weights are loaded")
     parser.add_argument("--tokens", type=int, metavar="N", help="size of the corpus instead of PATH")

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.cli.common import add_engine_arguments, open_engine, read_text, say
-from kvrag.config import CONTROLLERS, POLICIES
+from kvrag.cli.common import add_blend_arguments, add_engine_arguments, open_engine, read_text, say
 from kvrag.errors import KvragError, PromptError
 from kvrag.types import Messages
 
@@ -23,7 +22,7 @@ _FILES = (".txt", ".md", ".json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag explain`."""
+    """Add the options of `kvrag explain`."""
     parser.add_argument(
         "prompt",
         metavar="PROMPT",
@@ -35,25 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="what was retrieved for it: files of one chunk each, or .json files with a list of chunks",
+        help="chunks that were retrieved for it: files of one chunk each, or .json files with a list of chunks",
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with the prompt in colours")
     add_engine_arguments(parser)
-    parser.add_argument("--ratio", type=float, help="share of the reused tokens to recompute, 0 to 1")
-    parser.add_argument("--policy", choices=POLICIES, help="which tokens to recompute; 'full' = ordinary prefill")
-    parser.add_argument(
-        "--controller", choices=CONTROLLERS, help="'off' = no full prefill where that is predicted to be sooner"
-    )
+    add_blend_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prefill the prompt as if it were answered, and tell."""
+    """Prefill the prompt as if it were answered, and print what was reused."""
     request = _request(args.prompt)
     retrieved = [text for path in args.retrieved for text in _chunks(Path(path))] if args.retrieved else None
     with open_engine(args) as engine:
         explanation = engine.explain(
             _prompt(engine, request),
             retrieved=retrieved,
+            namespace=args.namespace,
             tools=request.get("tools"),
             template=request.get("chat_template_kwargs"),
             ratio=args.ratio,
@@ -71,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _request(given: str) -> dict[str, Any]:
-    """The body of a request to OpenAI's API, or one that has a `text` as framework classes are given it."""
+    """Return the body of a request to OpenAI's API, or a `text` as framework classes take it."""
     if Path(given).suffix in _FILES and len(given.split()) == 1 and not _is_file(given):
         raise PromptError(f"there is no file {given}")
     text = sys.stdin.read() if given == "-" else read_text(Path(given)) if _is_file(given) else given

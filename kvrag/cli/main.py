@@ -1,4 +1,4 @@
-"""The command `kvrag`: finds the command's module, runs it, and turns what goes wrong into one line."""
+"""The command `kvrag`: runs a subcommand's module and reports errors in one line."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from kvrag import __version__
 from kvrag.errors import KvragError, out_of_memory
 
 _COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("kvrag.cli.demo", "see it work, offline, in about a minute"),
+    "demo": ("kvrag.cli.demo", "see it work offline, in about a minute"),
     "warm": ("kvrag.cli.warm", "encode files and folders into a store"),
     "ask": ("kvrag.cli.ask", "ask a question about what was warmed"),
-    "chat": ("kvrag.cli.chat", "the same as a conversation"),
+    "chat": ("kvrag.cli.chat", "ask several questions as a conversation"),
     "explain": ("kvrag.cli.explain", "show what was reused of a prompt, and why not more"),
-    "serve": ("kvrag.cli.serve", "an OpenAI-compatible server in front of a model and a corpus"),
+    "serve": ("kvrag.cli.serve", "serve a model and a corpus over OpenAI's API"),
     "calibrate": ("kvrag.cli.calibrate", "find how much to recompute on your model and corpus"),
-    "estimate": ("kvrag.cli.estimate", "how many bytes a corpus will take, before it takes them"),
-    "store": ("kvrag.cli.store", "look into a store, check it, clean it up"),
+    "estimate": ("kvrag.cli.estimate", "estimate disk usage before you ingest"),
+    "store": ("kvrag.cli.store", "show what a store holds, check it, clean it up"),
     "verify": ("kvrag.cli.verify", "test that blending is exact on your model"),
     "bench ttft": ("kvrag.bench.ttft", "measure the time to the first token"),
-    "bench chat": ("kvrag.bench.chat", "measure it over the turns of a conversation"),
-    "bench quality": ("kvrag.cli.quality", "measure which answers survive, per policy and ratio"),
-    "bench simulate": ("kvrag.bench.simulate", "where reuse wins and where it loses, by a cost model"),
+    "bench chat": ("kvrag.bench.chat", "measure the time to the first token over the turns of a conversation"),
+    "bench quality": ("kvrag.cli.quality", "measure which answers stay right, per policy and ratio"),
+    "bench simulate": ("kvrag.bench.simulate", "show where reuse wins and where it loses, by a cost model"),
     "bench ingest": ("kvrag.bench.ingest", "measure how fast chunks are encoded"),
-    "bench serve": ("kvrag.bench.load", "many clients at once against a running server"),
+    "bench serve": ("kvrag.bench.load", "load a running server with many clients at once"),
     "bench match": ("kvrag.bench.match", "measure how fast stored chunks are found in a prompt"),
     "bench codec": ("kvrag.bench.codec", "measure what 8 and 4 bits cost and save"),
 }
@@ -38,18 +38,18 @@ _EPILOG = """\
 first:                  kvrag demo
 with your own files:    kvrag warm docs/ --model Qwen/Qwen2.5-1.5B-Instruct
                         kvrag ask "Who founded the company?" --model Qwen/Qwen2.5-1.5B-Instruct
-what a command takes:   kvrag COMMAND --help
+options of a command:   kvrag COMMAND --help
 """
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with the arguments."""
+    """Reports wrong arguments in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
     def unknown(self, arguments: Sequence[str]) -> NoReturn:
-        """End because of arguments that the command does not take."""
+        """Exit with an error for arguments that the command does not know."""
         option = next((argument.partition("=")[0] for argument in arguments if argument.startswith("-")), "")
         if not option:
             self.error(f"unexpected {' '.join(arguments)!r}: put quotes around what has spaces")
@@ -58,10 +58,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(argv: Sequence[str]) -> _Parser:
-    """All names, but the arguments of the wanted command only: importing the others would cost seconds."""
+    """Return a parser with all commands, but only the options of the one given: importing the others takes seconds."""
     parser = _Parser(
         prog="kvrag",
-        description="RAG several times sooner: chunks encoded once, blended at query time.",
+        description="Faster RAG: chunks are encoded once and blended at query time.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -81,7 +81,7 @@ def _parser(argv: Sequence[str]) -> _Parser:
             leaf = subparsers.add_parser(name, help=help_text, description=help_text)
         leaf.set_defaults(module=module, parser=leaf)
         if wanted:
-            leaf.add_argument("--json", action="store_true", help="the result as JSON on stdout, nothing else there")
+            leaf.add_argument("--json", action="store_true", help="print only JSON on stdout: the result")
             import_module(module).add_arguments(leaf)
     return parser
 
@@ -97,13 +97,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, unknown = _parser(argv).parse_known_args(argv)
         if unknown:
             args.parser.unknown(unknown)
-        # bars of other libraries would run into ours, and into whatever reads stderr
+        # progress bars of other libraries would run into ours
         from kvrag.backend.transformers.loading import silence
 
         silence()
         return int(import_module(args.module).run(args))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the pipe is closed, as by `head`
         return 1
     except (KvragError, OSError) as error:
         return _fail(str(error), 1)

@@ -1,4 +1,4 @@
-"""The prompt of `ask` and `chat`: as a LangChain stuff chain would build it."""
+"""The prompt of `ask` and `chat`, built like that of a LangChain stuff chain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INSTRUCTION = "Use the following context to answer the question. If it does not
 
 
 def stuff(engine: BlendEngine, question: str, hits: Sequence[Hit]) -> str:
-    """Chunks joined by blank lines, then the question."""
+    """Return the chunks joined by blank lines, then the question."""
     from kvrag.backend.transformers import READER
 
     # the reader was trained on bare context and reads an instruction as part of it
@@ -24,7 +24,7 @@ def stuff(engine: BlendEngine, question: str, hits: Sequence[Hit]) -> str:
 
 
 def as_prompt(engine: BlendEngine, messages: Messages) -> str | Messages:
-    """Messages as they are, or one string for a base model without a chat template."""
+    """Return messages unchanged, or as one string for a base model without a chat template."""
     if engine.model.tokenizer.hf.chat_template is not None:
         return messages
     return "\n\n".join(message["content"] for message in messages) + "\nAnswer:"

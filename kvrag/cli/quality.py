@@ -1,4 +1,4 @@
-"""`kvrag bench quality`: which answers survive, per policy and ratio."""
+"""`kvrag bench quality`: which answers stay right, per policy and ratio."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _USUAL = "hkvd"  # what the literature compares with
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to measure on what."""
+    """Add the options of `kvrag bench quality`."""
     parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader', which comes with kvrag")
     parser.add_argument("--dtype", default="auto", help="bfloat16, float16, float32 (default: as stored)")
     parser.add_argument("--device", help="cuda, cpu, ... (default: a GPU if there is one)")
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, keep."""
+    """Measure, print and keep the results."""
     started = time.perf_counter()
     asking = _asking(args)
     rows, data = _rows(args)
@@ -170,7 +170,7 @@ def _setups(args: argparse.Namespace, have_documents: bool) -> list[quality.Setu
 
 
 def _words(texts: Sequence[str]) -> list[str]:
-    """Separated by spaces or commas."""
+    """Return words separated by spaces or commas."""
     return [word for text in texts for word in text.split(",") if word]
 
 
@@ -199,7 +199,7 @@ def _asking(args: argparse.Namespace) -> quality.Asking:
 
 
 def _rows(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
-    """The rows, and what they are, which does not depend on how many of them are asked for."""
+    """Return the rows, and a description of their source that does not depend on their number."""
     if args.data:
         rows = file_rows(args.data, args.samples)
         digest = blake2b(args.data.read_bytes(), digest_size=8).hexdigest()
@@ -219,7 +219,7 @@ def _keep(path: Path, result: dict[str, Any]) -> None:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Lines of text: metrics, then differences between policies, then kinds of question."""
+    """Return lines of text: metrics, then differences between policies, then kinds of question."""
     settings, environment = result["settings"], result["environment"]
     skipped = f", {settings['skipped']} skipped" if settings["skipped"] else ""
     lines = [

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
@@ -22,6 +23,7 @@ from kvrag.cli.common import (
     open_index,
     read_text,
     require_extra,
+    retrieval_folder,
     say,
 )
 from kvrag.cli.prompt import stuff
@@ -31,7 +33,7 @@ from kvrag.errors import KvragError, SettingError
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
     from kvrag.retrieval.index import ChunkIndex
-    from kvrag.server import Corpus, ServerSettings
+    from kvrag.server import ApiKey, Corpus, ServerSettings
 
 _KEYS = "KVRAG_API_KEY"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -39,22 +41,33 @@ _MIB, _GIB = 1 << 20, 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag serve`."""
+    """Add the options of `kvrag serve`."""
     add_engine_arguments(parser)
     add_answer_arguments(parser)
-    where = parser.add_argument_group("where, and for whom")
+    where = parser.add_argument_group("address and access")
     where.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
     )
-    where.add_argument("--port", type=int, default=8000, help="0 = any that is free (default: 8000)")
+    where.add_argument("--port", type=int, default=8000, help="0 = any free port (default: 8000)")
     where.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY", help=f"may be repeated; or in {_KEYS}, commas between"
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="[NAME:]KEY",
+        help="require a key; may be repeated with a NAME each, the namespace of the key's documents, conversations and "
+        f"metrics (default: --namespace). Or in the environment variable {_KEYS}, separated by commas",
     )
-    where.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="another name of this server")
     where.add_argument(
-        "--cors-origin", action="append", default=[], metavar="URL", help="pages of this site may ask from a browser"
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="host name that requests without a key may use",
     )
-    where.add_argument("--served-model-name", metavar="NAME", help="its name in requests (default: as in --model)")
+    where.add_argument(
+        "--cors-origin", action="append", default=[], metavar="URL", help="site whose pages may send requests"
+    )
+    where.add_argument("--served-model-name", metavar="NAME", help="model name in requests (default: as in --model)")
     corpus = parser.add_argument_group("corpus")
     corpus.add_argument("--no-corpus", action="store_true", help="no retrieval, no embeddings, no /v1/corpus")
     corpus.add_argument("--prompt-template", metavar="FILE", help="text with {context} and {question} in it")
@@ -68,55 +81,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"as in `kvrag warm` (default: {DEFAULT_CONTEXT})",
     )
     corpus.add_argument("--embedder", help="sentence-transformers model for retrieval (default: one that is installed)")
-    corpus.add_argument("--store-gib", type=float, metavar="N", help="evict least recently used chunks beyond this")
+    corpus.add_argument(
+        "--store-gib", type=float, metavar="N", help="evict the least recently used chunks beyond this size"
+    )
     limits = parser.add_argument_group("limits")
     limits.add_argument(
         "--token-limit",
         type=int,
         default=4096,
         metavar="N",
-        help="longest answer that may be asked for (default: 4096)",
+        help="longest answer that a request may ask for (default: 4096)",
     )
     limits.add_argument("--concurrency", type=int, default=4, metavar="N", help="answers at a time (default: 4)")
-    limits.add_argument("--queue", type=int, default=32, metavar="N", help="requests that may wait (default: 32)")
+    limits.add_argument(
+        "--queue", type=int, default=32, metavar="N", help="requests of a namespace that may wait (default: 32)"
+    )
     limits.add_argument("--timeout", type=float, default=600, metavar="S", help="seconds for a request (default: 600)")
-    limits.add_argument("--max-body-mib", type=float, default=8, metavar="N", help="of a request (default: 8)")
-    limits.add_argument("--max-upload-mib", type=float, default=64, metavar="N", help="of a document (default: 64)")
+    limits.add_argument("--max-body-mib", type=float, default=8, metavar="N", help="size of a request (default: 8)")
+    limits.add_argument(
+        "--max-upload-mib", type=float, default=64, metavar="N", help="size of a document (default: 64)"
+    )
     limits.add_argument(
         "--shutdown-timeout",
         type=float,
         default=60,
         metavar="S",
-        help="for answers under way, at the end (default: 60)",
+        help="seconds for answers under way when the server stops (default: 60)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    for module in ("fastapi", "uvicorn", "prometheus_client"):
+    for module in ("fastapi", "uvicorn", "prometheus_client", "sse_starlette"):
         if find_spec(module) is None:
             raise KvragError(f"{module} is not installed: pip install 'kvrag[server]'")
     from kvrag import server
 
-    settings, config = _settings(args), _config(args)  # what is wrong is said before the model is loaded
+    settings, config = _settings(args), _config(args)  # mistakes show before the model is loaded
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     with ExitStack() as stack:
         taken = stack.enter_context(server.bind(args.host, args.port))
         engine = stack.enter_context(open_engine(args, **config))
         if args.store_gib is not None:
             folder(engine).max_bytes = _bytes("--store-gib", args.store_gib, _GIB)
-        if args.prompt_template is None:  # as `ask` does it
+        if args.prompt_template is None:  # the prompt of `kvrag ask`
             from kvrag.retrieval.index import Hit
 
             template = stuff(engine, "{question}", [Hit("{context}", "", 1.0)])
             settings = replace(settings, template=template)
-        corpus = None
-        if not args.no_corpus:
-            index = stack.enter_context(open_index(engine, args.embedder))
-            index.embed(["what takes long the first time"])
-            corpus = _corpus(args, engine, index, settings)
-        app = server.create_app(engine, settings, corpus)
-        _announce(args, settings, server.url(taken), corpus)
+        corpora = []
+        for namespace in () if args.no_corpus else settings.namespaces:
+            index = stack.enter_context(open_index(engine, namespace, args.embedder))
+            index.embed(["loads the embedder"])
+            corpora.append(_corpus(args, engine, index, namespace, settings))
+        app = server.create_app(engine, settings, corpora)
+        _announce(args, settings, server.url(taken), corpora)
         server.serve(app, taken, args.shutdown_timeout)
     return 0
 
@@ -127,7 +146,8 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
     template = TEMPLATE if args.prompt_template is None else read_text(Path(args.prompt_template))
     return ServerSettings(
         name=args.served_model_name or args.model,
-        api_keys=tuple(filter(None, [*args.api_key, *os.environ.get(_KEYS, "").split(",")])),
+        api_keys=_keys(args),
+        namespace=args.namespace,
         hosts=(*_LOCAL, *args.allow_host) if args.host in _LOCAL else (),
         origins=tuple(args.cors_origin),
         top_k=args.top_k,
@@ -144,8 +164,17 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
     )
 
 
+def _keys(args: argparse.Namespace) -> tuple[ApiKey, ...]:
+    from kvrag.server import ApiKey
+
+    given = [*args.api_key, *filter(None, os.environ.get(_KEYS, "").split(","))]
+    if len(given) > 1 and not all(":" in key for key in given):
+        raise SettingError("several API keys need names, as in --api-key NAME:KEY: a name is the key's namespace")
+    return tuple(ApiKey.parse(key, args.namespace) for key in given)
+
+
 def _config(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of the engine's BlendConfig; checks what is in no settings, too."""
+    """Return the fields of the engine's BlendConfig; check the options that are in no settings, too."""
     if args.store_gib is not None:
         _bytes("--store-gib", args.store_gib, _GIB)
     if not 0 <= args.shutdown_timeout < float("inf"):
@@ -156,7 +185,7 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
     fields = {"ratio": args.ratio, "policy": args.policy, "controller": args.controller}
     config = {name: value for name, value in fields.items() if value is not None}
     if args.policy is not None:
-        config = {"controller": "off", **config}  # as if every request gave it
+        config = {"controller": "off", **config}  # as in requests that name a policy
     BlendConfig(**config, context_tokens=args.context_tokens)
     return {**config, "context_tokens": args.context_tokens}
 
@@ -167,31 +196,32 @@ def _bytes(option: str, size: float, unit: int) -> int:
     return max(1, round(size * unit))
 
 
-def _corpus(args: argparse.Namespace, engine: BlendEngine, index: ChunkIndex, settings: ServerSettings) -> Corpus:
+def _corpus(
+    args: argparse.Namespace, engine: BlendEngine, index: ChunkIndex, namespace: str, settings: ServerSettings
+) -> Corpus:
     from kvrag.server import Corpus
 
     encode = engine.model.tokenizer.encode
     split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, args.chunk_overlap)
-    return Corpus(engine, index, folder(engine).path / "corpus", _read, split, settings.max_pending)
+    tasks = retrieval_folder(engine, namespace) / "corpus"
+    return Corpus(engine, index, tasks, _read, split, settings.max_pending, namespace)
 
 
 def _read(kind: str, content: bytes) -> list[str]:
-    """Texts of an upload: what reads files reads it."""
+    """Return the texts of an upload."""
     with tempfile.NamedTemporaryFile(prefix="kvrag-upload-", suffix=kind) as file:
         file.write(content)
         file.flush()
         return documents.read(Path(file.name))
 
 
-def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, corpus: Corpus | None) -> None:
-    chunks = corpus.num_chunks if corpus is not None else 0
+def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, corpora: Sequence[Corpus]) -> None:
+    chunks = sum(corpus.num_chunks for corpus in corpora)
     if args.json:
         print(json.dumps({"url": url, "model": settings.name, "pid": os.getpid(), "chunks": chunks}), flush=True)
     else:
-        say(f"{settings.name} is served on {url}/v1; Ctrl-C ends it")
-    if corpus is not None and not chunks and not corpus.num_pending:
-        say(
-            f"the corpus is empty: the model {settings.rag_name!r} has nothing to retrieve from until you add documents"
-        )
+        say(f"serving {settings.name} on {url}/v1; stop with Ctrl-C")
+    if corpora and not chunks and not any(corpus.count_pending() for corpus in corpora):
+        say(f"the corpus is empty: add documents before you ask the model {settings.rag_name!r}")
     if args.host not in _LOCAL and not settings.api_keys:
-        say(f"whoever reaches {url} may use it: give --api-key")
+        say(f"everyone who reaches {url} can use the server: require a key with --api-key")

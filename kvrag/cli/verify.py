@@ -12,7 +12,7 @@ from kvrag.config import CODECS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag verify`."""
+    """Add the options of `kvrag verify`."""
     parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader'")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="float32 shows the sharpest result")
     parser.add_argument("--codec", choices=CODECS, default="native", help="also see what it costs to store KV this way")
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; 1 if a check failed."""
+    """Print the checks; return 1 if one failed."""
     from kvrag.backend.transformers import Model
     from kvrag.inspect.verify import verify
 

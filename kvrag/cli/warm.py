@@ -34,7 +34,7 @@ _NAMED = 3  # documents in a message
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag warm`."""
+    """Add the options of `kvrag warm`."""
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files and folders: " + " ".join(documents.SUFFIXES))
     add_engine_arguments(parser)
     parser.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="longest chunk (default: 256)")
@@ -44,19 +44,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=DEFAULT_CONTEXT,
         metavar="N",
-        help="encode a chunk behind N tokens of its document, so that its KV knows who 'she' is; 0 = alone "
+        help="encode a chunk behind N tokens of its document, which resolves its pronouns and references; 0 = alone "
         f"(default: {DEFAULT_CONTEXT})",
     )
     parser.add_argument("--text-field", default="text", metavar="NAME", help="of the objects in .jsonl files")
     parser.add_argument("--embedder", help="sentence-transformers model for retrieval (default: one that is installed)")
     parser.add_argument(
-        "--prune", action="store_true", help="drop documents whose files are gone from the folders that are named"
+        "--prune", action="store_true", help="drop documents whose files are gone from the folders in PATH"
     )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done: documents with their chunks, and what could not be read."""
+    """Documents to encode with their chunks, and files that could not be read with the reasons."""
 
     chunks: dict[str, list[str]]
     unreadable: dict[str, str]
@@ -65,15 +65,15 @@ class Plan:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Encode what is missing; 1 if nothing could be read."""
+    """Encode the chunks that the store lacks."""
     started = time.perf_counter()
     require_extra()
     documents.find(args.paths)  # mistakes show before the model is loaded
     config = {"context_tokens": args.context_tokens}
-    with open_engine(args, **config) as engine, open_index(engine, args.embedder) as index:
-        gone = find_gone(engine, index, args.paths)
-        # first: a chunk that moves to another file would be one of two documents for a while
-        dropped = drop(engine, index, gone) if args.prune else 0
+    with open_engine(args, **config) as engine, open_index(engine, args.namespace, args.embedder) as index:
+        gone = find_gone(engine, index, args.paths, args.namespace)
+        # first: a chunk that moved to another file would belong to two documents for a while
+        dropped = drop(engine, index, gone, args.namespace) if args.prune else 0
         plan = make_plan(engine, args)
         for name, reason in plan.unreadable.items():
             say(f"skipped {name}: {reason}")
@@ -86,9 +86,9 @@ def run(args: argparse.Namespace) -> int:
         )
         _check_room(engine, needed)
         try:
-            result = warm(engine, index, plan, args.json)
+            result = warm(engine, index, plan, args.json, args.namespace)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("interrupted; what was encoded is kept: run it again to go on from there") from None
+            raise KeyboardInterrupt("interrupted; encoded chunks are kept: run it again to resume") from None
         result |= {"gone": gone, "dropped": dropped}
         result |= {"store": str(folder(engine).path), "model": engine.model.name}
     result |= {"skipped_files": plan.unreadable, "seconds": time.perf_counter() - started}
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
-    """Read and split everything, encode nothing."""
+    """Read and split all files; encode nothing."""
     encode = engine.model.tokenizer.encode
     split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, args.chunk_overlap)
     paths = documents.find(args.paths)
@@ -132,8 +132,8 @@ def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
     return Plan(chunks, unreadable, sum(lengths.values()), sum(map(lengths.__getitem__, missing)))
 
 
-def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool) -> dict[str, Any]:
-    """Carry a plan out, document by document: a document's old chunks go when its new ones are there."""
+def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool, namespace: str = "") -> dict[str, Any]:
+    """Encode a plan's documents one by one; a document's old chunks are dropped when its new ones are stored."""
     totals: dict[str, Any] = dict.fromkeys(("chunks", "new", "reused", "skipped", "tokens", "bytes"), 0)
     short = indexed = 0
     with progress("encoding", quiet) as report:
@@ -142,7 +142,7 @@ def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool) -> dic
             def moved(done: int, total: int, before: int = totals["tokens"]) -> None:
                 report(before + done, plan.new_tokens)
 
-            done = engine.warm(chunks, document=name, progress=moved)
+            done = engine.warm(chunks, document=name, namespace=namespace, progress=moved)
             for field in totals:
                 totals[field] += getattr(done, field)
             short += done.skipped
@@ -155,18 +155,18 @@ def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool) -> dic
     return totals | {"files": len(plan.chunks), "indexed": indexed, "warnings": warnings}
 
 
-def find_gone(engine: BlendEngine, index: ChunkIndex, paths: Sequence[str]) -> list[str]:
-    """Documents out of the folders among these paths whose files are not there any more, sorted."""
+def find_gone(engine: BlendEngine, index: ChunkIndex, paths: Sequence[str], namespace: str) -> list[str]:
+    """Return the documents from the folders among these paths whose files no longer exist, sorted."""
     inside = tuple(os.path.join(Path(path).resolve(), "") for path in paths if Path(path).is_dir())
-    known = {*index.documents(), *(name for prefix in inside for name in engine.documents(prefix))}
+    known = {*index.documents(), *(name for prefix in inside for name in engine.documents(prefix, namespace=namespace))}
     return sorted(name for name in known if name.startswith(inside) and not os.path.lexists(name))
 
 
-def drop(engine: BlendEngine, index: ChunkIndex, names: Sequence[str]) -> int:
-    """Drop documents; returns how many chunks no other document has."""
+def drop(engine: BlendEngine, index: ChunkIndex, names: Sequence[str], namespace: str) -> int:
+    """Drop documents; return how many chunks no other document has."""
     for name in names:
-        index.remove(name)  # first, so that nothing can be found that is not there
-    return sum(engine.forget(name) for name in names)
+        index.remove(name)  # first, so that every chunk that is found has its KV
+    return sum(engine.forget(name, namespace=namespace) for name in names)
 
 
 def _bytes_per_token(engine: BlendEngine, chunk_tokens: int) -> float:

@@ -1,46 +1,39 @@
-"""Why a prompt was reused as it was: what stands where in it, and why a chunk that was retrieved was not found.
-
-What a chain did to a chunk is found out by trying: the chunk is escaped, put on one line, written in small letters as
-chains do it, and the way whose result stands in the prompt is the one.
-"""
+"""Explains what was reused of a prompt, and why a chunk that was retrieved was not."""
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from html import escape, unescape
+from html import unescape
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrag.backend.transformers import Tokenizer
-from kvrag.errors import KvragError, SettingError, StoreError
+from kvrag.errors import KvragError, SettingError
 from kvrag.fingerprint import Fingerprint
+from kvrag.inspect.changes import CHANGES, pieces, unquoted
+from kvrag.inspect.elsewhere import Elsewhere, segment_of
 from kvrag.inspect.explanation import Explanation, Finding, Kind, Reason, Stretch
 from kvrag.reuse.match import GRAM, match
-from kvrag.reuse.segment import Segment
-from kvrag.store import Entry, FileStore, KVStore, other_stores
+from kvrag.store import KVStore
 from kvrag.types import BlendReport, Run
 
 logger = logging.getLogger("kvrag")
 
 Find = Callable[[Sequence[int], int], list[tuple[Run, NDArray[np.uint32]]]]
-"""Token ids and the shortest run -> the runs of stored chunks in them, each with the ids of its chunk."""
+"""Takes token ids and the shortest run; returns the runs of stored chunks in them, each with the ids of its chunk."""
 
-_LONG = 512  # tokens of a prompt that looks as if something had been retrieved for it
-_LITTLE = 0.1  # of it reused
+_LONG = 512  # tokens of a prompt that probably has retrieved text
+_LITTLE = 0.1  # share of it that is suspiciously little reuse
 _STRETCH = 64  # tokens of a fresh stretch that may be a chunk
-_CANDIDATES = 16  # chunks that it may come from: what more of them share with it is boilerplate
-_EDGES = 4  # tokens at a chunk's ends merge with what stands beside it
-_PIECE = 32  # characters of a chunk that are looked for at once
+_CANDIDATES = 16  # chunks that it may come from; text shared by more chunks is boilerplate
+_EDGES = 4  # tokens at a chunk's ends merge with the text beside it
 _RECOGNISED, _VERBATIM = 0.3, 0.95  # shares of a chunk's pieces
 
 
@@ -51,12 +44,14 @@ class Call:
     Attributes:
         ids: (T,) the prompt.
         selected: (S,) reused positions that were recomputed.
-        report: About it.
+        report: The report of its answer.
+        namespace: Whose prompt it is.
     """
 
     ids: Tensor
     selected: Tensor
     report: BlendReport
+    namespace: str = ""
 
 
 def explain(
@@ -67,13 +62,13 @@ def explain(
     call: Call,
     min_run: int,
     retrieved: Sequence[str] | None = None,
-    namespace: str = "",
 ) -> Explanation:
-    """Say what was reused and why it was not more.
+    """Explain what was reused, and why it was not more. Writes nothing.
 
     Args:
-        retrieved: What a retriever returned for this prompt. Without it, the stored chunks that can be recognised in
-            the prompt are explained, and the stretches that no stored chunk has.
+        find: See `Find`; it must search the namespace of the call.
+        retrieved: What a retriever returned for this prompt. None = explain the stored chunks that can be recognised in
+            the prompt, and the stretches that no stored chunk has.
 
     Raises:
         SettingError: `retrieved` is not a list of strings.
@@ -81,10 +76,10 @@ def explain(
     if isinstance(retrieved, str) or not all(isinstance(text, str) for text in retrieved or ()):
         raise SettingError("retrieved must be a list of strings: the texts of the chunks")
     documents: dict[str, tuple[str, ...]] = {}
-    for name, keys in store.documents(namespace=namespace).items():
+    for name, keys in store.documents(namespace=call.namespace).items():
         for key in keys:
             documents[key] = (*documents.get(key, ()), name)
-    prompt, elsewhere = _Prompt(tokenizer, find, call, min_run), _Elsewhere(store, fingerprint, min_run, namespace)
+    prompt, elsewhere = _Prompt(tokenizer, find, call, min_run), Elsewhere(store, fingerprint, min_run, call.namespace)
     if retrieved is None:
         found = [*prompt.recognised(), *prompt.unknown(elsewhere)]
     else:
@@ -92,11 +87,11 @@ def explain(
     found = [replace(chunk, documents=documents.get(chunk.key, ())) for chunk in found]
     found.sort(key=lambda chunk: chunk.reason == "reused")
     stretches = tuple(_stretches(tokenizer, call, documents))
-    return Explanation(tuple(_summary(call.report, store)), stretches, tuple(found), call.report)
+    return Explanation(tuple(_summary(call, store)), stretches, tuple(found), call.report)
 
 
 class Watch:
-    """Looks at answers and says once, in the log, that reuse does not work as it seems to be meant. Thread-safe."""
+    """Warns once, in the log, when prompts reuse less than they seem to be meant to. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -104,10 +99,10 @@ class Watch:
         self._misses = 0
 
     def look(self, tokenizer: Tokenizer, store: KVStore, find: Find, call: Call, min_run: int) -> None:
-        """Look at an answered prompt.
+        """Check an answered prompt.
 
-        A long one of which little was reused is worth the warning if a changed chunk is recognised in it. If none is,
-        it may be one without retrieved text, as agents begin with: two in a row are worth it.
+        A long prompt with little reuse is worth the warning if a changed chunk is recognised in it. Without one it may
+        be a prompt that has no retrieved text, as agents begin with: then two in a row are worth it.
         """
         report = call.report
         if self._has_warned or report.policy == "full" or report.prompt_tokens < _LONG:
@@ -117,36 +112,43 @@ class Watch:
             return
         try:
             changed = [chunk for chunk in _Prompt(tokenizer, find, call, min_run).recognised() if chunk.detail]
-            # not its text, which is nothing for logs
-            said = [f"chunk {chunk.key[:8]} is {chunk.reason}, {chunk.detail}" for chunk in changed[:1]]
-            reason = said[0] if said else _nothing(store)
+            # without its text, which does not belong into logs
+            found = [f"chunk {chunk.key[:8]} is {chunk.reason}, {chunk.detail}" for chunk in changed[:1]]
+            reason = found[0] if found else _nothing(store, call)
         except KvragError:
-            return  # the store was closed or has become unreadable: that is not what this answer is about
+            return  # the store was closed or has become unreadable, which does not concern this answer
         with self._lock:
             self._misses += 1
             if self._has_warned or not (changed or self._misses > 1):
                 return
             self._has_warned = True
         logger.warning(
-            "%d of %d tokens of a prompt were reused: %s. `print(engine.explain())`, or `explain()` of the LLM class, "
-            "shows the last prompt part by part, `kvrag explain PROMPT` any other. (This is said once.)",
+            "only %d of %d tokens of a prompt were reused: %s. Inspect the last prompt with `print(engine.explain())` "
+            "or with `explain()` of the LLM class, and any other with `kvrag explain PROMPT`. (Logged once.)",
             report.reused_tokens,
             report.prompt_tokens,
             reason,
         )
 
 
-def _nothing(store: KVStore) -> str:
-    stats = store.stats()
-    if not stats.chunks:
-        return f"the store {stats.path} is empty, nothing was warmed for this model and codec"
-    return f"none of the {stats.chunks} warmed chunks stands in it, warm texts as they are pasted"
+def _nothing(store: KVStore, call: Call) -> str:
+    """Return why no changed chunk was recognised in a prompt with little reuse."""
+    if _is_empty(store, call.namespace):
+        where = f"the namespace {call.namespace!r}" if call.namespace else f"the store {store.stats().path}"
+        return f"{where} is empty: warm texts for this model and codec"
+    part = "the rest of it is in no warmed chunk" if call.report.reused_tokens else "it contains no warmed chunk"
+    return f"{part}: warm texts as they are pasted"
+
+
+def _is_empty(store: KVStore, namespace: str) -> bool:
+    return not any(each.chunks for each in store.stats().namespaces if each.namespace == namespace)
 
 
 # -------------------------------------------------------------------- the prompt
 
 
-def _summary(report: BlendReport, store: KVStore) -> Iterator[str]:
+def _summary(call: Call, store: KVStore) -> Iterator[str]:
+    report = call.report
     prompt, computed = report.prompt_tokens, report.fresh_tokens + report.recomputed_tokens
     kept = f", {report.conversation_tokens} of them from the conversation" if report.conversation_tokens else ""
     yield (
@@ -154,14 +156,13 @@ def _summary(report: BlendReport, store: KVStore) -> Iterator[str]:
         f"(policy {report.policy}, ratio {report.ratio:.2f}), {report.fresh_tokens} fresh"
     )
     if computed < prompt:
-        yield f"{computed / prompt:.0%} of the tokens were computed: at best {prompt / computed:.1f} times sooner"
+        yield f"{computed / prompt:.0%} of the tokens were computed: at best {prompt / computed:.1f}x faster"
     seconds = {"matching": report.match_s, "loading": report.load_s, "stitching": report.stitch_s}
     seconds |= {"selecting": report.select_s, "computing": report.blend_s}
     yield "milliseconds: " + ", ".join(f"{name} {value * 1000:.0f}" for name, value in seconds.items())
     yield from filter(None, [report.decision, *report.notes])
-    stats = store.stats()
-    if not stats.chunks:
-        yield _nothing(store)
+    if _is_empty(store, call.namespace):
+        yield _nothing(store, call)
 
 
 def _stretches(tokenizer: Tokenizer, call: Call, documents: dict[str, tuple[str, ...]]) -> Iterator[Stretch]:
@@ -182,7 +183,7 @@ def _stretches(tokenizer: Tokenizer, call: Call, documents: dict[str, tuple[str,
 
 
 def _parts(prompt: int, report: BlendReport) -> Iterator[tuple[int, int, Kind, Run | None]]:
-    """The whole prompt as (start, stop, kind, run), in order."""
+    """Yield the whole prompt as (start, stop, kind, run), in order."""
     end = min(report.conversation_tokens, prompt - 1)
     if end:
         yield 0, end, "conversation", None
@@ -195,7 +196,7 @@ def _parts(prompt: int, report: BlendReport) -> Iterator[tuple[int, int, Kind, R
 
 
 def _texts(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> Iterator[str]:
-    """Text between each cut and the next. A character whose tokens lie on both sides is on the later one."""
+    """Yield the text between each cut and the next. A character with tokens on both sides is on the later one."""
     shown = cuts[0]
     for _, stop in pairwise(cuts):
         before = ids[max(shown - _EDGES, 0) : shown]  # some tokenizers drop the space at the head of what they decode
@@ -212,7 +213,7 @@ def _texts(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> Iterator[st
 
 
 class _Prompt:
-    """One prompt, asked about chunks."""
+    """One prompt, to be compared with chunks."""
 
     def __init__(self, tokenizer: Tokenizer, find: Find, call: Call, min_run: int) -> None:
         self._tokenizer, self._find, self._report, self._min_run = tokenizer, find, call.report, min_run
@@ -232,7 +233,7 @@ class _Prompt:
         return self._find(self._ids, self._min_run)
 
     def recognised(self) -> list[Finding]:
-        """The stored chunks that stand in the prompt, whole, in part or changed."""
+        """Return the stored chunks that are in the prompt, whole, in part or changed."""
         chunks = {run.key: ids for run, ids in self._stored}
         for start, stop in self._unmatched():
             here = self._changed(start, stop)
@@ -243,7 +244,7 @@ class _Prompt:
         return [finding for finding in found if finding]
 
     def _unmatched(self) -> list[tuple[int, int]]:
-        """Long stretches that no stored chunk has as they are."""
+        """Return the long stretches that no stored chunk has unchanged."""
         matched = self._reused.copy()
         for run, _ in self._stored:
             matched[run.start : run.stop] = True
@@ -251,16 +252,16 @@ class _Prompt:
         return [pair for pair in zip(borders[::2], borders[1::2], strict=True) if pair[1] - pair[0] >= _STRETCH]
 
     def _changed(self, start: int, stop: int) -> dict[str, NDArray[np.uint32]]:
-        """Chunks that a stretch may come from."""
+        """Return the chunks that a stretch may come from."""
         text = self._tokenizer.decode(self._ids[start:stop])
         found = self._find(self._ids[start:stop], GRAM)
-        for plain in {unescape(text), _unquoted(text)} - {text}:
+        for plain in {unescape(text), unquoted(text)} - {text}:
             found += self._find(self._tokenizer.encode(plain), self._min_run)
         found.sort(key=lambda pair: -len(pair[0]))
         return {run.key: ids for run, ids in found[:_CANDIDATES]}
 
     def _recognise(self, key: str, ids: NDArray[np.uint32]) -> Finding | None:
-        """None if so little of it is in the prompt that it is chance, or if another chunk has the same text."""
+        """Return None if the prompt has little of the chunk, by chance, or if another chunk has the same text."""
         text = self._tokenizer.decode(ids.tolist())
         reused = sum(len(run) for run in self._report.runs if run.key == key)
         missed = sum(int((~self._reused[run.start : run.stop]).sum()) for run, _ in self._stored if run.key == key)
@@ -274,27 +275,27 @@ class _Prompt:
         return why and Finding(text, len(ids), reused, *why, key)
 
     def _passed_over(self) -> tuple[Reason, str]:
-        """Why a chunk is not reused that the prompt has as it is stored."""
+        """Return why a chunk is not reused although the prompt has it unchanged."""
         if self._report.policy == "full":
-            return "full prefill", "all was computed, since that was asked for or predicted to be sooner"
+            return "full prefill", "all tokens were computed, as requested or because that was predicted to be faster"
         return "not stored then", "it was warmed after this prompt was answered, or could not be read"
 
-    def unknown(self, elsewhere: _Elsewhere) -> Iterator[Finding]:
-        """The long stretches in which no stored chunk was recognised."""
+    def unknown(self, elsewhere: Elsewhere) -> Iterator[Finding]:
+        """Yield the long stretches in which no stored chunk was recognised."""
         for start, stop in self._unmatched():
             if start not in self._explained:
                 ids = self._ids[start:stop]
                 why = elsewhere.look(ids) or (
                     "never warmed",
-                    f"no stored chunk has this: if it was retrieved, warm it as it stands here{elsewhere.not_searched}",
+                    f"in no stored chunk: if it was retrieved, warm it as it is pasted here{elsewhere.not_searched}",
                 )
                 yield Finding(self._tokenizer.decode(ids, control_tokens=True), len(ids), 0, *why)
 
-    def judge(self, text: str, elsewhere: _Elsewhere) -> Finding:
-        """What became of a retrieved text."""
+    def judge(self, text: str, elsewhere: Elsewhere) -> Finding:
+        """Return what became of a retrieved text."""
         ids = self._tokenizer.encode(text)
         found = self._find(ids, self._min_run)
-        key = next((run.key for run, chunk in found if len(chunk) == len(ids) == len(run)), "")
+        key = next((run.key for run, chunk in found if len(run) == len(chunk) == len(ids)), "")
         # a splitter may have made several chunks of it
         is_stored = bool(key) or sum(len(run) for run, _ in found) >= _VERBATIM * len(ids)
         reused = self._reused_of(ids)
@@ -304,9 +305,8 @@ class _Prompt:
         return Finding(text, len(ids), reused, *why, key)
 
     def _reused_of(self, ids: list[int]) -> int:
-        """How many tokens of a text the prompt has and reused, of whatever chunk."""
-        segment = Segment.of([Entry(1, "", "", np.asarray(ids, np.uint32))])
-        runs = match([segment], self._ids, min(self._min_run, max(len(ids), GRAM)))
+        """Return how many tokens of a text are in the prompt and were reused, from any chunk."""
+        runs = match([segment_of([ids])], self._ids, min(self._min_run, max(len(ids), GRAM)))
         return min(sum(int(self._reused[run.start : run.stop].sum()) for run in runs), len(ids))
 
     def _why(self, text: str, ids: list[int], reused: int, is_stored: bool) -> tuple[Reason, str]:
@@ -315,130 +315,30 @@ class _Prompt:
         if len(ids) - reused <= _EDGES:
             return "reused", ""
         way = self._way(text)
-        if not way and not any(piece in self._text for piece in _pieces(text)):
-            return "not in the prompt", "the chain left it out or says it in other words, such as a summary's"
+        if not way and not any(piece in self._text for piece in pieces(text)):
+            return "not in the prompt", "the chain left it out or rephrased it, for example in a summary"
         if not is_stored:
-            part = f"{reused} of its tokens stand in stored chunks, " if reused else ""
+            part = f"{reused} of its tokens are in stored chunks: " if reused else ""
             return "never warmed", f"{part}warm it as it is pasted, with its metadata if the prompt has them"
         if not way and reused:
-            return "reused", ""  # but for some characters, or as far as it is there
+            return "reused", ""  # except for some characters, or as far as the prompt has it
         return way or self._passed_over()
 
     def _way(self, text: str) -> tuple[Reason, str] | None:
-        """What was done to a chunk that stands in the prompt changed; None if nothing, or if it does not."""
-        pieces = _pieces(text)
-        plain = [piece in self._text for piece in pieces]
-        shares = [(sum(plain) / len(pieces), 0)]
-        for number, (_, _, on_chunk, on_prompt) in enumerate(_WAYS, 1):
-            prompt = on_prompt(self._text)
-            shares.append((sum(on_chunk(piece) in prompt for piece in pieces) / len(pieces), -number))
+        """Return how a chunk in the prompt was changed; None if it was not, or if it is not there."""
+        parts = pieces(text)
+        plain = [part in self._text for part in parts]
+        shares = [(sum(plain) / len(parts), 0)]
+        for number, change in enumerate(CHANGES, 1):
+            prompt = change.on_prompt(self._text)
+            shares.append((sum(change.on_chunk(part) in prompt for part in parts) / len(parts), -number))
         (share, number), as_it_is = max(shares), shares[0][0]  # of equals the first
         if share < _RECOGNISED or as_it_is > _VERBATIM:
             return None
         if number:
-            reason, detail, *_ = _WAYS[-number - 1]
+            reason, detail, *_ = CHANGES[-number - 1]
             return reason, detail if share > _VERBATIM else f"{detail}; about {share:.0%} of it is there"
         first, last = plain.index(True), len(plain) - plain[::-1].index(True)
         if all(plain[first:last]):
-            return "cut", f"about {share:.0%} of it stands in the prompt, the rest was cut off"
-        return "rewritten", f"about {share:.0%} of it stands in the prompt, with other words between"
-
-
-def _pieces(text: str) -> list[str]:
-    """Of equal length, the rest at the end left out unless it is all there is."""
-    text = text.strip()
-    return [text[start : start + _PIECE] for start in range(0, len(text) - _PIECE + 1, _PIECE)] or [text]
-
-
-def _unquoted(text: str) -> str:
-    """Text out of a JSON or Python string."""
-    meant = {"n": "\n", "r": "\r", "t": "\t"}
-
-    def plain(found: re.Match[str]) -> str:
-        code: str = found[1]
-        return chr(int(code[1:], 16)) if len(code) > 1 else meant.get(code, code)
-
-    text = re.sub(r"\\(u[0-9a-fA-F]{4}|.)", plain, text)
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # characters that JSON wrote in halves
-
-
-def _as_it_is(text: str) -> str:
-    return text
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _small(text: str) -> str:
-    return _one_line(text).lower()
-
-
-_ESCAPED = "what stands between the escaped characters is reused; paste it as it is, or warm it escaped as well"
-_HTML, _JSON = f"for HTML or XML: {_ESCAPED}", f"as JSON: {_ESCAPED}"
-_REPR = f"by Python's repr, as of a list or of documents that were not joined to one text: {_ESCAPED}"
-
-# what is said of it, what was done to the chunk, what makes the prompt comparable
-_WAYS: list[tuple[Reason, str, Callable[[str], str], Callable[[str], str]]] = [
-    ("escaped", _HTML, lambda text: escape(text, quote=False), _as_it_is),
-    ("escaped", _HTML, lambda text: escape(text, quote=False).replace('"', "&quot;"), _as_it_is),
-    ("escaped", _HTML, escape, _as_it_is),
-    ("escaped", _HTML, lambda text: escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;"), _as_it_is),
-    ("escaped", _JSON, lambda text: json.dumps(text, ensure_ascii=False)[1:-1], _as_it_is),
-    ("escaped", _JSON, lambda text: json.dumps(text)[1:-1], _as_it_is),
-    ("escaped", _REPR, lambda text: repr(text)[1:-1], _as_it_is),
-    ("escaped", _REPR, lambda text: repr('"' + text)[2:-1], _as_it_is),  # as a piece of a chunk that has both quotes
-    ("rewritten", "its white space is another, warm it as it is pasted", _one_line, _one_line),
-    ("rewritten", "capital letters are small or the other way round, warm it as it is pasted", _small, _small),
-]
-
-
-# -------------------------------------------------------------------- other stores
-
-
-class _Elsewhere:
-    """The stores around ours, which may be of other models, dtypes or codecs. Looked into when they are first asked."""
-
-    def __init__(self, store: KVStore, fingerprint: Fingerprint, min_run: int, namespace: str) -> None:
-        self._namespace = namespace
-        self._path = store.path if isinstance(store, FileStore) else None
-        self._mine, self._min_run = fingerprint.parts(), min_run
-        self._strange: list[Path] = []
-
-    @cached_property
-    def _stores(self) -> list[tuple[str, Segment]]:
-        """Those whose tokenizer is ours: what they are, and their chunks."""
-        found = []
-        for other in other_stores(self._path) if self._path else ():
-            try:
-                if other.parts.get("tokenizer") != self._mine["tokenizer"]:
-                    self._strange.append(other.path)
-                    continue
-                segment = Segment.of(other.entries())
-            except StoreError as error:
-                logger.warning("%s is left out of the search: %s", other.path, error)
-                continue
-            different = [name for name in self._mine if name != "model" and self._mine[name] != other.parts.get(name)]
-            settings = ", ".join(f"{name} {_short(other.parts, name)}" for name in different)
-            how = f"with {settings}" if settings else "as it is loaded now"
-            found.append((f"{other.path}, for {_short(other.parts, 'model')} {how}", segment))
-        return found
-
-    @property
-    def not_searched(self) -> str:
-        """A clause about stores that could not be searched, or ""."""
-        if not self._strange:
-            return ""
-        return f" (not searched, another tokenizer: {', '.join(map(str, self._strange))})"
-
-    def look(self, ids: Sequence[int]) -> tuple[Reason, str] | None:
-        """Where else at least half of a text was warmed."""
-        for name, segment in self._stores:
-            if 2 * sum(map(len, match([segment], ids, self._min_run, self._namespace))) >= len(ids):
-                return "warmed elsewhere", f"in {name}: open that store as it was made, or warm it here too"
-        return None
-
-
-def _short(parts: dict[str, str], name: str) -> str:
-    value = str(json.loads(parts.get(name, '"?"')))
-    return value if name == "model" or len(value) <= 12 else f"{value[:8]}..."
+            return "cut", f"about {share:.0%} of it is in the prompt, the rest was cut off"
+        return "rewritten", f"about {share:.0%} of it is in the prompt, with other words between"

@@ -1,4 +1,4 @@
-"""What explaining a prompt has found out, and how it looks as text and as HTML."""
+"""The explanation of a prompt, as values, as text and as HTML."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Stretch:
     """A part of the prompt, positions `start` to `stop` (half-open).
 
     Attributes:
-        kind: "reused" = a run of a chunk, "conversation" = kept from the turn before, "fresh" = in neither.
+        kind: "reused" = a run of a chunk, "conversation" = kept from the turn before, "fresh" = neither.
         pieces: Its text in order, each piece with whether it was recomputed.
         key, offset: Of a run: the chunk, and where in it the stretch begins.
-        documents: Names of those that have the chunk.
+        documents: Names of the documents that have the chunk.
     """
 
     start: int
@@ -47,12 +47,12 @@ class Stretch:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """Text of the whole stretch."""
         return "".join(text for text, _ in self.pieces)
 
     @property
     def source(self) -> str:
-        """Where it is from, for people."""
+        """Where the stretch comes from, in words."""
         if self.kind != "reused":
             return "the conversation so far" if self.kind == "conversation" else ""
         return f"{_named(self.documents)}, chunk {self.key[:8]} from token {self.offset}"
@@ -64,11 +64,11 @@ class Finding:
 
     Attributes:
         text: Its text.
-        tokens: Of the text, and `reused` of them in this prompt.
-        reason: Why they are not more, in a word or two; "reused" = all is well.
-        detail: The same in a sentence that says what to do; "" if there is nothing to do.
-        key: Of the stored chunk, "" if it is none.
-        documents: Names of those that have the chunk.
+        tokens: Length of the text; `reused` of them were reused in this prompt.
+        reason: Why no more were reused, in a word or two; "reused" = all is well.
+        detail: The reason and the way out in a sentence; "" if there is nothing to do.
+        key: Key of the stored chunk, "" if it is none.
+        documents: Names of the documents that have the chunk.
     """
 
     text: str
@@ -82,15 +82,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A prompt, part by part: what was reused, what was recomputed, what was not found and why.
+    """A prompt, part by part: what was reused, what was recomputed, and what was not found and why.
 
     `print` shows it as text, notebooks show it in colours, `html` is a page of its own.
 
     Attributes:
         summary: Sentences, the most important first.
         stretches: The whole prompt in order.
-        chunks: The chunks that stand in it or were said to; what went wrong first.
-        report: Of the answer, or of the prefill that was made for the explanation.
+        chunks: The chunks in the prompt, or those given as retrieved; problems first.
+        report: Report of the answer, or of the prefill made for the explanation.
     """
 
     summary: tuple[str, ...]
@@ -99,7 +99,7 @@ class Explanation:
     report: BlendReport
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the explanation in plain JSON types."""
         stretches = [
             {**asdict(stretch), "pieces": [{"text": text, "recomputed": again} for text, again in stretch.pieces]}
             for stretch in self.stretches
@@ -129,12 +129,12 @@ class Explanation:
             yield f"{chunk.reason} ({chunk.reused} of {chunk.tokens} tokens reused), {title(chunk)}{detail}"
 
     def html(self) -> str:
-        """A page that needs nothing else."""
+        """Return a self-contained HTML page."""
         head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>kvrag explain</title>'
         return f"{head}<body>{self._repr_html_()}</body></html>\n"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return HTML for notebooks."""
         summary = "".join(f"<p>{escape(line)}</p>" for line in self.summary)
         rows = "".join(
             f"<tr><td>{escape(chunk.reason)}<td>{chunk.reused} of {chunk.tokens}<td>{escape(title(chunk))}"
@@ -156,13 +156,13 @@ class Explanation:
 
 
 def brief(text: str, length: int = 60) -> str:
-    """On one line, the middle left out."""
+    """Return a text on one line, with its middle left out."""
     text = " ".join(text.split())
     return repr(text if len(text) <= length else f"{text[: length - 20]} ... {text[-15:]}")
 
 
 def title(chunk: Finding) -> str:
-    """What to call a chunk."""
+    """Return a name for a chunk."""
     if not chunk.key:
         return brief(chunk.text)
     return f"{_named(chunk.documents)}, chunk {chunk.key[:8]}: {brief(chunk.text)}"

@@ -21,11 +21,11 @@ class History:
         self._calls: OrderedDict[str, deque[Call]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def add(self, namespace: str, call: Call) -> None:
+    def add(self, call: Call) -> None:
         """Keep an answered prompt, in place of the oldest."""
         with self._lock:
-            self._calls.setdefault(namespace, deque(maxlen=_ANSWERS)).append(call)
-            self._calls.move_to_end(namespace)
+            self._calls.setdefault(call.namespace, deque(maxlen=_ANSWERS)).append(call)
+            self._calls.move_to_end(call.namespace)
             if len(self._calls) > _NAMESPACES:
                 self._calls.popitem(last=False)
 
@@ -38,8 +38,8 @@ class History:
         with self._lock:
             calls = list(self._calls.get(namespace, ()))
         if not calls:
-            raise PromptError("nothing has been answered yet by this engine: give explain a prompt")
+            raise PromptError("nothing has been answered yet in this namespace: give explain a prompt")
         for call in reversed(calls):
             if report is None or report == (call.report if isinstance(report, BlendReport) else call.report.to_dict()):
                 return call
-        raise PromptError(f"this answer is not among the last {_ANSWERS} of the engine: give explain its prompt")
+        raise PromptError(f"this answer is not among the last {_ANSWERS} of the namespace: give explain its prompt")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,35 @@ class Hit:
     score: float
 
 
+class _Embedder:
+    """A sentence-transformers model, loaded when it is first needed, that all indexes of a process share."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._encoder: Any = None
+        self._lock = threading.Lock()  # tokenizers reject two threads at once
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        with self._lock:
+            vectors = self._loaded().encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+        return np.ascontiguousarray(vectors, np.float32)
+
+    def count_tokens(self, texts: Sequence[str]) -> int:
+        with self._lock:
+            encoder = self._loaded()
+            ids = encoder.tokenizer(list(texts), truncation=True, max_length=encoder.max_seq_length)["input_ids"]
+        return sum(map(len, ids))
+
+    def _loaded(self) -> Any:
+        if self._encoder is None:
+            self._encoder = load_embedder(self._name)
+        return self._encoder
+
+
+_embedders: weakref.WeakValueDictionary[str, _Embedder] = weakref.WeakValueDictionary()
+_sharing = threading.Lock()
+
+
 class ChunkIndex:
     """Finds chunks by meaning. A text that stands in several documents is kept once. Thread-safe."""
 
@@ -58,8 +88,6 @@ class ChunkIndex:
             StoreError: The file cannot be opened, or was built with another embedder.
         """
         self.path = Path(path)
-        self._encoder: Any = None
-        self._encoding = threading.Lock()  # tokenizers refuse to be used by two threads at once
         self._lock = threading.RLock()  # chains retrieve in threads of their own
         self._faiss: tuple[int, NDArray[np.int64], Any] | None = None  # data version, chunk ids, index
         try:
@@ -74,6 +102,8 @@ class ChunkIndex:
                 f"{self.path} was built with the embedder {built_with}, not {embedder}: delete it and warm again"
             )
         self.embedder: str = built_with or embedder or DEFAULT_EMBEDDER
+        with _sharing:
+            self._embedder = _embedders.setdefault(self.embedder, _Embedder(self.embedder))
 
     def add(
         self, texts: Sequence[str], document: str = "", progress: Callable[[int, int], None] = lambda done, total: None
@@ -141,16 +171,11 @@ class ChunkIndex:
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """(N, E) unit vectors; loads the embedder if it has not been needed before."""
-        with self._encoding:
-            vectors = self._loaded().encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
-        return np.ascontiguousarray(vectors, np.float32)
+        return self._embedder.embed(texts)
 
     def count_tokens(self, texts: Sequence[str]) -> int:
         """How many tokens the embedder sees of these texts."""
-        with self._encoding:
-            encoder = self._loaded()
-            ids = encoder.tokenizer(list(texts), truncation=True, max_length=encoder.max_seq_length)["input_ids"]
-        return sum(map(len, ids))
+        return self._embedder.count_tokens(texts)
 
     def __len__(self) -> int:
         return int(self._read("SELECT count(*) FROM chunks")[0][0])
@@ -243,11 +268,6 @@ class ChunkIndex:
                 index.add(vectors)
             self._faiss = (version, np.array([number for number, _ in rows], np.int64), index)
         return self._faiss[1], self._faiss[2]
-
-    def _loaded(self) -> Any:
-        if self._encoder is None:
-            self._encoder = load_embedder(self.embedder)
-        return self._encoder
 
 
 def import_faiss(extra: str = "kvrag[cli]") -> Any:

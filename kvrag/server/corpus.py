@@ -1,7 +1,7 @@
-"""The corpus that a server answers from: documents come in, are encoded in the background, and can be found then.
+"""The corpus that a server retrieves from: documents are added, encoded in the background, and can then be found.
 
-What is to be done lies in a folder beside the chunks, a file for each task, until it is done: a server that is killed
-goes on where it was. Documents are told apart by their ids, which are names in a database and never paths.
+Every task is a file in a folder beside the chunks until it is done, so that a server that was killed resumes. A
+document's id is a name in a database and never a path.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _MAX_ID = 256
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be done with a document: encode its texts, or drop what was encoded of it.
+    """A change of a document: encode its texts, or drop its chunks.
 
     Attributes:
         number: The order of the tasks.
-        error: Why it came to nothing; such a task is kept to tell of it.
+        error: Why the task failed; a failed task is kept for the document's status.
     """
 
     number: int
@@ -48,12 +48,12 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How far a document is.
+    """The status of a document.
 
     Attributes:
         status: "queued", "encoding", "ready" or "failed".
-        chunks: How many can be found.
-        tokens_done, tokens: Of those that have to be encoded, while that is being done.
+        chunks: Number of chunks that can be found.
+        tokens_done, tokens: Progress while the document is being encoded.
     """
 
     id: str
@@ -64,16 +64,16 @@ class Status:
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the status in plain JSON types."""
         return {"object": "corpus.document", **asdict(self)}
 
 
 class _Stopped(Exception):
-    """The server stops in the middle of a document."""
+    """The server stops while a document is being encoded."""
 
 
 class Corpus:
-    """Documents with their chunks, in an engine's store and a chunk index. Thread-safe."""
+    """The documents of one namespace, in an engine's store and in a chunk index. Thread-safe."""
 
     def __init__(
         self,
@@ -83,29 +83,32 @@ class Corpus:
         read: Callable[[str, bytes], list[str]],
         split: Callable[[Sequence[str]], list[str]],
         max_pending: int = 256,
+        namespace: str = "",
     ) -> None:
-        """Take up what an earlier server left undone.
+        """Open a corpus, with the tasks that an earlier server left undone.
 
         Args:
-            folder: For the tasks; created if it is not there.
-            read: From a file's kind (".pdf") and content to its texts; raises KvragError if there are none.
-            split: From texts to chunks.
+            folder: Folder of the tasks; created if it does not exist.
+            read: Returns the texts of a file's kind (".pdf") and content; raises KvragError if there are none.
+            split: Returns the chunks of texts.
             max_pending: Documents that may wait.
+            namespace: Namespace of the chunks.
 
         Raises:
-            StoreError: Another server works on this folder.
+            StoreError: Another server uses this folder.
             StoreReadOnlyError: The folder cannot be written.
         """
         self._engine, self._index, self._folder = engine, index, folder
         self.read, self._split, self._max_pending = read, split, max_pending
+        self.namespace = namespace
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock_file = open(folder.with_suffix(".lock"), "ab")  # noqa: SIM115  until the end of the work
+            self._lock_file = open(folder.with_suffix(".lock"), "ab")  # noqa: SIM115  held until `stop`
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._tasks = _tasks_in(folder)
         except BlockingIOError:
             raise StoreError(
-                f"another server works on the corpus in {folder}: give this one another --store, or --no-corpus"
+                f"another server uses the corpus in {folder}: give this one another --store, or --no-corpus"
             ) from None
         except OSError as error:
             raise StoreReadOnlyError(
@@ -121,10 +124,10 @@ class Corpus:
     # ---------------------------------------------------------------- documents
 
     def add(self, document: str, texts: Sequence[str]) -> Status:
-        """Have a document encoded, in place of the one of this id.
+        """Queue a document to be encoded; it replaces the one of this id.
 
         Raises:
-            ApiError: 400 if the id cannot be one, 429 if too many documents wait.
+            ApiError: 400 if the id is not valid, 429 if too many documents wait.
         """
         check_id(document)
         with self._changed:
@@ -134,7 +137,7 @@ class Corpus:
             return self._status(document)
 
     def remove(self, document: str) -> None:
-        """Drop a document: it cannot be found any more, its chunks' KV is deleted in the background.
+        """Drop a document: it is no longer found, and its chunks' KV is deleted in the background.
 
         Raises:
             ApiError: 404 if there is none of this id.
@@ -146,7 +149,7 @@ class Corpus:
             self._index.remove(document)
 
     def status(self, document: str) -> Status:
-        """How far a document is.
+        """Return the status of a document.
 
         Raises:
             ApiError: 404 if there is none of this id.
@@ -157,7 +160,7 @@ class Corpus:
             return found
 
     def statuses(self) -> list[Status]:
-        """All documents, sorted by id."""
+        """Return the statuses of all documents, sorted by id."""
         with self._changed:
             counts = self._index.counts()
             latest = {task.document: task for task in self._tasks.values()}
@@ -165,10 +168,10 @@ class Corpus:
             return sorted((status for status in found if status.status and status.id), key=lambda status: status.id)
 
     def search(self, question: str, top_k: int, around: int) -> list[Hit]:
-        """The chunks nearest to a question.
+        """Return the chunks nearest to a question.
 
         Raises:
-            ApiError: There is nothing to be found.
+            ApiError: The corpus is empty.
         """
         hits = self._index.search(question, top_k, around)
         if not hits:
@@ -176,40 +179,39 @@ class Corpus:
             raise ApiError(400, f"the corpus is empty: {how}", "corpus_empty")
         return hits
 
-    @property
-    def num_pending(self) -> int:
-        """Tasks that are to be done."""
+    def count_pending(self) -> int:
+        """Return the number of tasks that are not done."""
         return len(self._undone())
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that can be found."""
+        """Number of chunks that can be found."""
         return len(self._index)
 
     def embed(self, texts: Sequence[str]) -> tuple[NDArray[np.float32], int]:
-        """(N, E) vectors of texts, and how many tokens they were made of."""
+        """Return (N, E) vectors of texts, and how many tokens they have."""
         return self._index.embed(texts), self._index.count_tokens(texts)
 
     @property
     def embedder(self) -> str:
-        """Name of the model that `embed` uses."""
+        """Name of the embedder."""
         return self._index.embedder
 
     # ---------------------------------------------------------------- the background
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the background thread."""
         self._thread.start()
 
     def stop(self, patience: float) -> None:
-        """End the work after its current portion, or leave it to the next server after so many seconds."""
+        """Stop after the current portion; leave it to the next server after `patience` seconds."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(patience)
         if not self._thread.is_alive():
-            self._lock_file.close()  # which lets the next server have it
+            self._lock_file.close()  # releases the lock for the next server
 
     def _work(self) -> None:
         while (task := self._await_task()) is not None:
@@ -217,7 +219,7 @@ class Corpus:
                 self._do(task)
             except _Stopped:
                 return
-            except Exception as error:  # the next document must not suffer from this one
+            except Exception as error:  # one document must not stop the others
                 if self._is_stopping:  # the store may have been closed
                     return
                 reason = str(error) if isinstance(error, KvragError) else f"{type(error).__name__}: {error}"
@@ -240,13 +242,13 @@ class Corpus:
     def _do(self, task: Task) -> None:
         if task.action == "drop":
             self._index.remove(task.document)  # once more: it may have been added after it was removed
-            self._engine.forget(task.document)
+            self._engine.forget(task.document, namespace=self.namespace)
             return
         chunks = self._split(_read_task(self._path(task)).texts)
         if not chunks:
             raise KvragError("it has no text")
-        # first what is loaded, then what is found: nothing can be found that is not there
-        self._engine.warm(chunks, document=task.document, progress=self._advance)
+        # the KV first: every chunk that is found has its KV
+        self._engine.warm(chunks, document=task.document, namespace=self.namespace, progress=self._advance)
         self._index.add(chunks, document=task.document, progress=lambda done, total: self._check_stop())
 
     def _advance(self, done: int, total: int) -> None:
@@ -262,7 +264,7 @@ class Corpus:
             self._active = 0
             if error and task.action == "add" and self._latest(task.document) == task:
                 self._tasks[task.number] = failed = replace(task, error=error)
-                with suppress(StoreError):  # the disk may be full, which is then the error told of
+                with suppress(StoreError):  # a full disk may be the very error
                     self._write(failed)
             else:
                 self._delete(task)
@@ -273,9 +275,9 @@ class Corpus:
         return [task for _, task in sorted(self._tasks.items()) if not task.error]
 
     def _put(self, action: Literal["add", "drop"], document: str, texts: tuple[str, ...] = ()) -> None:
-        """Have something done with a document, in place of what has not begun."""
+        """Queue a change of a document, in place of those that have not begun."""
         before = [t for t in self._tasks.values() if t.document == document and t.number != self._active]
-        self._write(Task(self._next, action, document, texts))  # first: this may fail
+        self._write(Task(self._next, action, document, texts))  # first, since this may fail
         self._next += 1
         for task in before:
             if task.action == "add":
@@ -309,7 +311,7 @@ class Corpus:
         return next((task for _, task in sorted(self._tasks.items(), reverse=True) if task.document == document), None)
 
     def _status_of(self, document: str, task: Task | None, chunks: int) -> Status:
-        """`status` is "" if there is no such document."""
+        """Return a document's status; its `status` is "" if there is no such document."""
         if task is None:
             return Status(document, "ready" if chunks else "", chunks)
         if task.action == "drop":
@@ -339,16 +341,16 @@ def _unknown(document: str) -> ApiError:
 
 
 def _tasks_in(folder: Path) -> dict[int, Task]:
-    """What was left in a folder, in order."""
+    """Return the tasks left in a folder, in order."""
     tasks: dict[int, Task] = {}
-    for part in folder.glob("*.part"):  # a server was killed while it wrote this; nobody was told that it is kept
+    for part in folder.glob("*.part"):  # a server was killed while it wrote this, before it answered
         part.unlink()
     for path in sorted(folder.glob("*.json")):
         try:
             task = _read_task(path)
         except (ValueError, TypeError, KeyError):
             path.rename(path.with_suffix(".damaged"))
-            logger.warning("%s is damaged: the document in it has to be added again", path)
+            logger.warning("%s is damaged: add its document again", path)
         else:
             tasks[task.number] = replace(task, texts=())
     return tasks

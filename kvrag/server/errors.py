@@ -1,4 +1,4 @@
-"""What goes wrong, as OpenAI's clients expect to be told."""
+"""Errors in the form that OpenAI's clients expect."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ logger = logging.getLogger("kvrag")
 _CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "body_too_large"}
 
 RETRY_AFTER = 5
-"""Seconds after which one who was turned away may come back."""
+"""Seconds after which clients should retry on 429 and 503."""
 
 
 class ApiError(KvragError):
-    """An answer with an error status.
+    """An error response.
 
     Attributes:
         status: The HTTP status.
-        code: What programs tell errors apart by.
-        param: The part of the request that is wrong.
+        code: Machine-readable kind of the error.
+        param: Name of the request's field that is wrong.
     """
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
@@ -36,17 +36,17 @@ class ApiError(KvragError):
         self.status, self.code, self.param = status, code, param
 
 
-class ClientGone(Exception):
-    """Nobody is there any more to be answered."""
+class ClientDisconnected(Exception):
+    """The client has disconnected before it was answered."""
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """ASCII, so that a lone surrogate that a client sent can be told back."""
+    """Return a JSON response in ASCII, so that it can quote a lone surrogate that a client sent."""
     return Response(json.dumps(content), status, dict(headers or {}), "application/json")
 
 
-def described(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and OpenAI's error object; what went wrong inside is not told."""
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status and OpenAI's error object; internal errors are not described to clients."""
     code = param = None
     status, message = 500, str(error)
     if isinstance(error, ApiError):
@@ -58,13 +58,13 @@ def described(error: Exception) -> tuple[int, dict[str, Any]]:
     elif isinstance(error, (StoreFullError, StoreReadOnlyError)):
         status, code = 507, "store_full"
     elif not isinstance(error, KvragError):
-        message = "the server failed at this request; its log says more"
+        message = "the server failed at this request: see its log"
     return status, {"error": {"message": message, "type": _kind(status), "param": param, "code": code}}
 
 
 def log(error: Exception) -> None:
-    """Log what went wrong inside; what is wrong with a request is nobody's concern but its sender's."""
-    if described(error)[0] == 500:
+    """Log an internal error; errors in requests are reported to their senders only."""
+    if describe(error)[0] == 500:
         is_ours = isinstance(error, KvragError)
         logger.error("%s", error if is_ours else "a request failed", exc_info=None if is_ours else error)
 
@@ -75,8 +75,8 @@ def _kind(status: int) -> str:
 
 
 def error_response(error: Exception) -> Response:
-    """The answer to a request that failed."""
-    status, content = described(error)
+    """Return the response to a request that failed."""
+    status, content = describe(error)
     headers = {"Retry-After": str(RETRY_AFTER)} if status in (429, 503) else {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -84,7 +84,7 @@ def error_response(error: Exception) -> Response:
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Let every error of the app be told in this form."""
+    """Report every error of the app in this form."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -93,27 +93,27 @@ def handle_errors(app: FastAPI) -> None:
         if first["type"] == "json_invalid":
             return error_response(ApiError(400, "the body is not JSON", "invalid_json"))
         if not place and "json" not in request.headers.get("content-type", ""):
-            message = "the body must be JSON, and the header say so: Content-Type: application/json"
+            message = "the body must be JSON: send the header Content-Type: application/json"
             return error_response(ApiError(400, message, "invalid_json"))
         message = f"{'.'.join(place) or 'the body'}: {first['msg']}"
         return error_response(ApiError(400, message, "invalid_value", place[0] if place else None))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        # FastAPI's 400 is what is no JSON for another reason than its grammar: its bytes, its depth
-        told = {
+        # FastAPI answers 400 to bodies whose bytes or depth are no JSON
+        messages = {
             400: "the body is not JSON",
             404: f"there is no {request.url.path}",
             405: f"{request.url.path} does not take {request.method}",
         }
-        message = told.get(error.status_code, str(error.detail))
+        message = messages.get(error.status_code, str(error.detail))
         response = error_response(ApiError(error.status_code, message, _CODES.get(error.status_code)))
         response.headers.update(error.headers or {})
         return response
 
-    @app.exception_handler(ClientGone)
-    async def gone(_: Request, __: ClientGone) -> Response:
-        return Response(status_code=499)  # nginx's number for this; nobody reads it
+    @app.exception_handler(ClientDisconnected)
+    async def disconnected(_: Request, __: ClientDisconnected) -> Response:
+        return Response(status_code=499)  # nginx's status for this; it is never sent
 
     @app.exception_handler(KvragError)
     async def failed(_: Request, error: KvragError) -> Response:
@@ -122,4 +122,4 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def broken(_: Request, error: Exception) -> Response:
-        return error_response(error)  # Starlette raises it once more, and uvicorn logs it
+        return error_response(error)  # Starlette raises it again, and uvicorn logs it

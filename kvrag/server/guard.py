@@ -1,9 +1,10 @@
-"""What every request has to pass before it is read: who asks, from where, how much."""
+"""The checks before a request is read: its key, the browser page it comes from, its size."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+from collections import Counter
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -12,61 +13,69 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrag.server.errors import ApiError, error_response
 from kvrag.server.settings import ServerSettings
 
-_OPEN = ("/health",)  # for those who watch over the server
-_READING = 64  # requests besides those that the engine knows of: each may hold a body
+_OPEN = ("/health",)  # for load balancers and orchestrators
+_READING = 64  # requests of a namespace besides those that the admission queue knows: each may hold a body
 
 
 class Guard:
-    """ASGI middleware: the API key, the browser pages that may ask, the size of bodies and the time they may take."""
+    """ASGI middleware that checks API keys, origins, the number of requests, and the size and duration of bodies.
+
+    It puts the namespace of the request's key into the request's state.
+    """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._settings = app, settings
-        self._inside = 0
+        self._inside: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it with an error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        namespace = self._settings.namespace
         try:
             headers = Headers(scope=scope)
             if scope["path"] not in _OPEN:
-                self._check_sender(headers)
-                self._check_number()
+                namespace = self._check_sender(headers)
+                self._check_number(namespace)
             receive = self._bounded(scope, headers, receive)
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
-        self._inside += 1
+        scope.setdefault("state", {})["namespace"] = namespace
+        self._inside[namespace] += 1
         try:
             await self._app(scope, receive, send)
         finally:
-            self._inside -= 1
+            self._inside[namespace] -= 1
 
-    def _check_number(self) -> None:
-        if self._inside >= self._settings.concurrency + self._settings.queue + _READING:
+    def _check_number(self, namespace: str) -> None:
+        if self._inside[namespace] >= self._settings.concurrency + self._settings.queue + _READING:
             raise ApiError(429, "too many requests at once: try again later", "queue_full")
 
-    def _check_sender(self, headers: Headers) -> None:
+    def _check_sender(self, headers: Headers) -> str:
+        """Return the sender's namespace."""
         if self._settings.api_keys:
             given = headers.get("authorization", "").removeprefix("Bearer ").encode()
-            # every key is compared, so that the time taken tells nothing
-            if not sum(hmac.compare_digest(given, key.encode()) for key in self._settings.api_keys):
+            # every key is compared, so that the time taken reveals nothing about them
+            found = [key for key in self._settings.api_keys if hmac.compare_digest(given, key.secret.encode())]
+            if not found:
                 raise ApiError(401, "wrong or no API key: send it as 'Authorization: Bearer KEY'", "invalid_api_key")
-            return
-        # without a key, whoever reaches the port may ask: a page in somebody's browser must not be among them
+            return found[0].namespace
+        # without keys any page in a browser on this machine could send requests
         origin = headers.get("origin")
         if origin is not None and not {"*", origin} & set(self._settings.origins):
-            raise ApiError(403, f"pages of {origin:.80} may not ask: start the server with --cors-origin or --api-key")
-        host = _name(headers.get("host", ""))
-        if self._settings.hosts and host not in self._settings.hosts:
-            raise ApiError(403, f"this server is not {host:.80}: start it with --host, --allow-host or --api-key")
+            message = (
+                f"requests from pages of {origin:.80} are rejected: start the server with --cors-origin or --api-key"
+            )
+            raise ApiError(403, message)
+        return self._settings.namespace
 
     def _bounded(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
-        """`receive` for a body that is not too long, neither in bytes nor in coming."""
+        """Return `receive` with a limit on the size of the body and on the time it takes."""
         upload = scope["method"] == "PUT" and scope["path"].startswith("/v1/corpus/")
         limit = self._settings.max_upload if upload else self._settings.max_body
-        too_long = f"the body has more than the {limit} bytes that are allowed"
+        too_long = f"the body is larger than the {limit} bytes that this server allows"
         announced = headers.get("content-length", "0")
         if announced.isdecimal() and int(announced) > limit:
             raise ApiError(413, too_long, "body_too_large")
@@ -83,14 +92,7 @@ class Guard:
             received += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
             if received > limit:
-                raise HTTPException(413, too_long)  # which FastAPI lets through
+                raise HTTPException(413, too_long)  # FastAPI lets HTTP exceptions through
             return message
 
         return bounded
-
-
-def _name(host: str) -> str:
-    """A Host header without its port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower()

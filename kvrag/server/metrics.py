@@ -1,4 +1,4 @@
-"""What Prometheus is told, under names like vLLM's."""
+"""Metrics for Prometheus, under names like vLLM's."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ _WHOLE = (0.1, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 240, 600)
 
 
 class Metrics:
-    """Counters and histograms of one server, in a registry of its own."""
+    """Counters and histograms of one namespace, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_process: bool = True) -> None:
+        """Make empty metrics.
+
+        Args:
+            with_process: Add the memory and the CPU time of the whole process.
+        """
         self._registry = registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-        prompt = "Prompt tokens: taken from the store, taken from it and recomputed, or computed for lack of stored KV"
+        if with_process:
+            ProcessCollector(registry=registry)
+        prompt = "Prompt tokens: read from the store, read and recomputed, or computed for lack of stored KV"
         self._prompt = Counter("kvrag_prompt_tokens", prompt, ["source"], registry=registry)
         self._generated = Counter("kvrag_generation_tokens", "Tokens of answers", registry=registry)
         self._finished = Counter("kvrag_request_success", "Answers", ["finished_reason"], registry=registry)
-        failed = "Requests without a complete answer, by HTTP status; 499 = the client went away"
+        failed = "Requests without a complete answer, by HTTP status; 499 = the client disconnected"
         self._failed = Counter("kvrag_request_failure", failed, ["status"], registry=registry)
-        self._queued = self._histogram("request_queue_time", "Waiting for a place", _WHOLE)
+        self._queued = self._histogram("request_queue_time", "Time until the request is admitted", _WHOLE)
         self._first = self._histogram("time_to_first_token", "From the request to its first token", _FIRST_TOKEN)
         self._between = self._histogram("inter_token_latency", "From a token to the next", _BETWEEN)
         self._whole = self._histogram("e2e_request_latency", "From the request to the end of its answer", _WHOLE)
@@ -33,27 +39,27 @@ class Metrics:
             "request_prefill_time", "The engine's own time to the first token", _FIRST_TOKEN
         )
         for source in ("cached", "recomputed", "computed"):
-            self._prompt.labels(source)  # so that they are there from the beginning
+            self._prompt.labels(source)  # zero from the start, rather than absent
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"kvrag_{name}_seconds", about, buckets=buckets, registry=self._registry)
 
     def watch(self, name: str, about: str, value: Callable[[], float]) -> None:
-        """Add a gauge that is read when Prometheus asks."""
+        """Add a gauge whose value is read at every scrape."""
         Gauge(f"kvrag_{name}", about, registry=self._registry).set_function(value)
 
     def queued(self, seconds: float) -> None:
-        """A request had to wait so long for its place."""
+        """Count a request that waited so long to be admitted."""
         self._queued.observe(seconds)
 
     def token(self, seconds: float, count: int, is_first: bool) -> None:
-        """Tokens came, so long after the request if they are its first, else after those before."""
+        """Count tokens that came so long after the request, if they are its first, or after the tokens before."""
         (self._first if is_first else self._between).observe(seconds)
         self._generated.inc(count)
 
     def answered(self, report: BlendReport, finish_reason: str, seconds: float) -> None:
-        """An answer is complete."""
-        # what was encoded for this very answer has been computed, even if it came out of the store then
+        """Count a complete answer."""
+        # chunks encoded for this very answer were computed, even if they came out of the store then
         reused = report.reused_tokens - report.created_tokens
         recomputed = min(report.recomputed_tokens, reused)
         self._prompt.labels("cached").inc(reused - recomputed)
@@ -64,9 +70,9 @@ class Metrics:
         self._prefill.observe(report.ttft_s)
 
     def failed(self, status: int) -> None:
-        """A request came to nothing."""
+        """Count a request without a complete answer."""
         self._failed.labels(str(status)).inc()
 
     def text(self) -> bytes:
-        """In Prometheus' format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""A server process: its socket, its signals, its end."""
+"""A server process: its socket, its signals, its shutdown."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvrag.errors import SettingError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket of one's own, not listening yet; port 0 = any that is free.
+    """Return a bound socket that does not listen yet; port 0 = any free port.
 
     Raises:
-        SettingError: It cannot be had.
+        SettingError: The address cannot be bound.
     """
     if not 0 <= port < 1 << 16:  # getaddrinfo would take it modulo that
         raise SettingError(f"cannot listen on port {port}: it must be in [0, 65535]")
@@ -35,25 +35,25 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url(taken: socket.socket) -> str:
-    """Where a socket is reached."""
+    """Return the URL of a bound socket."""
     host, port = taken.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
-    """Turns away who waits as soon as it is told to stop, while uvicorn lets answers under way finish."""
+    """Rejects waiting requests as soon as it should stop, while uvicorn lets answers under way finish."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         app: FastAPI = self.config.app  # type: ignore[assignment]
-        # not now: the signal may have come in the middle of a turn's being taken
-        asyncio.get_running_loop().call_soon_threadsafe(app.state.kvrag.turns.turn_away)
-        # uvicorn's own would raise the signal again at the end, so that nothing behind `serve` would be done
+        # not now: the signal may interrupt the admission of a request
+        asyncio.get_running_loop().call_soon_threadsafe(app.state.kvrag.answering.close)
+        # uvicorn's own handler raises the signal again at the end, and nothing after `serve` would run
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
 
 def make_server(app: FastAPI, shutdown_timeout: float) -> uvicorn.Server:
-    """A server for an app of `create_app`, run by `.run([socket])`, stopped by its `should_exit`.
+    """Return a server for an app of `create_app`; `.run([socket])` runs it, `should_exit` stops it.
 
     Args:
         shutdown_timeout: Seconds that answers under way have to finish.

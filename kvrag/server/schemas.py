@@ -1,6 +1,6 @@
-"""Requests as OpenAI's clients send them, and what kvrag adds.
+"""Requests as OpenAI's clients send them, with kvrag's additions.
 
-What is not known is refused: it might change the answer.
+Unknown fields are rejected, never ignored: they might change the answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Request(BaseModel):
-    """Base of all: JSON's types are taken as they are, unknown fields are errors."""
+    """Base of all requests: JSON types are not converted, unknown fields are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
@@ -31,7 +31,7 @@ class StreamOptions(Request):
 
 
 class Answering(Request):
-    """What `/v1/chat/completions` and `/v1/completions` have in common."""
+    """The fields that `/v1/chat/completions` and `/v1/completions` share."""
 
     model: str
     stream: bool | None = False
@@ -49,14 +49,14 @@ class Answering(Request):
     policy: Literal[POLICIES] | None = None  # type: ignore[valid-type]
     controller: Literal[CONTROLLERS] | None = None  # type: ignore[valid-type]
 
-    # taken when they ask for nothing else than what is done anyway
+    # accepted with the values that change nothing
     n: int | None = None
     logprobs: bool | int | None = None
     logit_bias: dict[str, Any] | None = None
     frequency_penalty: Number | None = None
     presence_penalty: Number | None = None
 
-    # without meaning for the answer
+    # accepted and without effect
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -65,7 +65,7 @@ class Answering(Request):
     prompt_cache_key: str | None = None
 
     def check(self) -> None:
-        """Refuse what is known but not done."""
+        """Raise ApiError for a known option that is not supported."""
         wrong = {
             "n": self.n not in (None, 1),
             "logprobs": self.logprobs not in (None, False, 0),
@@ -82,7 +82,7 @@ class Answering(Request):
             raise ApiError(400, "stream_options are for stream=true", "invalid_value", "stream_options")
 
     def sampling(self, settings: ServerSettings) -> dict[str, Any]:
-        """Arguments of `BlendEngine.stream`."""
+        """Return the arguments of `BlendEngine.stream`."""
         wanted = self.longest() or settings.max_tokens
         if wanted > settings.token_limit:
             message = f"an answer of {wanted} tokens is too long: this server allows {settings.token_limit}"
@@ -102,12 +102,12 @@ class Answering(Request):
         }
 
     def longest(self) -> int | None:
-        """Tokens that the answer may have, if the request says."""
+        """Return the most tokens that the answer may have, or None."""
         return self.max_tokens
 
 
 class Message(BaseModel):
-    """A message; what else clients send along with it is left out."""
+    """A message; other fields that clients send are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -118,7 +118,7 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Return the message as chat templates take it."""
         said: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         said["content"] = self.content or ""
         if self.tool_calls:
@@ -136,7 +136,7 @@ class Document(Request):
 
 
 class Retrieval(Request):
-    """How the server retrieves."""
+    """Settings of the server's retrieval."""
 
     top_k: Annotated[int, Field(ge=1, le=100)] | None = None
     around: Annotated[int, Field(ge=0, le=10)] | None = None
@@ -151,7 +151,7 @@ class TemplateVariables(Request):
 
 
 class ChatRequest(Answering):
-    """`/v1/chat/completions`."""
+    """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -172,7 +172,7 @@ class ChatRequest(Answering):
 
 
 class CompletionRequest(Answering):
-    """`/v1/completions`: the prompt is taken as it is, control tokens included."""
+    """The body of `/v1/completions`: the prompt is used unchanged, control tokens included."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
@@ -180,7 +180,7 @@ class CompletionRequest(Answering):
     suffix: Literal[""] | None = None
 
     def text(self) -> str:
-        """The one prompt."""
+        """Return the one prompt."""
         prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         if len(prompts) != 1 or not isinstance(prompts[0], str):
             raise ApiError(400, "prompt must be one string: send one request for each", "unsupported_value", "prompt")
@@ -188,7 +188,7 @@ class CompletionRequest(Answering):
 
 
 class EmbeddingRequest(Request):
-    """`/v1/embeddings`."""
+    """The body of `/v1/embeddings`."""
 
     model: str
     input: str | list[str] | list[int] | list[list[int]]
@@ -197,7 +197,7 @@ class EmbeddingRequest(Request):
     user: str | None = None
 
     def texts(self) -> list[str]:
-        """What is to be embedded."""
+        """Return the texts to embed."""
         texts = [self.input] if isinstance(self.input, str) else self.input
         if not texts or len(texts) > 2048 or any(not isinstance(text, str) or not text for text in texts):
             raise ApiError(
@@ -211,7 +211,7 @@ class EmbeddingRequest(Request):
 
 
 class NewDocument(Request):
-    """`POST /v1/corpus`."""
+    """The body of `POST /v1/corpus`."""
 
     text: str
     id: str | None = None

@@ -1,12 +1,32 @@
-"""What a server allows and what it answers with where a request does not say."""
+"""The settings of a server: its keys, its limits, and the defaults of requests."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvrag.config import check_namespace
 from kvrag.errors import SettingError
 
 TEMPLATE = "{context}\n\nQuestion: {question}"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key, and the namespace that its requests belong to."""
+
+    secret: str = field(repr=False)
+    namespace: str = ""
+
+    def __post_init__(self) -> None:
+        check_namespace(self.namespace)
+        if not self.secret or not self.secret.isascii() or self.secret.split() != [self.secret]:
+            raise SettingError("an API key must be ASCII without white space, and not empty")
+
+    @classmethod
+    def parse(cls, text: str, namespace: str = "") -> ApiKey:
+        """Read `NAME:KEY`, a key of the namespace NAME, or `KEY`, a key of the namespace given."""
+        name, colon, secret = text.partition(":")
+        return cls(secret, name or namespace) if colon else cls(text, namespace)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,26 +34,30 @@ class ServerSettings:
     """Settings of a server. Sizes are in bytes, times in seconds.
 
     Attributes:
-        name: What the model is called in requests; with a corpus, `name` + "-rag" is the one that retrieves by itself.
-        api_keys: One of them must be given with every request; empty = none is asked for.
-        hosts: Names by which the server may be called while there is no key, so that a page in somebody's browser
-            cannot reach it under a name of its own; empty = any.
-        origins: Web pages that may use it from a browser, such as "http://localhost:3000"; "*" = all.
-        template: What the last user message becomes around `{context}`, chunks joined by blank lines, and `{question}`.
+        name: Name of the model in requests; with a corpus, `name` + "-rag" is the model that retrieves by itself.
+        api_keys: Every request must carry one of them; empty = no key is required. Requests see the documents,
+            conversations, metrics and queue of their key's namespace, and of no other.
+        namespace: Namespace of all requests where there are no keys.
+        hosts: Host names that requests without a key may use, so that a page in a browser cannot reach the server
+            under a name of its own; empty = any.
+        origins: Web pages that may use the server from a browser, such as "http://localhost:3000"; "*" = all.
+        template: What the last user message becomes, around `{context}`, the chunks joined by blank lines, and
+            `{question}`.
         top_k, around: Retrieval, as in `ChunkIndex.search`.
-        max_tokens: Longest answer where a request does not say ...
-        token_limit: ... and the longest that it may ask for.
-        temperature: Where a request does not say; None = as the model's own generation config says.
-        concurrency: Answers under way at a time. They take turns with the model, a forward pass each.
-        queue: Requests that wait for one of these places; more are turned away.
-        timeout: For a request's body to come, and for its answer, waiting included.
-        max_body: Of a request ...
-        max_upload: ... and of a document that is uploaded.
-        max_pending: Documents that wait to be encoded.
+        max_tokens: Longest answer where a request names no length ...
+        token_limit: ... and the longest that a request may ask for.
+        temperature: Default of requests; None = as the model's own generation config says.
+        concurrency: Answers computed at a time. They alternate on the model, one forward pass each.
+        queue: Requests of a namespace that wait for one of these places; more are rejected with 429.
+        timeout: For a request's body to arrive, and for its answer, waiting included.
+        max_body: Size of a request ...
+        max_upload: ... and of an uploaded document.
+        max_pending: Documents of a namespace that wait to be encoded.
     """
 
     name: str
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[ApiKey, ...] = ()
+    namespace: str = ""
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     template: str = TEMPLATE
@@ -68,11 +92,17 @@ class ServerSettings:
             raise SettingError(f"temperature must be in [0, 2], got {self.temperature}")
         if not self.name:
             raise SettingError("the model's name must not be empty")
-        if any(not key or not key.isascii() or key.split() != [key] for key in self.api_keys):
-            raise SettingError("an API key must be ASCII without white space, and not empty")
+        check_namespace(self.namespace)
+        if len({key.secret for key in self.api_keys}) < len(self.api_keys):
+            raise SettingError("two API keys are equal: give every key once")
         for part in ("{context}", "{question}"):
             if self.template.count(part) != 1:
                 raise SettingError(f"the prompt template must have {part} exactly once")
+
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        """The namespaces that requests can have, each once."""
+        return tuple(dict.fromkeys(key.namespace for key in self.api_keys)) or (self.namespace,)
 
     @property
     def rag_name(self) -> str:
@@ -80,7 +110,7 @@ class ServerSettings:
         return f"{self.name}-rag"
 
     def prompt(self, context: list[str], question: str) -> str:
-        """The template filled in."""
+        """Return the template filled in."""
         before, _, after = self.template.partition("{question}")
-        joined = "\n\n".join(context)  # neither text is searched for the other's place
+        joined = "\n\n".join(context)  # a placeholder inside the question or the context is left alone
         return before.replace("{context}", joined) + question + after.replace("{context}", joined)

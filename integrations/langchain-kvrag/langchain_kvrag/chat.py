@@ -45,9 +45,9 @@ _Method = Literal["json_schema", "function_calling", "json_mode"]
 class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     """Chat model that answers from pre-encoded chunks.
 
-    Chunks are found in the finished prompt by their tokens: chains need not change. Every answer tells in
-    `response_metadata["kvrag"]` what was reused. All settings of answers can be given per call, and `model`,
-    `documents`, `tools`, `tool_choice`, `response_format`, `grammar` and `template` besides (see `BlendEngine.stream`).
+    Chunks are found in the finished prompt by their tokens: chains need no change. Every answer reports in
+    `response_metadata["kvrag"]` what was reused. The settings of answers can be given per call, and so can `model`,
+    `documents`, `tools`, `tool_choice`, `response_format`, `grammar` and `template` (see `BlendEngine.stream`).
 
     Example:
         ```python
@@ -58,12 +58,12 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     """
 
     streaming: bool = False
-    """LangChain's: True = `invoke` streams for the callbacks, False given = `stream` does not."""
+    """LangChain's setting: True = `invoke` streams for the callbacks; an explicit False switches `stream` off."""
 
     timeout: float | None = Field(default=None, exclude=True)
     max_retries: int | None = Field(default=None, exclude=True)
     api_key: SecretStr | None = Field(default=None, exclude=True)
-    """These three are LangChain's standard parameters of services: taken, and without meaning for a local model."""
+    """LangChain's standard parameters of services: accepted, without effect on a local model."""
 
     @property
     def _llm_type(self) -> str:
@@ -76,7 +76,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         return params
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
-        # LangChain's own would take the serialised form, in which an engine given does not appear
+        # LangChain's own uses the serialised form, in which a given engine does not appear
         return str(sorted({**self._get_invocation_params(stop=stop, **kwargs), **kwargs}.items()))
 
     def _resolve_model_profile(self) -> ModelProfile:
@@ -105,11 +105,11 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         return engine
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Length of the prompt that the chat template makes of them."""
-        told = [convert_to_openai_tool(tool) for tool in tools or ()]
+        """Return the length of the prompt that the chat template makes of messages."""
+        described = [convert_to_openai_tool(tool) for tool in tools or ()]
         try:
-            return self._open().count_tokens(template_messages(messages), tools=told)
-        except PromptError:  # a part of a conversation, which trimming wants counted, need not be a prompt
+            return self._open().count_tokens(template_messages(messages), tools=described)
+        except PromptError:  # trimming counts parts of conversations, which need not be prompts
             return super().get_num_tokens_from_messages(messages)
 
     def bind_tools(
@@ -120,14 +120,14 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """Tell the model of tools.
+        """Bind tools that the model can call.
 
         Args:
-            tools: As LangChain takes them: tools, functions, Pydantic classes, or dicts in OpenAI's form.
+            tools: Tools, functions, Pydantic classes, or dicts in OpenAI's form.
             tool_choice: "auto" or None = it may call them, "none" = it may not, "any", "required" or True = it must
                 call one, a name = that one. A forced call is certain, and its arguments keep to the schema; needs the
                 extra `kvrag[grammar]`.
-            strict: Taken for the sake of other models' callers: a forced call is always strict.
+            strict: Accepted for compatibility: a forced call is always strict.
             kwargs: Bound as well.
         """
         if not tools:
@@ -144,9 +144,9 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """Answers in the form of a schema, guaranteed by a grammar; needs the extra `kvrag[grammar]`.
+        """Answer in the form of a schema, guaranteed by a grammar; needs the extra `kvrag[grammar]`.
 
-        Only `max_tokens` can cut them off, which is an error then.
+        An answer that `max_tokens` cuts off is an error.
 
         Args:
             schema: A Pydantic class, a TypedDict, or a JSON schema. The answer is an object of the class, else a dict.
@@ -154,7 +154,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
             method: "json_schema" = the answer is JSON of this schema; the prompt stays as it is. "function_calling" =
                 a call of a tool with this schema, which the model reads in the prompt. "json_mode" = any JSON object,
                 whose form the prompt asks for.
-            strict: Taken for the sake of other models' callers: all but "json_mode" are strict.
+            strict: Accepted for compatibility: all methods but "json_mode" are strict.
 
         Raises:
             SettingError: An unknown method or argument, or no schema.
@@ -201,7 +201,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     ) -> ChatResult:
         settings, request = self._asked(stop, kwargs)
         engine = self._lazy.open(settings)
-        with _as_langchain_says():
+        with _as_langchain_errors():
             return _result(engine.generate(template_messages(messages), **request), settings.model_name)
 
     async def _agenerate(
@@ -213,7 +213,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     ) -> ChatResult:
         settings, request = self._asked(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
-        with _as_langchain_says():
+        with _as_langchain_errors():
             return _result(await engine.agenerate(template_messages(messages), **request), settings.model_name)
 
     def _stream(
@@ -224,11 +224,11 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         settings, request = self._asked(stop, kwargs)
-        said = _Said(settings.model_name)
+        builder = _ChunkBuilder(settings.model_name)
         deltas = self._lazy.open(settings).stream(template_messages(messages), **request)
-        with _as_langchain_says(), closing(deltas):
+        with _as_langchain_errors(), closing(deltas):
             for delta in deltas:
-                chunk = said.add(delta)
+                chunk = builder.add(delta)
                 if run_manager:
                     run_manager.on_llm_new_token(delta.text, chunk=chunk)
                 yield chunk
@@ -242,38 +242,38 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     ) -> AsyncIterator[ChatGenerationChunk]:
         settings, request = self._asked(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
-        said = _Said(settings.model_name)
+        builder = _ChunkBuilder(settings.model_name)
         deltas = engine.astream(template_messages(messages), **request)
-        with _as_langchain_says():
+        with _as_langchain_errors():
             async with aclosing(deltas):
                 async for delta in deltas:
-                    chunk = said.add(delta)
+                    chunk = builder.add(delta)
                     if run_manager:
                         await run_manager.on_llm_new_token(delta.text, chunk=chunk)
                     yield chunk
 
 
 class PromptOverflowError(ContextWindowError, ContextOverflowError):
-    """A prompt that does not fit into the model's window, as what makes room for it knows it."""
+    """A prompt that does not fit into the model's window; an error that LangChain's middleware can handle."""
 
 
 @contextmanager
-def _as_langchain_says() -> Iterator[None]:
+def _as_langchain_errors() -> Iterator[None]:
     try:
         yield
     except ContextWindowError as error:
         raise PromptOverflowError(str(error)) from error
 
 
-class _Said:
-    """What a stream has said so far."""
+class _ChunkBuilder:
+    """Builds LangChain's chunks from the deltas of one stream."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._num_tokens = self._num_calls = 0
 
     def add(self, delta: Delta) -> ChatGenerationChunk:
-        """The next piece."""
+        """Return the chunk for the next delta."""
         self._num_tokens += len(delta.token_ids)
         calls = [
             tool_call_chunk(
@@ -284,7 +284,7 @@ class _Said:
         self._num_calls += len(calls)
         message = AIMessageChunk(content=delta.text, tool_call_chunks=calls)
         if delta.report is not None:
-            # only here: LangChain adds the chunks' usage up and strings their names together
+            # only here: LangChain adds up the chunks' usage and joins their names
             message.usage_metadata = _usage(delta.report, self._num_tokens)
             message.response_metadata = _metadata(
                 delta.report, self._model_name, _finish_reason(delta, self._num_calls)
@@ -328,7 +328,7 @@ def _usage(report: BlendReport, num_tokens: int) -> UsageMetadata:
 
 
 def _whole(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
-    """The same pieces; an error if the answer was cut off, which parsers would not say."""
+    """Pass pieces on; raise if the answer was cut off, which parsers do not notice."""
     for message in messages:
         yield _not_cut_off(message)
 

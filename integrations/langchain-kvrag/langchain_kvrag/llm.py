@@ -21,7 +21,7 @@ _OF_THE_RUN = ("callbacks", "tags", "metadata", "run_name", "run_id")
 class BlendLLM(BlendSettings, LLM, extra="forbid"):
     """LLM that answers from pre-encoded chunks: the text is one user message for the chat template.
 
-    A model without a template gets the text as it is.
+    A model without a template gets the text unchanged.
 
     For chains that want a string; `ChatBlend` is the better choice for others. Streams carry the report on their last
     piece, in `generation_info["kvrag"]`.
@@ -38,7 +38,7 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
         return super()._identifying_params | self._of_the_call
 
     def _called_with(self, call: dict[str, Any]) -> Self:
-        """A copy for one call: the key of LangChain's cache has what identifies the object, and nothing of the call."""
+        """Return a copy for one call: LangChain's cache key identifies the object, and ignores the call's arguments."""
         copy = self.model_copy()
         copy._of_the_call = {name: value for name, value in call.items() if name not in _OF_THE_RUN}
         return copy

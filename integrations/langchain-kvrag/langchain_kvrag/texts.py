@@ -1,4 +1,4 @@
-"""What LangChain's `add_texts` does wrong, for the vector stores here."""
+"""`add_texts` without the faults of LangChain's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvrag import SettingError
 class AddsAllTexts(VectorStore):
     """`add_texts` and `aadd_texts` that add every text.
 
-    LangChain's own take any iterable, but add nothing of a generator, and no more texts than there are ids.
+    LangChain's own accept any iterable, but add nothing from a generator, and no more texts than there are ids.
     """
 
     def add_texts(

@@ -40,20 +40,21 @@ class KVWarmVectorStore(AddsAllTexts):
     """A vector store whose documents an LLM has encoded beforehand.
 
     KV is written before the vectors and dropped after them, so that every document that is found has its KV. A text
-    that stands in several documents is encoded once and kept as long as one of them has it. When the wrapped store
-    fails half-way, the KV of what it did not add is dropped again. It takes part in `langchain_core.indexing.index`
-    as the wrapped store does: what has not changed is not encoded again.
+    in several documents is encoded once and kept as long as one of them has it. If the wrapped store fails half-way,
+    the KV of what it did not add is dropped again. `langchain_core.indexing.index` works as with the wrapped store:
+    unchanged documents are not encoded again.
 
-    Changes of the same document at once may leave it without its KV until the next one, which costs time and nothing
+    Concurrent changes of one document may leave it without KV until the next change, which costs time and nothing
     else.
 
-    Everything else is the wrapped store's own. Ways to add and delete that `VectorStore` does not have reach it
-    without the KV following: call `warm_existing` afterwards.
+    All other attributes are the wrapped store's. Its own methods for adding and deleting, beyond those of
+    `VectorStore`, bypass the KV: call `warm_existing` after them.
 
     Attributes:
         vectorstore: Any vector store; it gets all calls.
         llm: A `ChatBlend`, a `BlendLLM` or a `BlendEngine`.
-        namespace: Tells apart vector stores whose documents are in the same store of KV.
+        namespace: Where the chunks are visible: prompts of another namespace never reuse them. None = the LLM's.
+        collection: Name that distinguishes vector stores that share a store of KV.
 
     Example:
         ```python
@@ -63,10 +64,15 @@ class KVWarmVectorStore(AddsAllTexts):
     """
 
     def __init__(
-        self, vectorstore: VectorStore, llm: BlendEngine | BlendSettings, *, namespace: str = "default"
+        self,
+        vectorstore: VectorStore,
+        llm: BlendEngine | BlendSettings,
+        *,
+        namespace: str | None = None,
+        collection: str = "default",
     ) -> None:
-        self.vectorstore, self.llm, self.namespace = vectorstore, llm, namespace
-        self._held = _Held(llm, namespace)
+        self.vectorstore, self.llm, self.namespace, self.collection = vectorstore, llm, namespace, collection
+        self._held = _Held(llm, namespace, collection)
 
     similarity_search: Any = _PassedOn()
     asimilarity_search: Any = _PassedOn()
@@ -97,11 +103,11 @@ class KVWarmVectorStore(AddsAllTexts):
         """Encode the documents, then add them.
 
         Args:
-            kwargs: As the wrapped store takes them.
+            kwargs: Further arguments of the wrapped store.
 
         Raises:
-            SettingError: There are not as many ids as documents.
-            PromptError, StoreError: A document cannot be encoded, or its KV not be stored; nothing is added.
+            SettingError: The numbers of ids and documents differ.
+            PromptError, StoreError: A document cannot be encoded, or its KV cannot be stored; nothing is added.
         """
         adding = self._held.plan(documents, kwargs.get("ids"))
         try:
@@ -132,10 +138,10 @@ class KVWarmVectorStore(AddsAllTexts):
         """Delete documents, then drop their KV.
 
         Args:
-            ids: None, or other arguments, as the wrapped store understands them.
+            ids: Documents to delete; None and other arguments mean what they mean to the wrapped store.
 
         Raises:
-            SettingError: No ids are given, and the wrapped store cannot tell what it has left.
+            SettingError: No ids are given, and the wrapped store cannot report what it has left.
         """
         ids = None if ids is None else list(ids)
         asked = self._asked_for(ids)
@@ -166,16 +172,16 @@ class KVWarmVectorStore(AddsAllTexts):
         if ids is not None:
             return ids
         if not self._can_tell:
-            raise SettingError(f"{type(self.vectorstore).__name__} cannot tell what is left after this: give ids")
+            raise SettingError(f"{type(self.vectorstore).__name__} cannot report what is left after this: give ids")
         return self._held.ids()
 
     # ---------------------------------------------------------------- what the wrapped store has
 
     def warm_existing(self, ids: Iterable[str] | None = None) -> WarmReport:
-        """Encode what the wrapped store has already.
+        """Encode the documents that are already in the wrapped store.
 
         Args:
-            ids: Of which documents; None = of all, and the KV of those that it does not have any more is dropped.
+            ids: Documents to encode; None = all, and the KV of documents that are gone from there is dropped.
 
         Raises:
             SettingError: The wrapped store cannot be listed, or cannot get documents by their ids.
@@ -197,7 +203,7 @@ class KVWarmVectorStore(AddsAllTexts):
     def _listed(self, ids: Iterable[str] | None) -> list[str]:
         name = type(self.vectorstore).__name__
         if not self._can_tell:
-            raise SettingError(f"{name} cannot get documents by their ids: warm their texts with the LLM itself")
+            raise SettingError(f"{name} cannot get documents by their ids: warm their texts with llm.warm(texts)")
         if ids is not None:
             return list(ids)
         if isinstance(self.vectorstore, FaissVectorStore):
@@ -211,13 +217,13 @@ class KVWarmVectorStore(AddsAllTexts):
         return type(self.vectorstore).get_by_ids is not VectorStore.get_by_ids
 
     def _present(self, ids: list[str]) -> dict[str, str] | None:
-        """Texts by their ids, after a failure; None if the store cannot tell."""
+        """Return texts by their ids, after a failure; None if the store cannot report them."""
         present: dict[str, str] = {}
         try:
             for start in range(0, len(ids), _BATCH):
                 present |= _texts(self.vectorstore.get_by_ids(ids[start : start + _BATCH]))
-        except Exception as error:  # what failed once may fail again; the first error is the one to be seen
-            logger.warning("%s cannot tell what it has: %s", type(self.vectorstore).__name__, error)
+        except Exception as error:  # what failed once may fail again; the first error is the one to raise
+            logger.warning("%s cannot report what it has: %s", type(self.vectorstore).__name__, error)
             return None
         return present
 
@@ -227,7 +233,7 @@ class KVWarmVectorStore(AddsAllTexts):
             for start in range(0, len(ids), _BATCH):
                 present |= _texts(await self.vectorstore.aget_by_ids(ids[start : start + _BATCH]))
         except Exception as error:
-            logger.warning("%s cannot tell what it has: %s", type(self.vectorstore).__name__, error)
+            logger.warning("%s cannot report what it has: %s", type(self.vectorstore).__name__, error)
             return None
         return present
 
@@ -242,18 +248,20 @@ class KVWarmVectorStore(AddsAllTexts):
         *,
         ids: list[str] | None = None,
         llm: BlendEngine | BlendSettings | None = None,
-        namespace: str = "default",
+        namespace: str | None = None,
+        collection: str = "default",
         vectorstore_class: type[VectorStore] = InMemoryVectorStore,
         **kwargs: Any,
     ) -> Self:
-        """A vector store of these texts, warmed.
+        """Make a vector store of these texts, warmed.
 
         Args:
-            llm: Must be given.
-            vectorstore_class: Of the store to wrap.
-            kwargs: As its `from_texts` takes them.
+            llm: Required; see the class, as for `namespace` and `collection`.
+            vectorstore_class: Class of the store to wrap.
+            kwargs: Further arguments of its `from_texts`.
         """
-        held, adding = _making(texts, metadatas, ids, llm, namespace)
+        held = _Held.of(llm, namespace, collection)
+        adding = held.plan(*_as_documents(texts, metadatas, ids))
         try:
             held.warm(adding)
             made = vectorstore_class.from_texts(texts, embedding, metadatas, ids=adding.ids, **kwargs)
@@ -261,7 +269,7 @@ class KVWarmVectorStore(AddsAllTexts):
             held.undo(adding, None)
             raise
         held.settle(adding, adding.ids)
-        return cls(made, held.llm, namespace=namespace)
+        return cls(made, held.llm, namespace=namespace, collection=collection)
 
     @classmethod
     async def afrom_texts(
@@ -272,12 +280,14 @@ class KVWarmVectorStore(AddsAllTexts):
         *,
         ids: list[str] | None = None,
         llm: BlendEngine | BlendSettings | None = None,
-        namespace: str = "default",
+        namespace: str | None = None,
+        collection: str = "default",
         vectorstore_class: type[VectorStore] = InMemoryVectorStore,
         **kwargs: Any,
     ) -> Self:
         """Like `from_texts`, off the event loop."""
-        held, adding = await asyncio.to_thread(_making, texts, metadatas, ids, llm, namespace)
+        held = _Held.of(llm, namespace, collection)
+        adding = await asyncio.to_thread(held.plan, *_as_documents(texts, metadatas, ids))
         try:
             await _whole(asyncio.to_thread(held.warm, adding))
             made = await _whole(vectorstore_class.afrom_texts(texts, embedding, metadatas, ids=adding.ids, **kwargs))
@@ -285,18 +295,18 @@ class KVWarmVectorStore(AddsAllTexts):
             await _whole(asyncio.to_thread(held.undo, adding, None))
             raise
         await _whole(asyncio.to_thread(held.settle, adding, adding.ids))
-        return cls(made, held.llm, namespace=namespace)
+        return cls(made, held.llm, namespace=namespace, collection=collection)
 
 
 @dataclass(frozen=True)
 class _Adding:
-    """What is about to be added.
+    """Documents about to be added.
 
     Attributes:
-        ids: Those that are known beforehand.
-        names: What holds the KV of each text from now on; under a provisional one where there is no id yet.
-        sources: What each text is a piece of.
-        before: What holds KV for these ids now.
+        ids: The ids known beforehand.
+        names: Name of the KV document of each text; provisional where there is no id yet.
+        sources: Name of the source that each text is a piece of.
+        before: KV documents of these ids before the change.
     """
 
     ids: list[str]
@@ -309,22 +319,35 @@ class _Adding:
 class _Held:
     """The KV that is held for a vector store's documents.
 
-    Every id is a document of its own in the store of KV, so that it can go alone. The digest of the text in its name
-    keeps what a document was apart from what it becomes, until the vector store has the latter.
+    Every id is a document of its own in the store of KV, so that it can be dropped alone. The digest of the text in its
+    name keeps the old and the new version apart until the vector store has the new one.
     """
 
-    def __init__(self, llm: BlendEngine | BlendSettings, namespace: str) -> None:
+    def __init__(self, llm: BlendEngine | BlendSettings, namespace: str | None, collection: str) -> None:
         if not isinstance(llm, (BlendEngine, BlendSettings)):
             raise SettingError(f"llm must be a ChatBlend, a BlendLLM or a BlendEngine, got {type(llm).__name__}")
-        self.llm = llm
-        self._namespace, self._prefix = namespace, f"langchain/{quote(namespace, safe='')}/"
+        self.llm, self._given = llm, namespace
+        self._collection, self._prefix = collection, f"langchain/{quote(collection, safe='')}/"
+
+    @classmethod
+    def of(cls, llm: BlendEngine | BlendSettings | None, namespace: str | None, collection: str) -> _Held:
+        """Like the constructor; raise SettingError if there is no LLM."""
+        if llm is None:
+            raise SettingError("no llm: give llm=, which encodes the texts")
+        return cls(llm, namespace, collection)
 
     @property
     def _engine(self) -> BlendEngine:
         return self.llm if isinstance(self.llm, BlendEngine) else self.llm._open()
 
+    @property
+    def _namespace(self) -> str:
+        if self._given is not None:
+            return self._given
+        return "" if isinstance(self.llm, BlendEngine) else self.llm.namespace
+
     def plan(self, documents: Sequence[Document], ids: Sequence[str | None] | None) -> _Adding:
-        """Changes nothing."""
+        """Return what adding these documents means; change nothing."""
         if ids is None:
             ids = [None] * len(documents)
         if len(ids) != len(documents):
@@ -333,49 +356,49 @@ class _Held:
         texts = [document.page_content for document in documents]
         known = [one for one in given if one is not None]
         names = [self._name(one or str(uuid.uuid4()), text) for one, text in zip(given, texts, strict=True)]
-        sources = [source_name(document, self._namespace) for document in documents]
+        sources = [source_name(document, self._collection) for document in documents]
         return _Adding(known, texts, names, sources, self._of(known))
 
     def warm(self, adding: _Adding) -> WarmReport:
-        """Encode, beside what these ids had before."""
-        report = self._engine.warm(adding.texts, document=adding.names, sources=adding.sources)
+        """Encode the new texts; keep the old ones of these ids."""
+        report = self._warm(adding.texts, adding.names, adding.sources)
         for warning in report.warnings:
             logger.warning(warning)
         return report
 
     def settle(self, adding: _Adding, ids: Sequence[str]) -> None:
-        """These are the ids now; what they had before goes."""
+        """File the texts under their final ids; drop the old texts of these ids."""
         pieces = zip(adding.texts, adding.sources, strict=True)
         final = dict(zip(ids, pieces, strict=True))  # of equal ids the last one counts
         names = [self._name(one, text) for one, (text, _) in final.items()]
         if not {*names} <= {*adding.names}:  # ids that the vector store made
             texts, sources = zip(*final.values(), strict=True)
-            self._engine.warm(texts, document=names, sources=sources)
+            self._warm(texts, names, sources)
         self._forget({*adding.names, *adding.before} - {*names})
 
     def undo(self, adding: _Adding, present: dict[str, str] | None) -> None:
-        """Only what the vector store has is held; if it cannot tell, what was held before."""
+        """Hold only what the vector store has; if that is unknown, what was held before."""
         now = adding.before if present is None else {self._name(*pair) for pair in present.items()}
         self._forget({*adding.names, *adding.before} - now)
 
     def drop(self, ids: Iterable[str], left: dict[str, str] | None) -> None:
-        """Of the ids that are not left; nothing if that is not known."""
+        """Drop the KV of the ids that are not left; nothing if that is unknown."""
         if left is not None:
             self._forget(self._of(one for one in ids if one not in left))
 
     def replace(self, documents: Sequence[Document], ids: Sequence[str] | None) -> WarmReport:
-        """These documents are what there is under these ids, None = under all."""
+        """Hold exactly these documents under these ids, None = under all ids."""
         present = _texts(documents)
-        sources = {_id(document): source_name(document, self._namespace) for document in documents}
+        sources = {_id(document): source_name(document, self._collection) for document in documents}
         before = self._of(self.ids() if ids is None else ids)
         names = [self._name(*pair) for pair in present.items()]
-        report = self._engine.warm(present.values(), document=names, sources=list(sources.values()))
+        report = self._warm(present.values(), names, list(sources.values()))
         self._forget(before - {*names})
         return report
 
     def ids(self) -> list[str]:
-        """For which KV is held."""
-        names = self._engine.documents(self._prefix)
+        """Return the ids for which KV is held."""
+        names = self._documents(self._prefix)
         return list(dict.fromkeys(unquote(name.removeprefix(self._prefix).split("/")[0]) for name in names))
 
     def _name(self, one: str, text: str) -> str:
@@ -383,31 +406,26 @@ class _Held:
         return f"{self._prefix}{quote(str(one), safe='')}/{digest}"
 
     def _of(self, ids: Iterable[str]) -> set[str]:
-        engine = self._engine
-        return {name for one in ids for name in engine.documents(f"{self._prefix}{quote(str(one), safe='')}/")}
+        return {name for one in ids for name in self._documents(f"{self._prefix}{quote(str(one), safe='')}/")}
+
+    def _warm(self, texts: Iterable[str], names: Sequence[str], sources: Sequence[str]) -> WarmReport:
+        return self._engine.warm(texts, document=names, sources=sources, namespace=self._namespace)
+
+    def _documents(self, prefix: str) -> list[str]:
+        return self._engine.documents(prefix, namespace=self._namespace)
 
     def _forget(self, names: Iterable[str]) -> None:
-        engine = self._engine
+        engine, namespace = self._engine, self._namespace
         for name in sorted(names):
-            engine.forget(name)
+            engine.forget(name, namespace=namespace)
 
 
-def _making(
-    texts: list[str],
-    metadatas: list[dict[str, Any]] | None,
-    ids: list[str] | None,
-    llm: BlendEngine | BlendSettings | None,
-    namespace: str,
-) -> tuple[_Held, _Adding]:
-    if llm is None:
-        raise SettingError("no llm: give llm=, which encodes the texts")
-    held = _Held(llm, namespace)
-    ids = ids or [str(uuid.uuid4()) for _ in texts]
-    documents = [
-        Document(page_content=text, metadata=metadata)
-        for text, metadata in zip(texts, metadatas or [{}] * len(texts), strict=True)
-    ]
-    return held, held.plan(documents, ids)
+def _as_documents(
+    texts: list[str], metadatas: list[dict[str, Any]] | None, ids: list[str] | None
+) -> tuple[list[Document], list[str]]:
+    pairs = zip(texts, metadatas or [{}] * len(texts), strict=True)
+    documents = [Document(page_content=text, metadata=metadata) for text, metadata in pairs]
+    return documents, ids or [str(uuid.uuid4()) for _ in texts]
 
 
 def _checked(added: list[str], adding: _Adding, vectorstore: VectorStore) -> list[str]:
@@ -418,19 +436,19 @@ def _checked(added: list[str], adding: _Adding, vectorstore: VectorStore) -> lis
 
 
 def _texts(documents: Iterable[Document]) -> dict[str, str]:
-    """Texts by their ids."""
+    """Return texts by their ids."""
     return {_id(document): document.page_content for document in documents}
 
 
 def _id(document: Document) -> str:
     one = document.metadata.get("_id") if document.id is None else document.id  # Qdrant's are in the metadata
     if one is None:
-        raise SettingError("this vector store gives documents without ids: warm their texts with the LLM itself")
+        raise SettingError("this vector store returns documents without ids: warm their texts with llm.warm(texts)")
     return str(one)
 
 
 async def _whole(work: Awaitable[_T]) -> _T:
-    """Wait for something that goes on in a thread even if its caller is cancelled: that must not run ahead of it."""
+    """Wait until work is done even if the caller is cancelled: its thread cannot be stopped half-way."""
     step = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(step)

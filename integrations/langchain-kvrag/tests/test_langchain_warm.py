@@ -225,7 +225,7 @@ def test_deleting_without_ids_drops_what_the_wrapped_store_does_not_have_any_mor
     store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]
 ) -> None:
     store.add_texts(chunks)
-    keeps_all = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine, namespace="other")
+    keeps_all = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine, collection="other")
     keeps_all.add_texts(chunks[:1])
     keeps_all.delete()  # which this store takes for nothing to do
     assert store.delete() is True
@@ -234,18 +234,18 @@ def test_deleting_without_ids_drops_what_the_wrapped_store_does_not_have_any_mor
     class Mute(FaissVectorStore):
         get_by_ids = VectorStore.get_by_ids  # type: ignore[assignment]
 
-    mute = KVWarmVectorStore(Mute(EMBEDDING), engine, namespace="mute")
+    mute = KVWarmVectorStore(Mute(EMBEDDING), engine, collection="mute")
     (added,) = mute.add_texts(chunks[1:2])
-    with pytest.raises(SettingError, match="Mute cannot tell what is left after this: give ids"):
+    with pytest.raises(SettingError, match="Mute cannot report what is left after this: give ids"):
         mute.delete()
     assert found(mute) == chunks[1:2]
     mute.delete([added])
     assert kept(engine) == chunks[:1]
 
 
-def test_namespaces_keep_equal_ids_apart(engine: BlendEngine, chunks: list[str]) -> None:
+def test_collections_keep_equal_ids_apart(engine: BlendEngine, chunks: list[str]) -> None:
     one, two, odd = (
-        KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine, namespace=name) for name in ("a", "b", "a/1")
+        KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine, collection=name) for name in ("a", "b", "a/1")
     )
     one.add_texts(chunks[:2], ids=["1", "1/1"])
     two.add_texts(chunks[1:3], ids=["1", "2"])
@@ -615,17 +615,17 @@ def test_a_store_that_cannot_be_listed_says_what_to_do(engine: BlendEngine, chun
 async def test_stores_are_made_of_texts_and_documents(engine: BlendEngine, chunks: list[str]) -> None:
     settings: dict[str, Any] = {"llm": engine, "vectorstore_class": FaissVectorStore}
     documents = [Document(text, metadata={"n": i}, id=str(i)) for i, text in enumerate(chunks)]
-    for namespace, store in {
-        "a": KVWarmVectorStore.from_texts(chunks, EMBEDDING, [{"n": i} for i in range(4)], namespace="a", **settings),
-        "b": await KVWarmVectorStore.afrom_texts(chunks, EMBEDDING, ids=list("abcd"), namespace="b", **settings),
-        "c": KVWarmVectorStore.from_documents(documents, EMBEDDING, namespace="c", **settings),
-        "d": await KVWarmVectorStore.afrom_documents(documents, EMBEDDING, namespace="d", llm=engine),
+    for collection, store in {
+        "a": KVWarmVectorStore.from_texts(chunks, EMBEDDING, [{"n": i} for i in range(4)], collection="a", **settings),
+        "b": await KVWarmVectorStore.afrom_texts(chunks, EMBEDDING, ids=list("abcd"), collection="b", **settings),
+        "c": KVWarmVectorStore.from_documents(documents, EMBEDDING, collection="c", **settings),
+        "d": await KVWarmVectorStore.afrom_documents(documents, EMBEDDING, collection="d", llm=engine),
     }.items():
-        assert type(store.vectorstore) is (InMemoryVectorStore if namespace == "d" else FaissVectorStore)
-        assert len(engine.documents(f"langchain/{namespace}/")) == 4
+        assert type(store.vectorstore) is (InMemoryVectorStore if collection == "d" else FaissVectorStore)
+        assert len(engine.documents(f"langchain/{collection}/")) == 4
         assert kept(engine) == found(store) == sorted(chunks)
         store.delete([document.id for document in store.similarity_search("", k=4)])
-        assert engine.documents(f"langchain/{namespace}/") == []
+        assert engine.documents(f"langchain/{collection}/") == []
     assert kept(engine) == []
 
 
@@ -692,8 +692,8 @@ def test_pieces_of_one_source_know_of_each_other(engine: BlendEngine, store: KVW
     assert [context(engine, text) > 0 for text in texts] == [False, False, True, False]
     engine.forget(engine.documents()[0])
     made.warm_existing()
-    KVWarmVectorStore(FaissVectorStore(EMBEDDING), engine, namespace="b").add_documents(documents)
-    assert not any(context(engine, text) for text in texts), "another namespace's source is another one"
+    KVWarmVectorStore(FaissVectorStore(EMBEDDING), engine, collection="b").add_documents(documents)
+    assert not any(context(engine, text) for text in texts), "another collection's source is another one"
 
 
 def test_the_llm_takes_documents_as_they_are(engine: BlendEngine, store: KVWarmVectorStore) -> None:

@@ -240,7 +240,7 @@ async def test_nodes_are_deleted_by_what_a_filter_finds(is_async: bool, llm: Ble
         vector_store.delete_nodes(filters=old)
     assert [name.split("/")[3] for name in llm.documents()] == ["2"]
     simple = KVWarmVectorStore(SimpleVectorStore(), llm)
-    with pytest.raises(SettingError, match="SimpleVectorStore cannot tell which nodes a filter means"):
+    with pytest.raises(SettingError, match="SimpleVectorStore has no get_nodes"):
         await simple.adelete_nodes(filters=old) if is_async else simple.delete_nodes(filters=old)
 
 
@@ -255,8 +255,8 @@ def test_a_node_that_changes_is_encoded_again_and_its_old_kv_is_dropped(
 
 
 def test_nodes_of_different_vector_stores_do_not_drop_each_others_kv(llm: BlendLLM) -> None:
-    one = KVWarmVectorStore(SimpleVectorStore(), llm, namespace="one")
-    other = KVWarmVectorStore(SimpleVectorStore(), llm, namespace="other")
+    one = KVWarmVectorStore(SimpleVectorStore(), llm, collection="one")
+    other = KVWarmVectorStore(SimpleVectorStore(), llm, collection="other")
     one.add([node("1", MIRA)])
     other.add([node("1", MIRA)])
     one.clear()
@@ -285,7 +285,7 @@ def test_nodes_that_a_vector_store_has_already_can_be_encoded(llm: BlendLLM, vec
 
 
 def test_what_earlier_vector_stores_in_memory_have_left_can_be_dropped(llm: BlendLLM) -> None:
-    KVWarmVectorStore(SimpleVectorStore(), llm, namespace="other").add([node("9", ZEL)])
+    KVWarmVectorStore(SimpleVectorStore(), llm, collection="other").add([node("9", ZEL)])
     KVWarmVectorStore(SimpleVectorStore(), llm).add([node("1", MIRA), node("2", TRAN)])
     later, nodes = KVWarmVectorStore(SimpleVectorStore(), llm), [node("3", MIRA), node("4", KAN)]
     later.add(nodes)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Any, Self
 from urllib.parse import quote
 
 from llama_index.core.base.llms.types import (
@@ -21,7 +21,7 @@ from llama_index.core.base.llms.types import (
     MessageRole,
     ToolCallBlock,
 )
-from llama_index.core.bridge.pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
@@ -32,59 +32,31 @@ from llama_index.core.tools.types import BaseTool
 from llama_index.core.types import BasePydanticProgram, Model
 from llama_index.llms.kvrag.messages import assistant_message, template_messages
 
-from kvrag import (
-    Answer,
-    BlendEngine,
-    BlendReport,
-    Delta,
-    Explanation,
-    LazyEngine,
-    LLMSettings,
-    SettingError,
-    ToolCall,
-    WarmReport,
-)
+from kvrag import Answer, BlendEngine, BlendReport, Delta, LazyEngine, LLMBase, LLMSettings, ToolCall
 
-_Plain = Annotated[str, BeforeValidator(LLMSettings.plain)]
 _Prompt = str | list[dict[str, Any]]
 
 
-def source_name(node: BaseNode | NodeWithScore | str, namespace: str = "default") -> str:
-    """The document that a node is a piece of; "" = not known."""
+def source_name(node: BaseNode | NodeWithScore | str, collection: str = "default") -> str:
+    """Return the document that a node is a piece of; "" = unknown."""
     node = node.node if isinstance(node, NodeWithScore) else node
     source = node.ref_doc_id if isinstance(node, BaseNode) else None
-    return f"llama_index/{quote(namespace, safe='')}/{quote(source, safe='')}/" if source else ""
+    return f"llama_index/{quote(collection, safe='')}/{quote(source, safe='')}/" if source else ""
 
 
-def plain_texts(given: Any) -> Any:
-    """What a prompt will have of a list of nodes or texts; anything else is left to who reads it."""
-    if not isinstance(given, (list, tuple)):
-        return given
-    return [one.get_content(MetadataMode.LLM) if isinstance(one, (BaseNode, NodeWithScore)) else one for one in given]
-
-
-class BlendLLM(FunctionCallingLLM):
+class BlendLLM(FunctionCallingLLM, LLMBase):
     """LLM that answers from pre-encoded chunks.
 
-    Chunks are found in the finished prompt by their tokens: query engines need not change. Making an object is cheap:
-    the model is loaded when it is needed for the first time, and shared with all objects that have equal settings.
+    Chunks are found in the finished prompt by their tokens: query engines need no change. Making an object is cheap:
+    the model is loaded for the first answer, and shared with all objects that have equal settings.
 
-    Every response has in `raw["kvrag"]` what was reused, and `raw["usage"]` as OpenAI's. All settings of answers can be
-    given per call, and `documents`, `tools`, `tool_choice`, `response_format`, `grammar` and `template` besides (see
-    `kvrag.LLMSettings.request`). Where LlamaIndex wants an object of some class, the model cannot write anything else.
+    The settings are the fields of `kvrag.LLMSettings`. The settings of answers can be given per call, and so can
+    `documents`, `tools`, `tool_choice`, `response_format`, `grammar` and `template` (see `kvrag.LLMSettings.request`).
+    Every response reports in `raw["kvrag"]` what was reused, and `raw["usage"]` is OpenAI's. Where LlamaIndex wants an
+    object of some class, a grammar restricts the model to it.
 
     Attributes:
-        model: A hub name, a folder, or "reader" for the small model that comes with kvrag.
-        store: Folder of the pre-encoded chunks; None = one of this model's under `~/.cache/kvrag`.
-        codec: How chunks are stored there: "native", "int8" or "int4"; see `BlendEngine`.
-        engine: One already built, instead of all that is said about the model.
-        temperature: 0 = greedy. It and the other sampling settings: None = as the model's generation config says.
-        stop: The answer ends before the first of these strings. Those given per call are added.
-        ratio: Share of the reused tokens to recompute; 0 = plain reuse, 1 = full prefill's answer. None = what
-            `kvrag calibrate` found, else 0.15.
-        policy: Which ones; see `kvrag.POLICIES`.
-        controller: "off" = never full prefill, nor a higher ratio, where neither ratio nor policy was given; see
-            `kvrag.BlendConfig`.
+        engine: An engine already built, instead of the settings that choose a model and a store.
 
     Example:
         ```python
@@ -96,28 +68,10 @@ class BlendLLM(FunctionCallingLLM):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
-    model: _Plain | None = None
-    store: _Plain | None = None
-    codec: str = "native"
     engine: BlendEngine | None = Field(default=None, exclude=True, repr=False)
-    max_tokens: int = 256
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: list[str] | None = None
-    ratio: float | None = None
-    policy: str | None = None
-    controller: str | None = None
-    dtype: _Plain = "auto"
-    device: str | None = None
-    device_map: str | dict[str, Any] | None = None
-    revision: str | None = None
-    attn_implementation: str | None = None
-    trust_remote_code: bool = False
 
     _lazy: LazyEngine = PrivateAttr(default_factory=LazyEngine)
+    _plain = field_validator("model", "store", "dtype", mode="before")(LLMSettings.plain)
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
@@ -131,7 +85,7 @@ class BlendLLM(FunctionCallingLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """The model's own window; asked for before anything is answered, and does not load its weights."""
+        """The model's own window; loads no weights."""
         settings = LLMSettings.of(self)
         window, takes_messages = settings.window()
         return LLMMetadata(
@@ -143,60 +97,12 @@ class BlendLLM(FunctionCallingLLM):
         )
 
     def to_payload(self) -> dict[str, Any]:
-        """For events. Unlike the metadata it reads no file: the event loop is waiting."""
+        """Return the fields for events. Reads no files, since the event loop waits for it."""
         return {"class_name": self.class_name(), **LLMSettings.of(self).identity()}
 
-    def warm(
-        self,
-        texts: Iterable[str | BaseNode | NodeWithScore],
-        *,
-        document: str | Sequence[str] = "",
-        sources: str | Sequence[str] | None = None,
-    ) -> WarmReport:
-        """Encode every chunk that the store lacks; see `BlendEngine.warm`.
-
-        Args:
-            texts: Nodes in reading order, or what the prompt will have of them: `node.get_content(MetadataMode.LLM)`.
-            document: What holds them.
-            sources: What they are pieces of; None = the documents that nodes name as their source.
-        """
-        if isinstance(texts, str):
-            raise SettingError("texts must be a list of chunks, not one string")
-        given = list(texts)
-        if sources is None and any(source_name(one) for one in given):
-            sources = [source_name(one) for one in given]
-        return self._open().warm(plain_texts(given), document=document, sources=sources)
-
-    def forget(self, document: str) -> int:
-        """Drop a document's chunks unless another one has them; see `BlendEngine.forget`."""
-        return self._open().forget(document)
-
-    def documents(self, prefix: str = "") -> list[str]:
-        """Names of the documents that begin so and have chunks."""
-        return self._open().documents(prefix)
-
     def encode(self, text: str) -> list[int]:
-        """Token ids by the model's own tokenizer: `Settings.tokenizer = llm.encode` makes LlamaIndex count right."""
+        """Return the token ids of the model's own tokenizer; set `Settings.tokenizer = llm.encode` to count with it."""
         return self._open().model.tokenizer.encode(text)
-
-    def explain(
-        self,
-        prompt: _Prompt | dict[str, Any] | None = None,
-        *,
-        retrieved: Sequence[str | BaseNode | NodeWithScore] | None = None,
-    ) -> Explanation:
-        """Say what was reused of the prompt that was answered last, and why not more; see `BlendEngine.explain`.
-
-        Args:
-            prompt: Another one instead: a text, messages as dicts with `role` and `content`, or that of an earlier
-                answer, told by its `raw["kvrag"]`: a shared engine's last answer may be somebody else's.
-            retrieved: What the retriever returned for it: nodes, or `node.get_content(MetadataMode.LLM)` of each.
-        """
-        engine = self._open()
-        if isinstance(prompt, str):
-            prompt = self._prompt(prompt, formatted=False)
-        texts = plain_texts(retrieved)
-        return engine.explain(prompt, retrieved=texts, ratio=self.ratio, policy=self.policy, controller=self.controller)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -211,13 +117,13 @@ class BlendLLM(FunctionCallingLLM):
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer messages piece by piece."""
-        return (_chat(said) for said in self._stream(template_messages(messages), kwargs))
+        return (_chat(response) for response in self._stream(template_messages(messages), kwargs))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Answer messages piece by piece, off the event loop."""
         pieces = await self._astream(template_messages(messages), kwargs)
-        return (_chat(said) async for said in pieces)
+        return (_chat(response) async for response in pieces)
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -233,19 +139,19 @@ class BlendLLM(FunctionCallingLLM):
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Like `complete`, piece by piece."""
-        return (_completion(said) for said in self._stream(self._prompt(prompt, formatted), kwargs))
+        return (_completion(response) for response in self._stream(self._prompt(prompt, formatted), kwargs))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Like `stream_complete`, off the event loop."""
         asked = await asyncio.to_thread(self._prompt, prompt, formatted)
         pieces = await self._astream(asked, kwargs)
-        return (_completion(said) async for said in pieces)
+        return (_completion(response) async for response in pieces)
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """The calls in a response.
+        """Return the tool calls in a response.
 
         Raises:
             ValueError: There is none, and `error_on_no_tool_call`.
@@ -254,7 +160,7 @@ class BlendLLM(FunctionCallingLLM):
         if error_on_no_tool_call and not calls:
             cut_off = isinstance(response.raw, dict) and response.raw.get("finish_reason") == "length"
             way_out = "; it was cut off: raise max_tokens, or bound what is long in the schema" if cut_off else ""
-            raise ValueError(f"the model called no tool, it said {response.message.content!r:.200}{way_out}")
+            raise ValueError(f"the model called no tool, it answered {response.message.content!r:.200}{way_out}")
         return [
             ToolSelection.model_validate(
                 {"tool_id": call.tool_call_id or "", "tool_name": call.tool_name, "tool_kwargs": call.tool_kwargs}
@@ -294,7 +200,7 @@ class BlendLLM(FunctionCallingLLM):
             response.message = assistant_message(response.message.content or "", calls[:1])
         return response
 
-    # LlamaIndex asks for the call when the whole object is wanted, but not when its pieces are
+    # LlamaIndex forces the tool call for whole objects, but not for streamed ones
 
     def _structured_stream_call(
         self,
@@ -320,34 +226,42 @@ class BlendLLM(FunctionCallingLLM):
     def _open(self) -> BlendEngine:
         return self._lazy.open(LLMSettings.of(self))
 
+    @staticmethod
+    def _text(chunk: Any) -> Any:
+        return chunk.get_content(MetadataMode.LLM) if isinstance(chunk, (BaseNode, NodeWithScore)) else chunk
+
+    @staticmethod
+    def _source(chunk: Any) -> str:
+        return source_name(chunk)
+
     def _prompt(self, text: str, formatted: bool) -> _Prompt:
         return text if formatted else self._open().model.tokenizer.as_prompt(text)
 
     def _request(self, call: dict[str, Any]) -> dict[str, Any]:
-        return LLMSettings.of(self).request(**{**call, "documents": plain_texts(call.get("documents"))})
+        return LLMSettings.of(self).request(**{**call, "documents": self._texts(call.get("documents"))})
 
-    def _answer(self, prompt: _Prompt, call: dict[str, Any]) -> _Said:
+    def _answer(self, prompt: _Prompt, call: dict[str, Any]) -> _Response:
         request = self._request(call)
-        return _Said.all_of(self._open().generate(prompt, **request))
+        return _Response.all_of(self._open().generate(prompt, **request))
 
-    async def _aanswer(self, prompt: _Prompt, call: dict[str, Any]) -> _Said:
+    async def _aanswer(self, prompt: _Prompt, call: dict[str, Any]) -> _Response:
         request = self._request(call)
         engine = await asyncio.to_thread(self._open)
-        return _Said.all_of(await engine.agenerate(prompt, **request))
+        return _Response.all_of(await engine.agenerate(prompt, **request))
 
-    def _stream(self, prompt: _Prompt, call: dict[str, Any]) -> Generator[_Said, None, None]:
+    def _stream(self, prompt: _Prompt, call: dict[str, Any]) -> Generator[_Response, None, None]:
         request = self._request(call)
         return _pieces(self._open().stream(prompt, **request))
 
-    async def _astream(self, prompt: _Prompt, call: dict[str, Any]) -> AsyncGenerator[_Said, None]:
+    async def _astream(self, prompt: _Prompt, call: dict[str, Any]) -> AsyncGenerator[_Response, None]:
         request = self._request(call)
         engine = await asyncio.to_thread(self._open)
         return _apieces(engine.astream(prompt, **request))
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """What has been said so far, and with the last piece."""
+class _Response:
+    """A response so far, with its latest delta."""
 
     text: str = ""
     delta: str | None = None
@@ -356,30 +270,30 @@ class _Said:
     raw: dict[str, Any] | None = None
 
     @classmethod
-    def all_of(cls, answer: Answer) -> _Said:
+    def all_of(cls, answer: Answer) -> _Response:
         raw = _raw(answer.report, len(answer.token_ids), answer.finish_reason)
         return cls(answer.text, None, answer.tool_calls, len(answer.token_ids), raw)
 
-    def and_then(self, delta: Delta) -> _Said:
+    def add(self, delta: Delta) -> _Response:
         num_tokens = self.num_tokens + len(delta.token_ids)
         raw = None if delta.report is None else _raw(delta.report, num_tokens, delta.finish_reason)
-        return _Said(self.text + delta.text, delta.text, self.calls + delta.tool_calls, num_tokens, raw)
+        return _Response(self.text + delta.text, delta.text, self.calls + delta.tool_calls, num_tokens, raw)
 
 
-def _pieces(deltas: Generator[Delta, None, None]) -> Generator[_Said, None, None]:
-    said = _Said()
+def _pieces(deltas: Generator[Delta, None, None]) -> Generator[_Response, None, None]:
+    response = _Response()
     with closing(deltas):
         for delta in deltas:
-            said = said.and_then(delta)
-            yield said
+            response = response.add(delta)
+            yield response
 
 
-async def _apieces(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[_Said, None]:
-    said = _Said()
+async def _apieces(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[_Response, None]:
+    response = _Response()
     async with aclosing(deltas):
         async for delta in deltas:
-            said = said.and_then(delta)
-            yield said
+            response = response.add(delta)
+            yield response
 
 
 def _raw(report: BlendReport, num_tokens: int, finish_reason: str | None) -> dict[str, Any]:
@@ -395,12 +309,12 @@ def _raw(report: BlendReport, num_tokens: int, finish_reason: str | None) -> dic
     }
 
 
-def _completion(said: _Said) -> CompletionResponse:
-    return CompletionResponse(text=said.text, delta=said.delta, raw=said.raw)
+def _completion(response: _Response) -> CompletionResponse:
+    return CompletionResponse(text=response.text, delta=response.delta, raw=response.raw)
 
 
-def _chat(said: _Said) -> ChatResponse:
+def _chat(response: _Response) -> ChatResponse:
     calls = [
-        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments) for call in said.calls
+        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments) for call in response.calls
     ]
-    return ChatResponse(message=assistant_message(said.text, calls), delta=said.delta, raw=said.raw)
+    return ChatResponse(message=assistant_message(response.text, calls), delta=response.delta, raw=response.raw)

@@ -27,15 +27,16 @@ logger = logging.getLogger("kvrag")
 class KVWarmVectorStore(BasePydanticVectorStore):
     """A vector store whose nodes an LLM has encoded beforehand.
 
-    KV is written before the vectors and dropped after them, so that every node that is found has its KV; if the vector
-    store fails in between, trying again or deleting puts everything in order. Nodes that are deleted and added again,
-    which is how LlamaIndex updates a document, are encoded again only where they have changed. Changes of the same node
-    at once may leave it without its KV until the next one, which costs time and nothing else.
+    KV is written before the vectors and dropped after them, so that every node that is found has its KV. If the vector
+    store fails in between, repeat the call or delete the nodes. LlamaIndex updates a document by deleting and adding
+    its nodes: only those that have changed are encoded again. Concurrent changes of one node may leave it without KV
+    until the next change, which costs time and nothing else.
 
     Attributes:
         vector_store: Any vector store; it gets all calls.
         llm: Encodes the nodes, as prompts will have them: `node.get_content(MetadataMode.LLM)`.
-        namespace: Tells apart vector stores whose nodes are in the same store of KV.
+        namespace: Where the chunks are visible: prompts of another namespace never reuse them. None = the LLM's.
+        collection: Name that distinguishes vector stores that share a store of KV.
         target_metadata_key: As in `MetadataReplacementPostProcessor`: what will stand in the place of a node's text.
 
     Example:
@@ -48,7 +49,8 @@ class KVWarmVectorStore(BasePydanticVectorStore):
 
     vector_store: SerializeAsAny[BasePydanticVectorStore]
     llm: BlendLLM
-    namespace: str
+    namespace: str | None
+    collection: str
     target_metadata_key: str | None
 
     def __init__(
@@ -56,13 +58,15 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         vector_store: BasePydanticVectorStore,
         llm: BlendLLM,
         *,
-        namespace: str = "default",
+        namespace: str | None = None,
+        collection: str = "default",
         target_metadata_key: str | None = None,
     ) -> None:
         fields: dict[str, Any] = {
             "vector_store": vector_store,
             "llm": llm,
             "namespace": namespace,
+            "collection": collection,
             "target_metadata_key": target_metadata_key,
             "stores_text": vector_store.stores_text,
             "is_embedding_query": vector_store.is_embedding_query,
@@ -76,15 +80,15 @@ class KVWarmVectorStore(BasePydanticVectorStore):
 
     @property
     def client(self) -> Any:
-        """The vector store's."""
+        """The client of the wrapped vector store."""
         return self.vector_store.client
 
     def warm(self, nodes: Sequence[BaseNode], *, whole: bool = False) -> WarmReport:
-        """Encode nodes that the vector store has already.
+        """Encode nodes that are already in the vector store.
 
         Args:
-            whole: They are all that it has: the KV of any other node is dropped. Vector stores in memory forget their
-                nodes when the program ends, which the store of KV does not.
+            whole: True = these are all its nodes: the KV of all others is dropped. Use it with vector stores in memory,
+                which lose their nodes when the program ends, while the store of KV keeps its chunks.
         """
         before = self._documents() if whole else None
         report, outdated = self._encode(nodes, before)
@@ -124,7 +128,7 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         """Delete nodes, then their KV.
 
         Raises:
-            SettingError: There are filters, and the vector store cannot tell which nodes they mean.
+            SettingError: Filters are given, and the vector store has no `get_nodes` to resolve them.
         """
         found = None
         if filters is not None:
@@ -162,36 +166,36 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         await asyncio.to_thread(lambda: self._forget(self._documents()))
 
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
-        """As the vector store does."""
+        """Delegate to the vector store."""
         return self.vector_store.get_nodes(node_ids, filters)
 
     async def aget_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
-        """As the vector store does."""
+        """Delegate to the vector store."""
         return await self.vector_store.aget_nodes(node_ids, filters)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """As the vector store does."""
+        """Delegate to the vector store."""
         return self.vector_store.query(query, **kwargs)
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """As the vector store does."""
+        """Delegate to the vector store."""
         return await self.vector_store.aquery(query, **kwargs)
 
     def persist(self, persist_path: str, fs: Any = None) -> None:
-        """As the vector store does; KV is in its own store already."""
+        """Delegate to the vector store; KV is in its own store already."""
         self.vector_store.persist(persist_path, fs)
 
     def _encode(self, nodes: Sequence[BaseNode], before: list[str] | None = None) -> tuple[WarmReport, list[str]]:
-        """Encode, and say which documents in the store of KV hold what was `before`: None = what these nodes were."""
+        """Encode; return the report and the outdated documents among those `before`, None = those of these nodes."""
         texts = [self._text(node) for node in nodes]
         documents = [self._document(node, text) for node, text in zip(nodes, texts, strict=True)]
         if before is None:
             before = self._documents_of([node.node_id for node in nodes])
         outdated = sorted({*before} - {*documents})
-        sources = [source_name(node, self.namespace) for node in nodes]
-        report = self.llm.warm(texts, document=documents, sources=sources)
+        sources = [source_name(node, self.collection) for node in nodes]
+        report = self.llm.warm(texts, document=documents, sources=sources, namespace=self.namespace)
         for warning in report.warnings:
             logger.warning(warning)
         return report, outdated
@@ -202,21 +206,21 @@ class KVWarmVectorStore(BasePydanticVectorStore):
             node.set_content(node.metadata[self.target_metadata_key])
         return node.get_content(MetadataMode.LLM)
 
-    # Every node is a document of its own in the store of KV, so that it can go alone. The digest in its name keeps
-    # what a node was apart from what it becomes, until the vector store has the latter.
+    # Every node is a document of its own in the store of KV, so that it can be dropped alone. The digest in its name
+    # keeps the old and the new version of a node apart until the vector store has the new one.
 
     def _document(self, node: BaseNode, text: str) -> str:
         digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
         return f"{self._prefix(node.ref_doc_id or 'None')}{quote(node.node_id, safe='')}/{digest}"
 
     def _prefix(self, *path: str) -> str:
-        return "".join(f"{quote(part, safe='')}/" for part in ("llama_index", self.namespace, *path))
+        return "".join(f"{quote(part, safe='')}/" for part in ("llama_index", self.collection, *path))
 
     def _documents(self, *ref_doc_id: str) -> list[str]:
-        return self.llm.documents(self._prefix(*ref_doc_id))
+        return self.llm.documents(self._prefix(*ref_doc_id), namespace=self.namespace)
 
     def _documents_of(self, node_ids: Sequence[str] | None, found: Sequence[BaseNode] | None = None) -> list[str]:
-        """Of the nodes that were found, else of those with these ids, else of all."""
+        """Return the documents of the nodes found, else of those with these ids, else of all."""
         if found is not None:
             node_ids = [node.node_id for node in found]
         if node_ids is None:
@@ -226,11 +230,10 @@ class KVWarmVectorStore(BasePydanticVectorStore):
 
     def _forget(self, documents: Sequence[str]) -> None:
         for document in documents:
-            self.llm.forget(document)
+            self.llm.forget(document, namespace=self.namespace)
 
     def _cannot_filter(self) -> SettingError:
         name = type(self.vector_store).__name__
         return SettingError(
-            f"{name} cannot tell which nodes a filter means (it has no get_nodes), so that their KV would stay: "
-            "delete them by node_ids"
+            f"{name} has no get_nodes to find the nodes of a filter, so their KV would stay: delete them by node_ids"
         )

@@ -1,0 +1,58 @@
+"""A namespace reaches the engine from the LLM and from the vector store, as a field and per call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from llama_index.core.schema import TextNode
+from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
+
+from kvrag import BlendEngine, SettingError
+
+QUESTION = "Question: Who likes curry?"
+TEXT = "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake."
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The engine's methods and the namespaces they were called with."""
+    calls: list[tuple[str, str]] = []
+
+    def watched(name: str) -> Any:
+        inner = getattr(BlendEngine, name)
+
+        def call(self: BlendEngine, *args: Any, **settings: Any) -> Any:
+            calls.append((name, settings.get("namespace", "")))
+            return inner(self, *args, **settings)
+
+        return call
+
+    for name in ("warm", "forget", "documents", "stream", "explain"):
+        monkeypatch.setattr(BlendEngine, name, watched(name))
+    return calls
+
+
+async def test_the_field_and_the_call_reach_the_engine(settings: dict[str, Any], seen: list[tuple[str, str]]) -> None:
+    llm = BlendLLM(**settings, namespace="alice")
+    llm.complete(QUESTION)
+    await llm.acomplete(QUESTION, namespace="bob")
+    list(llm.stream_complete(QUESTION, namespace=""))
+    llm.warm([TEXT], document="a")
+    llm.forget("a", namespace="bob")
+    llm.explain()
+    assert [namespace for _, namespace in seen] == ["alice", "bob", "", "alice", "bob", "alice"]
+    with pytest.raises(SettingError, match="namespace"):
+        llm.complete(QUESTION, namespace="a\0b")
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "alice"), ("bob", "bob")])
+def test_a_vector_store_warms_into_its_namespace(
+    given: str | None, expected: str, settings: dict[str, Any], seen: list[tuple[str, str]]
+) -> None:
+    store = KVWarmVectorStore(SimpleVectorStore(), BlendLLM(**settings, namespace="alice"), namespace=given)
+    store.add([TextNode(text=TEXT, id_="1", embedding=[1.0])])
+    store.delete_nodes(["1"])
+    assert {name for name, _ in seen} == {"warm", "documents", "forget"}
+    assert {namespace for _, namespace in seen} == {expected}

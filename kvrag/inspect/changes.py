@@ -1,0 +1,100 @@
+"""How chains change chunks before they paste them: by escaping, on one line, in small letters.
+
+A change is found by trying: the one whose result is in the prompt was made.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from html import escape
+from typing import NamedTuple
+
+from kvrag.inspect.explanation import Reason
+
+_PIECE = 32  # characters of a chunk that are searched for at once
+
+
+def pieces(text: str) -> list[str]:
+    """Return a text in pieces of equal length; the rest at its end is left out unless it is everything."""
+    text = text.strip()
+    return [text[start : start + _PIECE] for start in range(0, len(text) - _PIECE + 1, _PIECE)] or [text]
+
+
+def unquoted(text: str) -> str:
+    """Return the text that a JSON or Python string stands for."""
+    meant = {"n": "\n", "r": "\r", "t": "\t"}
+
+    def plain(found: re.Match[str]) -> str:
+        code: str = found[1]
+        return chr(int(code[1:], 16)) if len(code) > 1 else meant.get(code, code)
+
+    text = re.sub(r"\\(u[0-9a-fA-F]{4}|.)", plain, text)
+    return text.encode("utf-16", "surrogatepass").decode(
+        "utf-16", "replace"
+    )  # JSON writes some characters as two surrogates
+
+
+def _unchanged(text: str) -> str:
+    return text
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _lower_case(text: str) -> str:
+    return _one_line(text).lower()
+
+
+def _html(text: str) -> str:
+    return escape(text, quote=False)
+
+
+def _html_double_quotes(text: str) -> str:
+    return _html(text).replace('"', "&quot;")
+
+
+def _html_numbered_quotes(text: str) -> str:
+    return escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")
+
+
+def _json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _json_ascii(text: str) -> str:
+    return json.dumps(text)[1:-1]
+
+
+def _repr(text: str) -> str:
+    return repr(text)[1:-1]
+
+
+def _repr_both_quotes(text: str) -> str:
+    return repr('"' + text)[2:-1]  # as in a chunk that has both kinds of quotes
+
+
+class Change(NamedTuple):
+    """A way in which chains change chunks: `on_chunk` repeats it, `on_prompt` makes a prompt comparable."""
+
+    reason: Reason
+    detail: str
+    on_chunk: Callable[[str], str]
+    on_prompt: Callable[[str], str]
+
+
+_ESCAPED = "text between the escaped characters is reused: paste it unescaped, or warm it escaped as well"
+_BY_REPR = f"by Python's repr, as of a list or of documents that were not joined into one text: {_ESCAPED}"
+
+CHANGES = [
+    *(
+        Change("escaped", f"for HTML or XML: {_ESCAPED}", html, _unchanged)
+        for html in (_html, _html_double_quotes, escape, _html_numbered_quotes)
+    ),
+    *(Change("escaped", f"as JSON: {_ESCAPED}", dumped, _unchanged) for dumped in (_json, _json_ascii)),
+    *(Change("escaped", _BY_REPR, quoted, _unchanged) for quoted in (_repr, _repr_both_quotes)),
+    Change("rewritten", "its white space differs: warm it as it is pasted", _one_line, _one_line),
+    Change("rewritten", "its case differs: warm it as it is pasted", _lower_case, _lower_case),
+]

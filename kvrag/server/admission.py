@@ -1,0 +1,177 @@
+"""The admission queue: bounds how many requests work at a time and wait, and runs their work off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import TypeVar
+
+from kvrag.server.errors import ApiError
+
+T = TypeVar("T")
+
+Waiting = deque[asyncio.Future[None]]
+
+
+class _End:
+    """Marks the end of a generator's pieces."""
+
+
+class AdmissionQueue:
+    """Admits a number of requests at a time; lets some more wait, and rejects the others with 429.
+
+    Every namespace has a line of its own, first come, first served. A free place goes to the lines in rotation, so that
+    no namespace keeps another one out. Call all methods on the event loop.
+    """
+
+    def __init__(self, places: int, queue: int, name: str) -> None:
+        """Make an empty queue.
+
+        Args:
+            places: Requests admitted at a time.
+            queue: Requests of one namespace that may wait.
+            name: Part of the worker threads' names.
+        """
+        self._places, self._queue = places, queue
+        self._running: Counter[str] = Counter()
+        self._waiting: dict[str, Waiting] = {}  # no line is empty; the first one is next
+        self._pool = ThreadPoolExecutor(places, thread_name_prefix=f"kvrag-{name}")
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.is_stopping = False
+
+    def running(self, namespace: str) -> int:
+        """Return the number of the namespace's admitted requests."""
+        return self._running[namespace]
+
+    def waiting(self, namespace: str) -> int:
+        """Return the number of the namespace's requests that wait to be admitted."""
+        return len(self._waiting.get(namespace, ()))
+
+    async def run(
+        self,
+        work: Callable[[], Generator[T, None, None]],
+        limit: float,
+        namespace: str = "",
+        admitted: Callable[[float], None] | None = None,
+    ) -> AsyncGenerator[T, None]:
+        """Run a generator in a thread once it is admitted, and yield its pieces.
+
+        Closing or cancelling this ends the work after its current step; its place is free when the thread is.
+
+        Args:
+            limit: Seconds for the whole work, waiting included.
+            namespace: The line to wait in.
+            admitted: Called with the seconds waited.
+
+        Raises:
+            ApiError: 429 if too many requests wait, 503 if the server is stopping, 504 if the limit has passed.
+        """
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        with _timeout_as_504(limit):
+            async with asyncio.timeout(limit):
+                await self._admit(namespace)
+        pieces: asyncio.Queue[T | _End | BaseException] = asyncio.Queue()
+        abandoned = threading.Event()
+
+        def pump() -> None:
+            end: _End | BaseException = _End()
+            try:
+                with closing(work()) as made:
+                    for piece in made:
+                        loop.call_soon_threadsafe(pieces.put_nowait, piece)
+                        if abandoned.is_set():
+                            break
+            except BaseException as error:
+                end = error
+            loop.call_soon_threadsafe(pieces.put_nowait, end)
+            loop.call_soon_threadsafe(self._release, namespace)
+
+        self._pool.submit(pump)
+        if admitted is not None:
+            admitted(loop.time() - started)
+        late = loop.call_at(started + limit, pieces.put_nowait, TimeoutError())
+        try:
+            with _timeout_as_504(limit):
+                while not isinstance(piece := await pieces.get(), _End):
+                    if isinstance(piece, BaseException):
+                        raise piece
+                    yield piece
+        finally:
+            late.cancel()
+            abandoned.set()
+
+    async def stop(self) -> None:
+        """Reject waiting and new requests; return when the admitted ones are done."""
+        self.close()
+        await self._idle.wait()
+        self._pool.shutdown(wait=False)
+
+    def close(self) -> None:
+        """Reject waiting and new requests with 503."""
+        self.is_stopping = True
+        for line in self._waiting.values():
+            for turn in line:
+                if not turn.done():
+                    turn.set_exception(_stopping())
+        self._waiting.clear()
+
+    async def _admit(self, namespace: str) -> None:
+        if self.is_stopping:
+            raise _stopping()
+        if self._has_place() and not self._waiting:
+            self._take_place(namespace)
+            return
+        if self.waiting(namespace) >= self._queue:
+            raise ApiError(429, "too many requests are waiting: try again later", "queue_full")
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(namespace, deque()).append(turn)
+        try:
+            await turn
+        except BaseException:
+            line = self._waiting.get(namespace, deque())
+            if turn in line:
+                line.remove(turn)
+                if not line:
+                    del self._waiting[namespace]
+            elif not turn.cancelled() and turn.exception() is None:
+                self._release(namespace)  # admitted and cancelled at the same moment
+            raise
+
+    def _has_place(self) -> bool:
+        return self._running.total() < self._places
+
+    def _take_place(self, namespace: str) -> None:
+        self._running[namespace] += 1
+        self._idle.clear()
+
+    def _release(self, namespace: str) -> None:
+        self._running[namespace] -= 1
+        while self._waiting and self._has_place():
+            following = next(iter(self._waiting))
+            line = self._waiting.pop(following)
+            turn = line.popleft()
+            if line:
+                self._waiting[following] = line  # behind the others
+            if not turn.done():
+                self._take_place(following)
+                turn.set_result(None)
+        if not self._running.total():
+            self._idle.set()
+
+
+@contextmanager
+def _timeout_as_504(limit: float) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise ApiError(504, f"the answer took longer than {limit:g} s: ask for fewer tokens", "timeout") from None
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "the server is stopping: try again later", "stopping")

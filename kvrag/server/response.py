@@ -1,0 +1,132 @@
+"""OpenAI's JSON for an answer: built piece by piece, returned whole or as the events of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from kvrag.retrieval.index import Hit
+from kvrag.server.schemas import Answering, ChatRequest
+from kvrag.types import BlendReport, Delta, ToolCall
+
+Piece = Delta | list[Hit]
+"""A part of an answer: the chunks retrieved for it, if there are any, then its deltas."""
+
+
+class ResponseBuilder:
+    """Builds the response to one request from the pieces of its answer."""
+
+    def __init__(self, request: Answering, fingerprint: str) -> None:
+        self.request = request
+        self._fingerprint = fingerprint
+        self._is_chat = isinstance(request, ChatRequest)
+        self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._text = ""
+        self._calls: list[ToolCall] = []
+        self._hits: list[Hit] | None = None
+        self._report: BlendReport | None = None
+        self._finish_reason: str | None = None
+        self._num_tokens = 0
+
+    def add(self, piece: Piece) -> Delta:
+        """Take in a piece; return the part of it that the client sees."""
+        if isinstance(piece, list):
+            self._hits = piece
+            return Delta("")
+        calls = piece.tool_calls
+        if isinstance(self.request, ChatRequest) and self.request.parallel_tool_calls is False:
+            calls = calls[: max(0, 1 - len(self._calls))]
+        self._text += piece.text
+        self._calls += calls
+        self._num_tokens += len(piece.token_ids)
+        if piece.finish_reason is not None:
+            self._report = piece.report
+            called = self._calls and piece.finish_reason == "stop"
+            self._finish_reason = "tool_calls" if called else piece.finish_reason
+        return Delta(piece.text, tool_calls=calls)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        assert self._report is not None
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": self._finish_reason}
+        if self._is_chat:
+            calls = [_call(call) for call in self._calls]
+            content = None if calls and not self._text else self._text
+            message = {"role": "assistant", "content": content, "refusal": None}
+            choice["message"] = {**message, "tool_calls": calls} if calls else message
+        else:
+            choice["text"] = self._text
+        extras = {"kvrag": self._report.to_dict(), "usage": self._usage()}
+        return self._envelope("", [choice]) | extras | self._citations()
+
+    def first_events(self) -> Sequence[dict[str, Any]]:
+        """Return the events that begin a stream."""
+        if not self._is_chat:
+            return ()
+        return (self._chunk({"role": "assistant", "content": ""}) | self._citations(),)
+
+    def events(self, delta: Delta) -> Sequence[dict[str, Any]]:
+        """Return the events for a delta that `add` returned; none if it is empty."""
+        if not (delta.text or delta.tool_calls):
+            return ()
+        if not self._is_chat:
+            return (self._chunk(delta.text),)
+        content: dict[str, Any] = {"content": delta.text} if delta.text else {}
+        if delta.tool_calls:
+            first = len(self._calls) - len(delta.tool_calls)
+            content["tool_calls"] = [{"index": first + i, **_call(call)} for i, call in enumerate(delta.tool_calls)]
+        return (self._chunk(content),)
+
+    def last_events(self) -> Sequence[dict[str, Any]]:
+        """Return the events that end a complete stream."""
+        assert self._report is not None
+        last = self._chunk({} if self._is_chat else "", self._finish_reason) | {"kvrag": self._report.to_dict()}
+        if not self._wants_usage:
+            return (last,)
+        return last, self._envelope(".chunk", []) | {"usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        assert self._report is not None
+        prompt = self._report.prompt_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": prompt + self._num_tokens,
+            # chunks encoded for this very answer were not cached
+            "prompt_tokens_details": {"cached_tokens": self._report.reused_tokens - self._report.created_tokens},
+        }
+
+    @property
+    def _wants_usage(self) -> bool:
+        options = self.request.stream_options
+        return options is not None and options.include_usage
+
+    def _chunk(self, content: Any, finish_reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta" if self._is_chat else "text": content, "logprobs": None}
+        envelope = self._envelope(".chunk", [{**choice, "finish_reason": finish_reason}])
+        return envelope | ({"usage": None} if self._wants_usage else {})
+
+    def _envelope(self, part: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        # OpenAI's streamed completions have the same `object` as whole ones
+        kind = f"chat.completion{part}" if self._is_chat else "text_completion"
+        envelope = {"id": self._id, "object": kind, "created": self._created, "model": self.request.model}
+        return envelope | {"system_fingerprint": self._fingerprint, "choices": choices}
+
+    def _citations(self) -> dict[str, Any]:
+        """Return the retrieved chunks, in the order in which the model reads them."""
+        if self._hits is None:
+            return {}
+        cited = [
+            {"index": number, "document": hit.document, "text": hit.text, "score": hit.score}
+            for number, hit in enumerate(self._hits, 1)
+        ]
+        return {"citations": cited}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -1,0 +1,202 @@
+"""The admission queue: order, limits, leaving, stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from contextlib import aclosing
+
+import pytest
+
+from kvrag.server.admission import AdmissionQueue
+from kvrag.server.errors import ApiError
+
+
+class Work:
+    """Yields numbers as it is told, for ever."""
+
+    def __init__(self) -> None:
+        self.go = threading.Semaphore(0)
+        self.made = 0
+        self.again = threading.Event()  # set when a second piece has been asked for
+        self.closed = threading.Event()
+
+    def __call__(self) -> Generator[int, None, None]:
+        try:
+            while True:
+                if self.made:
+                    self.again.set()
+                self.go.acquire()
+                self.made += 1
+                yield self.made
+        finally:
+            self.closed.set()
+
+
+def three() -> Generator[int, None, None]:
+    yield from (1, 2, 3)
+
+
+async def all_of(queue: AdmissionQueue, limit: float = 60) -> list[int]:
+    return [piece async for piece in queue.run(three, limit)]
+
+
+async def settled(queue: AdmissionQueue, running: int, waiting: int) -> None:
+    for _ in range(6000):
+        if (queue.running(""), queue.waiting("")) == (running, waiting):
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"{queue.running('')} admitted, {queue.waiting('')} waiting")
+
+
+async def receive(
+    received: list[int], queue: AdmissionQueue, work: Callable[[], Generator[int, None, None]], limit: float
+) -> None:
+    async for piece in queue.run(work, limit):
+        received.append(piece)
+
+
+async def test_pieces_come_in_order_and_places_become_free() -> None:
+    queue = AdmissionQueue(2, 8, "test")
+    assert await asyncio.gather(*(all_of(queue) for _ in range(10))) == [[1, 2, 3]] * 10
+    await settled(queue, 0, 0)
+
+
+async def test_the_longest_waiting_comes_first_and_one_too_many_is_rejected() -> None:
+    queue, work, order = AdmissionQueue(1, 2, "test"), Work(), []
+
+    async def wait(name: str) -> None:
+        await all_of(queue)
+        order.append(name)
+
+    async with aclosing(queue.run(work, 60)) as running:
+        work.go.release()
+        assert await anext(running) == 1
+        waiting = []
+        for number, name in enumerate("ab"):
+            waiting.append(asyncio.create_task(wait(name)))
+            await settled(queue, 1, number + 1)
+        with pytest.raises(ApiError) as refused:
+            await all_of(queue)
+        assert refused.value.status == 429
+    work.go.release()
+    await asyncio.gather(*waiting)
+    assert order == ["a", "b"]
+
+
+async def test_the_place_is_taken_until_the_step_under_way_is_over() -> None:
+    queue, work = AdmissionQueue(1, 2, "test"), Work()
+    running = queue.run(work, 60)
+    work.go.release()
+    assert await anext(running) == 1
+    assert await asyncio.to_thread(work.again.wait, 30)
+    await running.aclose()
+    other = asyncio.create_task(all_of(queue))
+    await settled(queue, 1, 1)  # the thread is still in its step
+    assert not work.closed.is_set()
+    work.go.release()
+    assert await other == [1, 2, 3]
+    assert work.closed.is_set()
+    assert work.made == 2
+
+
+async def test_a_cancelled_request_leaves_no_trace() -> None:
+    queue, work = AdmissionQueue(1, 2, "test"), Work()
+    async with aclosing(queue.run(work, 60)) as running:
+        work.go.release()
+        await anext(running)
+        waiting = asyncio.create_task(all_of(queue))
+        await settled(queue, 1, 1)
+        waiting.cancel()
+        await settled(queue, 1, 0)
+        with pytest.raises(ApiError) as late:
+            await all_of(queue, limit=0.02)
+        assert late.value.status == 504
+        assert (queue.running(""), queue.waiting("")) == (1, 0)
+    work.go.release()
+    await settled(queue, 0, 0)
+    assert await all_of(queue) == [1, 2, 3]
+
+
+async def test_work_that_takes_too_long_ends() -> None:
+    queue, work = AdmissionQueue(1, 0, "test"), Work()
+    work.go.release()
+    received: list[int] = []
+    with pytest.raises(ApiError) as late:
+        await receive(received, queue, work, 0.5)
+    assert (late.value.status, received) == (504, [1])
+    work.go.release()
+    await settled(queue, 0, 0)
+    assert work.closed.is_set()
+
+
+async def test_what_work_raises_is_raised_and_the_place_is_free() -> None:
+    def broken() -> Generator[int, None, None]:
+        yield 1
+        raise ValueError("broken")
+
+    queue = AdmissionQueue(1, 0, "test")
+    received: list[int] = []
+    with pytest.raises(ValueError, match="broken"):
+        await receive(received, queue, broken, 60)
+    assert received == [1]
+    await settled(queue, 0, 0)
+
+
+async def test_stopping_lets_work_finish_and_none_begin() -> None:
+    queue, work = AdmissionQueue(1, 4, "test"), Work()
+    async with aclosing(queue.run(work, 60)) as running:
+        work.go.release()
+        await anext(running)
+        waiting = asyncio.create_task(all_of(queue))
+        await settled(queue, 1, 1)
+        stopping = asyncio.create_task(queue.stop())
+        with pytest.raises(ApiError) as rejected:
+            await waiting
+        assert rejected.value.status == 503
+        with pytest.raises(ApiError, match="stopping"):
+            await all_of(queue)
+        work.go.release()
+        assert await anext(running) == 2
+        assert not stopping.done()
+    work.go.release()
+    await stopping
+    assert queue.running("") == 0
+
+
+async def test_a_place_for_a_request_that_has_just_been_cancelled_is_passed_on() -> None:
+    queue = AdmissionQueue(1, 2, "test")
+    await queue._admit("")
+    leaving, staying = asyncio.create_task(all_of(queue)), asyncio.create_task(all_of(queue))
+    await settled(queue, 1, 2)
+    queue._release("")
+    leaving.cancel()
+    assert await staying == [1, 2, 3]
+    await settled(queue, 0, 0)
+
+
+async def test_namespaces_have_lines_of_their_own_and_are_admitted_in_rotation() -> None:
+    queue, work, order = AdmissionQueue(1, 2, "test"), Work(), []
+
+    async def wait(namespace: str) -> None:
+        assert [piece async for piece in queue.run(three, 60, namespace)] == [1, 2, 3]
+        order.append(namespace)
+
+    async with aclosing(queue.run(work, 60)) as running:
+        work.go.release()
+        await anext(running)
+        waiting = []
+        for namespace, count in (("a", 1), ("a", 2), ("b", 1), ("c", 1)):
+            waiting.append(asyncio.create_task(wait(namespace)))
+            while queue.waiting(namespace) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        with pytest.raises(ApiError) as full:
+            await wait("a")
+        assert full.value.status == 429, "its own line is full, which the other namespaces do not notice"
+        assert [queue.waiting(namespace) for namespace in "abc"] == [2, 1, 1]
+        assert [queue.running(namespace) for namespace in ("", "a")] == [1, 0]
+    work.go.release()
+    await asyncio.gather(*waiting)
+    assert order == ["a", "b", "c", "a"]
+    assert queue._waiting == {}

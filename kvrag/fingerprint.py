@@ -14,7 +14,10 @@ from hashlib import blake2b
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
+
+Ids = Sequence[int] | NDArray[np.uint32]
 
 FORMAT = 2
 """Version of the stored record. A change of layout or meaning raises it."""

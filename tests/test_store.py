@@ -1561,7 +1561,7 @@ def test_answers_report_their_tier_and_are_the_same_from_ram_and_disk(engine: Bl
     mixed = prepare(engine, engine.model.tokenizer.render(messages(*CHUNKS[1:3])), 0.2)
     assert mixed.report(0.0).tier == "mixed"
     kept = engine._ram._chunks
-    ram = {key: [tuple(tensor.clone() for tensor in pair) for pair in kept[key].layers] for key in engine._ram.keys()}
+    ram = {key: [tuple(tensor.clone() for tensor in pair) for pair in kept[key].layers] for key in kept}
     for policy in ("hkvd", "query", "random"):
         prepare(engine, ids, 1.0, policy)
     for key, layers in ram.items():

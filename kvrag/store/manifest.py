@@ -130,7 +130,7 @@ class Manifest:
             with _alone(path):
                 try:
                     self._writer = self._open()
-                except sqlite3.DatabaseError as error:
+                except _DAMAGED as error:
                     if isinstance(error, sqlite3.OperationalError):
                         raise
                     self._replace(error)
@@ -192,7 +192,7 @@ class Manifest:
         try:
             with self._reading() as connection:
                 return bool(connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)])
-        except (sqlite3.DatabaseError, StoreError):
+        except StoreError:
             return False
 
     def rebuild(self) -> None:
@@ -535,6 +535,7 @@ def _parts(keys: Sequence[str]) -> Iterator[tuple[Sequence[str], str]]:
         yield part, ",".join("?" * len(part))
 
 
+_DAMAGED = (sqlite3.DatabaseError, UnicodeDecodeError)  # SQLite's messages repeat what is in the file
 _UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_FULL)
 
 
@@ -572,5 +573,5 @@ def _translated(path: Path) -> Iterator[None]:
         if _primary(error) == sqlite3.SQLITE_READONLY:
             raise StoreReadOnlyError(f"{path.parent} cannot be written: choose another store folder") from error
         raise StoreError(f"{path}: {error}") from error
-    except sqlite3.DatabaseError as error:
+    except _DAMAGED as error:
         raise StoreError(f"{path}: {error}; `kvrag store check` repairs a damaged manifest") from error

@@ -76,7 +76,7 @@ def text_key(namespace: str, ids: Ids) -> str:
     return _hash(namespace.encode(), _tokens(ids))
 
 
-def _tokens(ids: Sequence[int]) -> bytes:
+def _tokens(ids: Ids) -> bytes:
     return np.asarray(ids, dtype="<u4").tobytes()
 
 

@@ -36,6 +36,7 @@ from kvrag import (
     StoreFullError,
     StoreReadOnlyError,
 )
+from kvrag.cli.main import main
 from kvrag.errors import ChunkUnreadableError
 from kvrag.fingerprint import FORMAT, Fingerprint, hash_weights, text_key
 from kvrag.store import (
@@ -48,6 +49,7 @@ from kvrag.store import (
     TextState,
     chunkfile,
     files,
+    other_stores,
     serve,
 )
 from kvrag.store.chunkfile import ChunkFile
@@ -1467,6 +1469,61 @@ def test_a_store_of_the_first_format_is_refused_in_one_line(tmp_path: Path) -> N
     assert FORMAT == 2
 
 
+# ---------------------------------------------------------------- the stores around it
+
+
+def _folder_state(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in [folder, *folder.rglob("*")]}
+
+
+def test_other_stores_are_read_and_never_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    closed, live = opened(tmp_path / "closed"), opened(tmp_path / "live")
+    for store in (closed, live):
+        store.put([record(1), record(2, namespace="them")])
+    closed.close()
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(tmp_path / "closed" / "fingerprint.json", bare)
+    before = _folder_state(tmp_path)
+    others = {other.path.name: other for other in other_stores(tmp_path / "mine")}
+    assert set(others) == {"closed", "live", "bare"}
+    for name in ("closed", "live"):
+        assert [entry.text for entry in others[name].entries()] == [text(record(1)), text(record(2, namespace="them"))]
+        assert others[name].parts["digest"] == FINGERPRINT.digest
+    with pytest.raises(StoreError, match="unable to open"):
+        others["bare"].entries()
+    assert _folder_state(tmp_path) == before
+    live.close()
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def test_the_command_line_looks_into_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = opened(tmp_path / "kv")
+    store.put([record(1), record(2, namespace="them")])
+    store.set_document("a", [holding(record(1), "a")])
+    store.set_document(ON_REQUEST, [holding(record(2, namespace="them"), "")], "them")
+    store.close()
+    folder = ["--store", str(tmp_path / "kv")]
+    assert main(["store", "stats", *folder]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[-2:]] == [["(default)", "1"], ["them", "1"]]
+    assert main(["store", "stats", *folder, "--json"]) == 0
+    assert [part["namespace"] for part in json.loads(capsys.readouterr().out)["namespaces"]] == ["", "them"]
+    assert main(["store", "gc", *folder, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"chunks": 0, "files": 0}
+    assert main(["store", "gc", *folder, "--unused-days", "0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"chunks": 1, "files": 0}
+    path = next((tmp_path / "kv").glob("chunks/*/*"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 8] ^= 1
+    path.write_bytes(content)
+    assert main(["store", "check", *folder]) == 1
+    assert "0 chunks are sound, 0 of them were found without an entry; 1 damaged" in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------- the RAM tier
 
 
@@ -1561,7 +1618,7 @@ def test_answers_report_their_tier_and_are_the_same_from_ram_and_disk(engine: Bl
     mixed = prepare(engine, engine.model.tokenizer.render(messages(*CHUNKS[1:3])), 0.2)
     assert mixed.report(0.0).tier == "mixed"
     kept = engine._ram._chunks
-    ram = {key: [tuple(tensor.clone() for tensor in pair) for pair in kept[key].layers] for key in engine._ram.keys()}
+    ram = {key: [tuple(tensor.clone() for tensor in pair) for pair in kept[key].layers] for key in kept}
     for policy in ("hkvd", "query", "random"):
         prepare(engine, ids, 1.0, policy)
     for key, layers in ram.items():

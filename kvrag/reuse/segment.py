@@ -196,7 +196,7 @@ class Segment:
     @cached_property
     def raw(self) -> memoryview:
         """The ids' bytes, four a token."""
-        return memoryview(self.ids).cast("B")
+        return self.ids.data.cast("B")
 
     @property
     def num_tokens(self) -> int:

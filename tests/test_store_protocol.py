@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +13,8 @@ import torch
 from conftest import CHUNKS, messages
 
 from kvrag import BlendEngine, FileStore, FingerprintMismatchError, KVStore, Model
-from kvrag.fingerprint import Fingerprint
-from kvrag.reuse.match import anchors
-from kvrag.store import ChunkRecord
+from kvrag.fingerprint import Fingerprint, text_key
+from kvrag.store import ON_REQUEST, ChunkRecord, Holding, TextState, serve
 
 Open = Callable[[], KVStore]
 
@@ -49,11 +48,22 @@ def store(opens: Open) -> KVStore:
     return store
 
 
-def record(number: int, dtype: torch.dtype = torch.float32, context: int = 0, source: str = "") -> ChunkRecord:
+def record(
+    number: int, dtype: torch.dtype = torch.float32, context: Sequence[int] = (), namespace: str = ""
+) -> ChunkRecord:
     generator = torch.Generator().manual_seed(number)
     ids = [(number * 1000 + i) % 60000 for i in range(20)]
     layers = [tuple(torch.randn(2, 20, 4, generator=generator).to(dtype) for _ in "kv") for _ in range(3)]
-    return ChunkRecord(FINGERPRINT.chunk_key(ids), np.asarray(ids, np.uint32), anchors(ids), layers, context, source)
+    key = FINGERPRINT.chunk_key(ids, context, namespace)
+    return ChunkRecord(key, namespace, np.asarray(ids, np.uint32), np.asarray(context, np.uint32), layers)
+
+
+def text(chunk: ChunkRecord) -> str:
+    return text_key(chunk.namespace, chunk.ids.tolist())
+
+
+def held(source: str, *chunks: ChunkRecord) -> list[Holding]:
+    return [Holding(text(chunk), chunk.key, source) for chunk in chunks]
 
 
 A, B, C = record(1), record(2), record(3)
@@ -65,7 +75,8 @@ def has(store: KVStore, wanted: ChunkRecord) -> bool:
     if reader is None:
         assert store.missing([wanted.key]) == [wanted.key]
         return False
-    assert (reader.num_layers, reader.context, reader.source) == (len(wanted.layers), wanted.context, wanted.source)
+    assert (reader.key, reader.num_layers) == (wanted.key, len(wanted.layers))
+    assert (reader.ids.tolist(), reader.context_tokens) == (wanted.ids.tolist(), len(wanted.context))
     for number in reversed(range(reader.num_layers)):  # in any order
         for ours, theirs in zip(reader.layer(number), wanted.layers[number], strict=True):
             assert ours.dtype == theirs.dtype
@@ -77,11 +88,12 @@ def has(store: KVStore, wanted: ChunkRecord) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8])
 def test_what_comes_out_is_what_went_in(store: KVStore, dtype: torch.dtype) -> None:
-    wanted = record(1, dtype, context=7, source='Zoë\'s "notes".txt')
+    wanted = record(1, dtype, context=[7, 8, 9], namespace='Zoë\'s "notes"')
     assert store.put([wanted]) > sum(tensor.nbytes for layer in wanted.layers for tensor in layer)
     assert has(store, wanted)
     (entry,) = store.entries(0)
-    assert (entry.key, entry.ids.tolist(), entry.anchors) == (wanted.key, wanted.ids.tolist(), wanted.anchors)
+    assert (entry.text, entry.namespace) == (text(wanted), wanted.namespace)
+    assert entry.ids.tolist() == wanted.ids.tolist()
 
 
 def test_what_is_known_is_stored_once(store: KVStore) -> None:
@@ -98,41 +110,85 @@ def test_entries_are_numbered_in_the_order_they_came(store: KVStore) -> None:
     store.put([C])
     numbers = [entry.number for entry in store.entries(0)]
     assert numbers == sorted(set(numbers))
-    assert {entry.key for entry in first} == {A.key, B.key}
-    assert [entry.key for entry in store.entries(first[-1].number)] == [C.key]
+    assert {entry.text for entry in first} == {text(A), text(B)}
+    assert [entry.text for entry in store.entries(first[-1].number)] == [text(C)]
+
+
+def test_a_text_is_one_entry_whatever_it_was_encoded_behind(store: KVStore) -> None:
+    behind = record(1, context=[5, 6])
+    store.put([behind])
+    (entry,) = store.entries(0)
+    store.put([A])
+    assert [again.number for again in store.entries(0)] == [entry.number]
+    position, _ = store.removed(0) or (0, ())
+    store.remove([behind.key])
+    assert store.removed(position) == (position, [])
+    store.remove([A.key])
+    _, gone = store.removed(position) or (0, ())
+    assert list(gone) == [entry.number]
+    store.put([A])
+    assert next(iter(store.entries(0))).number > entry.number
 
 
 def test_documents_share_chunks(store: KVStore) -> None:
     store.put([A, B, C])
-    assert store.set_document("x/one", [A.key, B.key]) == 0
-    assert store.set_document("x/two", [B.key, C.key]) == 0
+    assert store.set_document("x/one", held("x/one", A, B)) == []
+    assert store.set_document("x/two", held("x/two", B, C)) == []
     assert list(store.documents("x/")) == ["x/one", "x/two"]
     assert set(store.documents("x/")["x/one"]) == {A.key, B.key}
     assert list(store.documents("x/t")) == ["x/two"]
     before = store.removals()
-    assert store.set_document("x/one", []) == 1
+    assert store.set_document("x/one", []) == [A.key]
     assert store.removals() != before
     assert [has(store, chunk) for chunk in (A, B, C)] == [False, True, True]
     assert list(store.documents()) == ["x/two"]
-    assert {entry.key for entry in store.entries(0)} == {B.key, C.key}
+    assert {entry.text for entry in store.entries(0)} == {text(B), text(C)}
+    store.set_document("x/two", held("x/two", A), replace=False)
+    assert set(store.documents()["x/two"]) == {A.key, B.key, C.key}
 
 
-def test_chunks_without_a_name_stay(store: KVStore) -> None:
+def test_who_holds_a_text_decides_what_is_served(store: KVStore) -> None:
+    behind = record(1, context=[5, 6])
+    store.put([behind])
+    store.set_document("one", held("a", behind))
+    assert store.look_up([text(A)]) == {text(A): TextState({behind.key: 2}, {"a": behind.key})}
+    assert serve(store.look_up([text(A)])[text(A)], alone_only=False) == behind.key
+    store.set_document("two", held("b", A))
+    assert serve(store.look_up([text(A)])[text(A)], alone_only=False) is None
+    store.put([A])
+    assert serve(store.look_up([text(A)])[text(A)], alone_only=False) == A.key
+    store.remove([A.key, behind.key])
+    assert store.look_up([text(A)])[text(A)].sources == {"a": behind.key, "b": A.key}
+
+
+def test_namespaces_share_nothing(store: KVStore) -> None:
+    theirs = record(1, namespace="them")
+    store.put([A, theirs])
+    store.set_document("one", held("one", A))
+    store.set_document("one", held("one", theirs), "them")
+    assert store.documents(namespace="them") == {"one": [theirs.key]}
+    assert store.set_document("one", []) == [A.key]
+    assert has(store, theirs)
+
+
+@pytest.mark.parametrize("name", ["", ON_REQUEST])
+def test_chunks_without_a_name_stay(store: KVStore, name: str) -> None:
     store.put([A, B])
-    store.set_document("", [A.key])
-    store.set_document("", [B.key])
-    store.set_document("one", [A.key])
-    assert store.set_document("one", []) == 0
+    store.set_document(name, held("", A))
+    store.set_document(name, held("", B))
+    store.set_document("one", held("one", A))
+    assert store.set_document("one", []) == []
     assert has(store, A)
     assert has(store, B)
+    assert store.documents() == {}
 
 
 def test_an_open_chunk_stays_readable_when_it_is_removed(store: KVStore) -> None:
     store.put([A])
-    store.set_document("one", [A.key])
+    store.set_document("one", held("one", A))
     reader = store.open(A.key)
     assert reader is not None
-    assert store.set_document("one", []) == 1
+    assert store.set_document("one", []) == [A.key]
     assert store.open(A.key) is None
     assert torch.equal(reader.layer(2)[1], A.layers[2][1])
     reader.close()
@@ -151,7 +207,7 @@ def test_a_chunk_that_is_put_aside_is_missing_and_counted(store: KVStore) -> Non
 
 def test_a_restart_loses_nothing(opens: Open, store: KVStore) -> None:
     store.put([A, B])
-    store.set_document("one", [A.key])
+    store.set_document("one", held("one", A))
     store.touch([A.key, B.key])
     before = store.stats()
     store.close()

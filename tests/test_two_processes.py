@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -11,35 +12,48 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import messages, plain_logits, prepare, relative
+from conftest import messages, prepare
+from test_ingest import OTHER_SECRET, SECRET, SHARED, Warmer, encoded_alone, warmer_on
 
 from kvrag import BlendEngine, FileStore, Model
+from kvrag.store import StoreCheck
 
 COMMON = """
 import sys
 sys.path.insert(0, {tests!r})
 import conftest, test_two_processes as here
-from kvrag import BlendEngine, FileStore
-torch = here.torch
-torch.set_num_threads(1)
-engine = here.engine_on({folder!r})
+here.torch.set_num_threads(1)
 """
 
 WARM = (
     COMMON
     + """
+warmer = here.fresh_warmer({folder!r})
 print("ready", flush=True)
 for start in range(0, len(here.TEXTS), 3):
-    engine.warm(here.TEXTS[start : start + 3])
+    warmer.warm(*here.TEXTS[start : start + 3])
     print(start, flush=True)
-engine.close()
+warmer.store.close()
 print("done", flush=True)
+"""
+)
+
+SHARE = (
+    COMMON
+    + """
+warmer = here.fresh_warmer({folder!r})
+print("ready", flush=True)
+for line in sys.stdin:
+    name, secret, shared = line.rstrip().split("|")
+    warmer.warm(secret, shared, document=name)
+    print(warmer.served(shared) == warmer.alone(shared), flush=True)
 """
 )
 
 READ = (
     COMMON
     + """
+engine = here.BlendEngine(here.fresh_model(), here.FileStore({folder!r}, min_free_bytes=0))
 print("ready", flush=True)
 ids = engine.model.tokenizer.render(conftest.messages(*here.TEXTS[:4]))
 full = conftest.plain_logits(engine.model.hf, ids)[-1]
@@ -70,7 +84,7 @@ def _texts(count: int = 36) -> list[str]:
 TEXTS = _texts()
 
 
-def engine_on(folder: str) -> BlendEngine:
+def fresh_model() -> Model:
     """The tiny llama of conftest, made anew: the same weights in every process."""
     from families import build
     from transformers import AutoTokenizer
@@ -78,8 +92,12 @@ def engine_on(folder: str) -> BlendEngine:
     import kvrag
 
     tokenizer = AutoTokenizer.from_pretrained(Path(kvrag.__file__).parent / "reader")
-    model = Model(build("llama", max_position_embeddings=2048), tokenizer, "tiny")
-    return BlendEngine(model, FileStore(folder, min_free_bytes=0))
+    return Model(build("llama", max_position_embeddings=2048), tokenizer, "tiny")
+
+
+def fresh_warmer(folder: str) -> Warmer:
+    """An ingestion on this folder."""
+    return warmer_on(fresh_model(), Path(folder))
 
 
 def _start(code: str, folder: Path) -> subprocess.Popen[str]:
@@ -92,25 +110,52 @@ def _expect(process: subprocess.Popen[str], wanted: str) -> None:
     assert process.stdout.readline().strip() == wanted
 
 
-def _check(folder: Path, model: Model, hf: Any) -> None:
+def _check(folder: Path, model: Model) -> None:
     """Everything is there, once, whole, and right."""
-    keys = [model.fingerprint.chunk_key(model.tokenizer.encode(text)) for text in TEXTS]
-    with BlendEngine(model, FileStore(folder, min_free_bytes=0)) as engine:
-        store = engine.store
-        assert isinstance(store, FileStore)
-        report = engine.warm(TEXTS)
-        assert report.chunks == len(set(keys))
-        assert store.missing(keys) == []
-        stats = store.stats()
-        assert (stats.chunks, stats.damaged) == (len(set(keys)), 0)
-        entries = [entry.key for entry in store.entries(0)]
-        assert sorted(entries) == sorted(set(keys)), "nothing twice"
-        assert stats.bytes == sum(path.stat().st_size for path in folder.glob("chunks/*/*.safetensors"))
-        assert store.check() == (len(set(keys)), 0, 0)
-        ids = model.tokenizer.render(messages(*TEXTS[5:12]))
-        done = prepare(engine, ids, 1.0, "random")
-        assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
-        assert len({run.key for run in done.report(0.0).runs}) == 7
+    warmer = warmer_on(model, folder)
+    store = warmer.store
+    report = warmer.warm(*TEXTS)
+    keys = {warmer.alone(text) for text in TEXTS}
+    assert report.chunks == len(keys)
+    assert {warmer.served(text) for text in TEXTS} == keys
+    stats = store.stats()
+    assert (stats.chunks, stats.damaged) == (len(keys), 0)
+    entries = [entry.text for entry in store.entries(0)]
+    assert sorted(entries) == sorted({warmer.text(text) for text in TEXTS}), "nothing twice"
+    assert store.check() == StoreCheck(sound=len(keys), damaged=0, adopted=0, repaired=0, unreadable=0)
+    for path in folder.glob("chunks/*/*"):  # what killed writers have left
+        os.utime(path, (time.time() - 7200,) * 2)
+    store.gc()
+    assert stats.bytes == sum(path.stat().st_size for path in folder.glob("chunks/*/*"))
+    for text in TEXTS[5:12]:
+        torch.testing.assert_close(warmer.values(text), encoded_alone(model, text), atol=1e-4, rtol=1e-4)
+    store.close()
+
+
+def test_two_processes_that_warm_a_shared_text_leave_it_alone(tmp_path: Path, model: Model) -> None:
+    """Whoever comes second sees to it before he is done; never is it missing, or behind one document's words."""
+    processes = [_start(SHARE, tmp_path / "kv") for _ in range(2)]
+    warmer = warmer_on(model, tmp_path / "kv")
+    try:
+        for process in processes:
+            _expect(process, "ready")
+        for number in range(20):
+            shared = f"Number {number}. {SHARED}"
+            for process, name, secret in zip(processes, "ab", (SECRET, OTHER_SECRET), strict=True):
+                assert process.stdin is not None
+                process.stdin.write(f"{name}{number}|{name} {secret}|{shared}\n")
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.flush()
+            seen = {process.stdout.readline().strip() for process in processes if process.stdout}
+            assert "True" in seen, number
+            assert warmer.served(shared) == warmer.alone(shared), number
+            torch.testing.assert_close(warmer.values(shared), encoded_alone(model, shared), atol=1e-4, rtol=1e-4)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        warmer.store.close()
 
 
 def test_two_processes_warm_the_same_corpus_while_a_third_reads(tmp_path: Path, model: Model, hf: Any) -> None:
@@ -134,7 +179,7 @@ def test_two_processes_warm_the_same_corpus_while_a_third_reads(tmp_path: Path, 
         for process in processes:
             process.kill()
             process.wait()
-    _check(folder, model, hf)
+    _check(folder, model)
     with (
         BlendEngine(model, FileStore(tmp_path / "own", min_free_bytes=0)) as own,
         BlendEngine(model, FileStore(folder, min_free_bytes=0)) as theirs,
@@ -145,7 +190,7 @@ def test_two_processes_warm_the_same_corpus_while_a_third_reads(tmp_path: Path, 
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-4)
 
 
-def test_a_process_that_is_killed_again_and_again_damages_nothing(tmp_path: Path, model: Model, hf: Any) -> None:
+def test_a_process_that_is_killed_again_and_again_damages_nothing(tmp_path: Path, model: Model) -> None:
     folder = tmp_path / "kv"
     rng = random.Random(1)
     steady = _start(WARM, folder)
@@ -161,7 +206,7 @@ def test_a_process_that_is_killed_again_and_again_damages_nothing(tmp_path: Path
         for process in (steady, *victims):
             process.kill()
             process.wait()
-    _check(folder, model, hf)
+    _check(folder, model)
     for path in folder.rglob("*.tmp"):
         swept = path.parent == folder or path.parent.parent.name == "chunks"
         assert swept, "what is left of a killed writer is where it will be swept"
@@ -183,7 +228,7 @@ setattr(owner, "STEP", deadly)
 """
 
 
-def test_killed_at_every_step_of_storing(tmp_path: Path, model: Model, hf: Any) -> None:
+def test_killed_at_every_step_of_storing(tmp_path: Path, model: Model) -> None:
     """Not by chance, but right there."""
     code = WARM.replace('print("ready"', 'exec(KILL)\nprint("ready"')
     steps = ["fsync", "replace", "add", "hold"]
@@ -193,4 +238,4 @@ def test_killed_at_every_step_of_storing(tmp_path: Path, model: Model, hf: Any) 
     ]
     for process, step in zip(processes, steps, strict=True):
         assert process.wait(timeout=120) == -signal.SIGKILL
-        _check(tmp_path / step, model, hf)
+        _check(tmp_path / step, model)

@@ -79,9 +79,8 @@ def _check(store: FileStore, as_json: bool) -> int:
     if as_json:
         print(json.dumps(asdict(found)))
     else:
-        print(
-            f"{found.sound} chunks are sound, {found.adopted} of them were found without an entry; {found.damaged} damaged"
-        )
+        without = f"{found.adopted} of them were found without an entry"
+        print(f"{found.sound} chunks are sound, {without}; {found.damaged} damaged")
         if found.repaired:
             say(f"the entries of {found.repaired} chunks did not match their files and were repaired")
         if found.damaged:

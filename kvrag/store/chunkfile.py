@@ -169,7 +169,11 @@ class ChunkFile:
         content = self._beginning[start:stop]
         if stop > len(self._beginning):
             content = self._read(self._file, start, stop).numpy().tobytes()
-        return np.frombuffer(content, "<i8").astype(np.uint32)
+        wide = np.frombuffer(content, "<i8")
+        ids = wide.astype(np.uint32)
+        if not np.array_equal(ids, wide):  # the key covers 32 bits of each
+            raise DamagedChunkError(self.key, f"its {name} are no token ids")
+        return ids
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """See ChunkReader.layer."""
@@ -178,7 +182,7 @@ class ChunkFile:
             start, stop = keys["data_offsets"][0], values["data_offsets"][1]
             content = self._read(descriptor, self._start + start, self._start + stop)
             self.bytes_read += stop - start
-            if _digest(content.numpy()) != self._digests[number]:
+            if _digest(content.numpy().data) != self._digests[number]:
                 raise DamagedChunkError(self.key, f"layer {number} does not match its digest")
             border = keys["data_offsets"][1] - start
             return _tensor(content[:border], keys), _tensor(content[border:], values)
@@ -265,15 +269,15 @@ class _OpenFiles:
 _open_files = _OpenFiles()
 
 
-def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _tensor(content: Tensor, entry: Mapping[str, Any]) -> Tensor:
     return content.view(_DTYPES[entry["dtype"]]).view(*entry["shape"])
 
 
-def _digest(*parts: bytes | NDArray[np.uint8]) -> str:
+def _digest(*parts: bytes | memoryview) -> str:
     digest = xxhash.xxh3_128()
     for part in parts:
         digest.update(part)

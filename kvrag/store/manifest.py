@@ -467,11 +467,12 @@ class Manifest:
                 ).fetchall()
             )
             rows = connection.execute("SELECT namespace, texts, chunks, tokens, bytes FROM totals").fetchall()
-        counts = {name: counted for name, *counted in rows}
+        counts = {name: [int(count) for count in counted] for name, *counted in rows}
         return [
-            NamespaceStats(name, *map(int, counts.get(name, (0, 0, 0, 0))), documents.get(name, 0))
+            NamespaceStats(name, texts, chunks, tokens, size, documents.get(name, 0))
             for name in sorted({*documents, *counts})
-            if name in documents or any(counts[name])
+            for texts, chunks, tokens, size in [counts.get(name, [0, 0, 0, 0])]
+            if chunks or name in documents
         ]
 
     def rows(self) -> dict[str, Row]:
@@ -518,12 +519,13 @@ def old_format(folder: Path, written: object) -> StoreError:
 def _check_format(path: Path, connection: sqlite3.Connection) -> bool:
     """Refuse a manifest of the first format; any other that is not ours is damaged. Returns whether it has tables."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    columns = {row[1] for row in connection.execute("PRAGMA table_info(chunks)")}
-    if "anchors" in columns:
+    columns = "SELECT count(*), total(name = 'anchors') FROM pragma_table_info('chunks')"
+    num_columns, is_first = connection.execute(columns).fetchone()
+    if is_first:
         raise old_format(path.parent, 1)
-    if columns and version != FORMAT:
+    if num_columns and version != FORMAT:
         raise sqlite3.DatabaseError(f"it says that its format is {version}")
-    return bool(columns)
+    return bool(num_columns)
 
 
 def _parts(keys: Sequence[str]) -> Iterator[tuple[Sequence[str], str]]:

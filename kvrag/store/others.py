@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from kvrag.errors import StoreError
 from kvrag.store.files import MANIFEST, OWNER, check_layout, read_owner
 from kvrag.store.manifest import Manifest
 from kvrag.store.protocol import Entry

@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,9 @@ from kvrag.reuse import segment as segment_module
 from kvrag.reuse.catalog import Catalog, _to_merge
 from kvrag.reuse.match import match
 from kvrag.reuse.segment import DamagedSegmentError, Segment, join, read, write
+from kvrag.store import FileStore
+from kvrag.store.files import MANIFEST
+from kvrag.store.manifest import Manifest, Row
 from kvrag.store.protocol import Entry
 from kvrag.types import Run
 
@@ -350,3 +354,31 @@ def test_files_of_similar_size_are_merged(sizes: list[int], merged: int) -> None
     files = [Segment.of([Entry(1, "", "", np.zeros(100 * size, np.uint32))]) for size in sizes]
     stretch = _to_merge(files)
     assert (len(files[stretch]) if stretch else 0) == merged
+
+
+def _rows(texts: Sequence[list[int]]) -> list[Row]:
+    return [
+        Row(f"{i:032x}", f"{i:032x}", "", np.asarray(ids, "<u4").tobytes(), 0, f"{i}.chunk", 1)
+        for i, ids in enumerate(texts)
+    ]
+
+
+def test_a_store_on_disk_opened_twice(tmp_path: Path, rng: random.Random) -> None:
+    """As two processes see it: each has its own connection to the manifest."""
+    texts = [_text(rng) for _ in range(40)]
+    rows = _rows(texts)
+    with closing(FileStore(tmp_path)) as ours, closing(FileStore(tmp_path)) as theirs:
+        with closing(Manifest(tmp_path / MANIFEST)) as manifest:
+            manifest.add(rows[:30])
+        catalog, other = Catalog(ours), Catalog(theirs)
+        for one in (catalog, other):  # one of them writes, the other one maps the file
+            _settle(one)
+        assert list((tmp_path / "catalog").glob("*.segment"))
+        with closing(Manifest(tmp_path / MANIFEST)) as manifest:
+            manifest.add(rows[30:])
+            manifest.remove([row.key for row in rows[:5]])
+        for one in (other, catalog):
+            assert [bool(one.match(ids, MIN_RUN)) for ids in texts] == [False] * 5 + [True] * 35
+            one.close()
+        with closing(Catalog(theirs)) as third:
+            assert len(third) == 35

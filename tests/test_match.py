@@ -260,30 +260,28 @@ def test_equal_hashes_of_different_grams_are_told_apart() -> None:
     assert match([lying], list(range(30)), MIN_RUN) == []
 
 
-def _texts(alphabet: int) -> st.SearchStrategy[list[list[int]]]:
-    token = st.integers(0, alphabet - 1)
-    text = st.lists(token, min_size=GRAM, max_size=70) | st.builds(
-        lambda unit, times: (unit * times)[:70], st.lists(token, min_size=1, max_size=9), st.integers(8, 40)
-    )
-    return st.lists(text, min_size=1, max_size=6)
-
-
 @st.composite
 def _cases(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
-    """Texts, some of them variants of others, and a prompt of pieces of them."""
-    alphabet = draw(st.sampled_from([2, 3, 10, 1000]))
-    texts = draw(_texts(alphabet))
-    for _ in range(draw(st.integers(0, 3))):
-        text = list(draw(st.sampled_from(texts)))
-        for i in draw(st.lists(st.integers(0, len(text) - 1), max_size=3)):
-            text[i] = draw(st.integers(0, alphabet))
-        texts.append(text)
+    """Texts, periodic ones and variants of others among them, and a prompt of pieces of them."""
+    alphabet, num_texts = draw(st.sampled_from([2, 4, 30, 1000])), draw(st.integers(1, 8))
+    pieces, least, most = draw(st.integers(1, 8)), draw(st.integers(1, 20)), draw(st.integers(20, 60))
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    texts: list[list[int]] = []
+    for _ in range(num_texts):
+        kind = rng.random()
+        if kind < 0.2:
+            unit = [rng.randrange(alphabet) for _ in range(rng.randrange(1, 20))]
+            texts.append((unit * 70)[: rng.randrange(GRAM, 70)])
+        elif kind < 0.4 and texts:
+            texts.append([rng.randrange(alphabet) if rng.random() < 0.05 else token for token in rng.choice(texts)])
+        else:
+            texts.append([rng.randrange(alphabet) for _ in range(rng.randrange(GRAM, 90))])
     prompt: list[int] = []
-    for _ in range(draw(st.integers(1, 5))):
-        text = draw(st.sampled_from(texts))
-        start = draw(st.integers(0, len(text) - 1))
-        prompt += draw(st.lists(st.integers(0, alphabet), max_size=6))
-        prompt += text[start : draw(st.integers(start, len(text)))]
+    for _ in range(pieces):
+        text, length = rng.choice(texts), rng.randint(least, most)
+        start = rng.randrange(max(len(text) - length, 1))
+        prompt += [rng.randrange(alphabet + 1) for _ in range(rng.choice([0, 0, 1, 5]))]
+        prompt += text[start : start + length]
     return texts, prompt
 
 

@@ -282,7 +282,8 @@ def _serve(
 
 def _ids(numbers: Sequence[int], chunk_tokens: int) -> NDArray[np.uint32]:
     """(N, T) tokens of chunks, a function of their numbers; some tokens are far more frequent than others."""
-    x = np.asarray(numbers, np.uint64)[:, None] * np.uint64(chunk_tokens) + np.arange(chunk_tokens, dtype=np.uint64)
+    begins = np.asarray(numbers, np.uint64) * np.uint64(chunk_tokens)
+    x: Any = begins[:, None] + np.arange(chunk_tokens, dtype=np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
     return (_VOCABULARY * ((x >> np.uint64(11)) / 2**53) ** 3).astype("<u4")

@@ -125,9 +125,9 @@ def _look_up(
         parts.append([column[inside] for column in columns])
     if not parts:
         return _Candidates(*[np.empty(0, np.int64)] * 7)
-    columns = tuple(np.concatenate(column) for column in zip(*parts, strict=True))
-    sort = np.argsort(columns[0], kind="stable")
-    return _Candidates(*(column[sort] for column in columns))
+    together = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    by_rank = np.argsort(together[0], kind="stable")
+    return _Candidates(*(column[by_rank] for column in together))
 
 
 def _windows(prompt: Ids, window: int) -> NDArray[np.uint32]:

@@ -196,7 +196,7 @@ class Segment:
     @cached_property
     def raw(self) -> memoryview:
         """The ids' bytes, four a token."""
-        return memoryview(self.ids).cast("B")
+        return self.ids.data.cast("B")
 
     @property
     def num_tokens(self) -> int:
@@ -332,10 +332,10 @@ class _Merge:
         self.namespaces = tuple(sorted({name for segment in segments for name in segment.namespaces}))
         number = {name: i for i, name in enumerate(self.namespaces)}
         spaces = [np.array([number[n] for n in s.namespaces], np.uint32)[s.spaces] for s in segments]
-        self.numbers, self.keys, self.spaces = (
-            np.concatenate([column[alive] for column, alive in zip(columns, rows, strict=True)])
-            for columns in ([s.numbers for s in segments], [s.keys for s in segments], spaces)
-        )
+        pairs = list(zip(segments, rows, strict=True))
+        self.numbers = np.concatenate([segment.numbers[alive] for segment, alive in pairs])
+        self.keys = np.concatenate([segment.keys[alive] for segment, alive in pairs])
+        self.spaces = np.concatenate([space[alive] for space, alive in zip(spaces, rows, strict=True)])
         self._counts = np.zeros(3, np.uint32)
 
     def ids(self) -> Iterator[Ids]:

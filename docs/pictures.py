@@ -1,7 +1,7 @@
-"""Draws the pictures of the pages from real runs: `make pictures`.
+"""Draw the pictures of the pages from real runs: `make pictures`.
 
-`python docs/pictures.py --ttft` measures the time to the first token first, which takes a minute or two of an idle
-machine; otherwise that picture is drawn from what was measured last.
+`python docs/pictures.py --ttft` measures the time to first token first, which takes a minute or two on an idle
+machine; otherwise that picture is drawn from the last measurement.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WIDTH = 104  # characters of a line of text
 
 
 def draw() -> None:
-    """All pictures, the last one from what was measured last."""
+    """Draw all pictures, the last one from the last measurement."""
     with tempfile.TemporaryDirectory() as folder, BlendEngine.from_pretrained("reader", store=folder) as engine:
         chunks, question = prompt_of_the_demo()
         engine.warm(chunks)
@@ -55,7 +55,7 @@ def draw() -> None:
 
 
 def prompt_of_the_demo() -> tuple[list[str], str]:
-    """Paragraphs of three articles, the middle one being that of the demo's first question."""
+    """Return paragraphs of three articles; the middle article is that of the demo's first question."""
     question, answer = QUESTIONS[0]
     articles = [path.read_text().strip() for path in sorted(corpus_folder().glob("*.txt"))]
     about = next(article for article in articles if answer in article)
@@ -64,7 +64,7 @@ def prompt_of_the_demo() -> tuple[list[str], str]:
 
 
 def lay_out(engine: BlendEngine, ids: list[int]) -> Stitched:
-    """The prompt of stored KV, nothing recomputed."""
+    """Return the prompt stitched from stored KV, nothing recomputed."""
     index = MatchIndex()
     index.add((entry.key, entry.ids, entry.anchors) for entry in engine.store.entries(0))
     runs = index.match(ids, engine.config.min_run)
@@ -76,13 +76,13 @@ def lay_out(engine: BlendEngine, ids: list[int]) -> Stitched:
 
 
 def selected(engine: BlendEngine, ids: list[int], policy: str) -> Tensor:
-    """(S,) positions that a policy recomputes at the default ratio."""
+    """Return the (S,) positions that a policy recomputes at the default ratio."""
     config = BlendConfig(policy=policy, ratio=DEFAULT_RATIO)
     return select(engine.model, lay_out(engine, ids), config)
 
 
 def deviation(engine: BlendEngine, ids: list[int]) -> tuple[Stitched, Tensor]:
-    """(L, T) distance of the stitched keys and values to full prefill's, relative to these; NaN at fresh positions."""
+    """Return the (L, T) relative distance of stitched keys and values to full prefill's; NaN at fresh positions."""
     stitched, (_, full) = lay_out(engine, ids), prefill(engine.model, torch.tensor(ids), len(ids))
     rows = []
     for layer in range(engine.model.num_layers):
@@ -94,19 +94,19 @@ def deviation(engine: BlendEngine, ids: list[int]) -> tuple[Stitched, Tensor]:
 
 
 def draw_deviation(stitched: Stitched, deviations: Tensor, chosen: dict[str, Tensor], path: Path) -> None:
-    """The deviation by token and layer, and beneath it what the policies recompute."""
+    """Draw the deviation by token and layer, and beneath it what the policies recompute."""
     figure = Figure(figsize=(11, 5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     top.set_facecolor("lightgrey")
     norm = LogNorm(vmin=0.01, vmax=1.0)
     image = top.imshow(deviations.clamp(min=0.01), aspect="auto", norm=norm, interpolation="nearest", cmap="magma")
-    top.set(ylabel="layer", title="how far stitched KV is from full prefill's, by token and layer (grey: not reused)")
+    top.set(ylabel="layer", title="deviation of stitched KV from full prefill's, by token and layer (grey: not reused)")
     figure.colorbar(image, ax=top, label="relative deviation")
     for row, positions in enumerate(chosen.values()):
         bottom.vlines(positions, row - 0.4, row + 0.4, lw=2.5, color="tab:orange")
     bottom.set_yticks(range(len(chosen)), chosen)
     bottom.invert_yaxis()
-    bottom.set(xlabel="token of the prompt", title=f"what a policy recomputes at a ratio of {DEFAULT_RATIO:g}")
+    bottom.set(xlabel="token of the prompt", title=f"what each policy recomputes at a ratio of {DEFAULT_RATIO:g}")
     for run in stitched.runs:
         for axis in (top, bottom):
             axis.axvline(run.start - 0.5, color="tab:cyan", lw=0.8)
@@ -114,7 +114,7 @@ def draw_deviation(stitched: Stitched, deviations: Tensor, chosen: dict[str, Ten
 
 
 def draw_text(model: Model, stitched: Stitched, recomputed: Tensor, path: Path) -> None:
-    """The prompt's text, tokens coloured by what is done to them."""
+    """Draw the prompt's text, tokens coloured by what is done to them."""
     pieces, line, column = [], 0, 0
     for position, token in enumerate(stitched.ids.tolist()):
         for number, piece in enumerate(model.tokenizer.decode([token]).split("\n")):
@@ -128,7 +128,7 @@ def draw_text(model: Model, stitched: Stitched, recomputed: Tensor, path: Path) 
     axis = figure.add_axes((0, 0, 1, 1))
     axis.set(xlim=(0, WIDTH), ylim=(line + 3, 0))
     axis.axis("off")
-    colours = {"reused": "#dcebf7", "reused and recomputed": "#ffb366", "computed as ever": "#e4e4e4"}
+    colours = {"reused": "#dcebf7", "reused and recomputed": "#ffb366", "computed fresh": "#e4e4e4"}
     names = list(colours)
     again = set(recomputed.tolist())
     pieces += [(line + 2, 30 * number + 1, -1 - number, name) for number, name in enumerate(names)]
@@ -142,7 +142,7 @@ def draw_text(model: Model, stitched: Stitched, recomputed: Tensor, path: Path) 
 
 
 def measure_ttft() -> None:
-    """Writes what `draw_ttft` draws."""
+    """Write the measurement that `draw_ttft` draws."""
     results = [
         measure(SHAPE, LAYERS, chunks, CHUNK_TOKENS, policies=(DEFAULT_POLICY, "first_k", "none"), repeats=2)
         for chunks in CHUNKS
@@ -151,7 +151,7 @@ def measure_ttft() -> None:
 
 
 def draw_ttft(results: list[dict[str, Any]], path: Path) -> None:
-    """The time to the first token over the length of the prompt, and how many times sooner than by full prefill."""
+    """Draw the time to first token over the length of the prompt, and its speed-up over full prefill."""
     settings, lengths = results[-1]["settings"], [result["prompt_tokens"] for result in results]
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -161,7 +161,7 @@ def draw_ttft(results: list[dict[str, Any]], path: Path) -> None:
         rows = [result["rows"][number] for result in results]
         left.plot(lengths, [row["ttft_s"] for row in rows], label=label, **look)
         right.plot(lengths, [row["speedup"] for row in rows], **look)
-    for axis, what in ((left, "seconds to the first token"), (right, "first token sooner by")):
+    for axis, what in ((left, "time to first token, seconds"), (right, "speed-up over full prefill")):
         axis.set(xlabel="tokens of the prompt", ylabel=what, ylim=(0, None), xlim=(0, None))
     right.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     left.legend(fontsize=8)
@@ -172,7 +172,7 @@ def draw_ttft(results: list[dict[str, Any]], path: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ttft", action="store_true", help="measure the time to the first token anew")
+    parser.add_argument("--ttft", action="store_true", help="measure the time to first token again")
     if parser.parse_args().ttft:
         print(f"measuring {len(CHUNKS)} lengths", file=sys.stderr)
         measure_ttft()

@@ -1,4 +1,4 @@
-"""Takes the picture of examples/web_chat.py: `python docs/web_chat.py`. Needs Chromium, as `.ci/run` installs it."""
+"""Take the picture of examples/web_chat.py: `python docs/web_chat.py`. Needs Chromium, as `.ci/run` installs it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUESTIONS = ("Which company has its offices in Danvik?", "What does Holra play?"
 
 
 def main() -> None:
-    """Use the sample articles, ask twice, look."""
+    """Load the sample articles, ask two questions, take a screenshot."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "examples" / "web_chat.py"), "--port", str(PORT)]
         chat = subprocess.Popen(command, cwd=folder, env={**os.environ, "HF_HUB_OFFLINE": "1"})

@@ -1,4 +1,4 @@
-"""Settings that check themselves. A wrong setting never runs."""
+"""Settings, validated when they are made."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ POLICIES = ("none", "full", "hkvd", "hkvd_gradual", "seam", "first_k", "query", 
 DEFAULT_POLICY = "query"
 
 DEFAULT_RATIO = 0.15
-"""Recompute ratio where neither the caller nor a calibration says another."""
+"""Recompute ratio where neither the caller nor a calibration gives one."""
 
 DEFAULT_CONTEXT = 256
-"""Tokens of its document behind which a chunk is encoded."""
+"""How many tokens of its document a chunk is encoded behind."""
 
 CANDIDATES = 2
-"""How many budgets of tokens `query_hkvd` chooses from."""
+"""`query_hkvd` chooses from this many times its budget."""
 
 CONTROLLERS = ("auto", "off")
 
@@ -83,21 +83,21 @@ class BlendConfig:
 
     Attributes:
         policy: One of `POLICIES`; see `kvrag.reuse.select`.
-        ratio: Share of the reused, not exactly known tokens to recompute; 0 = plain reuse, 1 = full prefill's logits.
-            None = what `engine.calibrate` found for this model and policy, else `DEFAULT_RATIO`.
-        controller: "auto" = without a ratio and with the default policy, the engine may take full prefill where that is
-            sooner, and a higher ratio where loading hides it; also full prefill where calibration found no ratio that
+        ratio: Share of the reused, inexact tokens to recompute; 0 = plain reuse, 1 = full prefill's logits.
+            None = the result of `engine.calibrate` for this model and policy, else `DEFAULT_RATIO`.
+        controller: "auto" = without a ratio and with the default policy, the engine takes full prefill where that is
+            faster, and a higher ratio where loading hides it; also full prefill where calibration found no ratio that
             holds. "off" = never. See `kvrag.control.controller`.
         min_run: Shortest run of tokens worth reusing.
-        context_tokens: At ingestion, so many tokens of the same document, up to twice as many where that costs nothing,
-            stand before a chunk when it is encoded, so that its KV knows who "she" is. 0 = every chunk alone: then its
-            KV knows of nothing but its own text.
+        context_tokens: At ingestion, a chunk is encoded behind this many tokens of its document, up to twice as many
+            where that is free, so that pronouns and references are resolved in its KV. 0 = every chunk alone: its KV
+            depends on its own text only, and so does every chunk that prompts reuse.
         check_layer: Layer at which `hkvd` measures the KV deviation; costs that many full layers.
         deviation_of: "k", "v" or "kv": what `hkvd` compares.
         metric: "l2" (CacheBlend) or "cosine" (KVBoost): how `hkvd` compares.
         min_deviation: `hkvd` recomputes no token that deviates less, whatever the ratio.
         seam_before, seam_after: Tokens that `seam` and `hybrid` take at the end of a run and at the start of the next.
-        band: The layers whose attention `query` and `query_hkvd` listen to, as fractions of the depth.
+        band: The layers whose attention `query` and `query_hkvd` use, as fractions of the depth.
         smoothing: Width in tokens of the window that spreads a `query` score over its neighbours; odd.
         seed: For `random`.
     """

@@ -1,78 +1,39 @@
-"""BlendEngine: joins the steps from a prompt to an answer, and does no arithmetic itself."""
+"""BlendEngine: the public methods and their async twins. The steps are in `kvrag.request` and `kvrag.answer`."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import math
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
+from kvrag.answer import Answering, Question, join
 from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig, Grammar, Sampling, check_bytes, check_codec, check_namespace
 from kvrag.control import calibrate
 from kvrag.control.calibrate import Calibration
-from kvrag.control.controller import Decision
-from kvrag.control.cost import Busy, Clock
-from kvrag.control.tuning import TimedReader, Tuning
-from kvrag.errors import DamagedChunkError, KvragError, SettingError, StoreError
-from kvrag.generate.decode import decode
-from kvrag.generate.grammar import constrain
-from kvrag.generate.tools import Prepared, prepare
+from kvrag.control.tuning import Tuning
+from kvrag.errors import KvragError, SettingError
+from kvrag.generate.tools import prepare
 from kvrag.ingest.ingest import Ingestion
-from kvrag.inspect.explain import Call, Watch, explain, find_call
+from kvrag.inspect.explain import Call, explain
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.verify import Check, verify
-from kvrag.reuse.blend import blend, prefill, uncomputed
-from kvrag.reuse.conversation import Beginning, Conversation, Conversations, Turn
-from kvrag.reuse.match import MatchIndex
-from kvrag.reuse.select import select
-from kvrag.reuse.stitch import Stitched, stitch
-from kvrag.store import ChunkReader, FileStore, KVStore, MemoryTier
-from kvrag.types import Answer, BlendReport, Delta, Messages, Run, ToolCall, WarmReport
-
-logger = logging.getLogger("kvrag")
+from kvrag.request import Pipeline, Prefilled
+from kvrag.reuse.catalog import Catalog
+from kvrag.store import FileStore, KVStore, MemoryTier
+from kvrag.types import Answer, BlendReport, Delta, Messages, WarmReport
 
 _sharing: dict[str, threading.Lock] = {}
 _shared: weakref.WeakValueDictionary[str, BlendEngine] = weakref.WeakValueDictionary()
-_ROOM = 256  # positions a new cache has for the answer before it grows
+
+
 _CALIBRATION_CHUNKS = 1000
-_EXPLAINED = 32  # answers whose prompts are remembered, to be explained
-
-
-@dataclass
-class Prefilled:
-    """A prompt whose cache is complete: what `kvrag.generate.decode.decode` goes on from.
-
-    Attributes:
-        ids: (T,) the prompt.
-        stitched: What was reused, and the cache.
-        logits: (1, V) float32, after the last token.
-        selected: (S,) reused positions that were recomputed.
-        exact: How many of the first positions have full prefill's KV.
-        report: What it took, given the time to the first token in seconds.
-        config: What was asked for, with a ratio.
-    """
-
-    ids: Tensor
-    stitched: Stitched
-    logits: Tensor
-    selected: Tensor
-    exact: int
-    report: Callable[[float], BlendReport]
-    config: BlendConfig = field(init=False)
 
 
 class BlendEngine:
@@ -108,21 +69,18 @@ class BlendEngine:
         """
         self.model, self.config, self.codec = model, config or BlendConfig(), check_codec(codec)
         self.fingerprint = model.fingerprint.stored_as(codec)
-        conversations = Conversations(conversation_bytes, model.stable_length)
+        check_bytes("conversation_bytes", conversation_bytes)
         if store is None:
             store = Path.home() / ".cache" / "kvrag" / self.fingerprint.digest
         self.store: KVStore = FileStore(store) if isinstance(store, (str, Path)) else store
         self.store.bind(self.fingerprint)
-        self._conversations = conversations
-        self._ram = MemoryTier(ram_bytes)
-        self._index = MatchIndex()
-        self._index_lock = threading.Lock()
-        self._last_entry = 0
-        self._removals = self.store.removals()
-        self._tuning = Tuning(model, self.store)
+        self._catalog, self._tuning = Catalog(self.store), Tuning(model, self.store)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._tuning)
-        self._calls: deque[Call] = deque(maxlen=_EXPLAINED)  # the latest
-        self._watch = Watch()
+        alone_only = not self.config.context_tokens
+        self._pipeline = Pipeline(
+            model, self.store, MemoryTier(ram_bytes), self._catalog, self._tuning, codec, alone_only
+        )
+        self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes)
         self._closed = False
 
     @classmethod
@@ -189,18 +147,20 @@ class BlendEngine:
             StoreError: It cannot be stored; what was stored before stays.
         """
         self._check_open()
-        check_namespace(namespace)
-        return self._ingestion.warm(texts, document, sources, progress)
+        return self._ingestion.warm(texts, document, sources, check_namespace(namespace), progress)
 
     def forget(self, document: str, *, namespace: str = "") -> int:
-        """Drop a document's chunks unless another document has them; returns how many were dropped."""
-        check_namespace(namespace)
-        return self._ingestion.forget(document)
+        """Delete a document's chunks unless another document has them; returns how many were deleted.
+
+        Their files, their KV in RAM and the conversations about them are gone when this returns.
+        """
+        removed = self._ingestion.forget(document, check_namespace(namespace))
+        self._answering.free(removed)
+        return len(removed)
 
     def documents(self, prefix: str = "", *, namespace: str = "") -> list[str]:
         """Names of the namespace's documents that begin so and have chunks, sorted."""
-        check_namespace(namespace)
-        return list(self.store.documents(prefix))
+        return list(self.store.documents(prefix, check_namespace(namespace)))
 
     async def awarm(
         self,
@@ -253,7 +213,6 @@ class BlendEngine:
             SettingError: A setting is out of range or unknown, or a grammar is wrong.
         """
         self._check_open()
-        check_namespace(namespace)
         config = self._configure(ratio, policy, controller)
         prepared = prepare(self.model.tokenizer, prompt, tools, tool_choice, grammar)
         if isinstance(stop, str):
@@ -262,7 +221,9 @@ class BlendEngine:
             settings = Sampling(stop=tuple(stop), **sampling)
         except TypeError as error:
             raise SettingError(str(error).replace("Sampling.__init__()", "stream()")) from None
-        return self._stream(prepared, documents, config, settings, {**prepared.template, **(template or {})}, namespace)
+        prepared = replace(prepared, template={**prepared.template, **(template or {})})
+        question = Question(prepared, documents or (), check_namespace(namespace), config, settings)
+        return self._answering.stream(question)
 
     def _configure(
         self, ratio: float | None = None, policy: str | None = None, controller: str | None = None
@@ -272,68 +233,9 @@ class BlendEngine:
         changes: dict[str, Any] = {"ratio": ratio, "policy": policy, "controller": controller}
         return replace(self.config, **{name: value for name, value in changes.items() if value is not None})
 
-    def _stream(
-        self,
-        prepared: Prepared,
-        documents: Sequence[str] | None,
-        config: BlendConfig,
-        sampling: Sampling,
-        template: dict[str, Any],
-        namespace: str,
-    ) -> Generator[Delta, None, None]:
-        started = time.perf_counter()  # when the consumer asks for the first token
-        notes: list[str] = []
-        ids = self.model.tokenizer.render(prepared.prompt, **template)
-        self.model.check_window(len(ids))
-        constraint = constrain(self.model, prepared.grammar) if prepared.grammar else None
-        listener = prepared.listener(self.model.tokenizer, ids)
-        created = self._warm_documents(documents, notes) if documents else set()
-        done = self.prefill(ids, config, notes, goes_on=True)
-        # now, since a stream may be closed anywhere; the last token of a text may be another with more behind it
-        is_text = isinstance(prepared.prompt, str)
-        opening = 1 if is_text else self.model.tokenizer.opening(**template)
-        report: BlendReport | None = None
-        control_tokens = listener is not None and listener.control_tokens
-        cache, logits = done.stitched.cache, done.logits
-        answer: list[int] = []
-        is_over = False
-        with contextlib.suppress(GeneratorExit):  # who has heard enough may still go on with the conversation
-            for delta in decode(self.model, done.ids, cache, logits, sampling, constraint, control_tokens):
-                answer += delta.token_ids
-                if report is None:
-                    report = _with_created(done.report(time.perf_counter() - started), created)
-                    self._calls.append(call := Call(done.ids, done.selected, report, namespace))
-                delta = listener.hear(delta) if listener else delta
-                yield replace(delta, report=report) if delta.finish_reason else delta
-            is_over = True
-        if not _is_reference(done.config):
-            self._keep(done, answer, opening)
-        if is_over:  # garbage collection may end a forgotten stream, in a thread that holds the locks which this takes
-            self._watch.look(self.model.tokenizer, self.store, self._find, call, config.min_run)
-
-    def _keep(self, done: Prefilled, answer: list[int], opening: int) -> None:
-        """Keep an answered prompt for the next one, which will have it without the `opening` of the answer."""
-        prompt, cache, beginning = len(done.ids), done.stitched.cache, done.stitched.beginning
-        ids = np.array([*done.ids.tolist(), *answer][: cache.get_seq_length()])
-        exact = len(ids) if done.exact == prompt else done.exact
-        turn = Turn(done.stitched.kept, prompt - opening, prompt)
-        turns = (*(beginning.turns if beginning else ()), turn)
-        self._conversations.keep(Conversation(ids, cache, exact, done.config, turns), beginning)
-
-    def _warm_documents(self, documents: Sequence[str], notes: list[str]) -> set[str]:
-        """Keys of those that were not stored before; adds to `notes`."""
-        keys = self._ingestion.tokenize(documents).keys
-        missing: set[str] = set()
-        try:
-            missing.update(self.store.missing([key for key in keys if key]))
-            self.warm(documents)
-        except StoreError as error:
-            notes.append(f"documents could not be kept: {error}")  # the answer does not depend on it
-        return missing
-
     def generate(self, prompt: str | Messages, **settings: Any) -> Answer:
         """Answer at once; arguments as in `stream`."""
-        return _join(self.stream(prompt, **settings))
+        return join(self.stream(prompt, **settings))
 
     async def astream(self, prompt: str | Messages, **settings: Any) -> AsyncGenerator[Delta, None]:
         """Like `stream`, off the event loop."""
@@ -356,7 +258,7 @@ class BlendEngine:
         """Like `generate`, off the event loop; cancelling it stops the work after the current step."""
         deltas = self.astream(prompt, **settings)
         try:
-            return _join([delta async for delta in deltas])
+            return join([delta async for delta in deltas])
         finally:
             await deltas.aclose()
 
@@ -387,7 +289,7 @@ class BlendEngine:
         Args:
             prompt: As in `stream`: it is prefilled now. Or the report of an answer, also as `to_dict` gives it, and as
                 framework classes hand it out: that answer's prompt as it was answered, if it is among the last 32.
-                None = the one answered last in the namespace.
+                None = the namespace's last one.
             retrieved: What a retriever returned for it; otherwise the chunks that can be recognised are explained.
             ratio, policy, controller, tools, template: As in `stream`, for a prompt given.
 
@@ -396,24 +298,21 @@ class BlendEngine:
             SettingError: A setting is out of range.
         """
         self._check_open()
-        check_namespace(namespace)
         config = self._configure(ratio, policy, controller)
+        check_namespace(namespace)
         if prompt is None or isinstance(prompt, (BlendReport, dict)):
-            call = find_call(list(self._calls), prompt, namespace)
+            call = self._answering.history.find(namespace, prompt)
         else:
             prepared = prepare(self.model.tokenizer, prompt, tools)
             ids = self.model.tokenizer.render(prepared.prompt, **{**prepared.template, **(template or {})})
             self.model.check_window(len(ids))
             started = time.perf_counter()
-            done = self.prefill(ids, config)
-            call = Call(done.ids, done.selected, done.report(time.perf_counter() - started), namespace)
-        return explain(self.model.tokenizer, self.store, self.fingerprint, self._find, call, config.min_run, retrieved)
-
-    def _find(self, ids: Sequence[int], min_run: int) -> list[tuple[Run, NDArray[np.uint32]]]:
-        """Runs and the ids of their chunks."""
-        with self._index_lock:
-            self._refresh_index()
-            return [(run, self._index.ids(run.key)) for run in self._index.match(ids, min_run)]
+            done = self.prefill(ids, config, namespace=namespace)
+            call = Call(done.ids, done.selected, replace(done.report, ttft_s=time.perf_counter() - started))
+        find = partial(self._answering.find, namespace=namespace)
+        return explain(
+            self.model.tokenizer, self.store, self.fingerprint, find, call, config.min_run, retrieved, namespace
+        )
 
     def verify(self) -> list[Check]:
         """Run the correctness gate on this engine's model, in a folder of its own; see `kvrag.inspect.verify`."""
@@ -423,6 +322,7 @@ class BlendEngine:
         self,
         prompts: Sequence[str | Messages] | None = None,
         *,
+        namespace: str = "",
         policy: str | None = None,
         target: float = 0.99,
         sure: bool = False,
@@ -438,6 +338,7 @@ class BlendEngine:
 
         Args:
             prompts: As in `stream`, with chunks that were warmed; None = made from the stored chunks.
+            namespace: Whose chunks.
             policy: Instead of the engine's.
             target, sure, ratios, tokens, progress: See `kvrag.control.calibrate.calibrate`.
             count: How many prompts are made at most.
@@ -455,14 +356,14 @@ class BlendEngine:
         if count < 1 or chunks < 2:
             raise SettingError(f"count must be at least 1 and chunks at least 2, got {count} and {chunks}")
         if prompts is None:
-            ids = calibrate.make_prompts(self.model, self._chunk_texts(), count, chunks)
+            ids = calibrate.make_prompts(self.model, self._chunk_texts(namespace), count, chunks)
         else:
             ids = [self.model.tokenizer.render(prompt) for prompt in prompts]
             for prompt in ids:
                 self.model.check_window(len(prompt))
         found = calibrate.calibrate(
             self.model,
-            self.prefill,
+            lambda ids, config: self.prefill(ids, config, namespace=namespace),
             ids,
             self._configure(policy=policy),
             target=target,
@@ -473,12 +374,10 @@ class BlendEngine:
         )
         return self._tuning.keep_calibration(found)
 
-    def _chunk_texts(self) -> list[str]:
-        entries = list(self.store.entries(0))
-        spread = entries[:: math.ceil(len(entries) / _CALIBRATION_CHUNKS) or 1]
-        return [self.model.tokenizer.decode(entry.ids.tolist()) for entry in spread]
-
-    # ---------------------------------------------------------------- the way of a request
+    def _chunk_texts(self, namespace: str) -> list[str]:
+        entries = [entry for entry in self.store.entries(0) if entry.namespace == namespace]
+        step = -(-len(entries) // _CALIBRATION_CHUNKS) or 1  # spread over the corpus
+        return [self.model.tokenizer.decode(entry.ids.tolist()) for entry in entries[::step]]
 
     def prefill(
         self,
@@ -486,155 +385,18 @@ class BlendEngine:
         config: BlendConfig | None = None,
         notes: Sequence[str] = (),
         *,
+        namespace: str = "",
         goes_on: bool = False,
     ) -> Prefilled:
-        """From prompt ids to a cache that is ready to decode: match, load, stitch, select, blend.
+        """Prefill prompt ids from stored chunks; see `kvrag.request`.
 
         Args:
             config: Instead of the engine's.
-            notes: For the report, before those that it makes itself.
+            notes: For the report, before those of the request itself.
+            namespace: Whose chunks may be reused.
             goes_on: Take over what a conversation has of the prompt.
         """
-        notes = list(notes)
-        config = self._tuning.settle(config or self.config, notes)
-        beginning = self._conversations.find(ids, config) if goes_on and not _is_reference(config) else None
-        capacity = min(len(ids) + _ROOM, self.model.context_window)
-        while True:
-            try:
-                done = self._attempt(ids, config, capacity, notes, beginning)
-                done.config = config
-                return done
-            except DamagedChunkError as error:
-                # found while reading: without that chunk the prompt is answered all the same
-                with contextlib.suppress(StoreError):  # on a full disk it stays where it is
-                    self.store.quarantine(error.key)
-                self._ram.drop(error.key)
-                with self._index_lock:
-                    self._index.remove(error.key)
-                notes.append(f"{error}; recomputed")
-
-    def _attempt(
-        self, ids: list[int], config: BlendConfig, capacity: int, notes: list[str], beginning: Beginning | None
-    ) -> Prefilled:
-        clock = Clock(self.model.device)
-        kept = beginning.length if beginning else 0
-        runs, readers = ([], {}) if config.policy == "full" else self._match(ids, config.min_run, kept)
-        clock.lap("match")
-        opened, busy, waits = readers, Busy(), self.model.lock.waits
-        decision: Decision | None = None
-        try:
-            if config.controller == "auto" and runs:
-                decision = self._tuning.decide(config, len(ids), runs, readers, kept)
-                config = replace(config, ratio=decision.ratio)
-                if decision.full:
-                    config, runs, readers = replace(config, policy="full"), [], {}
-            if config.policy == "full" and not beginning:
-                return self._full(ids, config, capacity, notes, clock, decision)
-            timed = {key: TimedReader(reader, busy) for key, reader in readers.items()}
-            stitched = stitch(self.model, ids, runs, timed, capacity, self.codec, beginning)
-            clock.lap("stitch")
-            selected = select(self.model, stitched, config)
-            clock.lap("select")
-            waited = stitched.load_s + stitched.stitch_s
-            rows = len(uncomputed(stitched, selected))
-            logits = blend(self.model, stitched, selected)
-        finally:
-            for reader in opened.values():
-                reader.close()
-        clock.lap("blend")
-        self.store.touch(list(readers))
-        if self.model.lock.waits == waits:
-            pass_s = clock.laps["blend"] - (stitched.load_s + stitched.stitch_s - waited)
-            self._tuning.saw_blend(stitched, rows, runs, readers, busy.seconds, pass_s)
-        return self._done(stitched, logits, selected, readers, config, notes, clock, decision)
-
-    def _full(
-        self,
-        ids: list[int],
-        config: BlendConfig,
-        capacity: int,
-        notes: list[str],
-        clock: Clock,
-        decision: Decision | None,
-    ) -> Prefilled:
-        waits = self.model.lock.waits
-        clock.lap("")  # deciding is part of no step
-        logits, stitched = prefill(self.model, torch.tensor(ids), capacity)
-        clock.lap("blend")
-        if self.model.lock.waits == waits:
-            self._tuning.saw_full(len(ids), clock.laps["blend"])
-        return self._done(stitched, logits, stitched.inexact, {}, config, notes, clock, decision)
-
-    def _done(
-        self,
-        stitched: Stitched,
-        logits: Tensor,
-        selected: Tensor,
-        readers: dict[str, ChunkReader],
-        config: BlendConfig,
-        notes: list[str],
-        clock: Clock,
-        decision: Decision | None,
-    ) -> Prefilled:
-        assert config.ratio is not None  # settled
-        prompt, reused, exact = len(stitched.ids), int(stitched.reused.sum()), stitched.num_exact(selected)
-        tiers = {reader.tier for reader in readers.values()}
-        base = BlendReport(
-            prompt_tokens=prompt,
-            reused_tokens=reused,
-            recomputed_tokens=len(selected),
-            fresh_tokens=prompt - reused,
-            runs=tuple(stitched.runs),
-            policy=config.policy,
-            ratio=config.ratio,
-            match_s=clock.laps.get("match", 0.0),
-            load_s=stitched.load_s,
-            stitch_s=clock.laps.get("stitch", 0.0) + stitched.stitch_s,
-            select_s=clock.laps.get("select", 0.0),
-            blend_s=clock.laps["blend"],
-            ttft_s=0.0,
-            bytes_loaded=sum(reader.bytes_read for reader in readers.values()),
-            tier=tiers.pop() if len(tiers) == 1 else "mixed" if tiers else "",
-            exact=exact == prompt,
-            notes=tuple(notes),
-            decision=decision.reason if decision else "",
-            conversation_tokens=stitched.kept,
-        )
-        return Prefilled(stitched.ids, stitched, logits, selected, exact, lambda ttft_s: replace(base, ttft_s=ttft_s))
-
-    def _match(self, ids: list[int], min_run: int, kept: int = 0) -> tuple[list[Run], dict[str, ChunkReader]]:
-        """Runs behind the first `kept` tokens whose chunks could be opened, and their readers."""
-        found = self._find(ids[kept:], min_run)
-        runs = [replace(run, start=run.start + kept, stop=run.stop + kept) for run, _ in found]
-        readers: dict[str, ChunkReader] = {}
-        try:
-            for key in dict.fromkeys(run.key for run in runs):
-                reader = self._ram.open(key) or self.store.open(key)
-                if reader is None:  # evicted since
-                    with self._index_lock:
-                        self._index.remove(key)
-                elif reader.tier == "ram":
-                    readers[key] = reader
-                else:
-                    readers[key] = self._ram.keeping(key, reader)
-        except BaseException:
-            for reader in readers.values():
-                reader.close()
-            raise
-        return [run for run in runs if run.key in readers], readers
-
-    def _refresh_index(self) -> None:
-        """Take in what this or another process has stored or removed since the last look."""
-        removals, last = self.store.removals(), self._last_entry
-        if removals != self._removals:
-            self._index, self._last_entry, self._removals = MatchIndex(), 0, removals
-        entries = list(self.store.entries(self._last_entry))
-        for entry in entries:
-            if entry.number > last:
-                self._ram.drop(entry.key)  # it may have been there before, behind another context
-        if entries:
-            self._index.add((entry.key, entry.ids, entry.anchors) for entry in entries)
-            self._last_entry = entries[-1].number
+        return self._answering.prefill(ids, config or self.config, notes, namespace, goes_on)
 
     def __deepcopy__(self, memo: object) -> BlendEngine:
         return self  # copies of what holds an engine share it
@@ -650,9 +412,9 @@ class BlendEngine:
         """Release the store and the conversations. Answers under way end with their own."""
         if not self._closed:
             self._closed = True
-            self._ingestion.close()
-            self._conversations.close()
+            self._answering.close()
             self._tuning.keep_speed()
+            self._catalog.close()
             self.store.close()
 
     def __enter__(self) -> BlendEngine:
@@ -660,28 +422,3 @@ class BlendEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _is_reference(config: BlendConfig) -> bool:
-    """Who asks for full prefill wants what any other prefill is compared with: conversations stay out of it."""
-    return config.policy == "full" and config.controller == "off"
-
-
-def _with_created(report: BlendReport, created: set[str]) -> BlendReport:
-    return replace(report, created_tokens=sum(len(run) for run in report.runs if run.key in created))
-
-
-def _join(deltas: Iterable[Delta]) -> Answer:
-    """The whole answer out of its pieces."""
-    text, last = "", None
-    token_ids: list[int] = []
-    calls: list[ToolCall] = []
-    for delta in deltas:
-        text += delta.text
-        token_ids += delta.token_ids
-        calls += delta.tool_calls
-        last = delta
-    assert last is not None
-    assert last.finish_reason is not None
-    assert last.report is not None
-    return Answer(text, tuple(token_ids), last.finish_reason, last.report, tuple(calls))

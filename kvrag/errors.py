@@ -11,7 +11,8 @@ KvragError
      ├─ FingerprintMismatchError  KV of another model, tokenizer, dtype or RoPE setting
      ├─ StoreFullError            no room on the disk or in the byte budget
      ├─ StoreReadOnlyError        the folder cannot be written
-     └─ DamagedChunkError         a stored chunk does not match its digest
+     ├─ ChunkUnreadableError      a stored chunk cannot be read just now; nothing is wrong with it
+     └─ DamagedChunkError         a stored chunk does not match its digest or its key
 """
 
 
@@ -66,8 +67,20 @@ class StoreReadOnlyError(StoreError):
     """The store cannot be written."""
 
 
+class ChunkUnreadableError(StoreError):
+    """A stored chunk cannot be read just now: an I/O error, no memory, too many open files. Its file stays.
+
+    Attributes:
+        key: The chunk's key.
+    """
+
+    def __init__(self, key: str, reason: object) -> None:
+        super().__init__(f"chunk {key} cannot be read now: {reason}")
+        self.key = key
+
+
 class DamagedChunkError(StoreError):
-    """A stored chunk is truncated or does not match its digest.
+    """A stored chunk is truncated, or does not match its digest or its key.
 
     Attributes:
         key: The chunk's key.

@@ -1,4 +1,4 @@
-"""What goes in and comes out: frozen values, no behaviour beyond derived numbers."""
+"""Values that go in and come out: frozen, without behaviour beyond derived numbers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class WarmReport:
-    """What an ingestion did.
+    """Result of an ingestion.
 
-    `chunks` counts distinct chunks given, `new` those encoded now, `reused` those the store had already, `skipped`
-    those too short to be matched. `tokens` and `bytes` count the new ones. `warnings` say what will not match as
-    pasted.
+    `chunks` counts distinct chunks given, `new` those encoded now, `reused` those already in the store, `skipped`
+    those too short to be matched. `tokens` and `bytes` count the new ones. `warnings` name texts that will not be
+    reused.
     """
 
     chunks: int
@@ -48,14 +48,15 @@ class WarmReport:
 
 @dataclass(frozen=True, slots=True)
 class BlendReport:
-    """What was reused and what was recomputed for one answer, and how long each step took.
+    """What was reused and recomputed for one answer, and how long each step took.
 
     `reused_tokens` came from the store or the conversation, `recomputed_tokens` of them were computed again on all
     layers, `fresh_tokens` were in neither. Times are in seconds; `ttft_s` runs from the call to the first token and
-    includes all others. Of the reused ones, `created_tokens` were encoded for this very answer, as its `documents`, and
-    `conversation_tokens`, the first of the prompt, are what the conversation's last turn left; `runs` are the rest.
-    `exact` says that the answer is full prefill's by construction. `tier` tells where the KV came from: "ram", "disk",
-    "mixed" or "" (nowhere). `decision` is what the controller chose and why, "" if it had nothing to decide.
+    includes all others; `load_s` and `stitch_s` fall within `select_s` and `blend_s`. Of the reused tokens,
+    `created_tokens` were encoded for this answer, as its `documents`, and `conversation_tokens`, the first of the
+    prompt, come from the conversation's last turn; `runs` are the rest. `exact`: the answer is full prefill's by
+    construction. `tier` is the source of the KV: "ram", "disk", "mixed" or "" (none). `decision` is the controller's
+    choice and its reason, "" if it had nothing to decide.
     """
 
     prompt_tokens: int
@@ -86,7 +87,7 @@ class BlendReport:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool that the model wants called; `id` is ours, nine letters and digits, as Mistral's templates insist."""
+    """A tool call by the model; `id` is made here, nine letters and digits, as Mistral's templates require."""
 
     name: str
     arguments: dict[str, Any]
@@ -95,7 +96,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A finished generation. `text` is what was said besides the tool calls."""
+    """A finished generation. `text` is the answer without its tool calls."""
 
     text: str
     token_ids: tuple[int, ...]

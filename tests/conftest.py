@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from transformers import AutoTokenizer
 
 import kvrag
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
-from kvrag.engine import Prefilled
+from kvrag.request import Prefilled, Prompt
+from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.stitch import Stitched, stitch
-from kvrag.store import ChunkReader
+from kvrag.reuse.trace import Trace
 
 torch.set_num_threads(1)  # the models are too small for more, and threads that wait for each other cost seconds
 
@@ -75,17 +76,15 @@ LayOut = Callable[..., Stitched]
 @contextmanager
 def laying_out(engine: BlendEngine) -> Iterator[LayOut]:
     """From this engine's store."""
-    readers: list[ChunkReader] = []
+    with ExitStack() as stack:
 
-    def lay_out(*chunks: str, ids: list[int] | None = None) -> Stitched:
-        ids = engine.model.tokenizer.render(messages(*chunks)) if ids is None else ids
-        runs, opened = engine._match(ids, 16)
-        readers.extend(opened.values())
-        return stitch(engine.model, ids, runs, opened, len(ids) + 10, engine.codec)
+        def lay_out(*chunks: str, ids: list[int] | None = None) -> Stitched:
+            ids = engine.model.tokenizer.render(messages(*chunks)) if ids is None else ids
+            matched = stack.enter_context(closing(engine._pipeline._match(Prompt(ids, engine.config))))
+            loader = LayerLoader(engine.model, matched.readers, engine.codec, Trace(engine.model))
+            return stitch(engine.model, matched, loader, len(ids) + 10, engine.codec)
 
-    yield lay_out
-    for reader in readers:
-        reader.close()
+        yield lay_out
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvrag.backend.transformers.attention
 from kvrag import Model
-from kvrag.backend.transformers.attention import Ear, attention_at
+from kvrag.backend.transformers.attention import AttentionObserver, attention_at
 
 ROWS = torch.tensor([3, 4, 9, *range(30, 50), 61, 90, 91, 120, 150, 199])
 
@@ -29,13 +29,13 @@ def _inputs(num_heads: int, num_kv_heads: int, loud: float) -> tuple[Tensor, Ten
     return query.bfloat16(), key.bfloat16(), value.bfloat16()
 
 
-def _attended(model: Model, query: Tensor, key: Tensor, value: Tensor, ear: Ear | None = None) -> Tensor:
+def _attended(
+    model: Model, query: Tensor, key: Tensor, value: Tensor, observer: AttentionObserver | None = None
+) -> Tensor:
     """(1, S, HG, D) on the model's last layer."""
-    mask: Any = model._mask(ROWS, 200)
-    mask = mask["sliding_attention"] if isinstance(mask, dict) else mask
     module: Any = model.hf.model.layers[-1].self_attn
-    with torch.inference_mode(), attention_at(model.config, ROWS, model.windows, ear):
-        return kvrag.backend.transformers.attention._attend(module, query, key, value, mask, scaling=0.25)[0]
+    with torch.inference_mode(), attention_at(model.config, ROWS, model.windows, observer):
+        return kvrag.backend.transformers.attention._attend(module, query, key, value, None, scaling=0.25)[0]
 
 
 def _weights(query: Tensor, key: Tensor, window: int | None) -> Tensor:
@@ -73,11 +73,37 @@ def test_products_are_nearly_as_precise_as_torchs_kernel(
 
 
 @pytest.mark.parametrize("num_queries", [1, 8, 29])
-def test_the_ear_hears_the_mean_square(num_queries: int, half: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_observer_gets_the_sum_of_squares(num_queries: int, half: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvrag.backend.transformers.attention, "_PACKED", 21)
     query, key, value = _inputs(6, 2, 5.0)
     last = half.num_layers - 1
-    heard: dict[int, Tensor] = {}
-    _attended(half, query, key, value, Ear(num_queries, range(last, last + 1), heard.__setitem__))
-    wanted = _weights(query, key, half.windows[-1])[:, -num_queries:].square().mean(dim=(0, 1))
-    assert (heard[last] - wanted).abs().max() <= 0.01 * wanted.max()
+    observed: dict[int, Tensor] = {}
+    _attended(half, query, key, value, AttentionObserver(num_queries, range(last, last + 1), observed.__setitem__))
+    wanted = _weights(query, key, half.windows[-1])[:, -num_queries:].square().mean(dim=0).sum(dim=0)
+    assert (observed[last] - wanted).abs().max() <= 0.01 * wanted.max()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt_oss"])
+def test_no_mask_over_all_rows_and_keys_is_built(family: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a prompt of 64k tokens of which 32k are fresh needs gigabytes."""
+    module = kvrag.backend.transformers.attention
+    monkeypatch.setattr(module, "_CPU_ROWS", 8)
+    monkeypatch.setattr(module, "_ROWS", 8)
+    built: list[int] = []
+    mask = module._Pass.mask
+
+    def spied(*args: Any) -> Tensor:
+        built.append(mask(*args).shape[0])
+        return mask(*args)
+
+    monkeypatch.setattr(module._Pass, "mask", spied)
+    model_type, changes = FAMILIES[family]
+    model = Model(build(model_type, **changes), tokenizer, family)
+    ids, rows = torch.arange(3, 103)[None], torch.arange(100)
+    reference = model.forward(ids, model.new_cache(100))
+    cache = model.new_cache(100)
+    logits = model.forward(ids, cache, rows)
+    received = model.attention_received(ids, cache, rows, 30, range(1, 2))
+    torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)
+    assert len(received) == 100
+    assert 0 < max(built) <= 8

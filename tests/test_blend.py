@@ -10,10 +10,12 @@ import torch
 from conftest import CHUNKS, LayOut, messages, plain_logits, prepare, relative
 from families import FAMILIES, build
 
+import kvrag.backend.protocol
 import kvrag.reuse.blend
 import kvrag.reuse.stitch
 from kvrag import BlendEngine, FileStore, Model
 from kvrag.reuse.blend import blend, prefill
+from kvrag.reuse.select import Selection
 from kvrag.reuse.stitch import Stitched
 
 WINDOWS = ["llama", "mistral-window", "gemma3", "qwen2-window", "gpt_oss", "llama-dynamic", "phi3-longrope"]
@@ -37,7 +39,7 @@ def test_a_later_chunk_cannot_change_what_stands_before_it(model: Model, lay_out
     for stitched in (one, other):
         early = stitched.inexact[stitched.inexact < border][::3]
         late = stitched.inexact[stitched.inexact >= border][::2]
-        blend(model, stitched, torch.cat([early, late]))
+        blend(model, stitched, Selection(torch.cat([early, late])))
     for layer in range(model.num_layers):
         for a, b in zip(one.cache.layer(layer), other.cache.layer(layer), strict=True):
             torch.testing.assert_close(a[:, :, :border], b[:, :, :border], atol=1e-5, rtol=1e-5)
@@ -47,7 +49,7 @@ def test_a_later_chunk_cannot_change_what_stands_before_it(model: Model, lay_out
 def test_only_fresh_and_selected_positions_change(model: Model, lay_out: LayOut) -> None:
     stitched, untouched = lay_out(*CHUNKS), lay_out(*CHUNKS)
     selected = stitched.inexact[5:25]
-    blend(model, stitched, selected)
+    blend(model, stitched, Selection(selected))
     kept = stitched.reused.clone()
     kept[selected] = False
     for layer in range(model.num_layers):
@@ -60,7 +62,7 @@ def test_only_fresh_and_selected_positions_change(model: Model, lay_out: LayOut)
 
 def test_selected_positions_may_come_in_any_order(model: Model, lay_out: LayOut) -> None:
     selected = lay_out(*CHUNKS).inexact[::2]
-    logits = [blend(model, lay_out(*CHUNKS), chosen) for chosen in (selected, selected.flip(0))]
+    logits = [blend(model, lay_out(*CHUNKS), Selection(chosen)) for chosen in (selected, selected.flip(0))]
     assert torch.equal(*logits)
 
 
@@ -95,7 +97,7 @@ def test_what_listening_has_computed_for_good_is_not_computed_again(
             return forward(*args)
 
         monkeypatch.setattr(model, "forward", counted)
-        report = prepare(engine, ids, 0.3, policy).report(0.0)
+        report = prepare(engine, ids, 0.3, policy).report
         assert rows[-1] == report.fresh_tokens + report.recomputed_tokens - before
         prepare(engine, ids, 0.3, policy, band=(0.25, 0.5))
         assert rows[-1] == report.fresh_tokens + report.recomputed_tokens
@@ -106,13 +108,13 @@ def test_what_listening_has_computed_for_good_is_not_computed_again(
         assert relative(again.logits, done.logits) <= 1e-5
 
 
-def _all_rows(stitched: Stitched, selected: torch.Tensor) -> torch.Tensor:
-    return torch.cat([stitched.fresh, selected]).sort().values
+def _all_rows(stitched: Stitched, selection: Selection) -> torch.Tensor:
+    return torch.cat([stitched.fresh, selection.positions]).sort().values
 
 
 @pytest.mark.parametrize("family", WINDOWS)
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
-def test_slabs_give_what_one_pass_gives(
+def test_blocks_give_what_one_pass_gives(
     family: str, ratio: float, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_type, changes = FAMILIES[family]
@@ -129,9 +131,9 @@ def test_slabs_give_what_one_pass_gives(
             return forward(*args)
 
         monkeypatch.setattr(model, "forward", counted)
-        monkeypatch.setattr(kvrag.reuse.blend, "SLAB", 7)
-        slabs = prepare(engine, ids, ratio, "random").logits
-        assert relative(slabs, once) <= 1e-5
+        monkeypatch.setattr(kvrag.backend.protocol, "PREFILL_BLOCK", 7)
+        blocks = prepare(engine, ids, ratio, "random").logits
+        assert relative(blocks, once) <= 1e-5
         assert (len(passes) == 1) == model.rope_follows_length
         assert all(rows <= 7 for rows in passes) or model.rope_follows_length
 
@@ -154,7 +156,7 @@ def test_memory_that_was_never_written_is_never_read(
             return plain(*args, **kwargs).fill_(torch.nan)
 
         monkeypatch.setattr(kvrag.reuse.stitch, "_empty", poisoned)
-        monkeypatch.setattr(kvrag.reuse.blend, "SLAB", 50)
+        monkeypatch.setattr(kvrag.backend.protocol, "PREFILL_BLOCK", 50)
         after = engine.generate(prompt, ratio=0.2, policy=policy, max_new_tokens=5, temperature=0)
         assert after.token_ids == before.token_ids
 
@@ -162,7 +164,7 @@ def test_memory_that_was_never_written_is_never_read(
 def test_the_cache_goes_on_like_the_models_own(model: Model, hf: Any, lay_out: LayOut) -> None:
     """Token by token after the prompt, also past the room it was given."""
     stitched = lay_out(*CHUNKS)
-    blend(model, stitched, stitched.inexact)
+    blend(model, stitched, Selection(stitched.inexact))
     more = list(range(40, 340))
     wanted = plain_logits(hf, [*stitched.ids.tolist(), *more])
     assert stitched.cache.layer(0)[0].shape[2] == len(stitched.ids) + 10
@@ -177,7 +179,7 @@ def test_the_last_position_is_computed_even_if_it_is_known(model: Model, hf: Any
     ids = [*model.tokenizer.preamble, *model.tokenizer.encode(CHUNKS[0])]
     stitched = lay_out(ids=ids)
     assert stitched.fresh.tolist() == [*range(len(model.tokenizer.preamble)), len(ids) - 1]
-    logits = blend(model, stitched, stitched.inexact)
+    logits = blend(model, stitched, Selection(stitched.inexact))
     assert relative(logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
 
 

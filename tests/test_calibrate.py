@@ -209,7 +209,7 @@ def test_made_prompts_are_the_same_every_time_and_hold_what_they_ask_about(warme
     assert prompts == make_prompts(model, CHUNKS, 10, size=3)
     assert len(prompts) == 10
     for ids in prompts:
-        report = warmed.prefill(ids).report(0.0)
+        report = warmed.prefill(ids).report
         assert len(report.runs) == 3
         text = model.tokenizer.decode(ids)
         _, beginning = text.split("How does this sentence of the text go on? ")
@@ -275,7 +275,7 @@ def test_prompts_with_nothing_to_recompute_are_left_out_and_said(warmed: BlendEn
 def test_logits_that_are_nan(policy: str, warmed: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill = warmed.prefill
 
-    def overflowing(ids: list[int], config: BlendConfig) -> Any:
+    def overflowing(ids: list[int], config: BlendConfig, **_: Any) -> Any:
         done = prefill(ids, config)
         return replace(done, logits=done.logits * math.nan) if config.policy == policy else done
 

@@ -196,7 +196,7 @@ def test_ratio_one_is_full_prefill(packing: BlendEngine, hf: Any) -> None:
     ids = _prompt(packing)
     done = prepare(packing, ids, 1.0, "random")
     assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
-    report = done.report(0.0)
+    report = done.report
     assert report.recomputed_tokens == report.reused_tokens > 0
     assert report.exact
     answer = packing.generate(messages(*CHUNKS), ratio=1.0, max_new_tokens=8, temperature=0)
@@ -221,13 +221,13 @@ def test_behind_the_preamble_reuse_is_exact_with_the_native_codec_only(
     engine.warm(CHUNKS)
     ids = [*model.tokenizer.preamble, *model.tokenizer.encode(CHUNKS[0]), *model.tokenizer.encode(" So it")]
     native, packed = prepare(engine, ids, 0.0, "none"), prepare(packing, ids, 0.0, "none")
-    assert native.report(0.0).exact
-    assert not packed.report(0.0).exact
-    assert packed.report(0.0).recomputed_tokens == 0
-    assert len(packed.stitched.inexact) == packed.report(0.0).reused_tokens == native.report(0.0).reused_tokens
-    assert prepare(packing, ids, 1.0, "none").report(0.0).exact is False  # a policy that takes nothing
+    assert native.report.exact
+    assert not packed.report.exact
+    assert packed.report.recomputed_tokens == 0
+    assert len(packed.stitched.inexact) == packed.report.reused_tokens == native.report.reused_tokens
+    assert prepare(packing, ids, 1.0, "none").report.exact is False  # a policy that takes nothing
     done = prepare(packing, ids, 1.0, "first_k")
-    assert done.report(0.0).exact
+    assert done.report.exact
     full = prepare(packing, ids, policy="full")
     assert relative(done.logits[0], full.logits[0]) <= 1e-5
 
@@ -236,12 +236,12 @@ def test_disk_and_ram_hold_the_packed_form_and_give_the_same(packing: BlendEngin
     engine.warm(CHUNKS)
     ids = _prompt(packing)
     first, again, native = prepare(packing, ids, 0.2), prepare(packing, ids, 0.2), prepare(engine, ids, 0.2)
-    assert (first.report(0.0).tier, again.report(0.0).tier) == ("disk", "ram")
+    assert (first.report.tier, again.report.tier) == ("disk", "ram")
     assert torch.equal(first.logits, again.logits)
     # of float32; with chunks of some 40 tokens and heads of 16 the scales take their share
-    assert packing._ram.bytes < 0.4 * engine._ram.bytes
-    assert first.report(0.0).bytes_loaded < 0.4 * native.report(0.0).bytes_loaded
-    for layers, *_ in packing._ram._chunks.values():
+    assert packing._pipeline.memory.bytes < 0.4 * engine._pipeline.memory.bytes
+    assert first.report.bytes_loaded < 0.4 * native.report.bytes_loaded
+    for layers, *_ in packing._pipeline.memory._chunks.values():
         assert {tensor.dtype for layer in layers for tensor in layer} == {torch.uint8}
 
 
@@ -251,7 +251,7 @@ def test_the_controller_reads_packed_chunks(packing: BlendEngine) -> None:
     assert reader is not None
     packing._tuning._probe(reader)
     reader.close()
-    per_token = packing._tuning._speedometer.bytes_per_token(0.0)
+    per_token = packing._tuning._costs.bytes_per_token(0.0)
     assert 0.1 < per_token / packing.model.bytes_per_token < 0.4
 
 

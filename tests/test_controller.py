@@ -15,8 +15,9 @@ from conftest import CHUNKS, messages
 import kvrag.control.tuning
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, SettingError
 from kvrag.config import DEFAULT_POLICY
-from kvrag.control.controller import Request, blend_seconds, decide, full_seconds, selecting
-from kvrag.control.cost import Busy, Speed, Speedometer, fit, read, write
+from kvrag.control.controller import Workload, blend_seconds, decide, full_seconds, selecting
+from kvrag.control.cost import CostModel, Speed, fit, read, write
+from kvrag.reuse.trace import Trace
 
 PROMPT = messages(*CHUNKS)
 KIB = 1024
@@ -30,8 +31,8 @@ def _by_the_clock(_not_by_the_clock: None, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("kvrag.control.controller.STEP", 0.05)
 
 
-def _request(context: int, kib_per_token: int = 128, **changes: Any) -> Request:
-    return replace(Request(context + 64, context, context, context * kib_per_token * KIB), **changes)
+def _request(context: int, kib_per_token: int = 128, **changes: Any) -> Workload:
+    return replace(Workload(context + 64, context, context, context * kib_per_token * KIB), **changes)
 
 
 def test_a_long_context_is_blended_at_the_ratio_asked_for() -> None:
@@ -55,7 +56,7 @@ def test_reuse_loses_where_a_token_takes_longer_to_load_than_to_compute() -> Non
 
 
 def test_short_contexts_are_not_worth_it() -> None:
-    listening = {"listens": 0.9, "kib_per_token": 12}
+    listening = {"query_pass": 0.9, "kib_per_token": 12}
     decision = decide(GPU, _request(100, **listening), 0.15)
     assert decision.full
     assert decision.reason.endswith("the context is short")
@@ -63,7 +64,7 @@ def test_short_contexts_are_not_worth_it() -> None:
 
 
 def test_nobody_notices_a_little() -> None:
-    request = _request(100, 12, listens=0.9)
+    request = _request(100, 12, query_pass=0.9)
     slower = blend_seconds(GPU, request, 0.15) - full_seconds(GPU, request.prompt)
     assert slower > 0.01
     assert not decide(replace(GPU, pass_s=GPU.pass_s / 4), request, 0.15).full
@@ -108,11 +109,11 @@ def test_selecting_costs_what_the_policy_looks_at() -> None:
     assert selecting(BlendConfig(policy="query_hkvd", band=(0.5, 1.0)), 28) == (1.0, 0.0, 0.5)
     request = _request(4_000, bytes=0)
     plain = blend_seconds(GPU, request, 0.15)
-    assert blend_seconds(GPU, replace(request, listens=0.5), 0.15) > plain + GPU.pass_s / 3
-    assert blend_seconds(GPU, replace(request, detects=0.5), 0.15) > plain + full_seconds(GPU, 4_000) / 3
+    assert blend_seconds(GPU, replace(request, query_pass=0.5), 0.15) > plain + GPU.pass_s / 3
+    assert blend_seconds(GPU, replace(request, detection_pass=0.5), 0.15) > plain + full_seconds(GPU, 4_000) / 3
     more = blend_seconds(GPU, request, 0.30) - plain
-    assert blend_seconds(GPU, replace(request, sifts=0.5), 0.15) > plain + more / 2, "twice as many, half as deep"
-    assert blend_seconds(GPU, replace(request, listens=0.5), 0.0) == blend_seconds(GPU, request, 0.0), "no budget"
+    assert blend_seconds(GPU, replace(request, candidate_pass=0.5), 0.15) > plain + more / 2, "twice the rows"
+    assert blend_seconds(GPU, replace(request, query_pass=0.5), 0.0) == blend_seconds(GPU, request, 0.0), "no budget"
 
 
 # ---------------------------------------------------------------- measuring
@@ -139,17 +140,17 @@ def test_fit_is_never_negative_and_survives_little() -> None:
         assert 0.4 < float(np.median(middle / seen[:, 3])) < 2.5
 
 
-def test_speedometer_needs_a_pass_and_a_load() -> None:
-    meter = Speedometer(4096)
-    meter.saw_pass("full", 100, 5_000, 9.0)
+def test_costs_needs_a_pass_and_a_load() -> None:
+    meter = CostModel(4096)
+    meter.observe_pass("full", 100, 5_000, 9.0)
     assert not meter.knows_passes(), "a process's first pass pays for more than itself"
     for rows in (100, 1000, 4000):
-        meter.saw_pass("full", rows, rows**2 / 2, full_seconds(GPU, rows))
+        meter.observe_pass("full", rows, rows**2 / 2, full_seconds(GPU, rows))
     assert meter.knows_passes()
     assert meter.speed() is None
     assert meter.bytes_per_token(7.0) == 7.0
-    meter.saw_load(10**9, 8_000, 0.5)
-    meter.saw_stitch(1000, 0.001)
+    meter.observe_load(10**9, 8_000, 0.5)
+    meter.observe_stitch(1000, 0.001)
     speed = meter.speed()
     assert speed is not None
     assert speed.load == 2e9
@@ -159,32 +160,32 @@ def test_speedometer_needs_a_pass_and_a_load() -> None:
 
 
 def test_a_change_is_noticed_within_a_few_loads() -> None:
-    meter = Speedometer(64)
-    meter.saw_pass("blend", 5000, 1, 1.0)
+    meter = CostModel(64)
+    meter.observe_pass("blend", 5000, 1, 1.0)
     for _ in range(20):
-        meter.saw_load(10**9, 1000, 0.1)
+        meter.observe_load(10**9, 1000, 0.1)
     for _ in range(12):
-        meter.saw_load(10**6, 1, 0.01)
+        meter.observe_load(10**6, 1, 0.01)
     speed = meter.speed()
     assert speed is not None
     assert speed.load < 0.3e9
 
 
 def test_what_was_measured_survives_a_restart() -> None:
-    meter = Speedometer(4096)
+    meter = CostModel(4096)
     for rows in (2000, 4000):
-        meter.saw_pass("full", rows, rows**2 / 2, full_seconds(GPU, rows))
-    meter.saw_load(10**9, 8_000, 0.5)
+        meter.observe_pass("full", rows, rows**2 / 2, full_seconds(GPU, rows))
+    meter.observe_load(10**9, 8_000, 0.5)
     text = write(None, "here", meter.to_dict())
     text = write(text, "there", {"made": 0})
-    again = Speedometer(4096)
+    again = CostModel(4096)
     kept = read(text, "here")
     assert kept is not None
     again.take(kept)
     assert again.speed() == meter.speed()
     assert read(text, "elsewhere") is None
     assert read(None, "here") is None
-    stale = Speedometer(4096)
+    stale = CostModel(4096)
     stale.take({**kept, "made": time.time() - 40 * 86400})
     assert stale.speed() is None
 
@@ -203,10 +204,10 @@ def test_what_was_measured_survives_a_restart() -> None:
     ids=str,
 )
 def test_damaged_measurements_are_refused_whole(damage: dict[str, Any]) -> None:
-    meter = Speedometer(64)
-    good = Speedometer(64)
-    good.saw_pass("full", 2000, 1, 1.0)
-    good.saw_load(10**6, 10, 0.1)
+    meter = CostModel(64)
+    good = CostModel(64)
+    good.observe_pass("full", 2000, 1, 1.0)
+    good.observe_load(10**6, 10, 0.1)
     with pytest.raises(ValueError, match="Error"):
         meter.take({**good.to_dict(), **damage})
     assert meter.speed() is None
@@ -214,28 +215,28 @@ def test_damaged_measurements_are_refused_whole(damage: dict[str, Any]) -> None:
     assert meter.speed() == good.speed()
 
 
-def test_busy_counts_overlapping_work_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_that_overlap_count_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([1.0, 5.0, 10.0, 12.0])
-    monkeypatch.setattr("kvrag.control.cost.time.perf_counter", lambda: next(now))
-    busy = Busy()
-    with busy, busy:
+    monkeypatch.setattr("kvrag.reuse.trace.time.perf_counter", lambda: next(now))
+    trace = Trace(model)
+    with trace.reading(), trace.reading():
         pass
-    with busy:
+    with trace.reading():
         pass
-    assert busy.seconds == 6.0
+    assert trace.seconds["read"] == 6.0
 
 
 # ---------------------------------------------------------------- inside an engine
 
 
 def _knows(engine: BlendEngine, speed: Speed) -> None:
-    meter = engine._tuning._speedometer
+    meter = engine._tuning._costs
     for rows in (1000, 4000):
-        meter.saw_pass("full", rows, rows**2 / 2, full_seconds(speed, rows))
-    meter.saw_load(round(speed.load), speed.load / engine.model.bytes_per_token, 1.0)
-    meter.saw_pass = lambda *_, **__: None  # type: ignore[method-assign]
-    meter.saw_load = lambda *_, **__: None  # type: ignore[method-assign]
-    meter.saw_stitch = lambda *_, **__: None  # type: ignore[method-assign]
+        meter.observe_pass("full", rows, rows**2 / 2, full_seconds(speed, rows))
+    meter.observe_load(round(speed.load), speed.load / engine.model.bytes_per_token, 1.0)
+    meter.observe_pass = lambda *_, **__: None  # type: ignore[method-assign]
+    meter.observe_load = lambda *_, **__: None  # type: ignore[method-assign]
+    meter.observe_stitch = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 SLOW_DISK = Speed(1e-4, 1e-3, 1e-9, 0.0, 1e4)
@@ -305,10 +306,10 @@ def test_nothing_found_is_nothing_to_decide(engine: BlendEngine) -> None:
 
 def test_a_disk_that_has_become_quick_is_found_out(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.warm(CHUNKS)
-    meter = engine._tuning._speedometer
+    meter = engine._tuning._costs
     for rows in (1000, 4000):
-        meter.saw_pass("full", rows, 1, rows * 1.0)
-    meter.saw_load(1000, 10, 1e6)
+        meter.observe_pass("full", rows, 1, rows * 1.0)
+    meter.observe_load(1000, 10, 1e6)
     assert engine.generate(PROMPT, max_new_tokens=1).report.policy == "full"
     monkeypatch.setattr(kvrag.control.tuning, "_KEEP_S", 0.0)
     assert engine.generate(PROMPT, max_new_tokens=1).report.policy == DEFAULT_POLICY
@@ -327,12 +328,12 @@ def test_measurements_are_kept_beside_the_chunks(model: Model, tmp_path: Path) -
         engine.warm(CHUNKS)
         engine.generate(PROMPT, max_new_tokens=1)
         engine.generate(PROMPT, max_new_tokens=1)
-        speed = engine._tuning._speedometer.speed()
+        speed = engine._tuning._costs.speed()
     assert speed is not None
     (machine,) = json.loads((tmp_path / "speed.json").read_text())
     assert model.fingerprint.digest in machine
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
-        assert engine._tuning._speedometer.speed() == speed
+        assert engine._tuning._costs.speed() == speed
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"%s": {"made": 1}}'])

@@ -17,13 +17,16 @@ import pytest
 import torch
 from conftest import CHUNKS, messages, plain_logits, relative
 
-import kvrag.engine
+import kvrag.answer
 import kvrag.reuse.conversation
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError
 from kvrag.backend.transformers import BlendCache
 from kvrag.cli.main import main
-from kvrag.engine import Prefilled
+from kvrag.control.controller import Decision
+from kvrag.request import Prefilled
+from kvrag.reuse.blend import prefill
 from kvrag.reuse.conversation import Conversation, Conversations, Turn
+from kvrag.reuse.load import Matched
 from kvrag.types import Answer, Delta, Messages
 
 FIRST = messages(*CHUNKS[:3], question="Question: Who likes to eat curry and apples?")
@@ -41,13 +44,13 @@ class Talk:
 
     def __init__(self, engine: BlendEngine) -> None:
         self.engine, self.done = engine, []
-        prefill = engine.prefill
+        prefill = engine._answering.prefill
 
         def watched(*args: Any, **settings: Any) -> Prefilled:
             self.done.append(prefill(*args, **settings))
             return self.done[-1]
 
-        engine.prefill = watched  # type: ignore[method-assign]
+        engine._answering.prefill = watched  # type: ignore[method-assign]
 
     def __call__(self, prompt: str | Messages, **settings: Any) -> Answer:
         return self.engine.generate(prompt, **{"max_new_tokens": 8, "temperature": 0, **settings})
@@ -58,7 +61,7 @@ class Talk:
 
     @property
     def kept(self) -> int:
-        return len(self.engine._conversations)
+        return len(self.engine._answering._conversations)
 
 
 def _next(prompt: Messages, answer: Answer | str, *chunks: str, question: str = "Question: And who is it?") -> Messages:
@@ -122,7 +125,7 @@ def test_a_conversation_of_ten_turns_takes_over_all_but_the_last_question(talk: 
 
 def test_the_answer_as_it_was_decoded_is_what_full_prefill_would_make_of_it(talk: Talk, hf: Any) -> None:
     said = talk("Mira Brel was born in Florton. Question: where? Answer:", ratio=1.0, max_new_tokens=12)
-    (conversation,) = talk.engine._conversations._kept
+    (conversation,) = talk.engine._answering._conversations._kept
     assert len(conversation.ids) == said.report.prompt_tokens + 11, "of the last token there is no KV"
     assert conversation.exact == len(conversation.ids)
     own = talk.engine.model.new_cache(len(conversation.ids))
@@ -195,7 +198,7 @@ def test_a_stream_that_garbage_collection_ends_waits_for_nothing(talk: Talk) -> 
     del deltas, cycle
 
     def match() -> None:
-        with talk.engine._index_lock, talk.engine._conversations._lock:
+        with talk.engine._answering._conversations._lock:
             gc.collect()
 
     thread = threading.Thread(target=match, daemon=True)
@@ -212,7 +215,7 @@ def test_ratio_1_takes_over_nothing_that_was_made_at_less(talk: Talk, hf: Any) -
     said = talk(FIRST, ratio=0.3)
     prompt = _next(FIRST, said, CHUNKS[3])
     report = talk(prompt, ratio=1.0).report
-    exact = next(c.exact for c in talk.engine._conversations._kept if len(c.ids) < report.prompt_tokens)
+    exact = next(c.exact for c in talk.engine._answering._conversations._kept if len(c.ids) < report.prompt_tokens)
     assert 0 < report.conversation_tokens <= exact < report.prompt_tokens - 60
     assert relative(talk.logits, plain_logits(hf, _ids(talk.engine, prompt))[-1]) <= 1e-5
     assert report.exact
@@ -243,7 +246,7 @@ def test_another_question_about_the_same_chunks_is_another_conversation(talk: Ta
     """Chunks are blended for their question: an answer must not depend on what others have asked."""
     other = messages(*CHUNKS[:3], question="Question: Who likes to eat curry and bread?")
     alone = talk(other, ratio=0.3)
-    talk.engine._conversations._kept.clear()
+    talk.engine._answering._conversations._kept.clear()
     talk(FIRST, ratio=0.3)
     for prompt in (other, FIRST):
         report = talk(prompt, ratio=0.3).report
@@ -272,14 +275,14 @@ def test_full_prefill_as_the_reference_stays_out_of_it(policy: str, talk: Talk, 
     report = talk(prompt, policy="full").report
     assert (report.conversation_tokens, report.reused_tokens) == (0, 0)
     ids = torch.tensor(_ids(talk.engine, prompt))
-    assert torch.equal(talk.logits, kvrag.engine.prefill(talk.engine.model, ids, 600)[0][0])
+    assert torch.equal(talk.logits, prefill(talk.engine.model, ids, 600)[0][0])
 
 
 def test_what_only_asks_for_a_cache_has_nothing_to_do_with_conversations(talk: Talk) -> None:
     """Calibration and benchmarks."""
     said = talk(FIRST, ratio=1.0)
     done = talk.engine.prefill(_ids(talk.engine, _next(FIRST, said)), BlendConfig(ratio=0.3))
-    assert done.report(0.0).conversation_tokens == 0
+    assert done.report.conversation_tokens == 0
     assert talk.kept == 1
 
 
@@ -288,7 +291,7 @@ def test_an_answer_that_failed_leaves_nothing(talk: Talk, monkeypatch: pytest.Mo
         yield Delta("a", (5,))
         raise ModelError("the model's logits are NaN")
 
-    monkeypatch.setattr(kvrag.engine, "decode", fail)
+    monkeypatch.setattr(kvrag.answer, "decode", fail)
     with pytest.raises(ModelError):
         talk(FIRST)
     assert talk.kept == 0
@@ -305,9 +308,9 @@ def test_full_prefill_that_the_controller_chooses_goes_on_from_the_conversation(
     ids = _ids(talk.engine, prompt)
     asked: list[int] = []
 
-    def decide(config: Any, num_tokens: int, runs: Any, readers: Any, kept: int) -> Any:
-        asked.append(kept)
-        return kvrag.engine.Decision(True, 1.0, "full prefill: it is sooner")
+    def decide(config: Any, matched: Matched) -> Any:
+        asked.append(matched.kept)
+        return Decision(True, 1.0, "full prefill: it is sooner")
 
     monkeypatch.setattr(talk.engine._tuning, "decide", decide)
     report = talk(prompt).report
@@ -321,8 +324,8 @@ def test_full_prefill_that_the_controller_chooses_goes_on_from_the_conversation(
 
 def test_copying_a_conversation_is_not_measured_as_rotating(talk: Talk) -> None:
     seen: list[int] = []
-    meter = talk.engine._tuning._speedometer
-    meter.saw_stitch = lambda tokens, seconds: seen.append(tokens)  # type: ignore[method-assign]
+    meter = talk.engine._tuning._costs
+    meter.observe_stitch = lambda tokens, seconds: seen.append(tokens)  # type: ignore[method-assign]
     said = talk(FIRST, ratio=1.0)
     talk(_next(FIRST, said, CHUNKS[3]), ratio=1.0)
     assert seen == [said.report.reused_tokens]
@@ -335,13 +338,13 @@ def test_two_turns_of_one_conversation_at_once_do_not_disturb_each_other(talk: T
     said = talk(FIRST, ratio=0.3)
     prompts = [_next(FIRST, said, CHUNKS[3], question=f"Question {i}: who is it then?") for i in range(8)]
     engine = talk.engine
-    origin = engine._conversations._kept[0]
+    origin = engine._answering._conversations._kept[0]
     before = [tensor.clone() for number in range(engine.model.num_layers) for tensor in origin.cache.layer(number)]
     alone = []
     for prompt in prompts:
-        engine._conversations._kept[:] = [origin]
+        engine._answering._conversations._kept[:] = [origin]
         alone.append(talk(prompt, ratio=0.3))
-    engine._conversations._kept[:] = [origin]
+    engine._answering._conversations._kept[:] = [origin]
     streams = [engine.stream(prompt, ratio=0.3, max_new_tokens=8, temperature=0) for prompt in prompts[:4]]
     begun = [[next(stream)] for stream in streams]  # all have begun before any ends
     together: dict[int, tuple[int, ...]] = {}
@@ -370,7 +373,7 @@ def test_two_turns_of_one_conversation_at_once_do_not_disturb_each_other(talk: T
 
 
 def _kept(engine: BlendEngine) -> int:
-    return engine._conversations.num_bytes
+    return engine._answering._conversations.num_bytes
 
 
 def test_the_bound_in_bytes_is_kept(endless: Model, tmp_path: Path) -> None:
@@ -379,10 +382,10 @@ def test_the_bound_in_bytes_is_kept(endless: Model, tmp_path: Path) -> None:
         for number in range(6):
             engine.generate(messages(*CHUNKS, question=f"Question {number}?"), max_new_tokens=2)
             assert 0 < _kept(engine) <= 1200 * token
-        assert 2 <= len(engine._conversations) < 6
-        last = engine._conversations._kept[-1]
+        assert 2 <= len(engine._answering._conversations) < 6
+        last = engine._answering._conversations._kept[-1]
         engine.generate(messages(*CHUNKS * 12), max_new_tokens=2)
-        assert engine._conversations._kept[-1] is last, "one that is too large pushes nobody out"
+        assert engine._answering._conversations._kept[-1] is last, "one that is too large pushes nobody out"
 
 
 def test_none_are_kept_where_none_are_wanted(endless: Model, tmp_path: Path) -> None:
@@ -405,7 +408,7 @@ def test_closing_lets_go_of_all(endless: Model, tmp_path: Path) -> None:
     next(under_way)
     engine.close()
     assert len(list(under_way)) == 2
-    assert (len(engine._conversations), _kept(engine)) == (0, 0)
+    assert (len(engine._answering._conversations), _kept(engine)) == (0, 0)
 
 
 def test_a_turn_holds_on_to_nothing_of_the_turns_before(talk: Talk) -> None:

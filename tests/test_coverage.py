@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from kvrag.backend.transformers import Tokenizer
-from kvrag.fingerprint import Fingerprint
-from kvrag.reuse.match import MatchIndex, anchors
+from kvrag.reuse.match import match
+from kvrag.reuse.segment import Segment
+from kvrag.store.protocol import Entry
 
 MIN_RUN = 16
 DATA = Path(__file__).parents[2] / "shared" / "data" / "musique_100.jsonl"
@@ -93,23 +94,17 @@ def reader(tokenizer: Any) -> Any:
     return Tokenizer(tokenizer, "reader")
 
 
-def _warm(tokenizer: Any, passages: list[str]) -> tuple[MatchIndex, dict[str, list[int]]]:
-    fingerprint = Fingerprint("m", "", "", "", "", ())
-    chunks = {}
-    for passage in passages:
-        ids = tokenizer.encode(passage)
-        chunks[fingerprint.chunk_key(ids)] = ids
-    index = MatchIndex()
-    for key, ids in chunks.items():
-        index.add([(key, np.asarray(ids, np.uint32), anchors(ids))])
-    return index, chunks
+def _warm(tokenizer: Any, passages: list[str]) -> tuple[list[Segment], dict[str, list[int]]]:
+    chunks = {f"{i}": tokenizer.encode(passage) for i, passage in enumerate(dict.fromkeys(passages))}
+    entries = [Entry(int(key), key, "", np.asarray(ids, np.uint32)) for key, ids in chunks.items()]
+    return [Segment.of(entries[::2]), Segment.of(entries[1::2])], chunks
 
 
 def _coverage(
-    tokenizer: Any, index: MatchIndex, chunks: dict[str, list[int]], docs: list[str], question: str, chain: str
+    tokenizer: Any, segments: list[Segment], chunks: dict[str, list[int]], docs: list[str], question: str, chain: str
 ) -> tuple[int, int]:
     ids = tokenizer.render(FORMATS[chain](docs, question))
-    runs = index.match(ids, MIN_RUN)
+    runs = match(segments, ids, MIN_RUN)
     for run in runs:
         assert ids[run.start : run.stop] == chunks[run.key][run.offset : run.offset + len(run)]
     return sum(map(len, runs)), sum(len(tokenizer.encode(doc)) for doc in docs)
@@ -126,12 +121,12 @@ def _musique(step: int) -> list[Any]:
 def test_musique_passages_are_reused(chain: str, cl100k: Any) -> None:
     rng = random.Random(0)
     questions = _musique(20 if chain != "stuff" else 5)
-    index, chunks = _warm(cl100k, [passage for question in questions for passage in question["passages"]])
+    segments, chunks = _warm(cl100k, [passage for question in questions for passage in question["passages"]])
     found = total = 0
     for question in questions:
         docs = question["passages"]
         rng.shuffle(docs)
-        a, b = _coverage(cl100k, index, chunks, docs[: rng.randrange(3, 11)], question["question"], chain)
+        a, b = _coverage(cl100k, segments, chunks, docs[: rng.randrange(3, 11)], question["question"], chain)
         found, total = found + a, total + b
     assert total > 5000
     assert found >= 0.99 * total
@@ -141,13 +136,13 @@ def test_musique_passages_are_reused(chain: str, cl100k: Any) -> None:
 def test_escaped_musique_passages_are_reused(escape: str, cl100k: Any) -> None:
     """In the frameworks' own prompts; what is left are the escaped characters themselves."""
     questions = _musique(20)
-    index, _ = _warm(cl100k, [passage for question in questions for passage in question["passages"]])
+    segments, _ = _warm(cl100k, [passage for question in questions for passage in question["passages"]])
     for chain in ("stuff", "numbered", "llamaindex"):
         found = total = 0
         for question in questions:
             docs = question["passages"][:6]
             ids = cl100k.render(FORMATS[chain]([ESCAPES[escape](doc) for doc in docs], question["question"]))
-            found += sum(map(len, index.match(ids, MIN_RUN)))
+            found += sum(map(len, match(segments, ids, MIN_RUN)))
             total += sum(len(cl100k.encode(doc)) for doc in docs)
         assert total > 5000
         assert found >= 0.97 * total
@@ -157,12 +152,12 @@ def test_text_with_lines_is_reused_when_it_is_escaped(cl100k: Any) -> None:
     """Escaped line breaks and quotes leave few stretches of `MIN_RUN` tokens."""
     page = Path(__file__).parents[1] / "docs" / "how-it-works.md"
     docs = [part for part in page.read_text("utf-8").split("\n## ") if len(part) > 500]
-    index, _ = _warm(cl100k, docs)
+    segments, _ = _warm(cl100k, docs)
     total = sum(len(cl100k.encode(doc)) for doc in docs)
     assert total > 1000
     for escape in ("html", "json", "repr"):
         ids = cl100k.render(FORMATS["stuff"]([ESCAPES[escape](doc) for doc in docs], "Why?"))
-        assert sum(map(len, index.match(ids, MIN_RUN))) >= 0.94 * total
+        assert sum(map(len, match(segments, ids, MIN_RUN))) >= 0.94 * total
 
 
 def test_text_that_escaping_changes_throughout_is_reused_if_it_was_warmed_escaped(cl100k: Any) -> None:
@@ -173,10 +168,10 @@ def test_text_that_escaping_changes_throughout_is_reused_if_it_was_warmed_escape
     escaped = [ESCAPES["json"](doc) for doc in docs]
     pasted = {"escaped": json.dumps(docs), "plain": json.dumps(docs, ensure_ascii=False)}
     for name, warmed in {"escaped": escaped, "plain": docs}.items():
-        index, _ = _warm(cl100k, warmed)
+        segments, _ = _warm(cl100k, warmed)
         total = sum(len(cl100k.encode(text)) for text in warmed)
         found = {
-            how: sum(map(len, index.match(cl100k.render(FORMATS["stuff"]([text], "Why?")), MIN_RUN)))
+            how: sum(map(len, match(segments, cl100k.render(FORMATS["stuff"]([text], "Why?")), MIN_RUN)))
             for how, text in pasted.items()
         }
         assert found.pop(name) >= 0.95 * total
@@ -187,17 +182,17 @@ def test_text_that_escaping_changes_throughout_is_reused_if_it_was_warmed_escape
 @pytest.mark.parametrize("name", ["cl100k", "reader"])
 def test_a_mixed_sample_is_reused(name: str, chain: str, request: pytest.FixtureRequest) -> None:
     tokenizer = request.getfixturevalue(name)
-    index, chunks = _warm(tokenizer, SAMPLE)
+    segments, chunks = _warm(tokenizer, SAMPLE)
     found = total = 0
     for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]):
         docs = [SAMPLE[number] for number in order]
-        a, b = _coverage(tokenizer, index, chunks, docs, "Who founded the company?", chain)
+        a, b = _coverage(tokenizer, segments, chunks, docs, "Who founded the company?", chain)
         found, total = found + a, total + b
     # the first and the last token of a chunk may merge with what stands beside it, and these chunks are short
     assert found >= total - 2 * 3 * len(SAMPLE)
 
 
 def test_what_was_never_warmed_is_not_reused(reader: Any) -> None:
-    index, chunks = _warm(reader, SAMPLE[:2])
-    found, _ = _coverage(reader, index, chunks, SAMPLE[2:], "Who?", "stuff")
+    segments, chunks = _warm(reader, SAMPLE[:2])
+    found, _ = _coverage(reader, segments, chunks, SAMPLE[2:], "Who?", "stuff")
     assert found == 0

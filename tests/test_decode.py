@@ -12,7 +12,7 @@ from conftest import CHUNKS, messages, prepare
 from families import FAMILIES, build
 
 import kvrag.backend.transformers.cache
-import kvrag.engine
+import kvrag.request
 from kvrag import BlendEngine, Delta, FileStore, Model, ModelError, Sampling, SettingError
 from kvrag.generate.decode import decode
 
@@ -35,7 +35,7 @@ def test_greedy_tokens_are_generates_past_windows_and_capacity(
     family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows of 48 tokens, RoPE that follows the length, and a cache that has to grow on the way."""
-    monkeypatch.setattr(kvrag.engine, "_ROOM", 3)
+    monkeypatch.setattr(kvrag.request, "_ROOM", 3)
     monkeypatch.setattr(kvrag.backend.transformers.cache, "_GROWTH", 7)
     model_type, changes = FAMILIES[family]
     hf = build(model_type, **changes)

@@ -48,6 +48,7 @@ from markdown_it.token import Token
 from pydantic import Field
 from sphinx.cmd.build import main as sphinx_build
 
+import kvrag.answer
 import kvrag.engine
 from kvrag import Model
 from kvrag.cli.main import _COMMANDS, _parser
@@ -144,7 +145,7 @@ def alone(reader: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("kvrag.engine._shared", weakref.WeakValueDictionary())
-    decode = kvrag.engine.decode
+    decode = kvrag.answer.decode
 
     def briefly(*prompt: Any) -> Any:
         *known, sampling, constraint, control_tokens = prompt
@@ -152,7 +153,7 @@ def alone(reader: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, ANSWER_TOKENS))
         return decode(*known, sampling, constraint, control_tokens)
 
-    monkeypatch.setattr("kvrag.engine.decode", briefly)
+    monkeypatch.setattr("kvrag.answer.decode", briefly)
     for name, value in vars(Settings).items():
         monkeypatch.setattr(Settings, name, value)
     monkeypatch.setattr(llama_index.core, "global_tokenizer", llama_index.core.global_tokenizer)

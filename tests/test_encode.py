@@ -17,7 +17,7 @@ CHUNKS = [
 
 
 def _encoded(model: Model, chunks: list[list[int]], batch_tokens: int) -> dict[int, list[tuple[torch.Tensor, ...]]]:
-    return dict(encode(model, chunks, batch_tokens=batch_tokens))
+    return dict(encode(model, chunks, most_tokens=batch_tokens))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "llama-dynamic", "phi3-longrope", "gemma3", "qwen3_moe"])
@@ -82,7 +82,7 @@ def test_what_stands_before_a_chunk_is_seen_and_dropped(model: Model) -> None:
     """Its KV is what one pass over both makes of it, at any position."""
     context, chunk = CHUNKS[1], CHUNKS[5]
     whole = _encoded(model, [context + chunk], 1)[0]
-    own = dict(encode(model, [chunk, chunk], [context, []], batch_tokens=1000))
+    own = dict(encode(model, [chunk, chunk], [context, []], most_tokens=1000))
     for (keys, values), (all_keys, all_values), (alone_keys, _) in zip(own[0], whole, own[1], strict=True):
         assert keys.shape == values.shape == alone_keys.shape
         torch.testing.assert_close(keys, all_keys[:, len(context) :], atol=1e-4, rtol=1e-4)

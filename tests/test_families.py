@@ -40,7 +40,7 @@ def test_gate(family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.M
 
         for policy in ("hkvd", "random", "query"):
             done = prepare(engine, ids, 1.0, policy)
-            report = done.report(0.0)
+            report = done.report
             assert report.exact
             assert len(report.runs) == 4
             assert report.recomputed_tokens == len(done.stitched.inexact) > 80
@@ -59,7 +59,7 @@ def _the_next_turn_of_the_conversation_is_exact(engine: BlendEngine, hf: Any, pr
     question = len(model.tokenizer.render(prompt)) - model.tokenizer.opening()
     ids = model.tokenizer.render([*prompt, {"role": "assistant", "content": said}, *messages(CHUNKS[2], CHUNKS[0])])
     done = engine.prefill(ids, engine._configure(1.0), goes_on=True)
-    report = done.report(0.0)
+    report = done.report
     assert report.exact
     if model.rope_follows_length:
         assert report.conversation_tokens == 0, "what was computed for a shorter prompt is of no use"
@@ -82,7 +82,7 @@ def _single_chunk_behind_its_preamble_is_exact(engine: BlendEngine, hf: Any) -> 
     tokenizer = engine.model.tokenizer
     ids = [*tokenizer.preamble, *tokenizer.encode(CHUNKS[1]), *tokenizer.encode(" Who?")]
     done = prepare(engine, ids, 0.0, "none")
-    report = done.report(0.0)
+    report = done.report
     # beyond it, frequencies that follow the length would differ from those the chunk was encoded under
     assert len(ids) <= engine.model.stable_length
     assert report.exact
@@ -105,8 +105,8 @@ def test_a_prefix_of_a_chunk_that_was_encoded_under_other_frequencies_is_not_exa
         engine.warm([long_chunk])
         ids = [*model.tokenizer.preamble, *ids[:50], *model.tokenizer.encode(" Who?")]
         done = prepare(engine, ids, 0.0, "none")
-        assert done.report(0.0).reused_tokens == 50
-        assert not done.report(0.0).exact
+        assert done.report.reused_tokens == 50
+        assert not done.report.exact
         assert relative(done.logits[0], plain_logits(hf, ids)[-1]) > TOLERANCE
         assert relative(prepare(engine, ids, 1.0).logits[0], plain_logits(hf, ids)[-1]) <= TOLERANCE
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from kvrag.reuse.match import _AGAIN, _GAP, MatchIndex, anchors, gram_hashes
+from kvrag.reuse import match as match_module
+from kvrag.reuse.match import _AGAIN, _COMPARED, _GAP, match
+from kvrag.reuse.segment import GRAM, WINDOW, Segment, gram_hashes, join
+from kvrag.store.protocol import Entry
 from kvrag.types import Run
 
 MIN_RUN = 16
 
 
-def _index(chunks: dict[str, list[int]], portions: int = 1) -> MatchIndex:
-    index = MatchIndex()
-    keys = list(chunks)
-    size = -(-len(keys) // portions) or 1
-    for start in range(0, len(keys), size):
-        index.add((key, np.asarray(chunks[key], np.uint32), anchors(chunks[key])) for key in keys[start : start + size])
-    return index
+def _segments(chunks: dict[str, list[int]], portions: int = 1) -> list[Segment]:
+    entries = [Entry(i, key, "", np.asarray(ids, np.uint32)) for i, (key, ids) in enumerate(chunks.items(), 1)]
+    size = -(-len(entries) // portions) or 1
+    return [Segment.of(entries[start : start + size]) for start in range(0, len(entries), size)]
 
 
 def _check_runs(runs: list[Run], prompt: list[int], chunks: dict[str, list[int]], min_run: int = MIN_RUN) -> None:
@@ -54,7 +58,7 @@ def _random_chunks(rng: random.Random, count: int, vocabulary: int = 30000) -> d
 def test_whatever_is_pasted_is_found(seed: int) -> None:
     rng = random.Random(seed)
     chunks = _random_chunks(rng, rng.randrange(1, 40))
-    index = _index(chunks, portions=rng.randrange(1, 6))
+    segments = _segments(chunks, portions=rng.randrange(1, 6))
     prompt, expected = [], set()
     for key in rng.choices(list(chunks), k=rng.randrange(1, 12)):
         chunk = chunks[key]
@@ -65,7 +69,7 @@ def test_whatever_is_pasted_is_found(seed: int) -> None:
             expected |= set(range(len(prompt), len(prompt) + stop - start))
         prompt += chunk[start:stop]
     prompt += [rng.randrange(30000) for _ in range(20)]
-    runs = index.match(prompt, MIN_RUN)
+    runs = match(segments, prompt, MIN_RUN)
     _check_runs(runs, prompt, chunks)
     assert expected <= _covered(runs)
 
@@ -80,7 +84,7 @@ def test_a_common_stretch_of_min_run_tokens_is_always_found_and_a_shorter_one_ne
     start = rng.randrange(400 - length)
     before, after = [rng.randrange(30000, 60000) for _ in range(37)], [rng.randrange(30000, 60000) for _ in range(11)]
     prompt = before + chunks["a"][start : start + length] + after
-    runs = _index(chunks).match(prompt, MIN_RUN)
+    runs = match(_segments(chunks), prompt, MIN_RUN)
     assert runs == ([Run(37, 37 + length, "a", start)] if length >= MIN_RUN else [])
 
 
@@ -91,9 +95,9 @@ def test_overlapping_chunks_and_few_tokens_in_the_vocabulary(seed: int) -> None:
     vocabulary = rng.choice([2, 3, 10, 200])
     text = [rng.randrange(vocabulary) for _ in range(1500)]
     chunks = {f"c{i}": text[start : start + 120] for i, start in enumerate(range(0, 1400, 90))}
-    index = _index(chunks, portions=3)
+    segments = _segments(chunks, portions=3)
     prompt = [*text[300:700], vocabulary, *text[100:260], vocabulary + 1]
-    runs = index.match(prompt, MIN_RUN)
+    runs = match(segments, prompt, MIN_RUN)
     _check_runs(runs, prompt, chunks)
     if vocabulary == 200:
         # greedy trimming may leave a rest shorter than a run at each of the borders
@@ -125,7 +129,7 @@ def test_a_chunk_is_followed_over_escaped_characters(every: int) -> None:
     own |= {*range(len(before), end), *(end + position for position in more)}
     own = {2 + position for position in own} | set(range(len(prompt) - 240, len(prompt)))
     chunks = {"a": chunk, "b": other}
-    runs = _index(chunks).match(prompt, MIN_RUN)
+    runs = match(_segments(chunks), prompt, MIN_RUN)
     _check_runs(runs, prompt, chunks)
     assert own - _covered(runs) <= {position for position in own if position >= len(prompt) - 245 - every}
     assert len(_covered(runs)) >= len(own) - _AGAIN
@@ -135,35 +139,41 @@ def test_too_wide_a_gap_is_not_crossed_and_what_follows_a_cut_chunk_is_not_its_o
     chunk = list(range(100))
     far = [*chunk[:40], *range(1000, 1001 + _GAP), *chunk[40:50], *range(2000, 2050)]
     near = [*chunk[:40], *range(1000, 1000 + _GAP), *chunk[40:50], *range(2000, 2050)]
-    assert _index({"a": chunk}).match(far, MIN_RUN) == [Run(0, 40, "a", 0)]
-    assert _index({"a": chunk}).match(near, MIN_RUN) == [Run(0, 40, "a", 0), Run(52, 62, "a", 40)]
+    assert match(_segments({"a": chunk}), far, MIN_RUN) == [Run(0, 40, "a", 0)]
+    assert match(_segments({"a": chunk}), near, MIN_RUN) == [Run(0, 40, "a", 0), Run(52, 62, "a", 40)]
     cut = [*chunk[:40], *range(1000, 1020), *chunk[90:93]]
-    assert _index({"a": chunk}).match(cut, MIN_RUN) == [Run(0, 40, "a", 0)]
+    assert match(_segments({"a": chunk}), cut, MIN_RUN) == [Run(0, 40, "a", 0)]
 
 
-def test_the_longest_run_wins_and_the_others_are_trimmed() -> None:
+def test_overlapping_runs_are_trimmed() -> None:
     text = list(range(200))
-    chunks = {"long": text[50:150], "before": text[0:80], "after": text[130:200]}
-    runs = _index(chunks).match(text, MIN_RUN)
-    assert runs == [Run(0, 50, "before", 0), Run(50, 150, "long", 0), Run(150, 200, "after", 20)]
+    chunks = {"middle": text[50:150], "before": text[0:80], "after": text[130:200]}
+    runs = match(_segments(chunks), text, MIN_RUN)
+    assert runs == [Run(0, 80, "before", 0), Run(80, 150, "middle", 30), Run(150, 200, "after", 20)]
+
+
+def test_of_the_candidates_of_one_anchor_the_longest_wins() -> None:
+    text = list(range(200))
+    chunks = {"short": text[50:90], "long": text[40:150], "middle": text[45:120]}
+    assert match(_segments(chunks, portions=3), text, MIN_RUN) == [Run(40, 150, "long", 0)]
 
 
 def test_a_run_inside_another_is_cut_in_two() -> None:
     outer, inner = list(range(100)), list(range(1000, 1060))
     prompt = outer[:50] + inner + outer[50:]
-    runs = _index({"outer": outer, "inner": inner}).match(prompt, MIN_RUN)
+    runs = match(_segments({"outer": outer, "inner": inner}), prompt, MIN_RUN)
     assert [(run.key, len(run)) for run in runs] == [("outer", 50), ("inner", 60), ("outer", 50)]
 
 
 def test_the_same_chunk_twice_gives_two_runs() -> None:
     chunk = list(range(40))
-    runs = _index({"a": chunk}).match([*chunk, 99, *chunk], MIN_RUN)
+    runs = match(_segments({"a": chunk}), [*chunk, 99, *chunk], MIN_RUN)
     assert runs == [Run(0, 40, "a", 0), Run(41, 81, "a", 0)]
 
 
 def test_equal_chunks_under_two_keys_are_used_once() -> None:
     chunk = list(range(40))
-    runs = _index({"a": chunk, "b": chunk}).match(chunk, MIN_RUN)
+    runs = match(_segments({"a": chunk, "b": chunk}), chunk, MIN_RUN)
     assert runs == [Run(0, 40, "a", 0)]
 
 
@@ -171,87 +181,146 @@ def test_boilerplate_in_every_chunk_hides_nothing() -> None:
     rng = random.Random(0)
     header, footer = [rng.randrange(9999) for _ in range(40)], [rng.randrange(9999) for _ in range(40)]
     chunks = {f"c{i}": [*header, *(rng.randrange(30000) for _ in range(60)), *footer] for i in range(300)}
-    index = _index(chunks, portions=7)
+    segments = _segments(chunks, portions=7)
     for picked in (["c0", "c299"], ["c150", "c3", "c150"], ["c299"]):
         prompt = [token for key in picked for token in chunks[key]]
-        runs = index.match(prompt, MIN_RUN)
+        runs = match(segments, prompt, MIN_RUN)
         _check_runs(runs, prompt, chunks)
         assert len(_covered(runs)) == len(prompt)
         assert set(picked) <= {run.key for run in runs}
 
 
-def test_removed_chunks_are_not_matched_and_can_come_back() -> None:
+def test_removed_chunks_are_not_matched() -> None:
     rng = random.Random(1)
     chunks = _random_chunks(rng, 20)
-    index = _index(chunks, portions=4)
-    gone = list(chunks)[::2]
-    for key in gone:
-        index.remove(key)
-        index.remove(key)
-    assert len(index) == 10
-    assert "c0" not in index
-    assert "c1" in index
+    gone = set(list(chunks)[::2])
+    numbers = np.arange(1, 21, 2)
+    segments = [segment.without(numbers).without(numbers) for segment in _segments(chunks, portions=4)]
     prompt = [token for chunk in chunks.values() for token in chunk]
-    runs = index.match(prompt, MIN_RUN)
-    _check_runs(runs, prompt, chunks)
-    assert {run.key for run in runs} == set(chunks) - set(gone)
-    index.add((key, np.asarray(chunks[key], np.uint32), anchors(chunks[key])) for key in gone)
-    runs = index.match(prompt, MIN_RUN)
-    assert len(_covered(runs)) == len(prompt)
+    for some in (segments, [join(segments)]):
+        assert sum(segment.num_alive for segment in some) == 10
+        runs = match(some, prompt, MIN_RUN)
+        _check_runs(runs, prompt, chunks)
+        assert {run.key for run in runs} == set(chunks) - gone
 
 
-def test_hundreds_of_small_additions_are_merged_and_lose_nothing() -> None:
-    rng = random.Random(2)
-    chunks = _random_chunks(rng, 400)
-    index = _index(chunks, portions=400)
-    assert len(index._segments) <= 10
-    for key in rng.sample(list(chunks), 40):
-        assert index.match(chunks[key], MIN_RUN) == [Run(0, len(chunks[key]), key, 0)]
-
-
-def test_known_keys_are_left_as_they_are() -> None:
-    index = _index({"a": list(range(40))})
-    index.add([("a", np.arange(100, 140, dtype=np.uint32), anchors(list(range(100, 140))))])
-    assert index.match(list(range(100, 140)), MIN_RUN) == []
-    assert len(index.match(list(range(40)), MIN_RUN)) == 1
+def test_the_right_one_of_ten_thousand_near_duplicates_is_found() -> None:
+    """Although every gram that it shares with others has more postings than an anchor has candidates."""
+    rng = random.Random(3)
+    base = [rng.randrange(30000) for _ in range(200)]
+    chunks = {}
+    for number in range(3000):
+        chunk = list(base)
+        for i in range(rng.randrange(30), 200, 30):
+            chunk[i] = rng.randrange(30000)
+        chunks[f"c{number}"] = chunk
+    segments = _segments(chunks, portions=2)
+    for key in rng.sample(list(chunks), 20):
+        assert match(segments, chunks[key], MIN_RUN) == [Run(0, 200, key, 0)]
 
 
 @pytest.mark.parametrize("prompt", [[], [1], list(range(7)), list(range(8)), list(range(1000))])
 def test_nothing_to_match(prompt: list[int]) -> None:
-    assert MatchIndex().match(prompt, MIN_RUN) == []
-    assert _index({"a": list(range(5000, 5040))}).match(prompt, MIN_RUN) == []
+    assert match([], prompt, MIN_RUN) == []
+    assert match([Segment.of([])], prompt, MIN_RUN) == []
+    assert match(_segments({"a": list(range(5000, 5040))}), prompt, MIN_RUN) == []
 
 
 def test_repetitive_text_is_matched_without_exploding() -> None:
     """Rules of dashes, empty table cells: one token many times, in chunk and prompt."""
     chunks = {f"c{i}": [7] * 300 + list(range(100 * i, 100 * i + 50)) for i in range(1, 40)}
-    index = _index(chunks, portions=5)
+    segments = _segments(chunks, portions=5)
     prompt = [7] * 4000 + chunks["c20"] + [7] * 1000
-    runs = index.match(prompt, MIN_RUN)
+    runs = match(segments, prompt, MIN_RUN)
     _check_runs(runs, prompt, chunks)
     at = prompt.index(2000)
     assert any(run.start <= at < run.stop and run.key == "c20" for run in runs)
 
 
-def test_large_token_ids_and_anchors_of_short_chunks() -> None:
+def test_large_token_ids_and_short_chunks() -> None:
     for length in (8, 9, 15, 16, 17):
         ids = [2**32 - 1 - i for i in range(length)]
-        packed = anchors(ids)
-        assert len(packed) >= 12
-        assert len(packed) % 12 == 0
         assert len(gram_hashes(np.asarray(ids, np.uint32))) == length - 7
-    assert anchors(list(range(7))) == b""
-    assert anchors([]) == b""
+        assert match(_segments({"a": ids}), [5, *ids, 5], GRAM) == [Run(1, 1 + length, "a", 0)]
+    for length in (0, 7):
+        assert len(Segment.of([Entry(1, "a", "", np.arange(length, dtype=np.uint32))]).postings) == 0
 
 
-def test_a_chunk_is_indexed_by_few_of_its_grams() -> None:
+def test_chunks_are_indexed_by_few_of_their_grams() -> None:
     rng = random.Random(0)
-    ids = [rng.randrange(30000) for _ in range(5000)]
-    assert len(anchors(ids)) / 12 < 5000 * 0.26  # two of nine grams, on average
+    (segment,) = _segments({"random": [rng.randrange(30000) for _ in range(5000)]})
+    assert len(segment.postings) < 5000 * 0.26  # two of nine grams, on average
+    (segment,) = _segments({"rule": [7] * 5000})
+    assert len(segment.postings) < 10
 
 
 def test_equal_hashes_of_different_grams_are_told_apart() -> None:
-    real, other = list(range(30)), list(range(100, 130))
-    index = MatchIndex()
-    index.add([("a", np.asarray(other, np.uint32), anchors(real))])  # hashes say `real`, ids say `other`
-    assert index.match(real, MIN_RUN) == []
+    (segment,) = _segments({"a": list(range(30))})
+    lying = replace(segment, ids=segment.ids + np.uint32(100))
+    assert match([lying], list(range(30)), MIN_RUN) == []
+
+
+def _texts(alphabet: int) -> st.SearchStrategy[list[list[int]]]:
+    token = st.integers(0, alphabet - 1)
+    text = st.lists(token, min_size=GRAM, max_size=70) | st.builds(
+        lambda unit, times: (unit * times)[:70], st.lists(token, min_size=1, max_size=9), st.integers(8, 40)
+    )
+    return st.lists(text, min_size=1, max_size=6)
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
+    """Texts, some of them variants of others, and a prompt of pieces of them."""
+    alphabet = draw(st.sampled_from([2, 3, 10, 1000]))
+    texts = draw(_texts(alphabet))
+    for _ in range(draw(st.integers(0, 3))):
+        text = list(draw(st.sampled_from(texts)))
+        for i in draw(st.lists(st.integers(0, len(text) - 1), max_size=3)):
+            text[i] = draw(st.integers(0, alphabet))
+        texts.append(text)
+    prompt: list[int] = []
+    for _ in range(draw(st.integers(1, 5))):
+        text = draw(st.sampled_from(texts))
+        start = draw(st.integers(0, len(text) - 1))
+        prompt += draw(st.lists(st.integers(0, alphabet), max_size=6))
+        prompt += text[start : draw(st.integers(start, len(text)))]
+    return texts, prompt
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(_cases(), st.sampled_from([8, 12, 15, 16, 24]), st.integers(1, 4))
+def test_what_the_matcher_promises(case: tuple[list[list[int]], list[int]], min_run: int, portions: int) -> None:
+    """Every run is identical; and no `min_run` tokens of a text are left if none of their grams is a frequent one."""
+    texts, prompt = case
+    chunks = {f"c{i}": text for i, text in enumerate(texts)}
+    runs = match(_segments(chunks, portions), prompt, min_run)
+    _check_runs(runs, prompt, chunks, min_run)
+    if min_run < GRAM + WINDOW - 1:
+        return
+    covered = _covered(runs)
+    grams = Counter(tuple(text[i : i + GRAM]) for text in texts for i in range(len(text) - GRAM + 1))
+    stretches = {tuple(text[i : i + min_run]) for text in texts for i in range(len(text) - min_run + 1)}
+    for start in range(len(prompt) - min_run + 1):
+        stretch = tuple(prompt[start : start + min_run])
+        if stretch not in stretches or covered & {*range(start, start + min_run)}:
+            continue
+        assert max(grams[stretch[i : i + GRAM]] for i in range(min_run - GRAM + 1)) > 2, (start, stretch)
+
+
+@pytest.mark.parametrize("chunk", [[7] * 512, [0, 1] * 256, [i.bit_count() & 1 for i in range(512)]])
+def test_the_work_is_linear_in_the_prompt_whatever_is_stored(chunk: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+
+    def counted(*args: object) -> int:
+        nonlocal compared
+        compared += 1
+        return forward(*args)
+
+    forward = match_module._forward
+    monkeypatch.setattr(match_module, "_forward", counted)
+    segments = _segments({f"c{i}": chunk for i in range(1000)}, portions=3)
+    for count in (1, 10):
+        prompt, compared = chunk[:300] * count, 0
+        runs = match(segments, prompt, MIN_RUN)
+        assert sum(map(len, runs)) >= 0.99 * len(prompt)
+        assert compared <= (_COMPARED + 1) * len(prompt)

@@ -29,8 +29,8 @@ from kvrag import (
     SettingError,
     UnsupportedModelError,
 )
+from kvrag.backend.lock import FairLock
 from kvrag.backend.transformers import Tokenizer
-from kvrag.backend.transformers.lock import FairLock
 from kvrag.fingerprint import hash_weights
 
 BOS_TEMPLATE = (

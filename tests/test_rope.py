@@ -30,12 +30,12 @@ def _tables(positions: torch.Tensor, pairs: int, scale: float = 1.0) -> tuple[to
     return angles.cos() * scale, angles.sin() * scale
 
 
-@pytest.mark.parametrize("pairs", ["halves", "neighbours"])
+@pytest.mark.parametrize("pairs", ["half_split", "interleaved"])
 def test_rotation_is_multiplication_by_a_complex_number(pairs: Any) -> None:
     keys = torch.randn(2, 3, 300, 20)
     cos, sin = _tables(torch.arange(300) + 40, 8)
     turned = rotate(keys, cos, sin, pairs)
-    if pairs == "halves":
+    if pairs == "half_split":
         first, second, got = keys[..., :8], keys[..., 8:16], torch.complex(turned[..., :8], turned[..., 8:16])
     else:
         first, second = keys[..., 0:16:2], keys[..., 1:16:2]
@@ -44,7 +44,7 @@ def test_rotation_is_multiplication_by_a_complex_number(pairs: Any) -> None:
     torch.testing.assert_close(turned[..., 16:], keys[..., 16:], atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("pairs", ["halves", "neighbours"])
+@pytest.mark.parametrize("pairs", ["half_split", "interleaved"])
 @pytest.mark.parametrize("scale", [1.0, 1.139])
 def test_unrotate_undoes_rotate_also_for_scaled_tables(pairs: Any, scale: float) -> None:
     keys = torch.randn(1, 2, 700, 16)

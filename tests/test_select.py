@@ -14,14 +14,14 @@ from torch import Tensor
 
 from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model, SettingError
 from kvrag.reuse.blend import blend
-from kvrag.reuse.select import select
+from kvrag.reuse.select import Selection, select
 from kvrag.reuse.stitch import Stitched
 
 INFORMED = ("hkvd", "hkvd_gradual", "seam", "first_k", "query", "query_hkvd", "hybrid", "random")
 
 
 def _pick(model: Model, stitched: Stitched, policy: str, ratio: float, **changes: Any) -> list[int]:
-    return select(model, stitched, BlendConfig(policy=policy, ratio=ratio, **changes)).tolist()
+    return select(model, stitched, BlendConfig(policy=policy, ratio=ratio, **changes)).positions.tolist()
 
 
 @pytest.mark.parametrize("policy", INFORMED)
@@ -119,7 +119,7 @@ def test_hkvd_gradual_measures_again_deeper_down_and_thins_out(model: Model, lay
     ratio = 1 / len(stitched.inexact)
     wanted = torch.tensor(_pick(model, other, "hkvd", 28 * ratio))
     for layer, num in ((2, 20), (3, 12)):  # of 4 layers
-        blend(model, other, wanted)
+        blend(model, other, Selection(wanted))
         pairs = zip(other.cache.layer(layer), untouched.cache.layer(layer), strict=True)
         deviations = sum((ours - theirs)[:, :, wanted].square().sum(dim=(0, 1, 3)) for ours, theirs in pairs)
         wanted = wanted[torch.as_tensor(deviations).topk(num).indices].sort().values
@@ -156,6 +156,17 @@ def test_a_check_layer_below_the_last_one_is_the_last_one(model: Model, lay_out:
 BANDS = [(0.25, 0.75), (0.0, 1.0), (0.5, 0.6), (0.9, 1.0)]
 
 
+def _mask(model: Model, rows: Tensor, stop: int) -> Tensor | dict[str, Tensor]:
+    """(1, 1, S, stop) additive, one for each kind of layer."""
+    ago = rows[:, None] - torch.arange(stop)
+    kinds = getattr(model.config, "layer_types", None) or [""] * model.num_layers
+    masks = {
+        kind: torch.where((ago >= 0) & (ago < (window or stop)), 0.0, torch.finfo(torch.float32).min)[None, None]
+        for kind, window in zip(kinds, model.windows, strict=True)
+    }
+    return masks if len(masks) > 1 else masks[kinds[0]]
+
+
 def _attention(model: Model, stitched: Stitched, layers: list[int], num_queries: int) -> Tensor:
     """(T,) by transformers' eager attention over the stitched cache."""
     fresh = stitched.fresh
@@ -167,7 +178,7 @@ def _attention(model: Model, stitched: Stitched, layers: list[int], num_queries:
             output = model.hf(
                 input_ids=stitched.ids[fresh][None],
                 position_ids=fresh[None],
-                attention_mask=model._mask(fresh, len(stitched.ids)),
+                attention_mask=_mask(model, fresh, len(stitched.ids)),
                 past_key_values=cache,
                 output_attentions=True,
             )
@@ -203,7 +214,7 @@ def test_query_hkvd_weighs_attention_by_deviation(model: Model, lay_out: LayOut)
     num_queries = int((other.fresh > int(other.reused.nonzero()[-1])).sum())
     attention = _attention(model, lay_out(*CHUNKS), [2, 3], num_queries)
     candidates = inexact[attention[inexact].topk(20).indices].sort().values
-    blend(model, other, candidates)
+    blend(model, other, Selection(candidates))
     pairs = zip(other.cache.layer(2), untouched.cache.layer(2), strict=True)  # of 4 layers
     deviation = sum((ours - theirs)[:, :, candidates].square().sum(dim=(0, 1, 3)) for ours, theirs in pairs)
     wanted = candidates[(attention[candidates] * deviation).topk(10).indices].sort().values.tolist()
@@ -288,7 +299,7 @@ def test_choosing_never_makes_kv_worse(policy: str, model: Model, lay_out: LayOu
     """Whatever a policy writes into the cache, blending everything afterwards is still full prefill."""
     stitched = lay_out(*CHUNKS)
     _pick(model, stitched, policy, 0.2)
-    logits = blend(model, stitched, stitched.inexact)
+    logits = blend(model, stitched, Selection(stitched.inexact))
     full = model.new_cache(len(stitched.ids))
     torch.testing.assert_close(logits, model.forward(stitched.ids[None], full), atol=1e-4, rtol=1e-4)
 

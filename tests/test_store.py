@@ -12,8 +12,10 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,21 +35,57 @@ from kvrag import (
     StoreError,
     StoreFullError,
     StoreReadOnlyError,
-    ingest,
 )
-from kvrag.fingerprint import Fingerprint
-from kvrag.reuse.match import anchors
-from kvrag.store import ChunkRecord, DroppedChunks, MemoryTier, chunkfile
+from kvrag.errors import ChunkUnreadableError
+from kvrag.fingerprint import FORMAT, Fingerprint, hash_weights, text_key
+from kvrag.store import (
+    ON_REQUEST,
+    ChunkReader,
+    ChunkRecord,
+    Holding,
+    MemoryTier,
+    StoreCheck,
+    TextState,
+    chunkfile,
+    files,
+    serve,
+)
 from kvrag.store.chunkfile import ChunkFile
+from kvrag.store.durable import write_file
+from kvrag.store.manifest import Manifest, Row
 
 FINGERPRINT = Fingerprint("tiny", "w", "t", "float32", "[]", (1,))
 
 
-def record(number: int, tokens: int = 20, dtype: torch.dtype = torch.float32, layers: int = 3) -> ChunkRecord:
+def record(
+    number: int,
+    tokens: int = 20,
+    dtype: torch.dtype = torch.float32,
+    layers: int = 3,
+    context: Sequence[int] = (),
+    namespace: str = "",
+) -> ChunkRecord:
     generator = torch.Generator().manual_seed(number)
-    ids = [(number * 1000 + i) % 60000 for i in range(tokens)]
+    ids = [number * 1000 + i for i in range(tokens)]
     kv = [tuple(torch.randn(2, tokens, 4, generator=generator).to(dtype) for _ in "kv") for _ in range(layers)]
-    return ChunkRecord(FINGERPRINT.chunk_key(ids), np.asarray(ids, np.uint32), anchors(ids), kv)
+    key = FINGERPRINT.chunk_key(ids, context, namespace)
+    return ChunkRecord(key, namespace, np.asarray(ids, np.uint32), np.asarray(context, np.uint32), kv)
+
+
+def text(wanted: ChunkRecord) -> str:
+    return text_key(wanted.namespace, wanted.ids.tolist())
+
+
+def holding(wanted: ChunkRecord, source: str) -> Holding:
+    return Holding(text(wanted), wanted.key, source)
+
+
+def packed(wanted: ChunkRecord, fingerprint: str = FINGERPRINT.digest) -> bytes:
+    return b"".join(chunkfile.pack(wanted, fingerprint))
+
+
+def served(store: FileStore, wanted: ChunkRecord, alone_only: bool = False) -> str | None:
+    return serve(store.look_up([text(wanted)])[text(wanted)], alone_only)
 
 
 def opened(path: Path, **settings: Any) -> FileStore:
@@ -61,7 +99,8 @@ def same(store: FileStore, wanted: ChunkRecord) -> bool:
     if reader is None:
         return False
     try:
-        assert reader.num_layers == len(wanted.layers)
+        assert (reader.key, reader.num_layers) == (wanted.key, len(wanted.layers))
+        assert (reader.ids.tolist(), reader.context_tokens) == (wanted.ids.tolist(), len(wanted.context))
         for number, pair in enumerate(wanted.layers):
             for ours, theirs in zip(reader.layer(number), pair, strict=True):
                 assert ours.dtype == theirs.dtype
@@ -72,7 +111,7 @@ def same(store: FileStore, wanted: ChunkRecord) -> bool:
 
 
 def file_of(store: FileStore, wanted: ChunkRecord) -> Path:
-    (path,) = store.path.glob(f"chunks/*/{wanted.key}.safetensors")
+    (path,) = store.path.glob(f"chunks/*/{wanted.key}-*.safetensors")
     return path
 
 
@@ -94,17 +133,18 @@ def test_round_trip(store: FileStore, dtype: torch.dtype, layers: int) -> None:
     assert size == file_of(store, wanted).stat().st_size == store.stats().bytes
     assert same(store, wanted)
     (entry,) = store.entries(0)
-    assert (entry.key, entry.ids.tolist(), entry.anchors) == (wanted.key, wanted.ids.tolist(), wanted.anchors)
+    assert (entry.text, entry.ids.tolist(), entry.namespace) == (text(wanted), wanted.ids.tolist(), "")
 
 
 def test_the_file_is_a_safetensors_file_with_each_layer_in_one_piece(store: FileStore) -> None:
     wanted = record(1)
     store.put([wanted])
-    import safetensors.torch
+    from safetensors import safe_open
 
-    tensors = safetensors.torch.load_file(file_of(store, wanted))
-    assert torch.equal(tensors["002.v"], wanted.layers[2][1])
-    chunk = ChunkFile(file_of(store, wanted))
+    with safe_open(file_of(store, wanted), "pt") as file:
+        assert torch.equal(file.get_tensor("002.v"), wanted.layers[2][1])
+        assert file.metadata()["key"] == wanted.key
+    chunk = ChunkFile(file_of(store, wanted), wanted.key, FINGERPRINT.digest)
     for number in range(3):
         keys, values = (chunk._tensors[f"{number:03d}.{name}"]["data_offsets"] for name in "kv")
         assert keys[1] == values[0]
@@ -116,7 +156,7 @@ def test_tensors_that_are_views_are_stored_by_value(store: FileStore) -> None:
     wanted = replace(record(1), layers=[(big[:, 10:30, ::2], big[:, 40:60, 1::2])])
     store.put([wanted])
     assert same(store, wanted)
-    assert file_of(store, wanted).stat().st_size < 4000
+    assert file_of(store, wanted).stat().st_size < 4200
 
 
 def test_known_chunks_are_stored_once(store: FileStore) -> None:
@@ -138,7 +178,7 @@ def test_a_restart_loses_nothing(tmp_path: Path) -> None:
     first.close()
     second = opened(tmp_path)
     assert all(same(second, record(i)) for i in range(5))
-    assert [entry.key for entry in second.entries(0)] == [record(i).key for i in range(5)]
+    assert [entry.text for entry in second.entries(0)] == [text(record(i)) for i in range(5)]
     second.close()
 
 
@@ -169,48 +209,59 @@ def test_a_budget_is_positive(tmp_path: Path, max_bytes: int) -> None:
 # ---------------------------------------------------------------- damage
 
 
-def test_every_single_flipped_bit_of_a_header_is_noticed_or_harmless(store: FileStore) -> None:
-    wanted = record(1, tokens=16, layers=2)
+@pytest.mark.parametrize("namespace", ["", "tenant"])
+@pytest.mark.parametrize("context", [(), (7, 8, 9)])
+def test_every_single_flipped_bit_of_a_header_is_found(
+    store: FileStore, context: tuple[int, ...], namespace: str
+) -> None:
+    """Of the header with its length and padding, and of all that opening reads."""
+    wanted = record(1, tokens=16, layers=2, context=context, namespace=namespace)
     store.put([wanted])
     path = file_of(store, wanted)
     good = path.read_bytes()
     header = 8 + int.from_bytes(good[:8], "little")
-    rng = random.Random(0)
-    noticed = 0
-    for at in range(header):
-        bad = bytearray(good)
-        bad[at] ^= 1 << rng.randrange(8)
-        path.write_bytes(bad)
-        try:
-            assert same(store, wanted), at  # harmless: what is read is what was written
-            chunk = ChunkFile(path)
-            try:
-                ids, packed = chunk.ids_and_anchors()
-            finally:
-                chunk.close()
-            assert (ids.tolist(), packed) == (wanted.ids.tolist(), wanted.anchors)
-        except DamagedChunkError:
-            noticed += 1
-    assert noticed > header * 0.5
+    for at in range(header + 8 * (len(wanted.ids) + len(context))):
+        for bit in range(8):
+            bad = bytearray(good)
+            bad[at] ^= 1 << bit
+            path.write_bytes(bad)
+            with pytest.raises(DamagedChunkError):
+                store.open(wanted.key)
+    path.write_bytes(good)
+    assert same(store, wanted)
 
 
 def test_flipped_bits_of_the_payload_are_noticed(store: FileStore) -> None:
-    wanted = record(1)
+    wanted = record(1, layers=1, tokens=16)
     store.put([wanted])
     path = file_of(store, wanted)
     good = path.read_bytes()
     header = 8 + int.from_bytes(good[:8], "little")
-    rng = random.Random(0)
-    for _ in range(100):
+    for at in range(header + 8 * 16, len(good)):
         bad = bytearray(good)
-        bad[rng.randrange(header, len(good))] ^= 1 << rng.randrange(8)
+        bad[at] ^= 1 << at % 8
         path.write_bytes(bad)
-        chunk = ChunkFile(path)
-        with pytest.raises(DamagedChunkError):  # noqa: PT012  any of these notices
-            for number in range(3):
-                chunk.layer(number)
-            chunk.ids_and_anchors()
-        chunk.close()
+        reader = store.open(wanted.key)
+        assert reader is not None
+        with pytest.raises(DamagedChunkError, match="layer 0"):
+            reader.layer(0)
+        reader.close()
+
+
+@pytest.mark.parametrize("change", ["namespace", "context", "ids", "longer context"])
+def test_a_file_that_is_whole_but_not_what_its_key_says_is_damaged(store: FileStore, change: str) -> None:
+    """Its digests are right: only the key, computed again, shows it."""
+    wanted = record(1, context=(7, 8))
+    changes: dict[str, Any] = {
+        "namespace": {"namespace": "other"},
+        "context": {"context": np.asarray([7, 9], np.uint32)},
+        "ids": {"ids": wanted.ids + 1},
+        "longer context": {"context": np.asarray([7, 8, wanted.ids[0]], np.uint32), "ids": wanted.ids[1:]},
+    }
+    store.put([wanted])
+    file_of(store, wanted).write_bytes(packed(replace(wanted, **changes[change])))
+    with pytest.raises(DamagedChunkError, match="its content is that of chunk"):
+        store.open(wanted.key)
 
 
 @pytest.mark.parametrize("left", [0, 1, 7, 8, 9, 100, -1, -1000])
@@ -238,18 +289,128 @@ def test_a_file_cut_off_after_it_was_opened_is_noticed(store: FileStore) -> None
     reader.close()
 
 
-def test_a_disk_that_cannot_be_read_is_damage(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_passes_leaves_the_chunk_where_it_is(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put([record(1)])
     reader = store.open(record(1).key)
-
-    def fail(*_: Any) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", fail)
     assert reader is not None
-    with pytest.raises(DamagedChunkError, match="Input/output error"):
-        reader.layer(0)
+    for name in ("EIO", "EACCES", "ENOMEM", "ESTALE"):
+
+        def fail(*_: Any, code: int = getattr(errno, name), **__: Any) -> int:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(ChunkUnreadableError, match=os.strerror(getattr(errno, name))) as caught:
+            reader.layer(0)
+        assert caught.value.key == record(1).key
+        monkeypatch.undo()
+        for function in ("open", "pread"):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, function, fail)
+                with pytest.raises(ChunkUnreadableError, match=os.strerror(getattr(errno, name))):
+                    store.open(record(1).key)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fail)
+        assert store.check() == StoreCheck(sound=0, damaged=0, adopted=0, repaired=0, unreadable=1)
     reader.close()
+    assert same(store, record(1))
+    assert store.stats().damaged == 0
+    assert not (store.path / "quarantine").exists()
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")]
+)
+def test_without_memory_the_chunk_stays_where_it_is(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    store.put([record(1)])
+    reader = store.open(record(1).key)
+    assert reader is not None
+
+    def fail(*_: Any, **__: Any) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(ChunkUnreadableError, match="out of memory"):
+        reader.layer(0)
+    monkeypatch.undo()
+    reader.close()
+    assert same(store, record(1))
+
+
+def test_opening_waits_for_others_to_close_their_files(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put([record(1)])
+    real, left = os.open, [2]
+
+    def busy(path: Any, *given: Any) -> int:
+        if left[0] and str(path).endswith(".safetensors"):
+            left[0] -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(path, *given)
+
+    monkeypatch.setattr(os, "open", busy)
+    assert same(store, record(1))
+    left[0] = 1000
+    with pytest.raises(ChunkUnreadableError, match="Too many open files"):
+        store.open(record(1).key)
+
+
+MANY = """
+import resource, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from test_store import *
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+store = opened(Path({folder!r}))
+records = [record(i, layers=1) for i in range(1100)]
+store.put(records)
+readers = [store.open(record.key) for record in records]
+print(len(os.listdir("/proc/self/fd")))
+for _ in range(2):
+    for reader, record in zip(readers, records):
+        assert torch.equal(reader.layer(0)[0], record.layers[0][0])
+store.remove([records[-1].key])
+try:
+    readers[-1].layer(0)
+except ChunkUnreadableError as error:
+    print(error)
+store.remove([records[0].key])
+assert torch.equal(readers[0].layer(0)[1], records[0].layers[0][1])
+for reader in readers:
+    reader.close()
+print(len(os.listdir("/proc/self/fd")))
+"""
+
+
+def test_more_chunks_are_read_at_once_than_files_may_be_open(tmp_path: Path) -> None:
+    code = MANY.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    most, deleted, left = done.stdout.splitlines()
+    assert int(most) < 400
+    assert "its file has been deleted" in deleted
+    assert int(left) < 50
+
+
+def test_a_reader_that_is_closed_while_it_is_read_keeps_its_file(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its number might be another file's by then."""
+    store.put([record(1)])
+    reader, real = store.open(record(1).key), os.preadv
+    assert isinstance(reader, ChunkFile)
+
+    def closing(descriptor: int, buffers: Any, position: int) -> int:
+        reader.close()
+        os.fstat(descriptor)
+        return real(descriptor, buffers, position)
+
+    monkeypatch.setattr(os, "preadv", closing)
+    assert torch.equal(reader.layer(0)[0], record(1).layers[0][0])
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(reader._file)
 
 
 def test_another_chunk_under_this_name_is_noticed(store: FileStore) -> None:
@@ -261,7 +422,7 @@ def test_another_chunk_under_this_name_is_noticed(store: FileStore) -> None:
 
 def test_a_file_of_another_model_is_noticed(store: FileStore) -> None:
     store.put([record(1)])
-    file_of(store, record(1)).write_bytes(chunkfile.pack(record(1), "f" * 32))
+    file_of(store, record(1)).write_bytes(packed(record(1), "f" * 32))
     with pytest.raises(DamagedChunkError, match="another model"):
         store.open(record(1).key)
 
@@ -279,6 +440,7 @@ def test_quarantine_keeps_the_bytes_and_counts(store: FileStore) -> None:
     before = store.removals()
     content = file_of(store, record(1)).read_bytes()
     store.quarantine(record(1).key)
+    store.quarantine(record(2).key)
     store.quarantine(record(2).key)
     assert store.stats().damaged == 2
     assert store.stats().chunks == 0
@@ -312,7 +474,7 @@ def test_a_damaged_chunk_is_recomputed_and_the_answer_is_the_same(
     engine.warm(CHUNKS)
     ids = engine.model.tokenizer.render(messages(*CHUNKS))
     key = engine.model.fingerprint.chunk_key(engine.model.tokenizer.encode(CHUNKS[2]))
-    (path,) = engine.store.path.glob(f"chunks/*/{key}.safetensors")  # type: ignore[attr-defined]
+    (path,) = engine.store.path.glob(f"chunks/*/{key}-*.safetensors")  # type: ignore[attr-defined]
     if how == "gone":
         path.unlink()
     else:
@@ -388,10 +550,8 @@ def test_a_damaged_manifest_is_rebuilt_from_the_chunk_files(how: str, tmp_path: 
     assert again.stats().chunks == 40
     assert again.stats().bytes == sum(path.stat().st_size for path in tmp_path.glob("chunks/*/*"))
     assert all(same(again, record(i)) for i in range(40))
-    entries = {entry.key: entry for entry in again.entries(0)}
-    for i in range(40):
-        assert entries[record(i).key].ids.tolist() == record(i).ids.tolist()
-        assert entries[record(i).key].anchors == record(i).anchors
+    entries = {entry.text: entry.ids.tolist() for entry in again.entries(0)}
+    assert entries == {text(record(i)): record(i).ids.tolist() for i in range(40)}
     assert again.missing([record(i).key for i in range(41)]) == [record(40).key]
     if how in ("garbage", "header", "truncated"):
         assert list(tmp_path.glob("manifest.sqlite.damaged-*"))
@@ -401,7 +561,7 @@ def test_a_damaged_manifest_is_rebuilt_from_the_chunk_files(how: str, tmp_path: 
 def test_a_damaged_chunk_is_not_adopted_when_the_manifest_is_rebuilt(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.put([record(i) for i in range(6)])
-    for i, name in enumerate(["ids", "anchors", "001.v"]):
+    for i, name in enumerate(["ids", "000.k", "001.v"]):
         path = file_of(store, record(i))
         content = bytearray(path.read_bytes())
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
@@ -410,8 +570,8 @@ def test_a_damaged_chunk_is_not_adopted_when_the_manifest_is_rebuilt(tmp_path: P
     store.close()
     _spoil(tmp_path / "manifest.sqlite", "garbage")
     again = opened(tmp_path)
-    assert sorted(entry.key for entry in again.entries(0)) == sorted(record(i).key for i in (3, 4, 5))
-    assert again.stats().damaged == 3
+    assert sorted(entry.text for entry in again.entries(0)) == sorted(text(record(i)) for i in (3, 4, 5))
+    assert len(list(tmp_path.glob("quarantine/*"))) == 3
     again.close()
 
 
@@ -443,9 +603,9 @@ def test_random_damage_to_the_manifest_is_repaired_or_named(tmp_path: Path) -> N
         broken.check()
         broken.put([record(100)])
         assert broken.missing([record(i).key for i in range(60)]) == [], trial
-        entries = {entry.key: entry.ids.tolist() for entry in broken.entries(0)}
+        entries = {entry.text: entry.ids.tolist() for entry in broken.entries(0)}
         for i in range(60):
-            assert entries[record(i).key] == record(i).ids.tolist(), trial
+            assert entries[text(record(i))] == record(i).ids.tolist(), trial
             assert same(broken, record(i))
         broken.close()
         shutil.rmtree(folder)
@@ -484,7 +644,6 @@ def test_a_damaged_owner_file_is_named(content: str, tmp_path: Path) -> None:
         {"rope": "[1]"},
         {"preamble": (1, 2)},
         {"codec": "int8"},
-        {"format": 2},
     ],
 )
 def test_kv_of_another_model_is_refused_and_the_difference_named(tmp_path: Path, other: dict[str, Any]) -> None:
@@ -551,6 +710,7 @@ def test_a_read_only_folder_can_be_read(read_only: Path) -> None:
     store.touch([record(0).key])
     store._flush_touched()
     store.quarantine(record(0).key)
+    assert store.catalog_folder is None
     for write in (
         lambda: store.put([record(9)]),
         lambda: store.set_document("d", []),
@@ -580,7 +740,6 @@ def test_answers_from_a_read_only_store(model: Model, hf: Any, tmp_path: Path) -
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
         engine.warm(CHUNKS[:3])
         engine.store._manifest.read_only = True  # type: ignore[attr-defined]
-        engine.store._last_touch = -1e9  # type: ignore[attr-defined]
         for path in sorted(tmp_path.glob("chunks/*/*"))[:1]:
             _damage(path, "flipped")
         ids = model.tokenizer.render(messages(*CHUNKS))
@@ -669,7 +828,6 @@ def test_a_really_full_disk(small_disk: Path, model: Model, hf: Any) -> None:
             engine.warm([" ".join(CHUNKS), " ".join(CHUNKS[::-1])])
         assert store.stats().chunks == 4
         ids = model.tokenizer.render(messages(*CHUNKS))
-        store._last_touch = -1e9  # the time of use is due to be written, and cannot be
         done = prepare(engine, ids, 1.0)
         assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
         assert len(done.report(0.0).runs) == 4
@@ -693,8 +851,8 @@ def test_a_disk_with_less_left_than_is_to_be_kept_free_is_full(tmp_path: Path) -
 
 
 def test_least_recently_used_chunks_make_room(tmp_path: Path) -> None:
-    size = len(chunkfile.pack(record(0), FINGERPRINT.digest))
-    store = opened(tmp_path, max_bytes=10 * size + 500)
+    size = len(packed(record(0)))
+    store = opened(tmp_path, max_bytes=10 * size + 1000)
     for i in range(10):
         store.put([record(i)])
     store.touch([record(0).key, record(3).key])
@@ -705,7 +863,7 @@ def test_least_recently_used_chunks_make_room(tmp_path: Path) -> None:
     assert {0, 3, 9, 10} <= left
     assert left.isdisjoint({1, 2})
     assert store.removals() > removals
-    assert {path.name.split(".")[0] for path in tmp_path.glob("chunks/*/*")} == {record(i).key for i in left}
+    assert {path.name.split("-")[0] for path in tmp_path.glob("chunks/*/*")} == {record(i).key for i in left}
     with pytest.raises(StoreFullError, match="raise max_bytes"):
         store.put([record(i) for i in range(20, 40)])
     assert {i for i in range(11) if not store.missing([record(i).key])} == left
@@ -726,26 +884,257 @@ def test_a_corpus_larger_than_the_budget_is_pointed_out(model: Model, tmp_path: 
 
 
 def test_documents_share_chunks_and_forgetting_one_leaves_the_other(store: FileStore) -> None:
-    keys = [record(i).key for i in range(4)]
-    store.put([record(i) for i in range(4)])
-    assert store.set_document("a", keys[:3]) == 0
-    assert store.set_document("b", keys[2:]) == 0
+    records = [record(i) for i in range(4)]
+    keys = [wanted.key for wanted in records]
+    store.put(records)
+    assert store.set_document("a", [holding(wanted, "a") for wanted in records[:3]]) == []
+    assert store.set_document("b", [holding(wanted, "b") for wanted in records[2:]]) == []
     assert store.stats().documents == 2
-    assert store.set_document("a", [keys[1]]) == 1  # keys[0] is gone, keys[2] is b's too
+    assert store.set_document("a", [holding(records[1], "a")]) == [keys[0]]  # keys[2] is b's too
     assert store.missing(keys) == [keys[0]]
-    assert store.set_document("b", []) == 2
+    assert sorted(store.set_document("b", [])) == sorted(keys[2:])
     assert store.missing(keys) == [keys[0], keys[2], keys[3]]
     assert store.stats().documents == 1
-    assert store.set_document("never heard of", []) == 0
+    assert store.set_document("never heard of", []) == []
+
+
+def test_what_is_removed_frees_the_disk_at_once(store: FileStore) -> None:
+    store.put([record(1), record(2)])
+    store.set_document("a", [holding(record(1), "a"), holding(record(2), "a")])
+    assert len(list(store.path.glob("chunks/*/*"))) == 2
+    assert len(store.set_document("a", [])) == 2
+    assert list(store.path.glob("chunks/*/*")) == []
+    assert store.stats().bytes == 0
 
 
 def test_chunks_without_a_name_are_never_dropped_by_a_document(store: FileStore) -> None:
     key = record(1).key
+    store.put([record(1), record(2)])
+    store.set_document("", [holding(record(1), "")])
+    store.set_document("", [holding(record(2), "")])
+    store.set_document("a", [holding(record(1), "a")])
+    assert store.set_document("a", []) == []
+    assert store.missing([key, record(2).key]) == []
+    assert store.documents() == {}
+
+
+def test_a_variant_that_nobody_relies_on_any_more_is_removed(store: FileStore) -> None:
+    behind, alone = record(1, context=(7, 8)), record(1)
+    store.put([behind])
+    store.set_document("a", [holding(behind, "a")])
+    assert served(store, alone) == behind.key
+    store.put([alone])
+    assert store.set_document("a", [holding(alone, "a")]) == [behind.key]
+    assert [entry.text for entry in store.entries(0)] == [text(alone)], "the text has been there all the time"
+    assert served(store, alone) == alone.key
+
+
+# ---------------------------------------------------------------- what a prompt gets
+
+B0, B1, B2 = "alone", "behind a", "behind b"
+
+
+@pytest.mark.parametrize(
+    ("variants", "sources", "wanted", "wanted_alone"),
+    [
+        ({B1: 5}, {"a": B1}, B1, None),
+        ({B0: 0, B1: 5}, {"a": B1}, B1, B0),
+        ({B0: 0, B1: 5}, {"a": B0}, B0, B0),
+        ({B0: 0}, {"a": B1}, B0, B0),  # evicted
+        ({B2: 5}, {"a": B1}, None, None),
+        ({B1: 5, B2: 5}, {"a": B1, "b": B2}, None, None),
+        ({B0: 0, B1: 5, B2: 5}, {"a": B1, "b": B2}, B0, B0),
+        ({B0: 0, B1: 5}, {"a": B1, "": B0}, B0, B0),
+        ({B1: 5}, {"": B1}, None, None),
+        ({B1: 5}, {}, None, None),
+        ({B0: 0, B1: 5}, {}, B0, B0),
+        ({}, {"a": B1}, None, None),
+    ],
+)
+def test_one_documents_words_never_reach_the_readers_of_another(
+    variants: dict[str, int], sources: dict[str, str], wanted: str | None, wanted_alone: str | None
+) -> None:
+    assert serve(TextState(variants, sources), alone_only=False) == wanted
+    assert serve(TextState(variants, sources), alone_only=True) == wanted_alone
+
+
+def test_what_is_recorded_of_a_text(store: FileStore) -> None:
+    alone, behind, other = record(1), record(1, context=(7, 8)), record(2)
+    store.put([alone, behind, other])
+    store.set_document("one", [holding(behind, "a")])
+    store.set_document("two", [holding(behind, "a"), holding(other, "a")])
+    store.set_document("three", [holding(alone, "b")])
+    states = store.look_up([text(other), text(alone), "unknown"])
+    assert states == {
+        text(other): TextState({other.key: 0}, {"a": other.key}),
+        text(alone): TextState({alone.key: 0, behind.key: 2}, {"a": behind.key, "b": alone.key}),
+        "unknown": TextState({}, {}),
+    }
+
+
+def test_eviction_does_not_forget_who_holds_a_text(store: FileStore) -> None:
+    """Else what is encoded next would be taken for the only holder's."""
+    behind = record(1, context=(7, 8))
+    store.put([record(1), behind])
+    store.set_document("a", [holding(behind, "a")])
+    store.set_document("b", [holding(record(1), "b")])
+    store.remove([record(1).key])
+    assert served(store, behind) is None, "not the variant behind a's words"
+    store.remove([behind.key])
+    assert store.look_up([text(behind)])[text(behind)].sources == {"a": behind.key, "b": record(1).key}
+    store.put([behind])
+    assert served(store, behind) is None
     store.put([record(1)])
-    store.set_document("", [key])
-    store.set_document("a", [key])
-    assert store.set_document("a", []) == 0
-    assert store.missing([key]) == []
+    assert served(store, behind) == record(1).key
+
+
+def test_a_source_with_several_pieces_of_a_text_has_one_that_is_stored(store: FileStore) -> None:
+    one, other = record(1, context=(7, 8)), record(1, context=(9,))
+    for stored in (one, other):
+        store.put([stored])
+        store.set_document("1", [holding(one, "a")])
+        store.set_document("2", [holding(other, "a")])
+        assert served(store, one) == stored.key
+        store.remove([stored.key])
+
+
+def test_looking_up_waits_for_no_writer(store: FileStore) -> None:
+    store.put([record(1)])
+    with store._manifest._writing() as connection, ThreadPoolExecutor(1) as pool:
+        connection.execute("DELETE FROM chunks")
+
+        def ask() -> tuple[Any, ...]:
+            reader = store.open(record(1).key)
+            assert reader is not None
+            reader.close()
+            store.touch([record(1).key])
+            return served(store, record(1)), len(list(store.entries(0))), store.removed(1), store.removals()
+
+        assert pool.submit(ask).result(timeout=10)[:2] == (record(1).key, 1)
+        connection.execute("ROLLBACK")
+        connection.execute("BEGIN")
+
+
+def test_touching_never_writes_in_the_callers_thread(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put([record(1), record(2)])
+    monkeypatch.setattr(files, "_TOUCH_EVERY", 0.01)
+    threads: list[str] = []
+    written, real = threading.Event(), Manifest.touch
+
+    def touch(manifest: Manifest, keys: Sequence[str]) -> None:
+        threads.append(threading.current_thread().name)
+        real(manifest, keys)
+        written.set()
+
+    monkeypatch.setattr(Manifest, "touch", touch)
+    store.touch([record(1).key])
+    store.touch([record(1).key])
+    assert written.wait(10)
+    assert threads
+    assert threading.current_thread().name not in threads
+    monkeypatch.setattr(files, "_TOUCH_EVERY", 1000.0)
+    store.touch([record(2).key])
+    store.close()  # writes what is pending
+    assert threads[-1] == threading.current_thread().name
+
+
+def test_removed_texts_are_known_by_number(store: FileStore) -> None:
+    position, numbers = store.removed(0) or (0, ())
+    assert position > 0
+    assert list(numbers) == []
+    store.put([record(1), record(2), record(2, context=(7,))])
+    one, two = store.entries(0)
+    store.remove([record(1).key, record(2).key])
+    assert store.removed(position) == (position + 1, [one.number]), "the other text still has a variant"
+    store.remove([record(2, context=(7,)).key])
+    assert store.removed(position) == (position + 2, [one.number, two.number])
+    assert store.removed(position + 1) == (position + 2, [two.number])
+    assert store.removed(position + 2) == (position + 2, [])
+    store.put([record(1)])
+    (back,) = store.entries(0)
+    assert back.number > two.number, "a text that comes back is a new one"
+    for unknown in (1, position - 1, position + 3):
+        assert store.removed(unknown) is None
+
+
+def test_a_position_from_before_the_manifest_was_lost_is_unknown(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.put([record(i) for i in range(5)])
+    store.remove([record(1).key])
+    position, _ = store.removed(0) or (0, ())
+    store.close()
+    _spoil(tmp_path / "manifest.sqlite", "deleted")
+    again = opened(tmp_path)
+    for i in range(5):
+        assert again.removed(position) is None
+        again.remove([record(i).key])
+    again.close()
+
+
+def test_the_log_of_removals_is_bounded(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrag.store.manifest._LOG", 3)
+    store.put([record(i) for i in range(10)])
+    start, _ = store.removed(0) or (0, ())
+    for i in range(10):
+        store.remove([record(i).key])
+    assert store.removed(start) is None
+    assert store.removed(start + 6) is None
+    assert store.removed(start + 7) == (start + 10, [8, 9, 10])
+
+
+# ---------------------------------------------------------------- namespaces
+
+
+def test_a_namespace_sees_nothing_of_another(store: FileStore) -> None:
+    mine, theirs = record(1, namespace="me"), record(1, namespace="them")
+    assert len({mine.key, theirs.key, record(1).key}) == 3
+    assert len({text(mine), text(theirs), text(record(1))}) == 3
+    store.put([mine, theirs])
+    store.set_document("report", [holding(mine, "report")], "me")
+    store.set_document("report", [holding(theirs, "report")], "them")
+    assert store.look_up([text(mine)]) == {text(mine): TextState({mine.key: 0}, {"report": mine.key})}
+    assert store.documents(namespace="me") == {"report": [mine.key]}
+    assert store.documents() == {}
+    assert {entry.namespace: entry.text for entry in store.entries(0)} == {"me": text(mine), "them": text(theirs)}
+    counted = {
+        part.namespace: (part.texts, part.chunks, part.tokens, part.documents) for part in store.stats().namespaces
+    }
+    assert counted == {"me": (1, 1, 20, 1), "them": (1, 1, 20, 1)}
+    assert store.set_document("report", [], "me") == [mine.key]
+    assert same(store, theirs)
+
+
+def test_keys_of_different_things_differ() -> None:
+    keys = [
+        FINGERPRINT.chunk_key([1, 2, 3]),
+        FINGERPRINT.chunk_key([2, 3], [1]),
+        FINGERPRINT.chunk_key([3], [1, 2]),
+        FINGERPRINT.chunk_key([1, 2, 3], [], "a"),
+        FINGERPRINT.chunk_key([1, 2, 3], [ord("a")], ""),
+        replace(FINGERPRINT, weights="x").chunk_key([1, 2, 3]),
+        text_key("", [1, 2, 3]),
+        text_key("a", [1, 2, 3]),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert {len(key) for key in keys} == {32}
+
+
+def test_two_models_that_differ_in_a_buffer_alone_differ() -> None:
+    """Quantised layers keep their weights there."""
+
+    class Quantised(torch.nn.Module):
+        def __init__(self, value: int) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(3))
+            self.register_buffer("qweight", torch.full((5, 7), value, dtype=torch.int32))
+            self.register_buffer("cos", torch.rand(9), persistent=False)
+
+    one, same_one, other = (hash_weights(Quantised(value).state_dict().items()) for value in (1, 1, 2))
+    assert one == same_one
+    assert one != other
+
+
+# ---------------------------------------------------------------- documents of an engine
 
 
 def test_engine_documents(engine: BlendEngine) -> None:
@@ -776,54 +1165,17 @@ def test_several_documents_are_warmed_together(engine: BlendEngine) -> None:
     assert engine.store.stats().chunks == 1
 
 
-def test_a_document_that_is_deleted_and_added_again_is_not_encoded_again(
-    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine.warm(CHUNKS[:3], document="d")
-    expected = engine.generate(messages(*CHUNKS), max_new_tokens=4, policy="none")
-    assert engine.forget("d") == 3
-    assert engine.store.stats().chunks == 0
-    assert not list(Path(engine.store.stats().path).rglob("*.safetensors"))
-    encoded: list[int] = []
-    encode = ingest.encode
-    monkeypatch.setattr(ingest, "encode", lambda model, *given: encoded.append(len(given[0])) or encode(model, *given))
-    report = engine.warm(CHUNKS[1:], document="d")
-    assert encoded == [1]
-    assert (report.new, report.reused) == (1, 2)
-    engine.forget("d")
-    engine.warm(CHUNKS[:1], document="other")  # what was dropped before is let go now
-    encoded.clear()
-    engine.warm(CHUNKS[:3], document="d")
-    assert encoded == [2]
-    again = engine.generate(messages(*CHUNKS), max_new_tokens=4, policy="none")
-    assert (again.token_ids, again.report.reused_tokens) == (expected.token_ids, expected.report.reused_tokens)
-
-
-def test_dropped_chunks_keep_few_files_open(store: FileStore) -> None:
-    store.put([record(1)])
-    dropped, readers = DroppedChunks(), [ChunkFile(store._file(record(1).key)) for _ in range(300)]
-    for number, reader in enumerate(readers):
-        dropped.keep(str(number), reader)
-    assert [reader._file.closed for reader in readers] == [True] * 44 + [False] * 256
-    assert dropped.take("0") is None
-    assert dropped.take("299") is readers[299]
-    dropped.keep("298", readers[0])  # instead of the one before
-    dropped.clear()
-    assert [reader._file.closed for reader in readers] == [True] * 299 + [False]
-    readers[299].close()
-
-
 def _age(path: Path, seconds: float = 7200) -> None:
     os.utime(path, (time.time() - seconds,) * 2)
 
 
 def test_gc_deletes_what_nobody_holds_and_what_is_left_over(store: FileStore) -> None:
     store.put([record(i) for i in range(3)])
-    store.set_document("a", [record(0).key])
+    store.set_document("a", [holding(record(0), "a")])
     leftover, fresh = record(7), record(8)
     for orphan in (leftover, fresh):
-        path = store.path / "chunks" / orphan.key[:2] / f"{orphan.key}.safetensors"
-        chunkfile.write(path, chunkfile.pack(orphan, FINGERPRINT.digest), ".x.tmp")
+        path = store._file(f"{orphan.key}-0.safetensors")
+        write_file(path, packed(orphan))
         if orphan is leftover:
             _age(path)
     store.quarantine(record(1).key)
@@ -834,25 +1186,91 @@ def test_gc_deletes_what_nobody_holds_and_what_is_left_over(store: FileStore) ->
         _age(path)
     assert store.gc() == (0, 1)
     assert same(store, record(0))
-    assert {path.name.split(".")[0] for path in store.path.glob("chunks/*/*")} == {record(0).key, fresh.key}
+    assert {path.name.split("-")[0] for path in store.path.glob("chunks/*/*")} == {record(0).key, fresh.key}
 
 
 def test_check_adopts_whole_files_and_quarantines_damaged_ones(store: FileStore) -> None:
     store.put([record(i) for i in range(4)])
     orphan = record(9)
-    chunkfile.write(store._file(orphan.key), chunkfile.pack(orphan, FINGERPRINT.digest), ".x.tmp")
-    torn = store._file("ab" * 16)
+    write_file(store._file(f"{orphan.key}-0.safetensors"), packed(orphan))
+    torn = store._file("ab" * 16 + "-0.safetensors")
     torn.parent.mkdir(exist_ok=True)
     torn.write_bytes(b"torn")
     _damage(file_of(store, record(1)), "flipped")
     file_of(store, record(2)).unlink()
     seen: list[tuple[int, int]] = []
-    assert store.check(lambda done, total: seen.append((done, total))) == (3, 3, 1)
+    found = store.check(lambda done, total: seen.append((done, total)))
+    assert found == StoreCheck(sound=3, damaged=3, adopted=1, repaired=0, unreadable=0)
     assert seen[-1] == (6, 6)
     assert same(store, orphan)
-    assert {entry.key for entry in store.entries(0)} == {record(0).key, record(3).key, orphan.key}
-    assert store.check() == (3, 0, 0)
-    assert store.gc() == (2, 0)  # the adopted one is held
+    assert {entry.text for entry in store.entries(0)} == {text(wanted) for wanted in (record(0), record(3), orphan)}
+    assert store.check() == StoreCheck(sound=3, damaged=0, adopted=0, repaired=0, unreadable=0)
+    assert served(store, orphan) == orphan.key, "alone, so anybody may have it"
+    assert store.gc()[0] == 3
+
+
+@pytest.mark.parametrize("spoil", ["ids", "context", "namespace", "size", "totals"])
+def test_check_repairs_what_a_row_says_wrong(store: FileStore, spoil: str) -> None:
+    one, two = record(1), record(2)
+    store.put([one, two])
+    before = store.stats()
+    with store._manifest._writing() as connection:
+        if spoil == "ids":
+            (first, second) = (row[0] for row in connection.execute("SELECT ids FROM texts ORDER BY number"))
+            connection.execute("UPDATE texts SET ids = ? WHERE number = 1", (second,))
+            connection.execute("UPDATE texts SET ids = ? WHERE number = 2", (first,))
+        elif spoil == "totals":
+            connection.execute("UPDATE totals SET bytes = 5")
+        else:
+            column = {"context": "context_tokens = 7", "size": "num_bytes = 1"}.get(spoil)
+            connection.execute(f"UPDATE chunks SET {column}" if column else "UPDATE texts SET namespace = 'other'")
+    if spoil == "ids":
+        entry, reader = next(iter(store.entries(0))), store.open(one.key)
+        assert reader is not None
+        assert (entry.text, entry.ids.tolist()) == (text(one), two.ids.tolist())
+        assert reader.ids.tolist() == one.ids.tolist(), "whoever compares sees it"
+        reader.close()
+    assert store.check().repaired == (0 if spoil == "totals" else 2)
+    assert {entry.text: entry.ids.tolist() for entry in store.entries(0)} == {
+        text(wanted): wanted.ids.tolist() for wanted in (one, two)
+    }
+    assert store.stats() == before
+    assert store.check() == StoreCheck(sound=2, damaged=0, adopted=0, repaired=0, unreadable=0)
+
+
+def test_what_is_left_without_its_documents_is_served_only_where_it_was_encoded_alone(tmp_path: Path) -> None:
+    """The chunk files do not say who held them."""
+    store = opened(tmp_path)
+    alone, behind, own = record(1), record(1, context=(7, 8)), record(2, context=(7, 8))
+    store.put([alone, behind, own])
+    store.set_document("a", [holding(behind, "a"), holding(own, "a")])
+    store.set_document("b", [holding(alone, "b")])
+    store.close()
+    _spoil(tmp_path / "manifest.sqlite", "garbage")
+    again = opened(tmp_path)
+    assert again.stats().chunks == 3
+    assert (served(again, behind), served(again, own)) == (alone.key, None)
+    again.set_document("a", [holding(behind, "a"), holding(own, "a")])  # warmed again, with nothing to encode
+    assert (served(again, behind), served(again, own)) == (alone.key, own.key)
+    assert again.gc()[0] == 0
+    again.close()
+
+
+def test_texts_that_came_with_requests_are_collected_when_nobody_uses_them(store: FileStore) -> None:
+    store.put([record(i) for i in range(4)])
+    for i in range(3):
+        store.set_document(ON_REQUEST, [holding(record(i), "")], "tenant" if i == 2 else "")
+    store.set_document("a", [holding(record(0), "a")])
+    store.set_document("", [holding(record(3), "")])
+    assert store.documents() == {"a": [record(0).key]}
+    assert store.stats().documents == 1
+    assert store.gc(unused_days=7) == (0, 0)
+    with store._manifest._writing() as connection:
+        connection.execute("UPDATE chunks SET used = used - 8 * 86400")
+    store.touch([record(2).key])
+    assert store.gc(unused_days=7) == (1, 0)
+    assert store.missing([record(i).key for i in range(4)]) == [record(1).key]
+    assert store.look_up([text(record(0))])[text(record(0))].sources == {"a": record(0).key}
 
 
 def test_temporary_files_of_killed_writers_are_swept(tmp_path: Path) -> None:
@@ -876,33 +1294,96 @@ def test_temporary_files_of_killed_writers_are_swept(tmp_path: Path) -> None:
 
 
 def test_a_chunk_removed_and_stored_again_at_the_same_time_has_its_file(tmp_path: Path) -> None:
-    """One side removes: row, then file. The other has stored the chunk in between."""
+    """One side removes: row, then file. The other has stored the chunk in between, in a file of its own."""
     remover, writer = opened(tmp_path), opened(tmp_path)
     remover.put([record(1)])
-    remove_rows = remover._manifest.remove
+    unlink = remover._unlink
 
-    def interrupted(keys: Sequence[str], counter: str | None = None) -> None:
-        remove_rows(keys, counter)
+    def late(names: Any) -> None:
+        names = list(names)
         writer.put([record(1)])
+        unlink(names)
 
-    remover._manifest.remove = interrupted  # type: ignore[method-assign]
+    remover._unlink = late  # type: ignore[method-assign]
     remover.remove([record(1).key])
     assert same(writer, record(1)), "a row has a file"
+    assert len(list(tmp_path.glob("chunks/*/*"))) == 1
+    remover.close()
+    writer.close()
 
-    add_rows = writer._manifest.add
-    remover._manifest.remove = remove_rows  # type: ignore[method-assign]
-    remover.remove([record(1).key])
 
-    def late(rows: Any) -> None:
-        remover.put([record(1)])
-        remover.remove([record(1).key])
-        add_rows(rows)
+def test_who_stores_a_chunk_second_deletes_his_own_file(tmp_path: Path) -> None:
+    one, other = opened(tmp_path), opened(tmp_path)
+    add, kept = one._manifest.add, []
+
+    def late(rows: Any) -> list[Row]:
+        other.put([record(1)])
+        kept.append(file_of(other, record(1)) if len(list(tmp_path.glob("chunks/*/*"))) == 1 else None)
+        return add(rows)
+
+    one._manifest.add = late  # type: ignore[method-assign]
+    assert one.put([record(1)]) == 0
+    assert other.put([record(1)]) == 0
+    assert len(list(tmp_path.glob("chunks/*/*"))) == 1
+    assert same(one, record(1))
+    one.close()
+    other.close()
+
+
+def test_check_may_adopt_a_file_before_its_writer_has_entered_it(tmp_path: Path) -> None:
+    writer, checker = opened(tmp_path), opened(tmp_path)
+    add = writer._manifest.add
+
+    def late(rows: Any) -> list[Row]:
+        assert checker.check().adopted == 1
+        return add(rows)
 
     writer._manifest.add = late  # type: ignore[method-assign]
     writer.put([record(1)])
-    assert same(remover, record(1))
-    remover.close()
+    assert same(checker, record(1))
     writer.close()
+    checker.close()
+
+
+def test_a_chunk_that_moves_to_another_file_while_it_is_opened_is_found(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put([record(1)])
+    real, looks = store._manifest.file, []
+
+    def file(key: str) -> str | None:
+        name = real(key)
+        if not looks:
+            store.remove([key])
+            store.put([record(1)])
+        looks.append(name)
+        return name
+
+    monkeypatch.setattr(store._manifest, "file", file)
+    assert same(store, record(1))
+    assert len(set(looks)) == 2
+    looks.clear()
+    monkeypatch.undo()
+    store.remove([record(1).key])
+    assert store.open(record(1).key) is None
+
+
+def test_evicting_deletes_files_outside_of_any_transaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(tmp_path, max_bytes=5 * len(packed(record(0))) + 2000)
+    for i in range(5):
+        store.put([record(i)])
+    real, states = Path.unlink, []
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".safetensors":
+            states.append(store._manifest._writer.in_transaction)
+        real(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    store.put([record(9)])
+    assert states
+    assert not any(states)
+    store.close()
 
 
 OPEN = """
@@ -912,7 +1393,7 @@ from kvrag.store.manifest import Manifest
 print("ready", flush=True)
 for line in sys.stdin:
     manifest = Manifest(Path(line.strip()))
-    print(int(manifest.read_only), int(manifest.rebuilt), manifest.totals()[0], flush=True)
+    print(int(manifest.read_only), int(manifest.is_new), int(manifest.num_bytes()), flush=True)
     manifest.close()
 """
 
@@ -937,7 +1418,7 @@ def test_several_processes_open_a_folder_at_once(tmp_path: Path, damaged: bool) 
                 process.stdin.flush()
             answers = [process.stdout.readline().split() for process in processes if process.stdout]
             assert [answer[0] for answer in answers] == ["0"] * 3, "none may think that the folder cannot be written"
-            assert sum(answer[1] == "1" for answer in answers) == (1 if damaged else 0)
+            assert sum(answer[1] == "1" for answer in answers) == 1, "one fills it"
             assert len(list(tmp_path.glob(f"{number}.sqlite.damaged-*"))) == (1 if damaged else 0)
     finally:
         for process in processes:
@@ -945,69 +1426,125 @@ def test_several_processes_open_a_folder_at_once(tmp_path: Path, damaged: bool) 
             process.wait()
 
 
-def test_a_row_that_two_writers_add_keeps_its_number(store: FileStore) -> None:
+def test_a_text_that_two_writers_add_keeps_its_number(store: FileStore) -> None:
     store.put([record(1), record(2)])
     (entry, _) = store.entries(0)
-    store._manifest.add([(entry.key, 20, 1, entry.ids.tobytes(), entry.anchors)])
-    assert next((e.number, e.key) for e in store.entries(0)) == (entry.number, entry.key)
+    row = Row(record(1).key, entry.text, "", entry.ids.tobytes(), 0, "another file", 1)
+    assert store._manifest.add([row]) == [row]
+    assert next((e.number, e.text) for e in store.entries(0)) == (entry.number, entry.text)
+    assert same(store, record(1))
 
 
 def test_a_failed_transaction_does_not_block_the_next(store: FileStore) -> None:
-    rows = [("k", 1, 1, b"", b""), ("broken", object())]
-    with pytest.raises((sqlite3.Error, StoreError, ValueError)):
-        store._manifest.add(rows)  # type: ignore[arg-type]
+    good = Row("k", "t", "", b"", 0, "f", 1)
+    with pytest.raises((sqlite3.Error, StoreError)):
+        store._manifest.add([good, good._replace(key="broken", file=object())])  # type: ignore[arg-type]
     assert store.stats().chunks == 0
+    assert list(store.entries(0)) == []
     store.put([record(1)])
     assert same(store, record(1))
+
+
+# ---------------------------------------------------------------- another version
+
+
+def test_a_store_of_the_first_format_is_refused_in_one_line(tmp_path: Path) -> None:
+    opened(tmp_path / "claimed").close()
+    owner = tmp_path / "claimed" / "fingerprint.json"
+    owner.write_text(json.dumps({**json.loads(owner.read_text()), "format": "1"}))
+    (tmp_path / "unclaimed").mkdir()
+    with contextlib.closing(sqlite3.connect(tmp_path / "unclaimed" / "manifest.sqlite")) as connection:
+        connection.execute("CREATE TABLE chunks (number INTEGER PRIMARY KEY, key TEXT, ids BLOB, anchors BLOB)")
+    for folder in (tmp_path / "claimed", tmp_path / "unclaimed"):
+        before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+        with pytest.raises(StoreError) as caught:
+            FileStore(folder)
+        message = str(caught.value)
+        assert "\n" not in message
+        assert f"{folder} was written in format 1, which this version does not read" in message
+        assert "`kvrag warm --store NEW_FOLDER DOCS`" in message
+        assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert FORMAT == 2
 
 
 # ---------------------------------------------------------------- the RAM tier
 
 
-def _layers(kilobytes: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    half = torch.zeros(kilobytes * 512, dtype=torch.uint8)
-    return [(half, half.clone())]
+def _kept(memory: MemoryTier, key: str, kilobytes: int) -> ChunkReader:
+    """Read a chunk whole, through the tier."""
+
+    class Reader:
+        ids, context_tokens, tier, num_layers, bytes_read = np.zeros(0, np.uint32), 0, "disk", 1, 0
+
+        def __init__(self) -> None:
+            self.key = key
+
+        def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+            half = torch.zeros(kilobytes * 512, dtype=torch.uint8)
+            return half, half.clone()
+
+        def close(self) -> None:
+            pass
+
+    reader = memory.keeping(Reader())
+    reader.layer(0)
+    return reader
 
 
 def test_the_ram_tier_is_bounded_and_drops_the_least_recently_used() -> None:
     memory = MemoryTier(10 * 1024)
     for name in "abc":
-        memory.keep(name, _layers(3))
+        _kept(memory, name, 3).close()
     assert memory.open("a") is not None
-    memory.keep("d", _layers(3))
+    _kept(memory, "d", 3).close()
     assert [name for name in "abcd" if memory.open(name)] == ["a", "c", "d"]
+    assert sorted(memory.keys()) == ["a", "c", "d"]
     assert memory.bytes == 9 * 1024
-    memory.keep("huge", _layers(11))
+    _kept(memory, "huge", 11).close()
     assert memory.open("huge") is None
-    memory.keep("a", _layers(5))
+    _kept(memory, "a", 3).close()
     assert memory.bytes == 9 * 1024
-    memory.drop("a")
-    memory.drop("a")
+    memory.drop(["a", "unknown"])
+    memory.drop(["a"])
     assert (memory.bytes, len(memory)) == (6 * 1024, 2)
 
 
+def test_what_is_dropped_while_it_is_read_does_not_come_back() -> None:
+    memory = MemoryTier(10 * 1024)
+    reader, other = _kept(memory, "a", 3), _kept(memory, "b", 3)
+    memory.drop(["a"])
+    reader.close()
+    other.close()
+    assert memory.keys() == ["b"]
+    _kept(memory, "a", 3).close()
+    assert sorted(memory.keys()) == ["a", "b"]
+
+
 def test_the_ram_tier_takes_only_what_was_read_whole(store: FileStore) -> None:
-    store.put([record(1)])
+    wanted = record(1, context=(7, 8))
+    store.put([wanted])
     memory = MemoryTier(1 << 20)
     for layers in ([0], [0, 1], [2, 1, 0]):
-        reader = store.open(record(1).key)
+        reader = store.open(wanted.key)
         assert reader is not None
-        keeping = memory.keeping(record(1).key, reader)
+        keeping = memory.keeping(reader)
         for number in layers:
             keeping.layer(number)
         keeping.close()
-        assert (memory.open(record(1).key) is not None) == (len(layers) == 3)
-    kept = memory.open(record(1).key)
+        assert (memory.open(wanted.key) is not None) == (len(layers) == 3)
+    kept = memory.open(wanted.key)
     assert kept is not None
-    assert torch.equal(kept.layer(1)[0], record(1).layers[1][0])
-    assert (kept.tier, kept.bytes_read, kept.num_layers) == ("ram", 0, 3)
+    assert torch.equal(kept.layer(1)[0], wanted.layers[1][0])
+    assert (kept.key, kept.tier, kept.bytes_read, kept.num_layers) == (wanted.key, "ram", 0, 3)
+    assert (kept.ids.tolist(), kept.context_tokens) == (wanted.ids.tolist(), 2)
+    assert memory.keeping(kept) is kept
 
 
 def test_a_ram_tier_of_no_bytes_holds_on_to_nothing(store: FileStore) -> None:
     store.put([record(1)])
     reader = store.open(record(1).key)
     assert reader is not None
-    keeping = MemoryTier(0).keeping(record(1).key, reader)
+    keeping = MemoryTier(0).keeping(reader)
     assert keeping is reader
     reader.close()
 
@@ -1024,11 +1561,11 @@ def test_answers_report_their_tier_and_are_the_same_from_ram_and_disk(engine: Bl
     mixed = prepare(engine, engine.model.tokenizer.render(messages(*CHUNKS[1:3])), 0.2)
     assert mixed.report(0.0).tier == "mixed"
     kept = engine._ram._chunks
-    ram = {key: [tuple(tensor.clone() for tensor in pair) for pair in layers] for key, (layers, *_) in kept.items()}
+    ram = {key: [tuple(tensor.clone() for tensor in pair) for pair in kept[key].layers] for key in engine._ram.keys()}
     for policy in ("hkvd", "query", "random"):
         prepare(engine, ids, 1.0, policy)
     for key, layers in ram.items():
-        for ours, theirs in zip(engine._ram._chunks[key][0], layers, strict=True):
+        for ours, theirs in zip(kept[key].layers, layers, strict=True):
             assert torch.equal(ours[0], theirs[0])
             assert torch.equal(ours[1], theirs[1])
 

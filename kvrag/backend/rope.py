@@ -1,4 +1,4 @@
-"""Rotary position embedding as tensor arithmetic: put a key at a position, take it off again.
+"""Rotary position embedding as tensor arithmetic: rotate a key to a position, and undo it.
 
 Source: arXiv:2104.09864, section 3.2. Everything here is in float32: half precision loses the low bits of large
 angles, and an inverse needs them.
@@ -11,21 +11,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Pairs = Literal["halves", "neighbours"]
-"""Which dimensions turn together: i and i + R (most models), or 2i and 2i + 1 (cohere, glm)."""
+Pairs = Literal["half_split", "interleaved"]
+"""Which dimensions rotate together: i and i + R (most models), or 2i and 2i + 1 (cohere, glm)."""
 
 _BLOCK = 512  # tokens; on a CPU the float32 intermediates of a block stay in the cache, those of a prompt do not
 
 
-def rotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "halves", out: Tensor | None = None) -> Tensor:
+def rotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "half_split", out: Tensor | None = None) -> Tensor:
     """Apply RoPE to position-free keys.
 
     Args:
         keys: (B, H, T, D), after any QK-norm, never rotated before.
         cos: (T, R) float32, the model's own table for the positions where the keys land, one entry per pair of
-            dimensions. The first 2R dimensions turn, the rest passes through.
+            dimensions. The first 2R dimensions rotate, the rest passes through.
         sin: (T, R) float32, likewise.
-        pairs: Which dimensions turn together.
+        pairs: Which dimensions rotate together.
         out: (B, H, T, D) to write to.
 
     Returns:
@@ -46,8 +46,8 @@ def rotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "halves", out:
     return out
 
 
-def unrotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "halves") -> Tensor:
-    """Undo `rotate`: the inverse turn is by -sin, and scaled tables (yarn) are divided out.
+def unrotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "half_split") -> Tensor:
+    """Undo `rotate`: the inverse rotation is by -sin, and scaled tables (yarn) are divided out.
 
     Args and returns as in `rotate`.
     """
@@ -57,7 +57,7 @@ def unrotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "halves") ->
 
 def _split(x: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """(..., 2R) -> views of the first and second dimensions of each pair, (..., R) each."""
-    if pairs == "neighbours":
+    if pairs == "interleaved":
         return x[..., 0::2], x[..., 1::2]
     half = x.shape[-1] // 2
     return x[..., :half], x[..., half:]

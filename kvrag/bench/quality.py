@@ -441,7 +441,7 @@ def _answer(engine: BlendEngine, cell: Cell, prompt: str | Messages, sampling: S
     deltas = decode(engine.model, done.ids, done.stitched.cache, done.logits, sampling)
     first = next(deltas)
     ttft_s = time.perf_counter() - started
-    report = done.report(ttft_s)
+    report = replace(done.report, ttft_s=ttft_s)
     record = {
         "answer": first.text + "".join(delta.text for delta in deltas),
         "prompt_tokens": report.prompt_tokens,

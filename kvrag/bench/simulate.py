@@ -22,8 +22,8 @@ from torch import Tensor
 
 from kvrag.backend.transformers import Model
 from kvrag.config import DEFAULT_POLICY, BlendConfig
-from kvrag.control.controller import Request, decide, selecting
-from kvrag.control.cost import Speed, Speedometer
+from kvrag.control.controller import Workload, decide, selecting
+from kvrag.control.cost import CostModel, Speed
 from kvrag.engine import BlendEngine
 from kvrag.types import BlendReport
 
@@ -141,7 +141,7 @@ def simulate(
         if 2 * shape.params <= DEVICES[device].room:
             selects = selecting(BlendConfig(policy=policy), shape.layers)
             size = 0 if load == "RAM" else context * shape.bytes_per_token
-            request = Request(context + _QUESTION, context, context, size, *selects)
+            request = Workload(context + _QUESTION, context, context, size, *selects)
             decision = decide(speed_of(DEVICES[device], shape, LOADS[load]), request, ratio)
             cell = replace(cell, full_s=decision.full_s, blend_s=decision.blend_s, ratio=decision.ratio)
         yield cell
@@ -202,7 +202,7 @@ def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Poi
         started = time.perf_counter()
         done = engine.prefill(prompt, BlendConfig(policy=policy, ratio=ratio))
         int(done.logits.argmax())  # waits for a GPU
-        return time.perf_counter() - started, done.report(0.0)
+        return time.perf_counter() - started, done.report
 
     points = []
     with tempfile.TemporaryDirectory() as folder, BlendEngine(net, folder, ram_bytes=0) as engine:
@@ -213,7 +213,7 @@ def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Poi
             for _ in range(repeats):
                 once(engine, ids(chunks), "full", 1.0)
                 once(engine, ids(chunks), DEFAULT_POLICY, 0.15)
-        meter: Speedometer = engine._tuning._speedometer
+        meter: CostModel = engine._tuning._costs
         learned = meter.speed()
         assert learned is not None
         size = meter.bytes_per_token(net.bytes_per_token)
@@ -232,7 +232,7 @@ def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Poi
                         times[policy].append(blend_s)
             selects = selecting(BlendConfig(policy=policy), net.num_layers)
             inexact = report.reused_tokens - len(report.runs[0])
-            request = Request(
+            request = Workload(
                 report.prompt_tokens, report.reused_tokens, inexact, report.reused_tokens * size, *selects
             )
             speed = replace(learned, load=min(limit or learned.load, learned.load))
@@ -266,7 +266,7 @@ def _throttled(engine: BlendEngine, bytes_per_s: float | None) -> Iterator[None]
     class Slow:
         def __init__(self, reader: Any) -> None:
             self._reader, self.tier, self.num_layers = reader, reader.tier, reader.num_layers
-            self.context, self.source = reader.context, reader.source
+            self.ids, self.context_tokens = reader.ids, reader.context_tokens
 
         @property
         def bytes_read(self) -> int:

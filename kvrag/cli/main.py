@@ -30,6 +30,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "bench simulate": ("kvrag.bench.simulate", "show where reuse wins and where it loses, by a cost model"),
     "bench ingest": ("kvrag.bench.ingest", "measure how fast chunks are encoded"),
     "bench serve": ("kvrag.bench.load", "load a running server with many clients at once"),
+    "bench match": ("kvrag.bench.match", "measure how fast stored chunks are found in a prompt"),
     "bench codec": ("kvrag.bench.codec", "measure what 8 and 4 bits cost and save"),
 }
 _GROUPS = {"bench": "measure speed on models of real shapes with random weights, and quality on real ones"}

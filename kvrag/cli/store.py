@@ -16,21 +16,28 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag store`."""
+    """Add what `kvrag store` takes."""
     parser.add_argument(
         "action",
         choices=("stats", "check", "gc"),
         help="stats: what is in it; check: read everything, put damaged chunks aside; gc: delete what nothing needs",
     )
+    parser.add_argument(
+        "--unused-days",
+        type=float,
+        default=7.0,
+        metavar="N",
+        help="gc also deletes texts that came with requests and were not used for N days (default: 7)",
+    )
     add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 if `check` found damage."""
+    """Return 1 if `check` found damage."""
     with _open(args) as store:
         if args.action == "stats":
             return _stats(store, args.json)
-        return _check(store, args.json) if args.action == "check" else _gc(store, args.json)
+        return _check(store, args.json) if args.action == "check" else _gc(store, args.unused_days, args.json)
 
 
 @contextmanager
@@ -50,27 +57,40 @@ def _stats(store: FileStore, as_json: bool) -> int:
     stats = store.stats()
     if as_json:
         print(json.dumps(asdict(stats)))
-    else:
-        print(f"folder     {stats.path}\nmodel      {stats.model or '-'}\ncodec      {stats.codec}")
-        print(f"chunks     {stats.chunks}")
-        print(f"tokens     {stats.tokens}\nbytes      {stats.bytes} ({human_bytes(stats.bytes)})")
-        print(f"documents  {stats.documents}\ndamaged    {stats.damaged} since it was created")
+        return 0
+    print(f"folder     {stats.path}\nmodel      {stats.model or '-'}\ncodec      {stats.codec}")
+    print(f"chunks     {stats.chunks}")
+    print(f"tokens     {stats.tokens}\nbytes      {stats.bytes} ({human_bytes(stats.bytes)})")
+    print(f"documents  {stats.documents}\ndamaged    {stats.damaged} since it was created")
+    if any(part.namespace for part in stats.namespaces):
+        width = max(len("namespace"), *(len(part.namespace) for part in stats.namespaces), len("(default)"))
+        print(f"\n{'namespace':{width}}  {'texts':>8}  {'chunks':>8}  {'tokens':>10}  {'bytes':>10}  {'documents':>9}")
+        for part in stats.namespaces:
+            print(
+                f"{part.namespace or '(default)':{width}}  {part.texts:>8}  {part.chunks:>8}  {part.tokens:>10}"
+                f"  {human_bytes(part.bytes):>10}  {part.documents:>9}"
+            )
     return 0
 
 
 def _check(store: FileStore, as_json: bool) -> int:
     with progress("checking", as_json) as report:
-        sound, damaged, adopted = store.check(report)
+        found = store.check(report)
     if as_json:
-        print(json.dumps({"sound": sound, "damaged": damaged, "adopted": adopted}))
+        print(json.dumps(asdict(found)))
     else:
-        print(f"{sound} chunks are sound, {adopted} of them were found without an entry; {damaged} damaged")
-        if damaged:
-            say("the damaged ones are put aside: they are encoded again when they are warmed")
-    return 1 if damaged else 0
+        without = f"{found.adopted} of them were found without an entry"
+        print(f"{found.sound} chunks are sound, {without}; {found.damaged} damaged")
+        if found.repaired:
+            say(f"the entries of {found.repaired} chunks did not match their files and were repaired")
+        if found.damaged:
+            say("the damaged ones were moved to quarantine: they are encoded again when they are warmed")
+        if found.unreadable:
+            say(f"{found.unreadable} chunks could not be read: they were left as they are, check again later")
+    return 1 if found.damaged or found.unreadable else 0
 
 
-def _gc(store: FileStore, as_json: bool) -> int:
-    chunks, files = store.gc()
+def _gc(store: FileStore, unused_days: float, as_json: bool) -> int:
+    chunks, files = store.gc(unused_days)
     print(json.dumps({"chunks": chunks, "files": files}) if as_json else f"deleted {chunks} chunks, {files} files")
     return 0

@@ -23,7 +23,6 @@ from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig, check_ratio
 from kvrag.errors import ModelError, SettingError, StoreError
 from kvrag.reuse.stitch import Stitched
-from kvrag.types import BlendReport
 
 FILE = "calibration.json"
 GRID = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
@@ -112,8 +111,6 @@ class _Prefilled(Protocol):
     def stitched(self) -> Stitched: ...
     @property
     def logits(self) -> Tensor: ...
-    @property
-    def report(self) -> Callable[[float], BlendReport]: ...
 
 
 Prefill = Callable[[list[int], BlendConfig], _Prefilled]

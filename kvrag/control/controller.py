@@ -1,8 +1,8 @@
-"""Whether reuse pays for a request, and how much may be recomputed for nothing.
+"""Controller: choose between full prefill and blending, and the ratio that loading hides.
 
-Blending computes few rows, but has to load KV, lay it out, and listen to the question; loading runs beside computing.
-`decide` compares that with full prefill, by the cost model of `kvrag.control.cost`. It is a plain
-function of numbers: `kvrag bench simulate` asks it about machines that are not there.
+Blending computes few rows, but has to load KV, lay it out, and run the policy's own passes; loading runs beside
+computing. `decide` compares that with full prefill by the cost model of `kvrag.control.cost`. It is a plain function of
+numbers, so that `kvrag bench simulate` can evaluate it for other machines.
 """
 
 from __future__ import annotations
@@ -10,43 +10,42 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvrag.backend.protocol import PREFILL_BLOCK
 from kvrag.config import CANDIDATES, BlendConfig
 from kvrag.control.cost import Speed
 
 NOTICEABLE_S = 0.01
-"""Full prefill must be sooner by this much: for less, answers should not depend on the clock."""
+"""Full prefill must be faster by this many seconds: for less, answers should not depend on the clock."""
 STEP = 0.05
 """A ratio that loading hides is rounded down to a multiple of this, so that it does not change with every answer."""
-SLAB = 2048
-"""Rows of one pass of `kvrag.reuse.blend`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A prompt as it was matched.
+class Workload:
+    """A matched prompt in numbers.
 
     Attributes:
         prompt, reused, inexact: Its tokens; those with stored KV; those of them that may deviate.
-        kept: Those before them whose KV is there already, as a conversation's.
+        kept: Tokens of a conversation before them, whose KV is at hand.
         bytes: To load from below the RAM tier.
-        listens: Share of the layers that selecting runs on the fresh tokens (`query`, `hybrid`).
-        detects: Share of the layers that selecting runs on all tokens (`hkvd`).
-        sifts: Share of the layers that selecting runs on candidates (`query_hkvd`).
+        query_pass: Share of the layers that selecting runs on the fresh tokens (`query`, `hybrid`).
+        detection_pass: Share of the layers that selecting runs on all tokens (`hkvd`).
+        candidate_pass: Share of the layers that selecting runs on candidates (`query_hkvd`).
     """
 
     prompt: int
     reused: int
     inexact: int
     bytes: float
-    listens: float = 0.0
-    detects: float = 0.0
-    sifts: float = 0.0
+    query_pass: float = 0.0
+    detection_pass: float = 0.0
+    candidate_pass: float = 0.0
     kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do, and why. `blend_s` and `full_s` are predicted; None where nothing is known yet."""
+    """The choice and its reason. `blend_s` and `full_s` are predicted; None where nothing was measured yet."""
 
     full: bool
     ratio: float
@@ -55,12 +54,12 @@ class Decision:
     full_s: float | None = None
 
 
-def decide(speed: Speed | None, request: Request, ratio: float) -> Decision:
+def decide(speed: Speed | None, request: Workload, ratio: float) -> Decision:
     """Choose between full prefill and blending, and the ratio.
 
     Args:
-        speed: None = nothing was measured: blend, and learn from it.
-        ratio: The least to recompute.
+        speed: None = nothing was measured: blend, and measure that.
+        ratio: The lowest ratio allowed.
     """
     if speed is None:
         return Decision(False, ratio, f"blend at {ratio:g}: nothing has been measured on this machine yet")
@@ -80,26 +79,26 @@ def decide(speed: Speed | None, request: Request, ratio: float) -> Decision:
 
 
 def full_seconds(speed: Speed, prompt: int, kept: int = 0) -> float:
-    """Full prefill of that many tokens, of which the first are `kept` already."""
+    """Predict full prefill of that many tokens, of which the first are `kept` already."""
     pairs = (prompt * prompt - kept * kept) / 2  # causal: every token sees those before it
     return _pass(speed, prompt - kept, pairs)
 
 
-def blend_seconds(speed: Speed, request: Request, ratio: float) -> float:
-    """Blending, from the match to the first logits.
+def blend_seconds(speed: Speed, request: Workload, ratio: float) -> float:
+    """Predict blending, from the match to the first logits.
 
-    Layers are read while others are computed. What selecting touches is read while it selects; of the rest, reading
-    hides behind recomputing.
+    Layers are read while others are computed: those that the policy runs while it selects, the rest while the blend
+    recomputes.
     """
     fresh = request.prompt - request.kept - request.reused
     rows = fresh + ratio * request.inexact
-    compute = _pass(speed, rows, rows * request.prompt) + (math.ceil(rows / SLAB) - 1) * speed.pass_s
+    compute = _pass(speed, rows, rows * request.prompt) + (math.ceil(rows / PREFILL_BLOCK) - 1) * speed.pass_s
     load, stitch = request.bytes / speed.load, request.reused * speed.stitch_s
-    touched = min(1.0, max(request.listens, request.sifts) + request.detects) if ratio else 0.0
-    select = request.listens * _pass(speed, fresh, fresh * request.prompt)
-    select += request.detects * full_seconds(speed, request.prompt, request.kept)
-    sifted = fresh + min(CANDIDATES * ratio, 1.0) * request.inexact
-    select += request.sifts * _pass(speed, sifted, sifted * request.prompt)
+    touched = min(1.0, max(request.query_pass, request.candidate_pass) + request.detection_pass) if ratio else 0.0
+    select = request.query_pass * _pass(speed, fresh, fresh * request.prompt)
+    select += request.detection_pass * full_seconds(speed, request.prompt, request.kept)
+    candidates = fresh + min(CANDIDATES * ratio, 1.0) * request.inexact
+    select += request.candidate_pass * _pass(speed, candidates, candidates * request.prompt)
     rest = 1 - touched
     return (
         max(touched * load, (select if ratio else 0.0) + touched * stitch)
@@ -109,17 +108,17 @@ def blend_seconds(speed: Speed, request: Request, ratio: float) -> float:
 
 
 def selecting(config: BlendConfig, num_layers: int) -> tuple[float, float, float]:
-    """(listens, detects, sifts) of a policy; see Request."""
+    """Return (query_pass, detection_pass, candidate_pass) of a policy; see Workload."""
     if config.policy in ("query", "query_hkvd", "hybrid"):
-        sifts = num_layers // 2 / num_layers if config.policy == "query_hkvd" else 0.0
-        return math.ceil(config.band[1] * num_layers) / num_layers, 0.0, sifts
+        candidate_pass = num_layers // 2 / num_layers if config.policy == "query_hkvd" else 0.0
+        return math.ceil(config.band[1] * num_layers) / num_layers, 0.0, candidate_pass
     if config.policy.startswith("hkvd"):
         return 0.0, min(config.check_layer, num_layers - 1) / num_layers, 0.0
     return 0.0, 0.0, 0.0
 
 
 def seconds(value: float) -> str:
-    """For people."""
+    """Format a duration."""
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
 
 
@@ -127,8 +126,8 @@ def _pass(speed: Speed, rows: float, pairs: float) -> float:
     return speed.pass_s + speed.row_s * rows + speed.pair_s * pairs
 
 
-def _hidden(speed: Speed, request: Request, ratio: float, blend_s: float) -> float:
-    """The largest ratio that takes no longer than `ratio` does because loading does."""
+def _hidden(speed: Speed, request: Workload, ratio: float, blend_s: float) -> float:
+    """Return the largest ratio that takes no longer than `ratio`, since loading takes as long."""
     steps = (round(number * STEP, 10) for number in range(1, math.ceil(1 / STEP)))
     free = [step for step in steps if step > ratio and blend_seconds(speed, request, step) <= blend_s * 1.001]
     return max([ratio, *free])

@@ -1,4 +1,4 @@
-"""How fast this machine is for this model, out of the passes and loads that happen anyway, ingestion included.
+"""Cost model: how fast this machine is for this model, estimated from the passes and loads of ordinary work.
 
 A forward pass takes a + b·rows + c·pairs seconds: `a` however short it is (reading the weights, launching kernels), `b`
 for every token computed, `c` for every key that a token looks at.
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 FILE = "speed.json"
@@ -46,11 +45,11 @@ class Speed:
     load: float
 
 
-class Speedometer:
-    """Running estimates of a Speed, out of what happens anyway. Thread-safe."""
+class CostModel:
+    """Running estimates of a Speed. Thread-safe."""
 
     def __init__(self, hidden_size: int) -> None:
-        """`hidden_size`: the model's; tells how pairs compare with rows while only one length was seen."""
+        """`hidden_size`: the model's; relates pairs to rows while passes of one length only were observed."""
         self._pair_rows = 1 / (6 * hidden_size)  # a layer computes 24 E² per token and 4 E per pair
         self._lock = threading.Lock()
         self._passes: dict[str, deque[tuple[float, float, float, float]]] = {}
@@ -61,8 +60,8 @@ class Speedometer:
         self._speed: Speed | None = None
         self.changed = False
 
-    def saw_pass(self, kind: str, rows: int, pairs: float, seconds: float, passes: int = 1) -> None:
-        """A forward pass, or several. The first of a process pays for more than itself: a short one does not count.
+    def observe_pass(self, kind: str, rows: int, pairs: float, seconds: float, passes: int = 1) -> None:
+        """Observe a forward pass, or several. The first of a process includes start-up costs: a short one is ignored.
 
         Args:
             kind: Of each kind the last few are kept, so that many short passes do not crowd out the long ones.
@@ -74,8 +73,8 @@ class Speedometer:
                 self._speed, self.changed = None, True
             self._warmed_up = True
 
-    def saw_load(self, num_bytes: int, tokens: float, seconds: float) -> None:
-        """That many tokens' KV came from below the RAM tier, which took this long."""
+    def observe_load(self, num_bytes: int, tokens: float, seconds: float) -> None:
+        """Observe a load of so many bytes, the KV of so many tokens, from below the RAM tier."""
         if num_bytes and tokens and seconds > 0:
             with self._lock:
                 self._load = _fade(self._load, num_bytes, seconds)
@@ -83,25 +82,25 @@ class Speedometer:
                 self._loaded_at = time.monotonic()
                 self._speed, self.changed = None, True
 
-    def saw_stitch(self, tokens: int, seconds: float) -> None:
-        """That many reused tokens were laid out."""
+    def observe_stitch(self, tokens: int, seconds: float) -> None:
+        """Observe the laying out of so many reused tokens."""
         if tokens:
             with self._lock:
                 self._stitch = _fade(self._stitch, tokens, seconds)
                 self._speed, self.changed = None, True
 
     def bytes_per_token(self, default: float) -> float:
-        """What a stored token takes on the way in."""
+        """Return the stored bytes of a token."""
         with self._lock:
             return self._loaded[0] / self._loaded[1] if self._loaded[1] else default
 
     @property
     def load_age(self) -> float:
-        """Seconds since a load was seen in this process."""
+        """Seconds since a load was observed in this process."""
         return time.monotonic() - self._loaded_at
 
     def speed(self) -> Speed | None:
-        """The estimates, None until both a pass and a load were seen."""
+        """Return the estimates, None until both a pass and a load were observed."""
         with self._lock:
             passes = [seen for kept in self._passes.values() for seen in kept]
             if self._speed is None and passes and self._load[1]:
@@ -111,7 +110,7 @@ class Speedometer:
             return self._speed
 
     def knows_passes(self) -> bool:
-        """Whether anything can be predicted once a load was seen."""
+        """Return whether forward passes were observed."""
         return bool(self._passes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,7 +122,7 @@ class Speedometer:
             return {"passes": passes, **sums, "made": time.time()}
 
     def take(self, kept: dict[str, Any]) -> None:
-        """Go on from what `to_dict` gave; raises ValueError, and takes nothing, if it is none."""
+        """Continue from what `to_dict` gave; raises ValueError, and changes nothing, if it is not that."""
         try:
             if time.time() - _positive(kept["made"]) > _STALE_S:
                 return
@@ -140,10 +139,10 @@ class Speedometer:
 
 
 def fit(passes: NDArray[np.float64], pair_rows: float) -> tuple[float, float, float]:
-    """The a, b, c >= 0 nearest to what was seen, by relative error.
+    """Fit a, b, c >= 0 to the observed passes by relative error.
 
-    Where passes of one length only were seen, which say one number and not three, weak prior beliefs decide: a pass
-    costs as much as 100 rows besides its own, and a pair `pair_rows` of a row.
+    Passes of one length determine one number and not three: then weak priors decide, that a pass costs as much as 100
+    rows besides its own, and a pair `pair_rows` of a row.
 
     Args:
         passes: (N, 4) number of passes, rows, pairs, seconds.
@@ -166,7 +165,7 @@ def fit(passes: NDArray[np.float64], pair_rows: float) -> tuple[float, float, fl
 
 
 def read(text: str | None, machine: str) -> dict[str, Any] | None:
-    """One machine's entry in a text of `write`; raises ValueError if it is damaged."""
+    """Return one machine's entry in a text of `write`; raises ValueError if it is damaged."""
     machines = json.loads(text) if text else {}
     if not isinstance(machines, dict):
         raise ValueError("not a table of machines")
@@ -174,7 +173,7 @@ def read(text: str | None, machine: str) -> dict[str, Any] | None:
 
 
 def write(text: str | None, machine: str, entry: dict[str, Any]) -> str:
-    """The text with this machine's entry replaced; the others', which share the store, stay."""
+    """Return the text with this machine's entry replaced; those of other machines that share the store stay."""
     try:
         machines = json.loads(text) if text else {}
     except ValueError:
@@ -201,41 +200,3 @@ def _positive(value: Any) -> float:
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"{value!r} is no measurement")
     return number
-
-
-class Clock:
-    """Seconds between laps, the device's work included."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._last = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        """What has passed since the last lap was called `name`."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        now = time.perf_counter()
-        self.laps[name], self._last = now - self._last, now
-
-
-class Busy:
-    """Seconds in which at least one of several threads was at work. Thread-safe, a context manager."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._lock = threading.Lock()
-        self._active = 0
-        self._since = 0.0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._active:
-                self._since = time.perf_counter()
-            self._active += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._active -= 1
-            if not self._active:
-                self.seconds += time.perf_counter() - self._since

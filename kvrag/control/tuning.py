@@ -1,6 +1,6 @@
-"""What the engine knows of its model and machine beyond the settings, and what follows from it for a request.
+"""Calibration and measured speeds of one engine, and what follows from them for a request.
 
-That is a calibration, and how fast things are here. Both are kept beside the chunks.
+Both are kept beside the chunks.
 """
 
 from __future__ import annotations
@@ -10,25 +10,22 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from kvrag.backend.transformers import Model
+from kvrag.backend.protocol import PREFILL_BLOCK, Backend
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO, BlendConfig
-from kvrag.control import calibrate
-from kvrag.control import cost as speed
+from kvrag.control import calibrate, cost
 from kvrag.control.calibrate import Calibration
-from kvrag.control.controller import Decision, Request, decide, selecting
-from kvrag.control.cost import Busy, Speedometer
+from kvrag.control.controller import Decision, Workload, decide, selecting
+from kvrag.control.cost import CostModel
 from kvrag.errors import StoreError
-from kvrag.reuse.blend import SLAB
-from kvrag.reuse.stitch import Stitched
+from kvrag.reuse.load import Matched
+from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader, KeepsTexts, KVStore, Texts
 from kvrag.store.codec import tokens_of
-from kvrag.types import Run
 
 logger = logging.getLogger("kvrag")
 
@@ -39,18 +36,18 @@ _PROBE_BYTES = 1 << 20
 class Tuning:
     """A calibration and running measurements of one engine. Thread-safe."""
 
-    def __init__(self, model: Model, store: KVStore) -> None:
-        self._model = model
+    def __init__(self, backend: Backend, store: KVStore) -> None:
+        self._backend = backend
         self._path = store.stats().path
         self._texts: KeepsTexts = store if isinstance(store, KeepsTexts) else Texts()
         self._calibration: tuple[Calibration | None, str] | None = None
-        self._machine = f"{model.fingerprint.digest} {_device_name(model)} {torch.get_num_threads()} threads"
-        self._speedometer = Speedometer(model.config.hidden_size)
+        self._machine = f"{backend.fingerprint.digest} {_device_name(backend)} {torch.get_num_threads()} threads"
+        self._costs = CostModel(backend.hidden_size)
         self._speed_kept = time.monotonic()
         self._recall_speed()
 
     def settle(self, config: BlendConfig, notes: list[str]) -> BlendConfig:
-        """Fill in the ratio; what the result says of the controller is whether there is anything for it to decide."""
+        """Fill in the ratio, and switch the controller off where it has nothing to decide."""
         if config.policy in ("none", "full"):
             effective = 1.0 if config.policy == "full" else 0.0
             return replace(config, ratio=effective if config.ratio is None else config.ratio, controller="off")
@@ -70,7 +67,7 @@ class Tuning:
         return replace(config, ratio=DEFAULT_RATIO if ratio is None else ratio, controller="auto" if decides else "off")
 
     def _calibrated(self, config: BlendConfig) -> tuple[Calibration | None, str]:
-        """The calibration that holds for these settings, if any, and what is to be said about one that does not."""
+        """Return the calibration that holds for these settings, if any, and a note on one that does not."""
         if self._calibration is None:
             try:
                 text = self._texts.read_text(calibrate.FILE)
@@ -79,46 +76,41 @@ class Tuning:
                 again = f"ignored; `kvrag calibrate` writes it anew ({error})"
                 self._calibration = None, f"{self._path}/{calibrate.FILE} is damaged: {again}"
         calibration, note = self._calibration
-        if calibration is not None and (why := calibration.mismatch(self._model.fingerprint.digest, config)):
+        if calibration is not None and (why := calibration.mismatch(self._backend.fingerprint.digest, config)):
             return None, f"the store's calibration is ignored: it was made for {why}"
         return calibration, note
 
-    def decide(
-        self, config: BlendConfig, num_tokens: int, runs: Sequence[Run], readers: Mapping[str, ChunkReader], kept: int
-    ) -> Decision:
-        """Ask the controller, after a look at the disk where it knows all but that.
+    def decide(self, config: BlendConfig, matched: Matched) -> Decision:
+        """Choose between full prefill and blending, and the ratio.
 
-        Args:
-            kept: How many of the prompt's tokens are the conversation's.
+        Measures the disk first, by reading a little, if nothing but its speed is unknown.
         """
-        meter, below = self._speedometer, [reader for reader in readers.values() if reader.tier != "ram"]
-        if below and meter.knows_passes() and meter.speed() is None:
-            self._probe(below[0])
-        decision = self._ask(config, num_tokens, runs, readers, kept)
-        if decision.full and below and meter.load_age > _KEEP_S:  # full prefill would never find out by itself
-            self._probe(below[0])
-            decision = self._ask(config, num_tokens, runs, readers, kept)
+        costs, cold = self._costs, matched.cold
+        if cold and costs.knows_passes() and costs.speed() is None:
+            self._probe(cold[0])
+        decision = self._predict(config, matched)
+        if decision.full and cold and costs.load_age > _KEEP_S:  # full prefill alone would never measure it again
+            self._probe(cold[0])
+            decision = self._predict(config, matched)
         return decision
 
-    def _ask(
-        self, config: BlendConfig, num_tokens: int, runs: Sequence[Run], readers: Mapping[str, ChunkReader], kept: int
-    ) -> Decision:
-        to_load = sum(len(run) for run in runs if readers[run.key].tier != "ram")
-        behind_preamble = runs[0].offset == 0 and runs[0].start == len(self._model.tokenizer.preamble)
-        reused = sum(map(len, runs))
-        listens, detects, sifts = selecting(config, self._model.num_layers)
-        request = Request(
-            prompt=num_tokens,
+    def _predict(self, config: BlendConfig, matched: Matched) -> Decision:
+        first = matched.runs[0]
+        behind_preamble = first.offset == 0 and first.start == len(self._backend.preamble)
+        reused = sum(map(len, matched.runs))
+        query_pass, detection_pass, candidate_pass = selecting(config, self._backend.num_layers)
+        workload = Workload(
+            prompt=len(matched.ids),
             reused=reused,
-            inexact=reused - (len(runs[0]) if behind_preamble else 0),
-            bytes=to_load * self._speedometer.bytes_per_token(self._model.bytes_per_token),
-            listens=listens,
-            detects=detects,
-            sifts=sifts,
-            kept=kept,
+            inexact=reused - (len(first) if behind_preamble else 0),
+            bytes=matched.cold_tokens * self._costs.bytes_per_token(self._backend.bytes_per_token),
+            query_pass=query_pass,
+            detection_pass=detection_pass,
+            candidate_pass=candidate_pass,
+            kept=matched.kept,
         )
         assert config.ratio is not None  # settled
-        return decide(self._speedometer.speed(), request, config.ratio)
+        return decide(self._costs.speed(), workload, config.ratio)
 
     def _probe(self, reader: ChunkReader) -> None:
         """Read a little of a chunk; keeps no more of a slow disk busy than its first layers."""
@@ -128,44 +120,41 @@ class Tuning:
             if reader.bytes_read - before >= _PROBE_BYTES:
                 break
         share = tokens_of(keys) * (number + 1) / reader.num_layers
-        self._speedometer.saw_load(reader.bytes_read - before, share, time.perf_counter() - started)
+        self._costs.observe_load(reader.bytes_read - before, share, time.perf_counter() - started)
 
-    def saw_encoding(self, lengths: Sequence[int], passes: int, seconds: float) -> None:
-        """Chunks of these many tokens were encoded in so many forward passes."""
+    def observe_encoding(self, lengths: Sequence[int], passes: int, seconds: float) -> None:
+        """Observe the encoding of chunks of these many tokens in so many forward passes."""
         pairs = sum(length * length for length in lengths) / 2
-        self._speedometer.saw_pass("encode", sum(lengths), pairs, seconds, passes)
+        self._costs.observe_pass("encode", sum(lengths), pairs, seconds, passes)
 
-    def saw_full(self, num_tokens: int, seconds: float) -> None:
-        """A prompt of that many tokens was prefilled in full."""
-        self._speedometer.saw_pass("full", num_tokens, num_tokens**2 / 2, seconds)
+    def observe_full(self, num_tokens: int, trace: Trace) -> None:
+        """Observe the full prefill of a prompt of that many tokens."""
+        if not trace.is_contended:
+            self._costs.observe_pass("full", num_tokens, num_tokens**2 / 2, trace.seconds["blend"])
 
-    def saw_blend(
-        self,
-        stitched: Stitched,
-        rows: int,
-        runs: Sequence[Run],
-        readers: Mapping[str, ChunkReader],
-        busy_s: float,
-        blend_s: float,
-    ) -> None:
-        """A prompt was blended.
+    def observe_blend(self, matched: Matched, rows: int, reused: int, pass_s: float, trace: Trace) -> None:
+        """Observe the blending of a prompt.
 
         Args:
             rows: How many positions were computed.
-            busy_s: While something was being read.
-            blend_s: The pass itself, without waiting for the store and laying out.
+            reused: How many were reused.
+            pass_s: Seconds of the forward pass alone, without waiting for the store and laying out.
         """
-        passes = 1 if self._model.rope_follows_length else math.ceil(rows / SLAB)
-        self._speedometer.saw_pass("blend", rows, rows * len(stitched.ids), blend_s, passes)
-        to_load = sum(len(run) for run in runs if readers[run.key].tier != "ram")
-        self._speedometer.saw_load(sum(reader.bytes_read for reader in readers.values()), to_load, busy_s)
-        if not stitched.kept:  # copying is no rotating
-            self._speedometer.saw_stitch(int(stitched.reused.sum()), stitched.stitch_s)
+        if trace.is_contended:
+            return
+        passes = 1 if self._backend.rope_follows_length else math.ceil(rows / PREFILL_BLOCK)
+        self._costs.observe_pass("blend", rows, rows * len(matched.ids), pass_s, passes)
+        self._costs.observe_load(matched.bytes_read, matched.cold_tokens, trace.seconds["read"])
+        if not matched.kept:  # copying a prefix is no rotating
+            self._costs.observe_stitch(reused, trace.seconds["stitch"])
+
+    def keep_speed_now_and_then(self) -> None:
+        """Store what was measured, if that was a while ago."""
         if time.monotonic() - self._speed_kept > _KEEP_S:
             self.keep_speed()
 
     def keep_calibration(self, found: Calibration) -> Calibration:
-        """Use it from now on, and store it; returns it with a note if that failed: minutes of work are not lost."""
+        """Use it from now on, and store it; returns it with a note if that failed, so that no work is lost."""
         try:
             self._texts.write_text(calibrate.FILE, found.to_json())
         except StoreError as error:
@@ -175,15 +164,15 @@ class Tuning:
 
     def _recall_speed(self) -> None:
         try:
-            kept = speed.read(self._speed_text(), self._machine)
+            kept = cost.read(self._speed_text(), self._machine)
             if kept is not None:
-                self._speedometer.take(kept)
+                self._costs.take(kept)
         except ValueError as error:
-            logger.warning("%s/%s is damaged and is measured anew: %s", self._path, speed.FILE, error)
+            logger.warning("%s/%s is damaged and is measured anew: %s", self._path, cost.FILE, error)
 
     def _speed_text(self) -> str | None:
         try:
-            return self._texts.read_text(speed.FILE)
+            return self._texts.read_text(cost.FILE)
         except StoreError as error:
             logger.warning("measured speeds are ignored: %s", error)
             return None
@@ -191,36 +180,13 @@ class Tuning:
     def keep_speed(self) -> None:
         """Store what was measured, if anything was."""
         self._speed_kept = time.monotonic()
-        if self._speedometer.changed:
-            text = speed.write(self._speed_text(), self._machine, self._speedometer.to_dict())
+        if self._costs.changed:
+            text = cost.write(self._speed_text(), self._machine, self._costs.to_dict())
             with contextlib.suppress(StoreError):  # no answer and no ingestion depends on it
-                self._texts.write_text(speed.FILE, text)
+                self._texts.write_text(cost.FILE, text)
 
 
-class TimedReader:
-    """A reader that tells how long reading takes, several threads at once counted once."""
-
-    def __init__(self, reader: ChunkReader, busy: Busy) -> None:
-        self._reader, self._busy = reader, busy
-        self.tier, self.num_layers = reader.tier, reader.num_layers
-        self.context, self.source = reader.context, reader.source
-
-    @property
-    def bytes_read(self) -> int:
-        """See ChunkReader.bytes_read."""
-        return self._reader.bytes_read
-
-    def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """See ChunkReader.layer."""
-        with self._busy:
-            return self._reader.layer(number)
-
-    def close(self) -> None:
-        """See ChunkReader.close."""
-        self._reader.close()
-
-
-def _device_name(model: Model) -> str:
-    """The machine as well: two of them that share a store read it at different speeds."""
-    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
+def _device_name(backend: Backend) -> str:
+    """Name of the machine and its device: two machines that share a store read it at different speeds."""
+    device = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else backend.device.type
     return f"{platform.node()} {device}"

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kvrag.backend.transformers import BlendCache, Model
+from kvrag.backend.protocol import KVCache
+from kvrag.backend.transformers import Model
 from kvrag.config import Sampling
 from kvrag.errors import ModelError
 from kvrag.generate.grammar import Constraint
@@ -17,7 +18,7 @@ from kvrag.types import Delta
 def decode(
     model: Model,
     ids: Tensor,
-    cache: BlendCache,
+    cache: KVCache,
     logits: Tensor,
     sampling: Sampling,
     constraint: Constraint | None = None,

@@ -12,6 +12,9 @@ from kvrag.backend.transformers import Model
 BATCH_TOKENS = 4096
 """Tokens per forward pass, padding included: enough to keep the cores busy, little enough for the memory."""
 
+BATCH_BYTES = 256 << 20
+"""Bytes of KV per forward pass, which bounds the tokens of large models."""
+
 LayerKV = tuple[Tensor, Tensor]
 """Keys (position-free) and values of one chunk on one layer, each (H, T, D), on the CPU."""
 
@@ -20,7 +23,7 @@ def encode(
     model: Model,
     chunks: Sequence[Sequence[int]],
     contexts: Sequence[Sequence[int]] | None = None,
-    batch_tokens: int = BATCH_TOKENS,
+    most_tokens: int | None = None,
 ) -> Iterator[tuple[int, list[LayerKV]]]:
     """Encode chunks behind the model's preamble and what stands before them, whose own KV is dropped.
 
@@ -29,14 +32,15 @@ def encode(
     Args:
         chunks: Token ids of each, not empty, preamble not included.
         contexts: Token ids between the preamble and each chunk; None = nothing.
-        batch_tokens: Most tokens of one forward pass, but at least one chunk.
+        most_tokens: Of one forward pass, but at least one chunk; None = `batch_tokens(model)`.
 
     Yields:
         (number of the chunk in `chunks`, per layer keys and values), those of the shortest rows first.
     """
     rows = _rows(model, chunks, contexts)
     served = _served(rows, model.stable_length)
-    for batch in _batches({host: len(rows[host]) for host in served}, batch_tokens, model.stable_length):
+    most_tokens = most_tokens or batch_tokens(model)
+    for batch in _batches({host: len(rows[host]) for host in served}, most_tokens, model.stable_length):
         longest = max(len(rows[host]) for host in batch)
         ids = torch.tensor([rows[host] + rows[host][-1:] * (longest - len(rows[host])) for host in batch])  # (B, T)
         cache = model.new_cache(longest)
@@ -56,6 +60,11 @@ def encode(
                     number,
                     [(keys[index, :, kept].clone(), values[index, :, kept].clone()) for keys, values in layers],
                 )
+
+
+def batch_tokens(model: Model) -> int:
+    """Return how many tokens of this model one forward pass encodes."""
+    return max(1, min(BATCH_TOKENS, BATCH_BYTES // model.bytes_per_token))
 
 
 def row_lengths(
@@ -92,13 +101,13 @@ def _served(rows: Sequence[list[int]], stable_length: int) -> dict[int, list[int
     return served
 
 
-def _batches(lengths: Mapping[int, int], batch_tokens: int, stable_length: int) -> Iterator[list[int]]:
+def _batches(lengths: Mapping[int, int], most_tokens: int, stable_length: int) -> Iterator[list[int]]:
     """Row numbers in batches of similar length. Where RoPE follows the length, it must not follow another row's."""
     batch: list[int] = []
     for number in sorted(lengths, key=lengths.__getitem__):
         length = lengths[number]
         other = length > stable_length and lengths[number] != lengths[batch[0] if batch else number]
-        if batch and (length * (len(batch) + 1) > batch_tokens or other):
+        if batch and (length * (len(batch) + 1) > most_tokens or other):
             yield batch
             batch = []
         batch.append(number)

@@ -1,28 +1,35 @@
-"""Ingestion: texts to chunks that the store has, each encoded behind what stands before it in its document."""
+"""Ingestion: texts to chunks that the store has.
+
+A text is encoded behind what stands before it in its source, so that its KV knows who "she" is; a text that several
+sources hold is encoded alone, so that the readers of one never get the words of another. That is decided from what is
+durably recorded, and settled after it has been recorded that this document holds the text too. Whoever comes second,
+also from another process, therefore sees both, and encodes the text alone before `warm` returns.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig
 from kvrag.control.tuning import Tuning
-from kvrag.errors import DamagedChunkError, SettingError, StoreError
-from kvrag.fingerprint import Fingerprint
-from kvrag.ingest.encode import BATCH_TOKENS, encode, row_lengths
-from kvrag.reuse.match import anchors
-from kvrag.store import ChunkRecord, DroppedChunks, KVStore
+from kvrag.errors import SettingError
+from kvrag.fingerprint import Fingerprint, text_key
+from kvrag.ingest.encode import batch_tokens, encode, row_lengths
+from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore, TextState
 from kvrag.store.codec import pack
 from kvrag.types import WarmReport
 
-_PUT_TOKENS = 32768  # chunks are stored in portions of about this many tokens: what a killed ingestion may lose
+_PUT_BYTES = 512 << 20  # chunks are stored in portions of about this much KV: what a killed ingestion may lose
 _LEAST_OVERLAP = 8  # fewer common tokens are chance
+_ROUNDS = 4  # of encoding what others have evicted or come to share meanwhile
+
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Texts:
 
     Attributes:
         ids: Each text's tokens.
-        keys: Each text's chunk key, None if it is too short to be matched.
+        keys: Key of each text's variant encoded alone, None if the text is too short to be matched.
         skipped: How many different ones are too short.
         warnings: What is to be said about them.
     """
@@ -43,14 +50,38 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Context:
-    """The source that a chunk is a piece of, "" = not known, None = several, and what of it stands before the chunk."""
+class _Piece:
+    """A text as a piece of a source, in a document.
 
-    source: str | None
+    Attributes:
+        context: Token ids that stand before it in its source.
+    """
+
+    document: str
+    source: str
+    text: str
     ids: list[int]
+    context: list[int]
 
 
-_ALONE = _Context(None, [])
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The variant that a piece is to rely on; `context` is empty where it is the one encoded alone."""
+
+    piece: _Piece
+    key: str
+    context: list[int]
+
+
+@dataclass
+class _Tally:
+    """What has been encoded, and how much there is to encode."""
+
+    texts: set[str] = field(default_factory=set)
+    tokens: int = 0
+    bytes: int = 0
+    done: int = 0
+    total: int = 0
 
 
 class Ingestion:
@@ -61,9 +92,8 @@ class Ingestion:
     ) -> None:
         self._model, self._store, self._config, self._codec = model, store, config, codec
         self._fingerprint, self._tuning = fingerprint, tuning
-        self._dropped = DroppedChunks()
 
-    def tokenize(self, texts: Iterable[str]) -> Texts:
+    def tokenize(self, texts: Iterable[str], namespace: str = "") -> Texts:
         """Raises as `BlendEngine.warm` does of texts that cannot be chunks."""
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             given = "one string" if isinstance(texts, str) else repr(texts)
@@ -80,7 +110,7 @@ class Ingestion:
             tokens.append(ids)
             if len(ids) < least:
                 short.add(text)
-            keys.append(None if len(ids) < least else self._fingerprint.chunk_key(ids))
+            keys.append(None if len(ids) < least else self._fingerprint.chunk_key(ids, (), namespace))
         warnings = []
         if short:
             warnings.append(
@@ -92,47 +122,47 @@ class Ingestion:
     def warm(
         self,
         texts: Iterable[str],
-        document: str | Sequence[str],
-        sources: str | Sequence[str] | None,
-        progress: Callable[[int, int], None],
+        document: str | Sequence[str] = "",
+        sources: str | Sequence[str] | None = None,
+        namespace: str = "",
+        progress: Progress = lambda done, total: None,
+        on_request: bool = False,
     ) -> WarmReport:
-        """See BlendEngine.warm."""
+        """See BlendEngine.warm.
+
+        Args:
+            on_request: The texts came with a prompt: they are held without a name until nobody has used them for long.
+        """
         started = time.perf_counter()
-        given = self.tokenize(texts)
-        chunks = {key: ids for key, ids in zip(given.keys, given.ids, strict=True) if key}
-        names = [document] * len(given.keys) if isinstance(document, str) else document
-        if len(names) != len(given.keys):
+        given = self.tokenize(texts, namespace)
+        names = [document] * len(given.ids) if isinstance(document, str) else document
+        if len(names) != len(given.ids):
             raise SettingError(
-                f"{len(names)} names of documents for {len(given.keys)} texts: give one for each, or one string"
+                f"{len(names)} names of documents for {len(given.ids)} texts: give one for each, or one string"
             )
         if sources is None or isinstance(sources, str):
-            sources = names if sources is None else [sources] * len(given.keys)
-        if len(sources) != len(given.keys):
-            raise SettingError(f"{len(sources)} sources for {len(given.keys)} texts: give one for each, or one string")
-        contexts = self._contexts(sources, given)
-        whole = {document: list[str]()} if isinstance(document, str) else {}  # also if nothing is left of it
-        documents = whole | _by_document(names, given.keys)
-        new: set[str] = set()
-        size = 0
-        missing = self._look_up(chunks, contexts)
-        done, total = 0, sum(len(chunks[key]) for key in missing)
-        progress(0, total)
-        for _ in range(2):
-            lengths = [len(chunks[key]) for key in missing]
-            for portion in _portions(missing, lengths, _PUT_TOKENS):
-                # another process may be warming the same corpus
-                now = self._store.missing(portion)
-                size += self._encode_and_put({key: chunks[key] for key in now}, contexts)
-                new.update(now)
-                done += sum(len(chunks[key]) for key in portion)
-                progress(done, max(done, total))
-            for name, held in documents.items():
-                self._store.set_document(name, held)
-            # until now nobody held what was found, and who dropped another document may have taken it along
-            missing = self._look_up(chunks, contexts)
-            if not missing or not self._has_room(sum(len(chunks[key]) for key in missing)):
+            sources = names if sources is None else [sources] * len(given.ids)
+        if len(sources) != len(given.ids):
+            raise SettingError(f"{len(sources)} sources for {len(given.ids)} texts: give one for each, or one string")
+        if on_request:
+            document, names = ON_REQUEST, [ON_REQUEST] * len(given.ids)
+        pieces = self._pieces(given, names, sources, namespace)
+        documents = {*names, document} if isinstance(document, str) else set(names)  # also if nothing is left of one
+        tally = _Tally()
+
+        states = self._look_up(pieces)
+        choices = self._choose(pieces, states, namespace)
+        missing = _missing(choices, states)
+        for _ in range(_ROUNDS):
+            self._encode_and_put(missing, namespace, tally, progress)
+            self._hold(choices, documents, namespace)
+            # who else holds these texts by now, and what was dropped or evicted before this document held it
+            states, before = self._look_up(pieces), choices
+            choices = self._choose(pieces, states, namespace)
+            missing = _missing(choices, states)
+            if choices == before and (not missing or not self._has_room(missing)):
                 break
-        self._dropped.clear()
+
         self._tuning.keep_speed()
         warnings = given.warnings
         if missing:
@@ -140,70 +170,35 @@ class Ingestion:
                 f"{len(missing)} of these chunks were evicted at once: the store's byte budget is too small for "
                 "them all"
             )
+        num_texts = len({piece.text for piece in pieces})
         return WarmReport(
-            chunks=len(chunks) + given.skipped,
-            tokens=sum(len(chunks[key]) for key in new),
-            bytes=size,
-            new=len(new),
-            reused=len(chunks) - len(new),
+            chunks=num_texts + given.skipped,
+            tokens=tally.tokens,
+            bytes=tally.bytes,
+            new=len(tally.texts),
+            reused=num_texts - len(tally.texts),
             skipped=given.skipped,
             seconds=time.perf_counter() - started,
             warnings=tuple(warnings),
         )
 
-    def forget(self, document: str) -> int:
-        """See BlendEngine.forget."""
+    def forget(self, document: str, namespace: str = "") -> list[str]:
+        """See BlendEngine.forget; returns the keys of the chunks that are gone."""
         if not document:
             raise SettingError("forget needs a document's name")
-        for key in self._store.documents(document).get(document, []):
-            with contextlib.suppress(StoreError):  # what cannot be read need not come back
-                if reader := self._store.open(key):
-                    self._dropped.keep(key, reader)
-        return self._store.set_document(document, [])
+        return self._store.set_document(document, [], namespace)
 
-    def close(self) -> None:
-        """Let go of what was dropped a moment ago."""
-        self._dropped.clear()
+    def _pieces(self, given: Texts, names: Sequence[str], sources: Sequence[str], namespace: str) -> list[_Piece]:
+        """What is to be stored, each text once for every document and source, where it first stands.
 
-    def _look_up(self, chunks: dict[str, list[int]], contexts: dict[str, _Context]) -> list[str]:
-        """Keys that the store lacks, once it has again what was dropped a moment ago, and no more what stands behind
-        another source's text: from now on that stands alone."""
-        for key, ids in chunks.items():
-            if reader := self._dropped.take(key):
-                try:
-                    if reader.source not in ("", contexts[key].source):
-                        continue
-                    layers = [reader.layer(number) for number in range(reader.num_layers)]
-                    described = np.asarray(ids, np.uint32), anchors(ids)
-                    record = ChunkRecord(key, *described, layers, reader.context, reader.source)
-                    self._store.put([record])
-                except DamagedChunkError:
-                    pass  # it is encoded again
-                finally:
-                    reader.close()
-        shared = self._in_other_sources(chunks.keys() - set(self._store.missing(list(chunks))), contexts)
-        if shared:
-            self._store.remove(shared)
-            contexts.update(dict.fromkeys(shared, _ALONE))
-        return self._store.missing(list(chunks))
-
-    def _has_room(self, tokens: int) -> bool:
-        """Whether so many tokens fit in: what is gone and would fit was not evicted."""
-        stats = self._store.stats()
-        needed = tokens * stats.bytes / max(stats.tokens, 1)
-        return stats.max_bytes is None or stats.bytes + needed <= stats.max_bytes
-
-    def _contexts(self, sources: Sequence[str], given: Texts) -> dict[str, _Context]:
-        """What each chunk is encoded behind.
-
-        That grows up to twice `context_tokens` before it is cut back to them: until then it begins alike for one chunk
-        after another, and is computed once for them all.
+        What stands before a text grows up to twice `context_tokens` before it is cut back to them: until then it begins
+        alike for one text after another, and is computed once for them all.
         """
-        contexts: dict[str, _Context] = {}
+        pieces: dict[tuple[str, str, str], _Piece] = {}
         before: dict[str, list[int]] = {}
         blank = self._model.tokenizer.encode("\n\n")
         limit, window = self._config.context_tokens, self._model.context_window - len(self._model.tokenizer.preamble)
-        for source, ids, key in zip(sources, given.ids, given.keys, strict=True):
+        for name, source, ids, key in zip(names, sources, given.ids, given.keys, strict=True):
             context = before.get(source, [])
             if shared := _overlap(context, ids):
                 context = context[:-shared]
@@ -213,48 +208,77 @@ class Ingestion:
             if len(context) > min(2 * limit, room):
                 context = context[len(context) - min(limit, room) :]
             before[source] = [*context, *ids] if source and limit else []
-            if key and contexts.setdefault(key, _Context(source, context)).source != source:
-                contexts[key] = _ALONE
-        return contexts
+            if key:
+                text = text_key(namespace, ids)
+                pieces.setdefault((name, source, text), _Piece(name, source, text, ids, context))
+        return list(pieces.values())
 
-    def _in_other_sources(self, keys: Iterable[str], contexts: dict[str, _Context]) -> list[str]:
-        """Stored chunks that stand behind text of another source."""
-        shared = []
-        for key in keys:
-            if contexts[key].source != "" and self._config.context_tokens:
-                with contextlib.suppress(StoreError):  # what cannot be read is found out when it is used
-                    if reader := self._store.open(key):
-                        reader.close()
-                        if reader.source not in ("", contexts[key].source):
-                            shared.append(key)
-        return shared
+    def _look_up(self, pieces: Sequence[_Piece]) -> dict[str, TextState]:
+        return self._store.look_up(list(dict.fromkeys(piece.text for piece in pieces)))
 
-    def _encode_and_put(self, chunks: dict[str, list[int]], contexts: dict[str, _Context]) -> int:
-        keys, records = list(chunks), []
-        before = [contexts[key].ids for key in keys]
+    def _choose(self, pieces: Sequence[_Piece], states: Mapping[str, TextState], namespace: str) -> list[_Choice]:
+        """For each piece the variant behind its source, or the one encoded alone if another source holds the text."""
+        sources = {text: set(state.sources) for text, state in states.items()}
+        for piece in pieces:
+            sources[piece.text].add(piece.source)
+        contexts = [piece.context if len(sources[piece.text]) == 1 else [] for piece in pieces]
+        return [
+            _Choice(piece, self._fingerprint.chunk_key(piece.ids, context, namespace), context)
+            for piece, context in zip(pieces, contexts, strict=True)
+        ]
+
+    def _hold(self, choices: Sequence[_Choice], documents: Iterable[str], namespace: str) -> None:
+        """Record durably what each document consists of; what it relied on before and nobody else does is removed."""
+        held: dict[str, list[Holding]] = {document: [] for document in documents}
+        for choice in choices:
+            held[choice.piece.document].append(Holding(choice.piece.text, choice.key, choice.piece.source))
+        for document, holdings in held.items():
+            self._store.set_document(document, holdings, namespace, replace=document not in ("", ON_REQUEST))
+
+    def _has_room(self, missing: Sequence[_Choice]) -> bool:
+        """Whether they fit in: what is gone and would fit was not evicted."""
+        stats = self._store.stats()
+        needed = sum(len(choice.piece.ids) for choice in missing) * stats.bytes / max(stats.tokens, 1)
+        return stats.max_bytes is None or stats.bytes + needed <= stats.max_bytes
+
+    def _encode_and_put(self, missing: Sequence[_Choice], namespace: str, tally: _Tally, progress: Progress) -> None:
+        tally.total += sum(len(choice.piece.ids) for choice in missing)
+        if missing or not tally.total:
+            progress(tally.done, tally.total)
+        for portion in _portions(missing, self._model.bytes_per_token):
+            # another process may be warming the same corpus
+            wanted = set(self._store.missing([choice.key for choice in portion]))
+            new = [choice for choice in portion if choice.key in wanted]
+            if new:
+                tally.bytes += self._store.put(self._encode(new, namespace))
+            tally.texts.update(choice.piece.text for choice in new)
+            tally.tokens += sum(len(choice.piece.ids) for choice in new)
+            tally.done += sum(len(choice.piece.ids) for choice in portion)
+            progress(tally.done, tally.total)
+
+    def _encode(self, choices: Sequence[_Choice], namespace: str) -> list[ChunkRecord]:
+        chunks, contexts = [choice.piece.ids for choice in choices], [choice.context for choice in choices]
         started, waits = time.perf_counter(), self._model.lock.waits
-        encoded = list(encode(self._model, list(chunks.values()), before))
+        encoded = list(encode(self._model, chunks, contexts))
         if self._model.lock.waits == waits:  # what others computed meanwhile would count as ours
-            lengths = row_lengths(self._model, list(chunks.values()), before)
-            passes = math.ceil(sum(lengths) / BATCH_TOKENS)
-            self._tuning.saw_encoding(lengths, passes, time.perf_counter() - started)
+            lengths = row_lengths(self._model, chunks, contexts)
+            passes = math.ceil(sum(lengths) / batch_tokens(self._model))
+            self._tuning.observe_encoding(lengths, passes, time.perf_counter() - started)
+        records = []
         for number, layers in encoded:
-            ids = chunks[keys[number]]
-            packed = pack(layers, self._codec, f"{self._model.tokenizer.decode(ids[:12])}...")
-            context = contexts[keys[number]]
-            source = context.source if context.source and context.ids else ""
-            described = np.asarray(ids, np.uint32), anchors(ids)
-            records.append(ChunkRecord(keys[number], *described, packed, len(context.ids), source))
-        return self._store.put(records) if records else 0
+            ids = np.asarray(chunks[number], np.uint32)
+            packed = pack(layers, self._codec, f"{self._model.tokenizer.decode(chunks[number][:12])}...")
+            context = np.asarray(contexts[number], np.uint32)
+            records.append(ChunkRecord(choices[number].key, namespace, ids, context, packed))
+        return records
 
 
-def _by_document(names: Sequence[str], keys: Sequence[str | None]) -> dict[str, list[str]]:
-    """Each document's keys."""
-    held: dict[str, list[str]] = {name: [] for name in names}
-    for name, key in zip(names, keys, strict=True):
-        if key is not None:
-            held[name].append(key)
-    return held
+def _missing(choices: Sequence[_Choice], states: Mapping[str, TextState]) -> list[_Choice]:
+    """Those whose variant is not stored, each variant once, in reading order."""
+    missing = {
+        choice.key: choice for choice in reversed(choices) if choice.key not in states[choice.piece.text].variants
+    }
+    return list(reversed(missing.values()))
 
 
 def _overlap(before: list[int], ids: list[int]) -> int:
@@ -268,16 +292,16 @@ def _overlap(before: list[int], ids: list[int]) -> int:
     return 0
 
 
-def _portions(keys: Sequence[str], tokens: Sequence[int], size: int) -> Iterator[list[str]]:
-    """Keys in portions of about `size` tokens, in reading order: what stands before chunks is computed once for those
-    of a portion."""
-    portion: list[str] = []
-    total = 0
-    for key, count in zip(keys, tokens, strict=True):
-        portion.append(key)
-        total += count
-        if total >= size:
+def _portions(choices: Sequence[_Choice], bytes_per_token: int) -> Iterator[list[_Choice]]:
+    """In portions of about `_PUT_BYTES`, in reading order: what stands before chunks is computed once for those of a
+    portion."""
+    portion: list[_Choice] = []
+    size = 0
+    for choice in choices:
+        portion.append(choice)
+        size += len(choice.piece.ids) * bytes_per_token
+        if size >= _PUT_BYTES:
             yield portion
-            portion, total = [], 0
+            portion, size = [], 0
     if portion:
         yield portion

@@ -4,40 +4,38 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvrag.errors import StoreError
 from kvrag.fingerprint import Fingerprint
 from kvrag.inspect.explanation import Reason
-from kvrag.reuse.match import MatchIndex, anchors
-from kvrag.store import FileStore, KVStore, other_stores
+from kvrag.reuse.match import match
+from kvrag.reuse.segment import Segment
+from kvrag.store import Entry, FileStore, KVStore, other_stores
 
 logger = logging.getLogger("kvrag")
 
 
-def index_of(texts: Iterable[Sequence[int] | NDArray[np.uint32]]) -> MatchIndex:
-    """Return an index of token ids that `match` finds runs of."""
-    index = MatchIndex()
-    arrays = (np.asarray(ids, np.uint32) for ids in texts)
-    index.add((str(number), ids, anchors(ids.tolist())) for number, ids in enumerate(arrays))
-    return index
+def segment_of(ids: Sequence[int]) -> Segment:
+    """Return an index of one text."""
+    return Segment.of([Entry(1, "", "", np.asarray(ids, np.uint32))])
 
 
 class Elsewhere:
     """The stores beside ours, which may be of other models, dtypes or codecs. They are read when first needed."""
 
-    def __init__(self, store: KVStore, fingerprint: Fingerprint, min_run: int) -> None:
+    def __init__(self, store: KVStore, fingerprint: Fingerprint, min_run: int, namespace: str) -> None:
+        self._namespace = namespace
         self._path = store.path if isinstance(store, FileStore) else None
         self._mine, self._min_run = fingerprint.parts(), min_run
         self._foreign: list[Path] = []
 
     @cached_property
-    def _stores(self) -> list[tuple[str, MatchIndex]]:
+    def _stores(self) -> list[tuple[str, Segment]]:
         """Descriptions and chunks of the stores with our tokenizer."""
         found = []
         for other in other_stores(self._path) if self._path else ():
@@ -45,14 +43,14 @@ class Elsewhere:
                 if other.parts.get("tokenizer") != self._mine["tokenizer"]:
                     self._foreign.append(other.path)
                     continue
-                index = index_of(entry.ids for entry in other.entries())
+                segment = Segment.of(other.entries())
             except StoreError as error:
                 logger.warning("%s is left out of the search: %s", other.path, error)
                 continue
             different = [name for name in self._mine if name != "model" and self._mine[name] != other.parts.get(name)]
             settings = ", ".join(f"{name} {_short(other.parts, name)}" for name in different)
             how = f"with {settings}" if settings else "as it is loaded now"
-            found.append((f"{other.path}, for {_short(other.parts, 'model')} {how}", index))
+            found.append((f"{other.path}, for {_short(other.parts, 'model')} {how}", segment))
         return found
 
     @property
@@ -64,8 +62,8 @@ class Elsewhere:
 
     def look(self, ids: Sequence[int]) -> tuple[Reason, str] | None:
         """Return the first store in which at least half of a text was warmed."""
-        for name, index in self._stores:
-            if 2 * sum(map(len, index.match(ids, self._min_run))) >= len(ids):
+        for name, segment in self._stores:
+            if 2 * sum(map(len, match([segment], ids, self._min_run, self._namespace))) >= len(ids):
                 return "warmed elsewhere", f"in {name}: open that store as it was made, or warm the text here too"
         return None
 

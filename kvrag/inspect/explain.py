@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import unescape
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrag.backend.transformers import Tokenizer
-from kvrag.errors import KvragError, PromptError, SettingError
-from kvrag.fingerprint import Fingerprint
+from kvrag.errors import KvragError, SettingError
+from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.inspect.changes import CHANGES, pieces, unquoted
-from kvrag.inspect.elsewhere import Elsewhere, index_of
+from kvrag.inspect.elsewhere import Elsewhere, segment_of
 from kvrag.inspect.explanation import Explanation, Finding, Kind, Reason, Stretch
-from kvrag.reuse.match import GRAM
+from kvrag.reuse.match import GRAM, match
 from kvrag.store import KVStore
 from kvrag.types import BlendReport, Run
 
@@ -46,31 +45,11 @@ class Call:
         ids: (T,) the prompt.
         selected: (S,) reused positions that were recomputed.
         report: The report of its answer.
-        namespace: Whose prompt it is.
     """
 
     ids: Tensor
     selected: Tensor
     report: BlendReport
-    namespace: str = ""
-
-
-def find_call(calls: Iterable[Call], report: BlendReport | dict[str, Any] | None, namespace: str) -> Call:
-    """Return the namespace's call that has this report, None = its latest.
-
-    Args:
-        calls: The latest calls of all namespaces, oldest first.
-
-    Raises:
-        PromptError: There is no such call.
-    """
-    own = [call for call in calls if call.namespace == namespace]
-    if not own:
-        raise PromptError("nothing has been answered yet in this namespace: give explain a prompt")
-    for call in reversed(own):
-        if report is None or report == (call.report if isinstance(report, BlendReport) else call.report.to_dict()):
-            return call
-    raise PromptError("this answer is not among the latest ones of the engine: give explain its prompt")
 
 
 def explain(
@@ -81,11 +60,12 @@ def explain(
     call: Call,
     min_run: int,
     retrieved: Sequence[str] | None = None,
+    namespace: str = "",
 ) -> Explanation:
     """Explain what was reused, and why it was not more. Writes nothing.
 
     Args:
-        find: See `Find`; it must search the namespace of the call.
+        find: See `Find`; it must search the namespace.
         retrieved: What a retriever returned for this prompt. None = explain the stored chunks that can be recognised in
             the prompt, and the stretches that no stored chunk has.
 
@@ -94,19 +74,33 @@ def explain(
     """
     if isinstance(retrieved, str) or not all(isinstance(text, str) for text in retrieved or ()):
         raise SettingError("retrieved must be a list of strings: the texts of the chunks")
-    documents: dict[str, tuple[str, ...]] = {}
-    for name, keys in store.documents().items():
-        for key in keys:
-            documents[key] = (*documents.get(key, ()), name)
-    prompt, elsewhere = _Prompt(tokenizer, find, call, min_run), Elsewhere(store, fingerprint, min_run)
+    prompt, elsewhere = _Prompt(tokenizer, find, call, min_run), Elsewhere(store, fingerprint, min_run, namespace)
+    documents = _documents(store, {run.key: text_key(namespace, ids.tolist()) for run, ids in prompt.stored}, namespace)
     if retrieved is None:
         found = [*prompt.recognised(), *prompt.unknown(elsewhere)]
     else:
-        found = [prompt.judge(text, store, fingerprint, elsewhere) for text in retrieved]
+        found = [prompt.judge(text, elsewhere) for text in retrieved]
     found = [replace(chunk, documents=documents.get(chunk.key, ())) for chunk in found]
     found.sort(key=lambda chunk: chunk.reason == "reused")
     stretches = tuple(_stretches(tokenizer, call, documents))
     return Explanation(tuple(_summary(call.report, store)), stretches, tuple(found), call.report)
+
+
+def _documents(store: KVStore, texts: dict[str, str], namespace: str) -> dict[str, tuple[str, ...]]:
+    """Return the names of the documents that have each chunk's text, whichever variant of it they rely on.
+
+    Args:
+        texts: Chunk keys and the keys of their texts.
+    """
+    holders: dict[str, list[str]] = {}
+    for name, keys in store.documents(namespace=namespace).items():
+        for key in keys:
+            holders.setdefault(key, []).append(name)
+    states = store.look_up(list(set(texts.values())))
+    found = {key: {*states[text].variants, key} for key, text in texts.items()}
+    return {
+        key: tuple(sorted({name for each in keys for name in holders.get(each, ())})) for key, keys in found.items()
+    }
 
 
 class Watch:
@@ -244,12 +238,13 @@ class _Prompt:
         return self._tokenizer.decode(self._ids, control_tokens=True)
 
     @cached_property
-    def _stored(self) -> list[tuple[Run, NDArray[np.uint32]]]:
+    def stored(self) -> list[tuple[Run, NDArray[np.uint32]]]:
+        """Runs of the chunks that are stored now, each with the ids of its chunk."""
         return self._find(self._ids, self._min_run)
 
     def recognised(self) -> list[Finding]:
         """Return the stored chunks that are in the prompt, whole, in part or changed."""
-        chunks = {run.key: ids for run, ids in self._stored}
+        chunks = {run.key: ids for run, ids in self.stored}
         for start, stop in self._unmatched():
             here = self._changed(start, stop)
             chunks |= here
@@ -261,7 +256,7 @@ class _Prompt:
     def _unmatched(self) -> list[tuple[int, int]]:
         """Return the long stretches that no stored chunk has unchanged."""
         matched = self._reused.copy()
-        for run, _ in self._stored:
+        for run, _ in self.stored:
             matched[run.start : run.stop] = True
         borders = np.flatnonzero(np.diff(np.concatenate([[True], matched, [True]]).astype(int))).tolist()
         return [pair for pair in zip(borders[::2], borders[1::2], strict=True) if pair[1] - pair[0] >= _STRETCH]
@@ -279,7 +274,7 @@ class _Prompt:
         """Return None if the prompt has little of the chunk, by chance, or if another chunk has the same text."""
         text = self._tokenizer.decode(ids.tolist())
         reused = sum(len(run) for run in self._report.runs if run.key == key)
-        missed = sum(int((~self._reused[run.start : run.stop]).sum()) for run, _ in self._stored if run.key == key)
+        missed = sum(int((~self._reused[run.start : run.stop]).sum()) for run, _ in self.stored if run.key == key)
         why: tuple[Reason, str] | None = None
         if missed > _EDGES:
             why = self._passed_over()
@@ -306,22 +301,22 @@ class _Prompt:
                 )
                 yield Finding(self._tokenizer.decode(ids, control_tokens=True), len(ids), 0, *why)
 
-    def judge(self, text: str, store: KVStore, fingerprint: Fingerprint, elsewhere: Elsewhere) -> Finding:
+    def judge(self, text: str, elsewhere: Elsewhere) -> Finding:
         """Return what became of a retrieved text."""
         ids = self._tokenizer.encode(text)
-        key = fingerprint.chunk_key(ids)
-        is_chunk = not store.missing([key])
+        found = self._find(ids, self._min_run)
+        key = next((run.key for run, chunk in found if len(chunk) == len(ids) == len(run)), "")
         # a splitter may have made several chunks of it
-        is_stored = is_chunk or sum(len(run) for run, _ in self._find(ids, self._min_run)) >= _VERBATIM * len(ids)
+        is_stored = bool(key) or sum(len(run) for run, _ in found) >= _VERBATIM * len(ids)
         reused = self._reused_of(ids)
         why = self._why(text, ids, reused, is_stored)
         if why[0] == "never warmed":
             why = elsewhere.look(ids) or (why[0], why[1] + elsewhere.not_searched)
-        return Finding(text, len(ids), reused, *why, key if is_chunk else "")
+        return Finding(text, len(ids), reused, *why, key)
 
     def _reused_of(self, ids: list[int]) -> int:
         """Return how many tokens of a text are in the prompt and were reused, from any chunk."""
-        runs = index_of([ids]).match(self._ids, min(self._min_run, max(len(ids), GRAM)))
+        runs = match([segment_of(ids)], self._ids, min(self._min_run, max(len(ids), GRAM)))
         return min(sum(int(self._reused[run.start : run.stop].sum()) for run in runs), len(ids))
 
     def _why(self, text: str, ids: list[int], reused: int, is_stored: bool) -> tuple[Reason, str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -18,11 +19,16 @@ from torch import Tensor
 
 from kvrag.backend.transformers import Model
 from kvrag.config import Sampling
+from kvrag.fingerprint import text_key
 from kvrag.generate.decode import decode
 from kvrag.ingest.encode import encode
 from kvrag.reuse.blend import blend
-from kvrag.reuse.match import MatchIndex, anchors
+from kvrag.reuse.load import LayerLoader, Matched
+from kvrag.reuse.match import match
+from kvrag.reuse.segment import Segment
+from kvrag.reuse.select import Selection
 from kvrag.reuse.stitch import Stitched, stitch
+from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkRecord, FileStore
 from kvrag.store.codec import pack
 
@@ -65,29 +71,29 @@ def verify(
     tolerance = _TOLERANCE.get(model.dtype, 1e-4)
     with tempfile.TemporaryDirectory(prefix="kvrag-verify-") as name:
         folder = Path(name)
-        index = _warm(model, chunks, folder, codec)
+        warmed = _warm(model, chunks, folder, codec)
         ids = _behind_preamble(model, "\n\n".join(reversed(chunks)) + "\n\nWhich of these places is the oldest?")
         progress("full prefill by transformers")
         reference, tokens = _reference(model, ids)
 
         progress("ratio 1.0")
-        stitched = _stitch(model, ids, index, folder, codec)
+        stitched = _stitch(model, ids, warmed)
         at = stitched.reused.nonzero().squeeze(1)
         keys, own = stitched.cache.layer(0)[0][:, :, at], _layer0_keys(model, ids)[:, :, at]
         limit = tolerance + _KEYS[codec]
         checks = [_check("layer-0 keys of stitched chunks = the model's own", keys, own, limit)]
-        blended = blend(model, stitched, stitched.inexact)
+        blended = blend(model, stitched, Selection(stitched.inexact))
         checks.append(_check("ratio 1.0 = full prefill (logits)", blended, reference, tolerance))
         checks.append(_check_tokens(model, tokens, _greedy(model, ids, stitched, blended)))
 
         progress("one chunk behind its preamble")
         alone = _behind_preamble(model, chunks[0] + " So the")
-        plain, (reference, _) = _none(model, alone, index, folder, codec), _reference(model, alone, 0)
+        plain, (reference, _) = _none(model, alone, warmed), _reference(model, alone, 0)
         limit = tolerance + _LOGITS[codec]
         checks.append(_check("plain reuse behind the preamble = full prefill", plain, reference, limit))
 
         progress("restart")
-        before, after = (_none(model, ids, index, folder, codec) for _ in range(2))
+        before, after = (_none(model, ids, warmed) for _ in range(2))
         checks.append(_check("plain reuse after a restart = before it", after, before, 0.0))
     return checks
 
@@ -106,45 +112,52 @@ def _texts(model: Model, num_tokens: int) -> list[str]:
     return texts
 
 
-def _warm(model: Model, chunks: Sequence[str], folder: Path, codec: str) -> MatchIndex:
-    store, fingerprint = FileStore(folder, min_free_bytes=0), model.fingerprint.stored_as(codec)
-    store.bind(fingerprint)
-    ids = [model.tokenizer.encode(chunk) for chunk in chunks]
-    records = []
-    for i, layers in encode(model, ids):
-        packed = pack(layers, codec, chunks[i][:60])
-        records.append(
-            ChunkRecord(fingerprint.chunk_key(ids[i]), np.asarray(ids[i], np.uint32), anchors(ids[i]), packed)
-        )
-    store.put(records)
-    store.close()
-    index = MatchIndex()
-    index.add((record.key, record.ids, record.anchors) for record in records)
-    return index
+@dataclass(frozen=True)
+class _Warmed:
+    """Chunks in a store's folder, encoded alone."""
+
+    folder: Path
+    codec: str
+    segment: Segment
+    keys: dict[str, str]  # of texts -> of chunks
+
+
+def _warm(model: Model, chunks: Sequence[str], folder: Path, codec: str) -> _Warmed:
+    fingerprint = model.fingerprint.stored_as(codec)
+    ids = [np.asarray(model.tokenizer.encode(chunk), np.uint32) for chunk in chunks]
+    keys = {text_key("", each): fingerprint.chunk_key(each) for each in ids}
+    alone = np.empty(0, np.uint32)
+    records = [
+        ChunkRecord(fingerprint.chunk_key(ids[i]), "", ids[i], alone, pack(layers, codec, chunks[i][:60]))
+        for i, layers in encode(model, [each.tolist() for each in ids])
+    ]
+    with closing(FileStore(folder, min_free_bytes=0)) as store:
+        store.bind(fingerprint)
+        store.put(records)
+        return _Warmed(folder, codec, Segment.of(list(store.entries(0))), keys)
 
 
 def _behind_preamble(model: Model, text: str) -> list[int]:
     return [*model.tokenizer.preamble, *model.tokenizer.encode(text)]
 
 
-def _stitch(model: Model, ids: list[int], index: MatchIndex, folder: Path, codec: str) -> Stitched:
-    """From a store opened anew, everything read before it is closed."""
-    store = FileStore(folder, min_free_bytes=0)
-    store.bind(model.fingerprint.stored_as(codec))
-    runs = index.match(ids, _MIN_RUN)
+def _stitch(model: Model, ids: list[int], warmed: _Warmed) -> Stitched:
+    """Stitch from a store opened anew, everything read before it is closed."""
+    store = FileStore(warmed.folder, min_free_bytes=0)
+    store.bind(model.fingerprint.stored_as(warmed.codec))
+    runs = [replace(run, key=warmed.keys[run.key]) for run in match([warmed.segment], ids, _MIN_RUN)]
     readers = {key: reader for key in {run.key for run in runs} if (reader := store.open(key)) is not None}
-    stitched = stitch(model, ids, runs, readers, len(ids) + _NEW_TOKENS, codec)
-    for number in range(model.num_layers):
-        stitched.cache.layer(number)
-    for reader in readers.values():
-        reader.close()
-    store.close()
+    with closing(store), closing(Matched(ids, runs, readers)) as matched:
+        loader = LayerLoader(model, readers, warmed.codec, Trace(model))
+        stitched = stitch(model, matched, loader, len(ids) + _NEW_TOKENS, warmed.codec)
+        for number in range(model.num_layers):
+            stitched.cache.layer(number)
     return stitched
 
 
-def _none(model: Model, ids: list[int], index: MatchIndex, folder: Path, codec: str) -> Tensor:
-    stitched = _stitch(model, ids, index, folder, codec)
-    return blend(model, stitched, stitched.inexact[:0])
+def _none(model: Model, ids: list[int], warmed: _Warmed) -> Tensor:
+    stitched = _stitch(model, ids, warmed)
+    return blend(model, stitched, Selection(stitched.inexact[:0]))
 
 
 @torch.inference_mode()

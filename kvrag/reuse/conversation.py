@@ -1,31 +1,31 @@
-"""Live conversations: the KV of a prompt and its answer is the beginning of the next prompt's.
+"""Live conversations: the KV of a prompt and its answer is a cached prefix of the next prompt.
 
 A conversation is recognised by its tokens alone, since frameworks send the whole history with every turn and no name.
-What is kept is never changed again: the next turn copies the part it has in common with it, so that two answers to one
-conversation cannot get in each other's way.
+What is kept never changes: the next turn copies the part it has in common with it, so that two answers to one
+conversation do not interfere.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrag.backend.transformers import BlendCache
+from kvrag.backend.protocol import KVCache
 from kvrag.config import BlendConfig, check_bytes
 
 _MOST = 64  # conversations: a prompt is compared with each
 
 
 class Turn(NamedTuple):
-    """One prompt of a conversation: where it went beyond the turns before, where its question and where it ended.
+    """One prompt of a conversation: its first position after the turns before, and the ends of its question and of it.
 
-    Between `asked` and `stop` is what the chat template writes for the answer to begin.
+    Between `asked` and `stop` is the chat template's generation prompt.
     """
 
     start: int
@@ -42,22 +42,26 @@ class Conversation:
         cache: Complete for them.
         exact: So many of the first positions have full prefill's KV ...
         config: ... and the others what blending by these settings gave, or better.
-        turns: The prompts, each the beginning of the next.
+        turns: The prompts, each a prefix of the next.
+        namespace: Whose it is.
+        keys: Chunks whose KV is in it.
     """
 
     ids: NDArray[np.int64]
-    cache: BlendCache
+    cache: KVCache
     exact: int
     config: BlendConfig
     turns: tuple[Turn, ...]
+    namespace: str = ""
+    keys: frozenset[str] = frozenset()
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        """What keeping it takes."""
+        """Bytes of its KV."""
         return self.cache.num_bytes
 
-    def beginning(self, prompt: NDArray[np.int64], config: BlendConfig) -> Beginning:
-        """What a prompt that is to be blended by `config` may take over.
+    def prefix(self, prompt: NDArray[np.int64], config: BlendConfig) -> CachedPrefix:
+        """Return what a prompt that is to be blended by `config` may take over.
 
         Only whole turns: chunks were blended for the question that followed them, and serve no other one.
         """
@@ -69,7 +73,7 @@ class Conversation:
             length, turns = min(common, end), turns + 1
         if not self._is_as_good_as(config):
             length = min(length, self.exact)
-        return Beginning(self, length, self.turns[:turns], is_all=length == common)
+        return CachedPrefix(self, length, self.turns[:turns], is_all=length == common)
 
     def _is_as_good_as(self, config: BlendConfig) -> bool:
         assert self.config.ratio is not None  # settled, both of them
@@ -79,7 +83,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class CachedPrefix:
     """The first `length` positions of a conversation, for a prompt that begins with the same tokens.
 
     Attributes:
@@ -106,22 +110,22 @@ class Conversations:
 
         Args:
             max_bytes: Bound of all KV kept; 0 = keep none.
-            longest: No longer ones, nor longer prompts: beyond that the model's RoPE follows the length of the prompt,
-                and what was computed under another length is of no use.
+            longest: Most tokens of a conversation or a prompt: beyond that the model's RoPE follows the length of the
+                prompt, and what was computed under another length is of no use.
         """
         self._max_bytes, self._longest = check_bytes("conversation_bytes", max_bytes), longest
-        # the one used last comes last; replaced and never changed, since garbage collection may end a forgotten stream,
+        # the one used last comes last; replaced and never changed, since garbage collection may end an abandoned stream,
         # which keeps its conversation, anywhere, here as well
         self._kept: list[Conversation] = []
         self._lock = threading.RLock()
 
-    def find(self, ids: Sequence[int], config: BlendConfig) -> Beginning | None:
-        """The longest beginning of a prompt that may be taken over, if it is worth it."""
+    def find(self, ids: Sequence[int], config: BlendConfig, namespace: str = "") -> CachedPrefix | None:
+        """Return the longest prefix of a prompt that may be taken over, None if it is not worth it."""
         if len(ids) > self._longest:
             return None
         prompt = np.asarray(ids)
-        found = [conversation.beginning(prompt, config) for conversation in self._kept]
-        best = max(found, key=lambda beginning: beginning.length, default=None)
+        own = [conversation for conversation in self._kept if conversation.namespace == namespace]
+        best = max((each.prefix(prompt, config) for each in own), key=lambda prefix: prefix.length, default=None)
         if best is None or best.length < config.min_run:
             return None
         with self._lock:
@@ -129,27 +133,37 @@ class Conversations:
                 self._kept = [*_without(best.conversation, self._kept), best.conversation]
         return best
 
-    def keep(self, conversation: Conversation, beginning: Beginning | None) -> None:
-        """Take one in, in place of the one it goes on from, and let go of the oldest that there is no room for."""
+    def keep(self, conversation: Conversation, prefix: CachedPrefix | None) -> None:
+        """Take one in, in place of the one it continues, and drop the oldest that there is no room for."""
         with self._lock:
             if conversation.num_bytes > self._max_bytes or len(conversation.ids) > self._longest:
                 return
-            replaced = beginning.conversation if beginning is not None and beginning.is_all else None
+            replaced = prefix.conversation if prefix is not None and prefix.is_all else None
             kept = [*_without(replaced, self._kept), conversation]
             while len(kept) > _MOST or _num_bytes(kept) > self._max_bytes:
                 del kept[0]
             self._kept = kept
 
+    def keys(self) -> set[str]:
+        """Return the chunks whose KV is in a conversation."""
+        return {key for conversation in self._kept for key in conversation.keys}
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Drop the conversations that contain KV of these chunks."""
+        gone = set(keys)
+        with self._lock:
+            self._kept = [conversation for conversation in self._kept if not conversation.keys & gone]
+
     @property
     def num_bytes(self) -> int:
-        """What is kept."""
+        """Bytes of all KV kept."""
         return _num_bytes(self._kept)
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def close(self) -> None:
-        """Let go of all, and keep none from now on."""
+        """Drop all, and keep none from now on."""
         with self._lock:
             self._max_bytes = 0
             self._kept = []

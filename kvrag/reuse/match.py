@@ -1,242 +1,279 @@
-"""Find stretches of a prompt that are identical, token for token, to stretches of ingested chunks.
+"""Find stretches of a prompt that are identical, token for token, to stretches of stored texts.
 
-Every chunk is indexed by a few of its 8-grams, chosen by winnowing (Schleimer et al., SIGMOD 2003): in every window
-of 8 consecutive 8-gram hashes the smallest is kept, so that two texts which share 15 tokens share an anchor. The
-prompt's 8-grams are looked up, each hit is extended by comparing ids, and a greedy cover picks the longest runs.
-Where a run ends though its chunk goes on, the chunk is followed over a small gap: chains escape quotes and line breaks
-(HTML, JSON, repr) or reflow white space, and what stands between two such places is still the chunk's own text.
 Matching tokens instead of text keeps the prompt's ids exactly those of the plain model, whatever the chain pasted
-around the chunks.
+around the chunks. The prompt is winnowed as the texts were (see `kvrag.reuse.segment`), its anchors are looked up, and
+each hit is extended by comparing ids.
+
+The work is linear in the prompt whatever is stored. Anchors are tried in order of how few postings they have: one
+token that sets a text apart from ten thousand near-duplicates leads to that text alone. Each anchor has a bounded
+number of candidates, each candidate is extended only over what no run covers yet, and the longest wins. So comparing is
+paid for by the tokens it covers; candidates that share less than a run are dropped before, all at once.
+
+Where a run ends though its text goes on, the text is followed over a small gap: chains escape quotes and line breaks
+(HTML, JSON, repr) or reflow white space, and what stands between two such places is still the text's own.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrag.reuse.segment import GRAM, PAD, WINDOW, Hashes, Ids, Segment, gram_hashes, salt, salted, window_minima
 from kvrag.types import Run
 
-GRAM = 8
-_WINDOW = 8
-_MAX_POSTINGS = 32  # per hash and segment: boilerplate that stands in every chunk tells little about where it is from
+__all__ = ["GRAM", "gram_hashes", "match"]
+
+_CANDIDATES = 16  # per anchor: boilerplate that stands in every text says little about where it is from
+_PER_TOKEN = 2  # candidates looked at, per token of the prompt; beyond, each anchor has one
+_COMPARED = 1  # candidates compared token by token, per token of the prompt; beyond, each anchor has one
 _GAP = 12  # tokens of a gap on either side: an escaped character and what it merges with
 _AGAIN = 4  # as many equal tokens behind a gap are no chance
-_MULTIPLIER = 0x9E3779B97F4A7C15
-_POWERS = np.array([pow(_MULTIPLIER, GRAM - 1 - i, 1 << 64) for i in range(GRAM)], dtype=np.uint64)
-_ANCHOR = np.dtype([("hash", "<u8"), ("offset", "<u4")])
+_BLOCK = 4096  # candidates compared at once: temporaries stay in the CPU's cache
 
-Ids = NDArray[np.uint32]
-Hashes = NDArray[np.uint64]
+Numbers = NDArray[np.int64]
 
 
-def gram_hashes(ids: Ids) -> Hashes:
-    """(T,) ids -> (T-7,) hashes of all 8-grams."""
-    if len(ids) < GRAM:
-        return np.empty(0, np.uint64)
-    grams = np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64) + np.uint64(1), GRAM)
-    hashes = (grams * _POWERS).sum(axis=1, dtype=np.uint64)
-    hashes ^= hashes >> np.uint64(29)  # polynomial hashes of similar grams are similar: mix before taking minima
-    hashes *= np.uint64(0xBF58476D1CE4E5B9)
-    return hashes ^ (hashes >> np.uint64(32))
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A run and where its text lies."""
+
+    start: int
+    stop: int
+    segment: int
+    row: int  # of the text
+    address: int  # of the run's first token
+    first: int  # of the text ...
+    last: int  # ... and its end
 
 
-def anchors(ids: Sequence[int]) -> bytes:
-    """The chunk's chosen 8-grams as packed (hash, offset) pairs: what the store keeps beside the chunk."""
-    hashes = gram_hashes(np.asarray(ids, np.uint32))
-    if len(hashes) == 0:
-        return b""
-    if len(hashes) <= _WINDOW:
-        chosen = np.array([int(hashes.argmin())])
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """Places that share a stretch with the prompt, arrays of one length, in the order in which they are tried."""
+
+    rank: Numbers  # of the anchor; equal for candidates of the same one
+    position: Numbers  # in the prompt
+    segment: Numbers
+    row: Numbers
+    address: Numbers
+    first: Numbers  # address of the text ...
+    last: Numbers  # ... and of its end
+
+
+def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
+    """Return runs, disjoint and ascending, of texts of this namespace that are alive.
+
+    They have at least `min_run` tokens, except those that go on with the text of another one after a small gap. No
+    `min_run` tokens (15 or more) that no run covers are part of a text, unless their anchors stand in more than 16
+    places.
+    """
+    prompt = np.ascontiguousarray(ids, np.uint32)
+    min_run = max(min_run, GRAM)
+    if len(prompt) < min_run or not segments:
+        return []
+    hashes = salted(gram_hashes(prompt), np.uint64(salt(namespace)))
+    if min_run >= GRAM + WINDOW - 1:
+        minima = window_minima(hashes)
+        positions = minima[np.concatenate([[True], minima[1:] != minima[:-1]])]
     else:
-        windows = np.lib.stride_tricks.sliding_window_view(hashes, _WINDOW)
-        chosen = np.arange(len(windows)) + windows.argmin(axis=1)
-    offsets = np.unique(np.concatenate([chosen, [0, len(hashes) - 1]]))
-    packed = np.empty(len(offsets), _ANCHOR)
-    packed["hash"], packed["offset"] = hashes[offsets], offsets
-    return packed.tobytes()
+        positions = np.arange(len(hashes))  # shorter stretches need not share an anchor
+    candidates = _look_up(segments, prompt, positions, hashes[positions], min_run, namespace)
+    raw = prompt.tobytes()
+    found = _bridge(segments, raw, _cover(segments, raw, candidates, min_run))
+    return [Run(f.start, f.stop, segments[f.segment].key(f.row), f.address - f.first) for f in found]
 
 
-class _Segment:
-    """Postings sorted by hash."""
-
-    def __init__(self, hashes: Hashes, chunks: NDArray[np.int64], offsets: NDArray[np.int64]) -> None:
-        order = np.argsort(hashes, kind="stable")
-        self.hashes, self.chunks, self.offsets = hashes[order], chunks[order], offsets[order]
-
-    def __len__(self) -> int:
-        return len(self.hashes)
-
-    def find(self, hashes: Hashes) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """(prompt position, chunk number, chunk offset) of every hit."""
-        left = np.searchsorted(self.hashes, hashes, "left")
-        count = np.minimum(np.searchsorted(self.hashes, hashes, "right") - left, _MAX_POSTINGS)
-        position = np.repeat(np.arange(len(hashes)), count)
-        within = np.arange(len(position)) - np.repeat(np.cumsum(count) - count, count)
-        posting = np.repeat(left, count) + within
-        return position, self.chunks[posting], self.offsets[posting]
-
-
-class MatchIndex:
-    """Which ingested chunk says what, by tokens. Adding is cheap; not thread-safe."""
-
-    def __init__(self) -> None:
-        self._keys: list[str | None] = []  # None: removed
-        self._ids: list[Ids] = []
-        self._number: dict[str, int] = {}
-        self._segments: list[_Segment] = []
-
-    def __len__(self) -> int:
-        return len(self._number)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._number
-
-    def add(self, entries: Iterable[tuple[str, Ids, bytes]]) -> None:
-        """Add chunks as (key, token ids, `anchors` of them); known keys are left as they are."""
-        hashes, chunks, offsets = [], [], []
-        for key, ids, packed in entries:
-            if key in self._number:
-                continue
-            number = self._number[key] = len(self._keys)
-            self._keys.append(key)
-            self._ids.append(ids)
-            pairs = np.frombuffer(packed, _ANCHOR)
-            hashes.append(pairs["hash"])
-            offsets.append(pairs["offset"].astype(np.int64))
-            chunks.append(np.full(len(pairs), number, np.int64))
-        if not hashes:
-            return
-        self._segments.append(_Segment(np.concatenate(hashes), np.concatenate(chunks), np.concatenate(offsets)))
-        # merging like a binary counter keeps the number of segments logarithmic and every posting moved seldom
-        while len(self._segments) > 1 and len(self._segments[-1]) * 2 >= len(self._segments[-2]):
-            last, before = self._segments.pop(), self._segments.pop()
-            self._segments.append(
-                _Segment(
-                    np.concatenate([before.hashes, last.hashes]),
-                    np.concatenate([before.chunks, last.chunks]),
-                    np.concatenate([before.offsets, last.offsets]),
-                )
-            )
-
-    def ids(self, key: str) -> Ids:
-        """Token ids of a chunk that has been added and not removed."""
-        return self._ids[self._number[key]]
-
-    def remove(self, key: str) -> None:
-        """Forget a chunk; its postings stay behind and lead nowhere."""
-        number = self._number.pop(key, None)
-        if number is not None:
-            self._keys[number] = None
-            self._ids[number] = np.empty(0, np.uint32)
-
-    def match(self, ids: Sequence[int], min_run: int) -> list[Run]:
-        """Runs, disjoint and ascending; the longest win where they overlap.
-
-        They have at least `min_run` tokens, except those that go on with the chunk of another one after a small gap.
-        """
-        prompt = np.asarray(ids, np.uint32)
-        hashes = gram_hashes(prompt)
-        if len(hashes) == 0 or not self._segments:
-            return []
-        hits = [segment.find(hashes) for segment in self._segments]
-        position, chunk, offset = (np.concatenate(parts) for parts in zip(*hits, strict=True))
-        order = np.lexsort((position, position - offset, chunk))
-        position, chunk, offset = position[order], chunk[order], offset[order]
-        candidates: list[Run] = []
-        last: tuple[int, int, int] = (-1, 0, 0)  # chunk, diagonal, end of the run found there
-        for p, c, o in zip(position.tolist(), chunk.tolist(), offset.tolist(), strict=True):
-            if (c, p - o) == last[:2] and p < last[2]:
-                continue  # inside the run that the previous anchor of this diagonal was extended to
-            run = self._extend(prompt, p, c, o)
-            if run is not None:
-                last = (c, p - o, run.stop)
-                if len(run) >= min_run:
-                    candidates.append(run)
-        return self._bridge(prompt, _cover(candidates, min_run))
-
-    def _bridge(self, prompt: Ids, runs: list[Run]) -> list[Run]:
-        """Add what goes on behind the runs, and before them, after a gap."""
-        bridged: list[Run] = []
-        start = 0  # of the free space before the run
-        for number, run in enumerate(runs):
-            ids = self.ids(run.key)
-            bridged += [
-                Run(run.start - at - length, run.start - at, run.key, run.offset - offset - length)
-                for at, offset, length in _onward(prompt[start : run.start][::-1], ids[: run.offset][::-1])
-            ][::-1]
-            bridged.append(run)
-            stop = runs[number + 1].start if number + 1 < len(runs) else len(prompt)
-            end = run.offset + len(run)
-            behind = [
-                Run(run.stop + at, run.stop + at + length, run.key, end + offset)
-                for at, offset, length in _onward(prompt[run.stop : stop], ids[end:])
-            ]
-            bridged += behind
-            start = bridged[-1].stop
-        return bridged
-
-    def _extend(self, prompt: Ids, position: int, number: int, offset: int) -> Run | None:
-        key, ids = self._keys[number], self._ids[number]
-        if key is None:
-            return None
-        forward = _common(prompt[position:], ids[offset:])
-        if forward < GRAM:
-            return None  # equal hashes of different grams
-        back = _common(prompt[:position][::-1], ids[:offset][::-1])
-        return Run(position - back, position + forward, key, offset - back)
-
-
-def _common(a: Ids, b: Ids) -> int:
-    """How many leading ids are equal."""
-    length = min(len(a), len(b))
-    different = a[:length] != b[:length]
-    first = int(different.argmax()) if length else 0
-    return first if length and different[first] else length
-
-
-def _onward(prompt: Ids, ids: Ids) -> Iterator[tuple[int, int, int]]:
-    """Stretches (position, offset, length) that follow each other after gaps, the first one after a gap too."""
-    p = o = 0
-    while min(len(prompt) - p, len(ids) - o) >= _AGAIN:
-        same = prompt[p : p + _GAP + _AGAIN, None] == ids[None, o : o + _GAP + _AGAIN]
-        rows, columns = (size - _AGAIN + 1 for size in same.shape)
-        begins = np.logical_and.reduce([same[i : i + rows, i : i + columns] for i in range(_AGAIN)])
-        hits = np.argwhere(begins)
-        if len(hits) == 0:
-            return
-        dp, do = hits[hits.sum(axis=1).argmin()].tolist()
-        p, o = p + dp, o + do
-        length = _common(prompt[p:], ids[o:])
-        yield p, o, length
-        p, o = p + length, o + length
-
-
-def _cover(candidates: list[Run], min_run: int) -> list[Run]:
-    """Greedy: take the longest run, cut the others back to what is still uncovered, again."""
-    rank: Callable[[Run], tuple[int, int, int]] = lambda run: (-len(run), run.start, run.offset)  # noqa: E731
-    heap = [(rank(run), i, run) for i, run in enumerate(candidates)]
-    heapq.heapify(heap)
-    serial = len(heap)
-    taken: list[Run] = []
-    while heap:
-        _, _, run = heapq.heappop(heap)
-        free = [(run.start, run.stop)]
-        for other in taken:
-            free = [part for start, stop in free for part in _outside(start, stop, other)]
-        if free == [(run.start, run.stop)]:
-            taken.append(run)
+def _look_up(
+    segments: Sequence[Segment], prompt: Ids, positions: Numbers, hashes: Hashes, min_run: int, namespace: str
+) -> _Candidates:
+    """Candidates of all anchors, those of the rarest anchor first."""
+    found = [segment.find(hashes) for segment in segments]
+    total = np.sum([count for _, count in found], axis=0)
+    order = np.argsort(total, kind="stable")
+    order = order[np.searchsorted(total[order], 1) :]  # anchors with postings, the rarest first
+    total = total[order]
+    take = np.minimum(total, _CANDIDATES)
+    take[np.cumsum(take) > _PER_TOKEN * len(prompt)] = 1
+    rank = np.repeat(np.arange(len(order)), take)
+    within = np.arange(len(rank)) - np.repeat(np.cumsum(take) - take, take)
+    choice = within * total[rank] // take[rank]  # spread evenly over all postings
+    anchor = order[rank]
+    window = min(min_run, PAD)
+    windows = _windows(prompt, window)
+    parts, before = [], np.zeros(len(hashes), np.int64)
+    for number, (segment, (first, count)) in enumerate(zip(segments, found, strict=True)):
+        at = choice - before[anchor]
+        before += count
+        here = np.flatnonzero((at >= 0) & (at < count[anchor]))
+        if len(here) == 0:
             continue
-        for start, stop in free:
-            if stop - start >= min_run:
-                part = Run(start, stop, run.key, run.offset + start - run.start)
-                heapq.heappush(heap, (rank(part), serial, part))
-                serial += 1
-    return sorted(taken, key=lambda run: run.start)
+        posting = segment.postings.take(first[anchor[here]] + at[here])
+        address = (posting & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        position = positions[anchor[here]]
+        shared = _share_a_run(windows, position, segment, address, window)
+        here, address, position = here[shared], address[shared], position[shared]
+        row = np.searchsorted(segment.starts, address, "right") - 1
+        inside = (row >= 0) & (row < len(segment))
+        row = row.clip(0, len(segment) - 1)
+        space = segment.namespaces.index(namespace) if namespace in segment.namespaces else -1
+        inside &= segment.alive[row] & (segment.spaces[row] == space)
+        first_token, last_token = segment.starts[row], segment.starts[row + 1]
+        columns = (rank[here], position, np.full(len(here), number), row, address, first_token, last_token)
+        parts.append([column[inside] for column in columns])
+    if not parts:
+        return _Candidates(*[np.empty(0, np.int64)] * 7)
+    columns = tuple(np.concatenate(column) for column in zip(*parts, strict=True))
+    sort = np.argsort(columns[0], kind="stable")
+    return _Candidates(*(column[sort] for column in columns))
 
 
-def _outside(start: int, stop: int, run: Run) -> list[tuple[int, int]]:
-    pieces = [(start, min(stop, run.start)), (max(start, run.stop), stop)]
-    return [(a, b) for a, b in pieces if a < b]
+def _windows(prompt: Ids, window: int) -> NDArray[np.uint32]:
+    """(T, W) what stands around every position: `window - GRAM` tokens before it and `window` from it on."""
+    padded = np.concatenate([np.zeros(PAD, np.uint32), prompt, np.zeros(PAD, np.uint32)])
+    return np.lib.stride_tricks.sliding_window_view(padded, 2 * window - GRAM)[PAD - window + GRAM :]
+
+
+def _share_a_run(
+    windows: NDArray[np.uint32], position: Numbers, segment: Segment, address: Numbers, window: int
+) -> NDArray[np.int64]:
+    """Those candidates whose gram and as many tokens around it as make a run (or the window's size) are equal."""
+    back, shared = window - GRAM, []
+    theirs = np.lib.stride_tricks.sliding_window_view(segment.ids, 2 * window - GRAM)
+    for begin in range(0, len(position), _BLOCK):
+        p, o = position[begin : begin + _BLOCK], address[begin : begin + _BLOCK]
+        same = windows[p] == theirs[(o - back).clip(0, len(theirs) - 1)]
+        forward = np.where(same[:, back:].all(axis=1), window, same[:, back:].argmin(axis=1))
+        enough = forward >= GRAM
+        if back:
+            before = same[:, :back][:, ::-1]
+            enough &= forward + np.where(before.all(axis=1), back, before.argmin(axis=1)) >= window
+        shared.append(begin + np.flatnonzero(enough))
+    return np.concatenate(shared)
+
+
+def _cover(segments: Sequence[Segment], prompt: bytes, c: _Candidates, min_run: int) -> list[_Found]:
+    """Take the longest candidate of one anchor after the other, as far as no earlier run goes; ascending."""
+    if len(c.rank) == 0:
+        return []
+    groups = np.flatnonzero(np.diff(c.rank, prepend=-1)).tolist()  # the candidates of one anchor each
+    positions, segment, row, address, first, last = (
+        column.tolist() for column in (c.position[groups], c.segment, c.row, c.address, c.first, c.last)
+    )
+    end = len(prompt) // 4
+    taken: list[_Found] = []
+    starts: list[int] = []
+    is_covered, budget = bytearray(end), _COMPARED * end
+    for p, i, j in zip(positions, groups, [*groups[1:], len(segment)], strict=True):
+        if is_covered[p]:
+            continue
+        k = bisect_right(starts, p)
+        low = taken[k - 1].stop if k else 0
+        high = starts[k] if k < len(starts) else end
+        if p + GRAM > high or high - low < min_run:
+            continue  # too little is left of the gap
+        best, length = None, min_run - 1
+        for n in range(i, j if budget > 0 else i + 1):
+            o, most_back, most = address[n], min(p - low, address[n] - first[n]), min(high - p, last[n] - address[n])
+            if most_back + most <= length:
+                continue
+            budget -= 1
+            raw = segments[segment[n]].raw
+            forward = _forward(prompt, p, raw, o, most)
+            if forward < GRAM or most_back + forward <= length:
+                continue
+            back = _backward(prompt, p, raw, o, most_back)
+            if back + forward > length:
+                length = back + forward
+                best = _Found(p - back, p + forward, segment[n], row[n], o - back, first[n], last[n])
+        if best is not None:
+            taken.insert(k, best)
+            starts.insert(k, best.start)
+            is_covered[best.start : best.stop] = b"\1" * length
+    return taken
+
+
+def _forward(a: bytes | memoryview, i: int, b: bytes | memoryview, j: int, most: int) -> int:
+    """How many tokens from `i` and `j` on are equal, at most `most`."""
+    done, size = 0, 64
+    while done < most:
+        size = min(size, most - done)
+        x, y = (int.from_bytes(raw[4 * (k + done) : 4 * (k + done + size)], "little") for raw, k in ((a, i), (b, j)))
+        if x != y:
+            different = x ^ y
+            return done + ((different & -different).bit_length() - 1) // 32
+        done += size
+        size = min(4 * size, 4096)
+    return done
+
+
+def _backward(a: bytes | memoryview, i: int, b: bytes | memoryview, j: int, most: int) -> int:
+    """How many tokens before `i` and `j` are equal, at most `most`."""
+    done, size = 0, 64
+    while done < most:
+        size = min(size, most - done)
+        x, y = (int.from_bytes(raw[4 * (k - done - size) : 4 * (k - done)], "little") for raw, k in ((a, i), (b, j)))
+        if x != y:
+            return done + size - 1 - ((x ^ y).bit_length() - 1) // 32
+        done += size
+        size = min(4 * size, 4096)
+    return done
+
+
+def _bridge(segments: Sequence[Segment], prompt: bytes, runs: list[_Found]) -> list[_Found]:
+    """Add what goes on behind the runs, and before them, after a gap."""
+    bridged: list[_Found] = []
+    begin, end = 0, len(prompt) // 4
+    for number, run in enumerate(runs):
+        bridged += [*_onward(segments, prompt, run, begin, -1)][::-1]
+        bridged.append(run)
+        bridged += _onward(segments, prompt, run, runs[number + 1].start if number + 1 < len(runs) else end, 1)
+        begin = bridged[-1].stop
+    return bridged
+
+
+def _onward(segments: Sequence[Segment], prompt: bytes, run: _Found, border: int, direction: int) -> Iterator[_Found]:
+    """Stretches of the run's text that follow each other after gaps, up to a border in the prompt.
+
+    Every step covers `_AGAIN` tokens or is the last, so the work is linear.
+    """
+    raw = segments[run.segment].raw
+    if direction > 0:
+        p, o, text_border = run.stop, run.address + run.stop - run.start, run.last
+    else:
+        p, o, text_border = run.start, run.address, run.first
+    while min(abs(border - p), abs(text_border - o)) >= _AGAIN:
+        gap = _next(prompt, p, border, raw, o, text_border)
+        if gap is None:
+            return
+        p, o = p + direction * gap[0], o + direction * gap[1]
+        most = min(abs(border - p), abs(text_border - o))
+        length = _forward(prompt, p, raw, o, most) if direction > 0 else _backward(prompt, p, raw, o, most)
+        start, address = (p, o) if direction > 0 else (p - length, o - length)
+        yield _Found(start, start + length, run.segment, run.row, address, run.first, run.last)
+        p, o = p + direction * length, o + direction * length
+
+
+def _next(prompt: bytes, p: int, border: int, raw: memoryview, o: int, text_border: int) -> tuple[int, int] | None:
+    """The nearest equal tokens in both: how far they are, None if they are too far."""
+    ours, theirs = _near(prompt, p, border), _near(raw, o, text_border)
+    best, nearest, size = None, 2 * _GAP + 1, 4 * _AGAIN
+    for j in range(len(theirs) // 4 - _AGAIN + 1):
+        if j >= nearest:
+            break
+        gram = theirs[4 * j : 4 * j + size]
+        i = ours.find(gram)
+        while i % 4 and i > 0:  # between two tokens
+            i = ours.find(gram, i + 1)
+        if i >= 0 and i // 4 + j < nearest:
+            best, nearest = (i // 4, j), i // 4 + j
+    return best
+
+
+def _near(raw: bytes | memoryview, at: int, border: int) -> bytes:
+    """The tokens that a gap and what follows it may have, the nearest first, towards a border on either side."""
+    if border >= at:
+        return bytes(raw[4 * at : 4 * min(at + _GAP + _AGAIN, border)])
+    return memoryview(raw[4 * max(at - _GAP - _AGAIN, border) : 4 * at]).cast("I")[::-1].tobytes()

@@ -9,58 +9,84 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from kvrag.backend.transformers import Model
+from kvrag.backend.protocol import Backend, prefill_blocks
 from kvrag.config import CANDIDATES, DEFAULT_RATIO, BlendConfig
 from kvrag.reuse.stitch import Stitched
+
+
+def _no_rows() -> Tensor:
+    return torch.empty(0, dtype=torch.long)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The positions to recompute.
+
+    Attributes:
+        positions: (S,) reused positions.
+        final_rows: (F,) fresh positions that the policy has computed on every layer, over the stitched KV.
+    """
+
+    positions: Tensor
+    final_rows: Tensor = field(default_factory=_no_rows)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A policy's verdict.
+
+    Attributes:
+        values: (T,) the higher, the sooner a position is recomputed; -inf = not at all.
+        final_rows: See Selection.
+    """
+
+    values: Tensor
+    final_rows: Tensor = field(default_factory=_no_rows)
 
 
 @dataclass(frozen=True)
 class Context:
     """What a policy may look at. It may fill layers of `stitched.cache` with better KV, never with worse."""
 
-    model: Model
+    backend: Backend
     stitched: Stitched
     config: BlendConfig
     budget: int
 
 
-def select(model: Model, stitched: Stitched, config: BlendConfig) -> Tensor:
-    """Choose `config.ratio` of the inexact reused positions.
-
-    Returns:
-        (S,) positions, ascending.
-    """
+def select(backend: Backend, stitched: Stitched, config: BlendConfig) -> Selection:
+    """Choose `config.ratio` of the inexact reused positions, ascending."""
     inexact = stitched.inexact
     budget = round((DEFAULT_RATIO if config.ratio is None else config.ratio) * len(inexact))
     if budget == 0 or config.policy == "none":
-        return inexact[:0]
+        return Selection(inexact[:0])
     if budget == len(inexact) and config.min_deviation == 0:
-        return inexact  # no need to ask
-    scores = _SCORES[config.policy](Context(model, stitched, config, budget))
-    return inexact[_best(scores[inexact], budget)]
+        return Selection(inexact)  # all of them, whatever their scores
+    scores = _SCORES[config.policy](Context(backend, stitched, config, budget))
+    return Selection(inexact[_best(scores.values[inexact], budget)], scores.final_rows)
 
 
-def random(context: Context) -> Tensor:
+def random(context: Context) -> Scores:
     """The control: any informed policy must beat it."""
     generator = torch.Generator().manual_seed(context.config.seed)
-    return torch.rand(len(context.stitched.ids), generator=generator)
+    return Scores(torch.rand(len(context.stitched.ids), generator=generator))
 
 
-def first_k(context: Context) -> Tensor:
+def first_k(context: Context) -> Scores:
     """The first tokens of every run, equally many of each (EPIC / LegoLink, arXiv:2410.15332, section 4)."""
     scores = torch.full((len(context.stitched.ids),), -torch.inf)
     for run in context.stitched.runs:
         scores[run.start : run.stop] = -torch.arange(len(run), dtype=torch.float32)
-    return scores
+    return Scores(scores)
 
 
-def seam(context: Context) -> Tensor:
+def seam(context: Context) -> Scores:
     """The tokens nearest to a seam, `seam_before` of a run's end for every `seam_after` of the next one's beginning.
 
     Source: KVBoost's SelectiveRecompute (before) and Hypic (both sides).
@@ -71,54 +97,63 @@ def seam(context: Context) -> Tensor:
         distance = torch.arange(1, len(run) + 1)
         after, before = distance / max(config.seam_after, 1e-9), distance.flip(0) / max(config.seam_before, 1e-9)
         scores[run.start : run.stop] = -torch.minimum(after, before)
-    return scores
+    return Scores(scores)
 
 
-def hkvd(context: Context) -> Tensor:
+def hkvd(context: Context) -> Scores:
     """Highest KV deviation at the check layer (CacheBlend, arXiv:2405.16444, section 4.3).
 
     The layers before it are run in full, and what they and the check layer's projection computed is kept.
     """
     rows = torch.arange(context.stitched.kept, len(context.stitched.ids))
-    check = min(context.config.check_layer, context.model.num_layers - 1)
-    return _deviation(context, check, rows)
+    check = min(context.config.check_layer, context.backend.num_layers - 1)
+    return Scores(_deviation(context, check, rows))
 
 
-def hkvd_gradual(context: Context) -> Tensor:
+def hkvd_gradual(context: Context) -> Scores:
     """Like `hkvd`, but what it chooses is measured again deeper down and thinned out: more tokens on the first layers,
     fewer on the last, `ratio` of them on average (CacheBlend, arXiv:2405.16444, section 4.3, "gradual filtering").
 
-    The tokens that are dropped keep what was recomputed of them. Every stage starts at the first layer again, since a
+    Tokens that are dropped keep what was recomputed of them. Every stage starts at the first layer again, since a
     forward pass cannot lose rows on its way; that costs up to 0.8 of what the recompute costs.
     """
-    num_layers, scores = context.model.num_layers, hkvd(context)
+    num_layers, scores = context.backend.num_layers, hkvd(context).values
     for share, depth in _STAGES:
         kept = _best(scores, round(share * context.budget))
         if depth < 1:
             rows = torch.cat([context.stitched.fresh, kept]).sort().values
             check = min(max(round(depth * num_layers), context.config.check_layer + 1), num_layers - 1)
             scores = _deviation(context, check, rows)
-    return torch.full_like(scores, -torch.inf).index_copy_(0, kept, scores[kept])
+    return Scores(torch.full_like(scores, -torch.inf).index_copy_(0, kept, scores[kept]))
 
 
 def _deviation(context: Context, layer: int, rows: Tensor) -> Tensor:
     """(T,) deviation of the fresh KV of (S,) `rows` on a layer, -inf elsewhere. What was computed for it is kept."""
-    stitched, config = context.stitched, context.config
+    backend, stitched, config = context.backend, context.stitched, context.config
     keys, values = stitched.cache.layer(layer)
     scores = torch.full((len(stitched.ids),), -torch.inf)
-    everything = len(rows) == len(scores)  # plain prefill as far as it goes: no mask needed
 
-    def measure(number: int, fresh_keys: Tensor, fresh_values: Tensor) -> bool:
-        if number < layer:
-            return False
-        at = slice(0, len(rows)) if everything else rows.to(keys.device)
+    def measure(block: Tensor, fresh_keys: Tensor, fresh_values: Tensor) -> None:
+        at = block.to(keys.device)
         pairs = {"k": (fresh_keys, keys[:, :, at]), "v": (fresh_values, values[:, :, at])}
         deviations = [_METRICS[config.metric](*pairs[name]) for name in config.deviation_of]
-        scores[rows] = torch.stack(deviations).sum(dim=0).cpu()
+        scores[block] = torch.stack(deviations).sum(dim=0).cpu()
         keys[:, :, at], values[:, :, at] = fresh_keys, fresh_values
-        return True
 
-    context.model.forward_until(measure, stitched.ids[rows][None], stitched.cache, None if everything else rows)
+    def run(block: Tensor, positions: Tensor | None) -> None:
+        def observe(number: int, fresh_keys: Tensor, fresh_values: Tensor) -> bool:
+            if number == layer:
+                measure(block, fresh_keys, fresh_values)
+            return number == layer
+
+        backend.forward_until(observe, stitched.ids[block][None], stitched.cache, positions)
+
+    if len(rows) == len(scores):  # plain prefill as far as it goes: no mask needed
+        stitched.cache.set_length(0)
+        run(rows, None)
+    else:
+        for block in prefill_blocks(backend, rows):
+            run(block, block)
     deviation = scores[stitched.inexact]
     deviation = deviation.masked_fill(deviation < config.min_deviation, -torch.inf)
     return torch.full_like(scores, -torch.inf).index_copy_(0, stitched.inexact, deviation)
@@ -130,41 +165,54 @@ def _best(scores: Tensor, num: int) -> Tensor:
     return best.indices[best.values > -torch.inf].sort().values
 
 
-def query(context: Context) -> Tensor:
+def query(context: Context) -> Scores:
     """What the tokens after the last run, the question, attend to over the stitched KV (ProphetKV, QCFuse).
 
-    Root mean square over the heads and a band of layers, smoothed over neighbours if wanted.
+    Root mean square over the heads and a band of layers, so that one head that looks at a token counts for more than
+    many that glance; smoothed over neighbours if wanted.
     """
-    model, stitched, config = context.model, context.stitched, context.config
+    backend, stitched, config = context.backend, context.stitched, context.config
     fresh = stitched.fresh
     last_reused = int(stitched.reused.nonzero()[-1])
     num_queries = max(int((fresh > last_reused).sum()), min(_MIN_QUERIES, len(fresh)))
-    low, high = math.floor(config.band[0] * model.num_layers), math.ceil(config.band[1] * model.num_layers)
-    layers = range(min(max(low, 1), model.num_layers - 1), max(high, low + 1, 2))  # layer 0 knows no context
-    received = model.attention_received(stitched.ids[fresh][None], stitched.cache, fresh, num_queries, layers)
-    return avg_pool1d(
+    low, high = math.floor(config.band[0] * backend.num_layers), math.ceil(config.band[1] * backend.num_layers)
+    layers = range(min(max(low, 1), backend.num_layers - 1), max(high, low + 1, 2))  # layer 0 has no context yet
+    received, left = torch.zeros(len(stitched.ids)), len(fresh)
+    for rows in prefill_blocks(backend, fresh):
+        left -= len(rows)
+        queries = min(len(rows), num_queries - left)
+        ids = stitched.ids[rows][None]
+        if queries > 0:
+            attention = backend.attention_received(ids, stitched.cache, rows, queries, layers)
+            received[: len(attention)] += attention
+        else:
+            backend.forward_until(lambda number, *_: number == layers.stop, ids, stitched.cache, rows)
+    received = (received / num_queries).sqrt_()
+    values = avg_pool1d(
         received[None], config.smoothing, stride=1, padding=config.smoothing // 2, count_include_pad=False
     )[0]
+    return Scores(values, fresh if layers.stop == backend.num_layers else _no_rows())
 
 
-def query_hkvd(context: Context) -> Tensor:
+def query_hkvd(context: Context) -> Scores:
     """Of twice the budget by `query`, those whose attention times KV deviation half-way down is highest.
 
     A text that explains itself draws attention and hardly changes: recomputing it would be a waste. Measuring the
     deviation runs half of the layers on the candidates, about as much work as the recompute itself.
     """
     inexact, attention = context.stitched.inexact, query(context)
-    candidates = inexact[_best(attention[inexact], CANDIDATES * context.budget)]
+    candidates = inexact[_best(attention.values[inexact], CANDIDATES * context.budget)]
     rows = torch.cat([context.stitched.fresh, candidates]).sort().values
-    deviation = _deviation(context, context.model.num_layers // 2, rows)
-    return torch.where(deviation > -torch.inf, attention * deviation, -torch.inf)
+    deviation = _deviation(context, context.backend.num_layers // 2, rows)
+    values = torch.where(deviation > -torch.inf, attention.values * deviation, -torch.inf)
+    return Scores(values, attention.final_rows)
 
 
-def hybrid(context: Context) -> Tensor:
+def hybrid(context: Context) -> Scores:
     """The tokens at the seams first, equally many at each, then by `query`.
 
-    Which seams the question looks at does not matter: it is the first tokens of a chunk that were encoded without
-    knowing what it is about.
+    Which seams the question looks at does not matter: the first tokens of a chunk were encoded without what it is
+    about.
     """
     config, inexact = context.config, context.stitched.inexact
     seams = torch.zeros(len(context.stitched.ids))
@@ -175,8 +223,9 @@ def hybrid(context: Context) -> Tensor:
         seams[run.start + after] += 3.0 - after / len(run)
         seams[run.stop - 1 - before] += 3.0 - before / len(run)
     if int((seams[inexact] > 0).sum()) >= context.budget:
-        return seams  # short chunks: no need to listen to the question
-    return query(context) + seams
+        return Scores(seams)  # short chunks: the seams are the whole budget
+    attention = query(context)
+    return Scores(attention.values + seams, attention.final_rows)
 
 
 def _l2(fresh: Tensor, cached: Tensor) -> Tensor:
@@ -192,7 +241,7 @@ def _cosine(fresh: Tensor, cached: Tensor) -> Tensor:
 _MIN_QUERIES = 8
 _STAGES = ((1.4, 1 / 3), (1.0, 2 / 3), (0.6, 1.0))  # share of the budget, until this share of the layers; mean 1
 _METRICS = {"l2": _l2, "cosine": _cosine}
-_SCORES: dict[str, Callable[[Context], Tensor]] = {
+_SCORES: dict[str, Callable[[Context], Scores]] = {
     "hkvd": hkvd,
     "hkvd_gradual": hkvd_gradual,
     "seam": seam,

@@ -1,185 +1,284 @@
-"""One chunk as one safetensors file: token ids, anchors, and per layer keys and values.
+"""One chunk as one safetensors file: token ids, what it was encoded behind, and per layer keys and values.
 
 Tensors are named `000.k, 000.v, 001.k, ...`: safetensors writes by name, so a layer is one contiguous range that one
-`preadv` fetches. Each layer carries its own digest, and the file everything that the manifest says of the chunk.
+`preadv` fetches. Ids are 64 bits wide, the widest type: safetensors puts those first, where opening reads them.
+
+Everything is under a digest: the header, lengths and padding included, under `digest` in its metadata, each layer under
+its own, and the ids under the chunk's key, which is computed again when the file is opened.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
+import resource
 import struct
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kvrag.errors import DamagedChunkError
+from kvrag.errors import ChunkUnreadableError, DamagedChunkError, out_of_memory
+from kvrag.fingerprint import FORMAT, chunk_key
 from kvrag.store.protocol import ChunkRecord
 
 SUFFIX = ".safetensors"
 _MAX_HEADER = 16 << 20
-_DTYPES = {"U8": torch.uint8, "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FIRST_READ = 64 << 10  # header, ids and context of most chunks
+_DTYPES = {
+    "U8": torch.uint8,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_BLANK = b"0" * 32
+_DIGEST = re.compile(rb'"digest":"([0-9a-f]{32})"')
 
 
-def pack(record: ChunkRecord, fingerprint: str) -> bytes:
-    """The file's content."""
+def pack(record: ChunkRecord, fingerprint: str) -> tuple[bytes, memoryview]:
+    """Return the file's content: header and body."""
     tensors: dict[str, Tensor] = {
-        "ids": torch.from_numpy(record.ids.astype(np.int32)),
-        "anchors": torch.frombuffer(bytearray(record.anchors or b"\0"), dtype=torch.uint8),
+        "context": torch.from_numpy(record.context.astype(np.int64)),
+        "ids": torch.from_numpy(record.ids.astype(np.int64)),
     }
     digests = []
     for number, (keys, values) in enumerate(record.layers):
         keys, values = keys.contiguous(), values.contiguous()
         tensors[f"{number:03d}.k"], tensors[f"{number:03d}.v"] = keys, values
         digests.append(_digest(_bytes(keys), _bytes(values)))
-    described = _digest(_bytes(tensors["ids"]), _bytes(tensors["anchors"]))
     metadata = {
-        "key": record.key,
-        "fingerprint": fingerprint,
-        "described": described,
+        "digest": _BLANK.decode(),
         "digests": ",".join(digests),
-        "context": str(record.context),
-        "source": record.source,
+        "fingerprint": fingerprint,
+        "format": str(FORMAT),
+        "key": record.key,
+        "namespace": record.namespace,
     }
-    return safetensors.torch.save(tensors, metadata)
+    content = memoryview(safetensors.torch.save(tensors, metadata))
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = bytes(content[:start])
+    return header.replace(b'"digest":"' + _BLANK, b'"digest":"' + _digest(header).encode(), 1), content[start:]
 
 
-def write(path: Path, content: bytes, tmp_name: str) -> None:
-    """Write durably: the file is either absent or whole. Raises OSError and leaves nothing behind then."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    tmp = path.with_name(tmp_name)
-    try:
-        descriptor = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb", buffering=0) as file:
-            view = memoryview(content)
-            while view:
-                view = view[file.write(view) :]
-            os.fsync(descriptor)
-        os.replace(tmp, path)
-    except BaseException:
-        tmp.unlink(missing_ok=True)
-        raise
+def estimate(record: ChunkRecord) -> int:
+    """Return at least how many bytes `pack` makes of a record, and not many more."""
+    tensors = sum(keys.nbytes + values.nbytes for keys, values in record.layers)
+    header = 512 + len(record.namespace.encode()) * 6 + 240 * len(record.layers)
+    return tensors + header + 8 * (len(record.ids) + len(record.context))
 
 
 class ChunkFile:
-    """An open chunk file; stays readable when the file is deleted.
+    """An open chunk file, whose content is the chunk of the key it was opened by.
+
+    It stays readable when the file is deleted, unless this process has too many of them open: then it is opened again
+    for each layer.
 
     Attributes:
-        key, fingerprint, context, source: As written.
+        key, namespace, ids, num_layers: See ChunkRecord.
+        context: (C,) token ids.
+        context_tokens: C.
     """
 
     tier = "disk"
 
-    def __init__(self, path: Path) -> None:
-        """Open and read the header.
+    def __init__(self, path: Path, key: str, fingerprint: str) -> None:
+        """Open, and read all but the layers.
+
+        Args:
+            fingerprint: Digest of the fingerprint that the chunk must be of.
 
         Raises:
             FileNotFoundError: There is none.
-            DamagedChunkError: It is no chunk file, or truncated.
+            DamagedChunkError: It is no chunk file, truncated, or another chunk's.
+            ChunkUnreadableError: It cannot be read just now.
         """
+        self.key, self._path = key, path
         self.bytes_read = 0
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed by close()
+        self._lock, self._reading = threading.Lock(), 0
+        self._keeps = False
+        self._file = self._open()
         try:
-            self._read_header(path.name.removesuffix(SUFFIX))
-        except BaseException:
-            self._file.close()
-            raise
+            with self._noticing_faults():
+                self._read_header()
+                self._read_tokens(fingerprint)
+            self._keeps = _open_files.take()
+        finally:
+            if not self._keeps:
+                os.close(self._file)
 
-    def _read_header(self, key: str) -> None:
-        self.key = key
-        size = os.fstat(self._file.fileno()).st_size
-        try:
-            (length,) = struct.unpack("<Q", self._file.read(8))
-            if length > min(_MAX_HEADER, size):
-                raise ValueError("the header is longer than the file")
-            header = json.loads(self._file.read(length))
-            metadata = header.pop("__metadata__")
-            self._start, self._tensors = 8 + length, header
-            self._digests, self._described = metadata["digests"].split(","), metadata["described"]
-            self.fingerprint: str = metadata["fingerprint"]
-            self.context = int(metadata.get("context", "0"))  # which the first files do not have
-            self.source = str(metadata.get("source", ""))
-            if metadata["key"] != key:
-                raise ValueError(f"the file says it is chunk {metadata['key']}")
-            if len(header) != 2 * len(self._digests) + 2:
-                raise ValueError("tensors and digests do not agree")
-            end = self._start + max(tensor["data_offsets"][1] for tensor in header.values())
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
-            raise DamagedChunkError(key, f"its header cannot be read ({error})") from error
+    def _open(self) -> int:
+        for wait in (0.0, 0.01, 0.05, 0.2, 0.0):  # others may be closing theirs
+            time.sleep(wait)
+            try:
+                return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                failed = error
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    break
+        raise ChunkUnreadableError(self.key, failed.strerror) from failed
+
+    def _read_header(self) -> None:
+        size = os.fstat(self._file).st_size
+        self._beginning = os.pread(self._file, _FIRST_READ, 0)
+        (length,) = struct.unpack("<Q", self._beginning[:8])
+        if length > min(_MAX_HEADER, size):
+            raise ValueError("the header is longer than the file")
+        self._start = 8 + length
+        if self._start > len(self._beginning):
+            self._beginning += os.pread(self._file, self._start - len(self._beginning), len(self._beginning))
+        header = self._beginning[: self._start]
+        match = _DIGEST.search(header)
+        if not match or _digest(header[: match.start(1)], _BLANK, header[match.end(1) :]) != match[1].decode():
+            raise ValueError("it does not match its digest")
+        tensors = json.loads(header[8:])
+        self._metadata: Mapping[str, str] = tensors.pop("__metadata__")
+        self._tensors: Mapping[str, Any] = tensors
+        self._digests = self._metadata["digests"].split(",")
+        self.namespace, self.num_layers = self._metadata["namespace"], len(self._digests)
+        end = self._start + max(tensor["data_offsets"][1] for tensor in tensors.values())
         if size != end:
-            raise DamagedChunkError(key, f"it is {size} bytes long instead of {end}")
-        self.num_layers = len(self._digests)
+            raise DamagedChunkError(self.key, f"it is {size} bytes long instead of {end}")
+
+    def _read_tokens(self, fingerprint: str) -> None:
+        self.context, self.ids = (self._tokens(name) for name in ("context", "ids"))
+        self.context_tokens = len(self.context)
+        del self._beginning
+        if self._metadata["fingerprint"] != fingerprint:
+            raise DamagedChunkError(self.key, "it was written by another model")
+        found = chunk_key(fingerprint, self.ids.tolist(), self.context.tolist(), self.namespace)
+        if found != self.key:
+            raise DamagedChunkError(self.key, f"its content is that of chunk {found}")
+
+    def _tokens(self, name: str) -> NDArray[np.uint32]:
+        start, stop = (self._start + offset for offset in self._tensors[name]["data_offsets"])
+        content = self._beginning[start:stop]
+        if stop > len(self._beginning):
+            content = self._read(self._file, start, stop).numpy().tobytes()
+        wide = np.frombuffer(content, "<i8")
+        ids = wide.astype(np.uint32)
+        if not np.array_equal(ids, wide):  # the key covers 32 bits of each
+            raise DamagedChunkError(self.key, f"its {name} are no token ids")
+        return ids
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, as they were put.
-
-        Raises:
-            DamagedChunkError: The bytes are not those that were written.
-        """
-        with self._noticing_damage():
+        """See ChunkReader.layer."""
+        with self._noticing_faults(), self._descriptor() as descriptor:
             keys, values = self._tensors[f"{number:03d}.k"], self._tensors[f"{number:03d}.v"]
             start, stop = keys["data_offsets"][0], values["data_offsets"][1]
-            content = self._read(start, stop)
-            border = keys["data_offsets"][1] - start
-            if _digest(content[:border].numpy(), content[border:].numpy()) != self._digests[number]:
+            content = self._read(descriptor, self._start + start, self._start + stop)
+            self.bytes_read += stop - start
+            if _digest(content.numpy().data) != self._digests[number]:
                 raise DamagedChunkError(self.key, f"layer {number} does not match its digest")
+            border = keys["data_offsets"][1] - start
             return _tensor(content[:border], keys), _tensor(content[border:], values)
 
-    def ids_and_anchors(self) -> tuple[np.ndarray[tuple[int], np.dtype[np.uint32]], bytes]:
-        """What the manifest keeps beside the key.
+    @contextlib.contextmanager
+    def _descriptor(self) -> Iterator[int]:
+        """The file, not closed before the last read has ended: its number may be another file's then."""
+        with self._lock:
+            keeps = self._keeps
+            self._reading += keeps
+        if keeps:
+            try:
+                yield self._file
+            finally:
+                self._release()
+        else:
+            descriptor = self._open()
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
 
-        Raises:
-            DamagedChunkError: The bytes are not those that were written.
-        """
-        with self._noticing_damage():
-            ids, anchors = (self._read(*self._tensors[name]["data_offsets"]) for name in ("ids", "anchors"))
-            if _digest(ids.numpy(), anchors.numpy()) != self._described:
-                raise DamagedChunkError(self.key, "its token ids do not match their digest")
-            return ids.numpy().view(np.uint32), anchors.numpy().tobytes()
+    def _release(self) -> None:
+        with self._lock:
+            self._reading -= 1
+            last = self._reading == 0 and not self._keeps
+        if last:
+            os.close(self._file)
+            _open_files.give_back()
 
     @contextlib.contextmanager
-    def _noticing_damage(self) -> Iterator[None]:
-        """A header that is JSON can still say what makes no sense."""
+    def _noticing_faults(self) -> Iterator[None]:
+        """Tell what is wrong with the file from what passes."""
         try:
             yield
-        except (KeyError, IndexError, ValueError, TypeError, RuntimeError) as error:
-            raise DamagedChunkError(self.key, f"its header makes no sense ({error!r:.80})") from error
-        except OSError as error:
-            raise DamagedChunkError(self.key, f"it cannot be read ({error.strerror})") from error
+        except FileNotFoundError as error:  # it was deleted meanwhile
+            raise ChunkUnreadableError(self.key, "its file has been deleted") from error
+        except (OSError, MemoryError) as error:
+            raise ChunkUnreadableError(self.key, getattr(error, "strerror", None) or "out of memory") from error
+        except (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError, struct.error) as error:
+            if out_of_memory(error):
+                raise ChunkUnreadableError(self.key, "out of memory") from error
+            raise DamagedChunkError(self.key, f"its header makes no sense ({error!s:.80})") from error
 
-    def _read(self, start: int, stop: int) -> Tensor:
+    def _read(self, descriptor: int, start: int, stop: int) -> Tensor:
         content = torch.empty(stop - start, dtype=torch.uint8)
-        view, position = content.numpy().data, self._start + start
+        view, position = content.numpy().data, start
         while view:
-            count = os.preadv(self._file.fileno(), [view], position)
+            count = os.preadv(descriptor, [view], position)
             if count == 0:
                 raise DamagedChunkError(self.key, "it ends too early")
             view, position = view[count:], position + count
-        self.bytes_read += stop - start
         return content
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file once nobody reads it."""
+        with self._lock:
+            if not self._keeps:
+                return
+            self._keeps = False
+            self._reading += 1
+        self._release()
 
 
-def _bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+class _OpenFiles:
+    """How many files readers may keep open: a quarter of what the process may have, sockets and threads need theirs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+
+    def take(self) -> bool:
+        with self._lock:
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            room = self._open < min(soft if soft > 0 else 1024, 4096) // 4
+            self._open += room
+            return room
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._open -= 1
 
 
-def _tensor(content: Tensor, entry: dict[str, Sequence[int]]) -> Tensor:
-    return content.view(_DTYPES[str(entry["dtype"])]).view(*entry["shape"])
+_open_files = _OpenFiles()
 
 
-def _digest(
-    keys: np.ndarray[tuple[int], np.dtype[np.uint8]], values: np.ndarray[tuple[int], np.dtype[np.uint8]]
-) -> str:
-    digest = xxhash.xxh3_64(keys.data)
-    digest.update(values.data)
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _tensor(content: Tensor, entry: Mapping[str, Any]) -> Tensor:
+    return content.view(_DTYPES[entry["dtype"]]).view(*entry["shape"])
+
+
+def _digest(*parts: bytes | memoryview) -> str:
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
     return digest.hexdigest()

@@ -1,41 +1,104 @@
-"""The manifest: one SQLite file that says which chunks there are, who holds them and when they were last used."""
+"""The manifest: one SQLite file that says which texts and chunks there are, who holds them and when they were used."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from filelock import FileLock
 
 from kvrag.errors import StoreError, StoreFullError, StoreReadOnlyError
-from kvrag.store.protocol import Entry
+from kvrag.fingerprint import FORMAT
+from kvrag.store.protocol import ON_REQUEST, Entry, Holding, NamespaceStats, TextState
 
 logger = logging.getLogger("kvrag")
 
+_LOG = 100_000  # removals remembered
+_PAGE = 2000  # rows read or written at a time
+
+# A text row lives as long as one of its chunks, and the triggers see to that: no code path can forget it.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS chunks (
+CREATE TABLE IF NOT EXISTS totals (
+    namespace TEXT PRIMARY KEY, texts INTEGER NOT NULL DEFAULT 0, chunks INTEGER NOT NULL DEFAULT 0,
+    tokens INTEGER NOT NULL DEFAULT 0, bytes INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS texts (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
-    key TEXT NOT NULL UNIQUE,
+    text TEXT NOT NULL UNIQUE,
+    namespace TEXT NOT NULL,
     num_tokens INTEGER NOT NULL,
+    ids BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS chunks (
+    key TEXT PRIMARY KEY,
+    text TEXT NOT NULL,
+    context_tokens INTEGER NOT NULL,
+    file TEXT NOT NULL,
     num_bytes INTEGER NOT NULL,
     created REAL NOT NULL,
     used REAL NOT NULL,
-    uses INTEGER NOT NULL DEFAULT 0,
-    ids BLOB NOT NULL,
-    anchors BLOB NOT NULL
+    uses INTEGER NOT NULL DEFAULT 0
 );
-CREATE INDEX IF NOT EXISTS chunks_used ON chunks (used);
-CREATE TABLE IF NOT EXISTS holders (document TEXT, key TEXT, PRIMARY KEY (document, key)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS chunks_text ON chunks (text, key, context_tokens);
+CREATE INDEX IF NOT EXISTS chunks_used ON chunks (used, key, num_bytes);
+CREATE TABLE IF NOT EXISTS holders (
+    namespace TEXT NOT NULL, document TEXT NOT NULL, text TEXT NOT NULL, source TEXT NOT NULL, key TEXT NOT NULL,
+    PRIMARY KEY (namespace, document, text, source)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS holders_text ON holders (text, source, key);
 CREATE INDEX IF NOT EXISTS holders_key ON holders (key);
+CREATE TABLE IF NOT EXISTS removed (position INTEGER PRIMARY KEY AUTOINCREMENT, number INTEGER NOT NULL);
+CREATE TRIGGER IF NOT EXISTS text_added AFTER INSERT ON texts BEGIN
+    INSERT INTO totals (namespace, texts) VALUES (NEW.namespace, 1)
+        ON CONFLICT (namespace) DO UPDATE SET texts = texts + 1;
+END;
+CREATE TRIGGER IF NOT EXISTS text_removed AFTER DELETE ON texts BEGIN
+    UPDATE totals SET texts = texts - 1 WHERE namespace = OLD.namespace;
+    INSERT INTO removed (number) VALUES (OLD.number);
+END;
+CREATE TRIGGER IF NOT EXISTS chunk_added AFTER INSERT ON chunks BEGIN
+    UPDATE totals SET chunks = chunks + 1, bytes = bytes + NEW.num_bytes,
+        tokens = tokens + (SELECT num_tokens FROM texts WHERE text = NEW.text)
+        WHERE namespace = (SELECT namespace FROM texts WHERE text = NEW.text);
+END;
+CREATE TRIGGER IF NOT EXISTS chunk_removed AFTER DELETE ON chunks BEGIN
+    UPDATE totals SET chunks = chunks - 1, bytes = bytes - OLD.num_bytes,
+        tokens = tokens - (SELECT num_tokens FROM texts WHERE text = OLD.text)
+        WHERE namespace = (SELECT namespace FROM texts WHERE text = OLD.text);
+    INSERT INTO counters VALUES ('removals', 1) ON CONFLICT (name) DO UPDATE SET value = value + 1;
+    DELETE FROM texts WHERE text = OLD.text AND NOT EXISTS (SELECT 1 FROM chunks WHERE text = OLD.text);
+END;
 """
+_RECOUNT = """
+DELETE FROM texts WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE chunks.text = texts.text);
+DELETE FROM totals;
+INSERT INTO totals (namespace, texts, chunks, tokens, bytes)
+    SELECT namespace, count(DISTINCT number), count(*), total(num_tokens), total(num_bytes)
+    FROM chunks JOIN texts USING (text) GROUP BY namespace;
+"""
+
+
+class Row(NamedTuple):
+    """A chunk as the manifest knows it. `ids` are little-endian uint32, `file` is a name without its folder."""
+
+    key: str
+    text: str
+    namespace: str
+    ids: bytes
+    context_tokens: int
+    file: str
+    num_bytes: int
 
 
 class Manifest:
@@ -43,20 +106,34 @@ class Manifest:
 
     Attributes:
         read_only: The folder cannot be written.
-        rebuilt: The file was damaged and has been moved aside; the caller fills the new one from the chunk files.
+        is_new: The file was not there, or was damaged and has been moved aside: the caller fills the new one from the
+            chunk files.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._lock = threading.RLock()
-        self.read_only = self.rebuilt = False
+    def __init__(self, path: Path, read_only: bool = False) -> None:
+        """Open or create.
+
+        Args:
+            read_only: Create and change nothing, not even beside it.
+
+        Raises:
+            StoreError: It cannot be opened, or was written in another format.
+        """
         self._path = path
-        with _alone(path), _translated(path):
-            try:
-                self._connection = self._open()
-            except sqlite3.DatabaseError as error:
-                if isinstance(error, sqlite3.OperationalError):
-                    raise
-                self._replace(error)
+        self._lock = threading.RLock()  # of the one connection that writes
+        self._idle: deque[sqlite3.Connection] = deque()  # connections that read
+        self.read_only, self.is_new, self._closed = read_only, False, False
+        with _translated(path):
+            if read_only:
+                self._writer = self._open_to_read()
+                return
+            with _alone(path):
+                try:
+                    self._writer = self._open()
+                except _DAMAGED as error:
+                    if isinstance(error, sqlite3.OperationalError):
+                        raise
+                    self._replace(error)
 
     def _open(self) -> sqlite3.Connection:
         # SQLite itself complains only when it has something to write
@@ -65,25 +142,41 @@ class Manifest:
             return self._open_to_read()
         try:
             connection = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
+            self.is_new = not _check_format(self._path, connection)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, its file is found again
+            connection.execute(f"PRAGMA user_version={FORMAT}")
             connection.executescript(_SCHEMA)
+            # positions never come again, also when a damaged manifest is built anew
+            connection.execute(
+                "INSERT INTO sqlite_sequence SELECT 'removed', ?"
+                " WHERE NOT EXISTS (SELECT 1 FROM sqlite_sequence WHERE name = 'removed')",
+                (time.time_ns() // 1000,),
+            )
         except sqlite3.OperationalError as error:
             if not self._path.exists() or _primary(error) not in _UNWRITABLE:
                 raise
             connection = self._open_to_read()
             self.read_only = True
-        connection.execute("SELECT count(*), total(num_bytes) FROM chunks").fetchone()
+        for table in ("texts", "chunks", "holders", "totals", "counters", "removed"):
+            connection.execute(f"SELECT * FROM {table} LIMIT 1").fetchone()
         return connection
 
     def _open_to_read(self) -> sqlite3.Connection:
-        """With what its writer has not yet moved out of the log, if SQLite can read that in a read-only folder."""
+        """With what its writer has not yet moved out of the log, if that is there to be read."""
         uri = f"{self._path.as_uri()}?mode=ro"
-        connection = sqlite3.connect(uri, uri=True, timeout=60, check_same_thread=False)
-        try:
-            connection.execute("SELECT count(*) FROM chunks").fetchone()
-        except sqlite3.OperationalError:
-            connection = sqlite3.connect(f"{uri}&immutable=1", uri=True, check_same_thread=False)
+        # without the files of a log SQLite would create them
+        has_log = all(self._path.with_name(self._path.name + suffix).exists() for suffix in ("-wal", "-shm"))
+        for way in ("", "&immutable=1") if has_log else ("&immutable=1",):
+            connection = sqlite3.connect(uri + way, uri=True, timeout=60, isolation_level=None, check_same_thread=False)
+            try:
+                _check_format(self._path, connection)
+                connection.execute("SELECT count(*) FROM totals").fetchone()
+                break
+            except sqlite3.OperationalError:
+                connection.close()
+                if way:
+                    raise
         return connection
 
     def _replace(self, error: object) -> None:
@@ -92,22 +185,25 @@ class Manifest:
         self._path.rename(aside)
         for suffix in ("-wal", "-shm"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
-        self.rebuilt = True
-        self._connection = self._open()
+        self._writer = self._open()
 
     def is_sound(self) -> bool:
-        """Whether SQLite finds nothing wrong with the file; reads all of it."""
-        with self._lock:
-            try:
-                return bool(self._connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)])
-            except sqlite3.DatabaseError:
-                return False
+        """Return whether SQLite finds nothing wrong with the file; reads all of it."""
+        try:
+            with self._reading() as connection:
+                return bool(connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)])
+        except StoreError:
+            return False
 
     def rebuild(self) -> None:
         """Move the file aside and begin a new one; the caller fills it from the chunk files."""
         with self._lock, _alone(self._path), _translated(self._path):
-            self._connection.close()
+            self._writer.close()
+            while self._idle:
+                self._idle.pop().close()
             self._replace("found by a check")
+
+    # ---------------------------------------------------------------- connections
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
@@ -115,95 +211,227 @@ class Manifest:
         if self.read_only:
             raise StoreReadOnlyError(f"{self._path.parent} cannot be written: choose another store folder")
         with self._lock, _translated(self._path):
-            self._connection.execute("BEGIN IMMEDIATE")
+            self._writer.execute("BEGIN IMMEDIATE")
             try:
-                yield self._connection
-                self._connection.execute("COMMIT")
+                yield self._writer
+                self._writer.execute("COMMIT")
             except BaseException:
-                if self._connection.in_transaction:  # a full disk ends it by itself
-                    self._connection.execute("ROLLBACK")
+                if self._writer.in_transaction:  # a full disk ends it by itself
+                    self._writer.execute("ROLLBACK")
                 raise
 
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """A connection of this thread's own, at one moment of the file: it waits for no writer."""
+        with _translated(self._path):
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = self._connect_reader()
+            try:
+                connection.execute("BEGIN")
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                connection.close()
+                raise
+            self._idle.append(connection)
+            if self._closed:
+                self._close_idle()
+
+    def _connect_reader(self) -> sqlite3.Connection:
+        if self._closed:
+            raise StoreError(f"the store {self._path.parent} is closed")
+        if self.read_only:
+            return self._open_to_read()
+        connection = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA query_only=1")
+        connection.execute("PRAGMA cache_size=-8000")
+        return connection
+
+    def _close_idle(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().close()
+
     def _all(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
-        with self._lock, _translated(self._path):
-            return self._connection.execute(query, values).fetchall()
+        with self._reading() as connection:
+            return connection.execute(query, values).fetchall()
+
+    # ---------------------------------------------------------------- what a prompt asks
+
+    def look_up(self, texts: Sequence[str]) -> dict[str, TextState]:
+        """See KVStore.look_up."""
+        variants: dict[str, dict[str, int]] = {text: {} for text in texts}
+        sources: dict[str, dict[str, str]] = {text: {} for text in texts}
+        with self._reading() as connection:
+            for part, marks in _parts(list(variants)):
+                rows = connection.execute(f"SELECT text, key, context_tokens FROM chunks WHERE text IN ({marks})", part)
+                for text, key, context_tokens in rows:
+                    variants[text][key] = context_tokens
+            for part, marks in _parts(list(variants)):
+                rows = connection.execute(f"SELECT text, source, key FROM holders WHERE text IN ({marks})", part)
+                for text, source, key in rows:  # of the pieces of one source one that is stored, if there is one
+                    if source not in sources[text] or key in variants[text]:
+                        sources[text][source] = key
+        return {text: TextState(variants[text], sources[text]) for text in variants}
+
+    def file(self, key: str) -> str | None:
+        """Return the name of a chunk's file, None if it is not stored."""
+        rows = self._all("SELECT file FROM chunks WHERE key = ?", key)
+        return rows[0][0] if rows else None
+
+    def known(self, keys: Sequence[str]) -> set[str]:
+        """Return those of `keys` that have a row."""
+        found: set[str] = set()
+        with self._reading() as connection:
+            for part, marks in _parts(keys):
+                found.update(
+                    row[0] for row in connection.execute(f"SELECT key FROM chunks WHERE key IN ({marks})", part)
+                )
+        return found
 
     def counter(self, name: str) -> int:
-        """A counter of the store."""
+        """Return a counter of the store."""
         rows = self._all("SELECT value FROM counters WHERE name = ?", name)
         return int(rows[0][0]) if rows else 0
 
-    def known(self, keys: Sequence[str]) -> set[str]:
-        """Those of `keys` that have a row."""
-        found: set[str] = set()
-        for i in range(0, len(keys), 500):  # SQLite's limit on parameters
-            part = keys[i : i + 500]
-            marks = ",".join("?" * len(part))
-            found.update(row[0] for row in self._all(f"SELECT key FROM chunks WHERE key IN ({marks})", *part))
-        return found
-
-    def add(self, rows: Iterable[tuple[str, int, int, bytes, bytes]]) -> None:
-        """Insert (key, num_tokens, num_bytes, ids, anchors); known keys stay as they are."""
-        now = time.time()
-        with self._writing() as connection:
-            connection.executemany(
-                "INSERT OR IGNORE INTO chunks (key, num_tokens, num_bytes, created, used, ids, anchors)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                [(key, tokens, size, now, now, ids, anchors) for key, tokens, size, ids, anchors in rows],
+    def entries(self, after: int) -> Iterator[Entry]:
+        """See KVStore.entries."""
+        while True:
+            rows = self._all(
+                "SELECT number, text, namespace, ids FROM texts WHERE number > ? ORDER BY number LIMIT ?", after, _PAGE
             )
+            try:
+                for number, text, namespace, ids in rows:
+                    yield Entry(number, text, namespace, np.frombuffer(ids, "<u4"))
+            except (ValueError, TypeError) as error:
+                raise StoreError(f"{self._path}: {error}; `kvrag store check` repairs a damaged manifest") from error
+            if len(rows) < _PAGE:
+                return
+            after = rows[-1][0]
 
-    def remove(self, keys: Sequence[str], counter: str | None = None) -> None:
-        """Delete rows; `counter` counts them under another name as well."""
+    def removed(self, after: int) -> tuple[int, list[int]] | None:
+        """See KVStore.removed."""
+        with self._reading() as connection:
+            row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'removed'").fetchone()
+            position = int(row[0]) if row else 0
+            if after == 0:
+                return position, []
+            (oldest,) = connection.execute("SELECT min(position) FROM removed").fetchone()
+            if not (position if oldest is None else oldest - 1) <= after <= position:
+                return None
+            rows = connection.execute("SELECT number FROM removed WHERE position > ? ORDER BY position", (after,))
+            return position, [row[0] for row in rows]
+
+    # ---------------------------------------------------------------- changes
+
+    def add(self, rows: Iterable[Row]) -> list[Row]:
+        """Insert chunks and their texts, in one transaction; returns those that were known, under another file."""
+        now, rows, known = time.time(), iter(rows), []
         with self._writing() as connection:
-            connection.executemany("DELETE FROM chunks WHERE key = ?", [(key,) for key in keys])
-            for name in filter(None, ("removals", counter)):
+            while page := list(islice(rows, _PAGE)):
+                connection.executemany(
+                    "INSERT OR IGNORE INTO texts (text, namespace, num_tokens, ids) VALUES (?, ?, ?, ?)",
+                    [(row.text, row.namespace, len(row.ids) // 4, row.ids) for row in page],
+                )
+                connection.executemany(
+                    "INSERT OR IGNORE INTO chunks (key, text, context_tokens, file, num_bytes, created, used)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    [(row.key, row.text, row.context_tokens, row.file, row.num_bytes, now, now) for row in page],
+                )
+                for row in page:
+                    (file,) = connection.execute("SELECT file FROM chunks WHERE key = ?", (row.key,)).fetchone()
+                    if file != row.file:
+                        known.append(row)
+        return known
+
+    def correct(self, row: Row) -> None:
+        """Make a chunk's rows say this."""
+        with self._writing() as connection:
+            connection.execute("DELETE FROM chunks WHERE key = ?", (row.key,))
+            connection.execute(
+                "DELETE FROM texts WHERE text = ? AND (ids, namespace) != (?, ?)", (row.text, row.ids, row.namespace)
+            )
+        self.add([row])
+
+    def remove(self, keys: Sequence[str], counter: str | None = None, file: str | None = None) -> list[str]:
+        """Delete rows of chunks; returns the names of their files.
+
+        Args:
+            counter: Counts them as well.
+            file: Only if it is this one.
+        """
+        with self._writing() as connection:
+            removed = _remove(connection, keys, file)
+            if counter:
                 connection.execute(
                     "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2",
-                    (name, len(keys)),
+                    (counter, len(removed)),
                 )
-
-    @contextlib.contextmanager
-    def absent(self, keys: Sequence[str]) -> Iterator[list[str]]:
-        """Those of `keys` that have no row; while the context lasts, no process can add one."""
-        with self._writing():
-            known = self.known(keys)
-            yield [key for key in keys if key not in known]
-
-    def entries(self, after: int) -> list[Entry]:
-        """Chunks with a higher number, ascending."""
-        rows = self._all("SELECT number, key, ids, anchors FROM chunks WHERE number > ? ORDER BY number", after)
-        try:
-            return [Entry(number, key, np.frombuffer(ids, "<u4"), anchors) for number, key, ids, anchors in rows]
-        except (ValueError, TypeError) as error:
-            raise StoreError(f"{self._path}: {error}; `kvrag store check` repairs a damaged manifest") from error
+        return [name for _, name in removed]
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Move to the young end of the LRU order."""
+        """These chunks have been used now."""
         now = time.time()
         with self._writing() as connection:
             connection.executemany(
                 "UPDATE chunks SET used = ?, uses = uses + 1 WHERE key = ?", [(now, key) for key in keys]
             )
 
-    def hold(self, document: str, keys: Sequence[str], replace: bool) -> list[str]:
-        """Set (or add to) a document's chunks; returns keys that nobody holds any more because of it."""
+    def hold(self, document: str, holdings: Sequence[Holding], namespace: str, replace: bool) -> list[tuple[str, str]]:
+        """Record what a document holds; returns (key, file) of the chunks removed since nobody relies on them now."""
+        name = (namespace, document)
         with self._writing() as connection:
-            before = {row[0] for row in connection.execute("SELECT key FROM holders WHERE document = ?", (document,))}
-            dropped = before - set(keys) if replace else set()
+            if replace:
+                rows = connection.execute("SELECT key FROM holders WHERE namespace = ? AND document = ?", name)
+                before = {row[0] for row in rows}
+                connection.execute("DELETE FROM holders WHERE namespace = ? AND document = ?", name)
+            else:
+                before = set()
+                for holding in holdings:
+                    before.update(
+                        row[0]
+                        for row in connection.execute(
+                            "SELECT key FROM holders WHERE namespace = ? AND document = ? AND text = ? AND source = ?",
+                            (*name, holding.text, holding.source),
+                        )
+                    )
             connection.executemany(
-                "DELETE FROM holders WHERE document = ? AND key = ?", [(document, key) for key in dropped]
+                "INSERT OR REPLACE INTO holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)",
+                [(*name, holding.text, holding.source, holding.key) for holding in holdings],
             )
-            connection.executemany("INSERT OR IGNORE INTO holders VALUES (?, ?)", [(document, key) for key in keys])
             held = "SELECT 1 FROM holders WHERE key = ? LIMIT 1"
-            return [key for key in sorted(dropped) if connection.execute(held, (key,)).fetchone() is None]
+            unheld = [key for key in sorted(before) if connection.execute(held, (key,)).fetchone() is None]
+            return _remove(connection, unheld)
 
-    def documents(self, prefix: str) -> dict[str, list[str]]:
-        """Named documents whose names begin so, and the keys each holds."""
+    def drop_requests(self, unused_since: float) -> None:
+        """Let go of texts that came with requests and have not been used since."""
+        with self._writing() as connection:
+            connection.execute(
+                "DELETE FROM holders WHERE document = ? AND NOT EXISTS"
+                " (SELECT 1 FROM chunks WHERE chunks.key = holders.key AND used >= ?)",
+                (ON_REQUEST, unused_since),
+            )
+
+    def recount(self) -> None:
+        """Make the totals anew, which a damaged file may have wrong."""
+        with self._writing() as connection:
+            for statement in _RECOUNT.strip().split(";\n"):
+                connection.execute(statement)
+
+    # ---------------------------------------------------------------- for people and cleaning up
+
+    def documents(self, prefix: str, namespace: str) -> dict[str, list[str]]:
+        """See KVStore.documents."""
         # a range, for which SQLite uses the index
         rows = self._all(
-            "SELECT document, key FROM holders"
-            " WHERE document > '' AND document >= ?1 AND document < ?1 || char(1114111) ORDER BY document, key",
+            "SELECT DISTINCT document, key FROM holders WHERE namespace = ?1"
+            " AND document > '' AND document >= ?2 AND document < ?2 || char(1114111) AND document != ?3"
+            " ORDER BY document, key",
+            namespace,
             prefix,
+            ON_REQUEST,
         )
         documents: dict[str, list[str]] = {}
         for document, key in rows:
@@ -211,54 +439,124 @@ class Manifest:
         return documents
 
     def unheld(self) -> list[str]:
-        """Chunks that no document holds."""
+        """Return the chunks that no document relies on."""
         return [row[0] for row in self._all("SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM holders)")]
 
     def oldest(self, num_bytes: int) -> list[str]:
-        """Least recently used chunks that together take at least `num_bytes`."""
+        """Return the least recently used chunks that together take at least `num_bytes`."""
         keys, total = [], 0
-        for key, size in self._all("SELECT key, num_bytes FROM chunks ORDER BY used, number"):
-            if total >= num_bytes:
-                break
-            keys.append(key)
-            total += size
+        with self._reading() as connection:
+            for key, size in connection.execute("SELECT key, num_bytes FROM chunks ORDER BY used, key"):
+                if total >= num_bytes:
+                    break
+                keys.append(key)
+                total += size
         return keys
 
-    def totals(self) -> tuple[int, int, int, int]:
-        """Chunks, tokens, bytes, named documents."""
-        (row,) = self._all("SELECT count(*), total(num_tokens), total(num_bytes) FROM chunks")
-        ((documents,),) = self._all("SELECT count(DISTINCT document) FROM holders WHERE document != ''")
-        return int(row[0]), int(row[1]), int(row[2]), int(documents)
+    def num_bytes(self) -> int:
+        """Return what all chunks take."""
+        return int(self._all("SELECT total(bytes) FROM totals")[0][0])
 
-    def keys(self) -> list[str]:
-        """All chunks."""
-        return [row[0] for row in self._all("SELECT key FROM chunks ORDER BY number")]
+    def namespaces(self) -> list[NamespaceStats]:
+        """Return what is in each namespace that has anything."""
+        with self._reading() as connection:
+            documents = dict(
+                connection.execute(
+                    "SELECT namespace, count(DISTINCT document) FROM holders WHERE document NOT IN ('', ?) GROUP BY 1",
+                    (ON_REQUEST,),
+                ).fetchall()
+            )
+            rows = connection.execute("SELECT namespace, texts, chunks, tokens, bytes FROM totals").fetchall()
+        counts = {name: [int(count) for count in counted] for name, *counted in rows}
+        return [
+            NamespaceStats(name, texts, chunks, tokens, size, documents.get(name, 0))
+            for name in sorted({*documents, *counts})
+            for texts, chunks, tokens, size in [counts.get(name, [0, 0, 0, 0])]
+            if chunks or name in documents
+        ]
+
+    def rows(self) -> dict[str, Row]:
+        """Return all chunks by key."""
+        query = (
+            "SELECT key, text, namespace, ids, context_tokens, file, num_bytes FROM chunks LEFT JOIN texts USING (text)"
+        )
+        return {row[0]: Row(*row) for row in self._all(query)}
+
+    def files(self) -> set[str]:
+        """Return the names of all chunks' files."""
+        return {row[0] for row in self._all("SELECT file FROM chunks")}
 
     def close(self) -> None:
         """Close the file."""
+        self._closed = True
         with self._lock:
-            self._connection.close()
+            self._close_idle()
+            self._writer.close()
 
 
+def _remove(connection: sqlite3.Connection, keys: Sequence[str], file: str | None = None) -> list[tuple[str, str]]:
+    """Delete rows in the transaction under way; returns (key, file) of those that there were."""
+    removed = []
+    for key in keys:
+        row = connection.execute("SELECT file FROM chunks WHERE key = ?", (key,)).fetchone()
+        if row and file in (None, row[0]):
+            connection.execute("DELETE FROM chunks WHERE key = ?", (key,))
+            removed.append((key, str(row[0])))
+    connection.execute(
+        "DELETE FROM removed WHERE position <= (SELECT seq FROM sqlite_sequence WHERE name = 'removed') - ?", (_LOG,)
+    )
+    return removed
+
+
+def old_format(folder: Path, written: object) -> StoreError:
+    """Return the error about a store that another version wrote."""
+    return StoreError(
+        f"the store {folder} was written in format {written}, which this version does not read: "
+        "encode it again with `kvrag warm --store NEW_FOLDER DOCS`"
+    )
+
+
+def _check_format(path: Path, connection: sqlite3.Connection) -> bool:
+    """Refuse a manifest of the first format; any other that is not ours is damaged. Returns whether it has tables."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    columns = "SELECT count(*), total(name = 'anchors') FROM pragma_table_info('chunks')"
+    num_columns, is_first = connection.execute(columns).fetchone()
+    if is_first:
+        raise old_format(path.parent, 1)
+    if num_columns and version != FORMAT:
+        raise sqlite3.DatabaseError(f"it says that its format is {version}")
+    return bool(num_columns)
+
+
+def _parts(keys: Sequence[str]) -> Iterator[tuple[Sequence[str], str]]:
+    """Keys in parts, with as many question marks: SQLite limits parameters."""
+    for i in range(0, len(keys), 500):
+        part = keys[i : i + 500]
+        yield part, ",".join("?" * len(part))
+
+
+_DAMAGED = (sqlite3.DatabaseError, UnicodeDecodeError)  # SQLite's messages repeat what is in the file
 _UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_FULL)
 
 
 def _primary(error: sqlite3.Error) -> int:
-    """SQLite's error code without what it adds in the upper bits."""
+    """Return SQLite's error code without what it adds in the upper bits."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """One process at a time opens a manifest: creating it and moving a damaged one aside take several steps."""
+    lock = FileLock(path.with_name(f"{path.name}.lock"), mode=0o600)
     try:
-        lock = open(path.with_name(f"{path.name}.lock"), "ab")  # noqa: SIM115  closed below
+        lock.acquire()
     except OSError:
         yield  # a folder that cannot be written: nothing to create or to move
         return
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
         yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager
@@ -275,5 +573,5 @@ def _translated(path: Path) -> Iterator[None]:
         if _primary(error) == sqlite3.SQLITE_READONLY:
             raise StoreReadOnlyError(f"{path.parent} cannot be written: choose another store folder") from error
         raise StoreError(f"{path}: {error}") from error
-    except sqlite3.DatabaseError as error:
+    except _DAMAGED as error:
         raise StoreError(f"{path}: {error}; `kvrag store check` repairs a damaged manifest") from error

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+from cachetools import LRUCache
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrag.store.protocol import ChunkReader
@@ -13,59 +17,85 @@ from kvrag.store.protocol import ChunkReader
 Layers = Sequence[tuple[Tensor, Tensor]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    key: str
+    ids: NDArray[np.uint32]
+    context_tokens: int
+    layers: Layers
+
+    @property
+    def nbytes(self) -> int:
+        return self.ids.nbytes + sum(keys.nbytes + values.nbytes for keys, values in self.layers)
+
+
 class MemoryTier:
-    """An LRU of whole chunks, in front of a store. Thread-safe."""
+    """An LRU of whole chunks, in front of a store. Never stale: a chunk's KV is a function of its key. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.bytes = 0
-        self._chunks: OrderedDict[str, tuple[Layers, int, int, str]] = OrderedDict()
+        self._chunks: LRUCache[str, _Chunk] = LRUCache(max_bytes, getsizeof=lambda chunk: chunk.nbytes)
+        self._reading: weakref.WeakSet[_KeepingReader] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._chunks)
 
+    @property
+    def max_bytes(self) -> int:
+        """The bound."""
+        return int(self._chunks.maxsize)
+
+    @property
+    def bytes(self) -> int:
+        """What is in it."""
+        return int(self._chunks.currsize)
+
     def open(self, key: str) -> ChunkReader | None:
-        """A reader of the chunk, or None."""
+        """Return a reader of the chunk, or None."""
         with self._lock:
-            if key not in self._chunks:
-                return None
-            self._chunks.move_to_end(key)
-            layers, _, context, source = self._chunks[key]
-            return _MemoryReader(layers, context, source)
+            chunk = self._chunks.get(key)
+        return None if chunk is None else _MemoryReader(chunk)
 
-    def keep(self, key: str, layers: Layers, context: int = 0, source: str = "") -> None:
-        """Take a chunk in, drop the least recently used ones that no longer fit."""
-        size = sum(keys.nbytes + values.nbytes for keys, values in layers)
-        if size > self.max_bytes:
-            return
+    def keys(self) -> list[str]:
+        """Return the keys of what is in it."""
         with self._lock:
-            if key in self._chunks:
-                return
-            self._chunks[key] = (layers, size, context, source)
-            self.bytes += size
-            while self.bytes > self.max_bytes:
-                _, (_, dropped, *_) = self._chunks.popitem(last=False)
-                self.bytes -= dropped
+            return list(self._chunks)
 
-    def drop(self, key: str) -> None:
-        """Forget a chunk."""
+    def drop(self, keys: Iterable[str]) -> None:
+        """Forget chunks, also those that are being read now."""
+        dropped = set(keys)
         with self._lock:
-            _, size, *_ = self._chunks.pop(key, ((), 0))
-            self.bytes -= size
+            for key in dropped:
+                self._chunks.pop(key, None)
+            for reader in self._reading:
+                reader.keeps = reader.keeps and reader.key not in dropped
 
-    def keeping(self, key: str, reader: ChunkReader) -> ChunkReader:
-        """A reader that takes the chunk in once all of its layers have been read."""
-        return _KeepingReader(self, key, reader) if self.max_bytes > 0 else reader
+    def keeping(self, reader: ChunkReader) -> ChunkReader:
+        """Return a reader that takes the chunk in when it is closed, once all of its layers have been read."""
+        if self.max_bytes == 0 or reader.tier == "ram":
+            return reader
+        keeping = _KeepingReader(self, reader)
+        with self._lock:
+            self._reading.add(keeping)
+        return keeping
+
+    def _keep(self, reader: _KeepingReader) -> None:
+        layers = [reader.layers[number] for number in range(reader.num_layers)]
+        chunk = _Chunk(reader.key, reader.ids, reader.context_tokens, layers)
+        with self._lock:
+            self._reading.discard(reader)
+            if reader.keeps and reader.key not in self._chunks and chunk.nbytes <= self.max_bytes:
+                self._chunks[reader.key] = chunk
 
 
 class _MemoryReader:
     tier = "ram"
     bytes_read = 0
 
-    def __init__(self, layers: Layers, context: int, source: str) -> None:
-        self._layers, self.context, self.source = layers, context, source
-        self.num_layers = len(layers)
+    def __init__(self, chunk: _Chunk) -> None:
+        self.key, self.ids, self.context_tokens = chunk.key, chunk.ids, chunk.context_tokens
+        self._layers = chunk.layers
+        self.num_layers = len(chunk.layers)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         return self._layers[number]
@@ -75,22 +105,23 @@ class _MemoryReader:
 
 
 class _KeepingReader:
-    def __init__(self, memory: MemoryTier, key: str, reader: ChunkReader) -> None:
-        self._memory, self._key, self._reader = memory, key, reader
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, memory: MemoryTier, reader: ChunkReader) -> None:
+        self._memory, self._reader = memory, reader
+        self.key, self.ids, self.context_tokens = reader.key, reader.ids, reader.context_tokens
         self.tier, self.num_layers = reader.tier, reader.num_layers
-        self.context, self.source = reader.context, reader.source
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.keeps = True
 
     @property
     def bytes_read(self) -> int:
         return self._reader.bytes_read
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        self._layers[number] = self._reader.layer(number)
-        return self._layers[number]
+        self.layers[number] = self._reader.layer(number)
+        return self.layers[number]
 
     def close(self) -> None:
         self._reader.close()
-        if len(self._layers) == self.num_layers:
-            layers = [self._layers[number] for number in range(self.num_layers)]
-            self._memory.keep(self._key, layers, self.context, self.source)
+        if len(self.layers) == self.num_layers:
+            self._memory._keep(self)
+        self.layers = {}

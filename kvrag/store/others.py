@@ -1,16 +1,15 @@
-"""The stores around one: what was warmed for another model, dtype or codec lies there."""
+"""The stores around one: what was warmed for another model, dtype or codec lies there. Nothing is written to them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from kvrag.errors import StoreError
-from kvrag.store.files import _OWNER, FileStore
+from kvrag.store.files import MANIFEST, OWNER, check_layout, read_owner
+from kvrag.store.manifest import Manifest
 from kvrag.store.protocol import Entry
 
 _MOST = 20  # folders, the latest
@@ -24,30 +23,27 @@ class OtherStore:
 
     @cached_property
     def parts(self) -> dict[str, str]:
-        """Of its fingerprint; see `Fingerprint.parts`.
+        """Parts of its fingerprint; see `Fingerprint.parts`.
 
         Raises:
             StoreError: They cannot be read.
         """
-        owner = self.path / _OWNER
-        try:
-            return dict(json.loads(owner.read_text()).items())
-        except (OSError, ValueError, AttributeError) as error:
-            raise StoreError(f"cannot read {owner}: {error}") from error
+        return read_owner(self.path)
 
     def entries(self) -> list[Entry]:
-        """All its chunks.
+        """Return all its texts, of all namespaces.
 
         Raises:
-            StoreError: It cannot be opened.
+            StoreError: It cannot be opened, or another version wrote it.
         """
-        with closing(FileStore(self.path)) as store:
-            return list(store.entries(0))
+        check_layout(self.path)
+        with closing(Manifest(self.path / MANIFEST, read_only=True)) as manifest:
+            return list(manifest.entries(0))
 
 
 def other_stores(path: Path) -> Iterator[OtherStore]:
-    """Those in the folder that holds the store `path`, and those that are used where no store is given."""
+    """Yield those in the folder that holds the store `path`, and those that are used where no store is given."""
     roots = {path.parent, Path.home() / ".cache" / "kvrag"}
-    owners = [owner for root in roots for owner in root.glob(f"*/{_OWNER}") if owner.parent != path]
+    owners = [owner for root in roots for owner in root.glob(f"*/{OWNER}") if owner.parent != path]
     for owner in sorted(owners, key=lambda owner: (-owner.stat().st_mtime, owner))[:_MOST]:
         yield OtherStore(owner.parent)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-LayerSource = Callable[[int], tuple[Tensor, Tensor]]
-"""Layer number -> stitched keys and values, each (1, H, capacity, D)."""
+from kvrag.backend.protocol import LayerSource, Observer
 
 _GROWTH = 256  # positions
 
-Observer = Callable[[int, Tensor, Tensor], None]
-"""Called with layer number and the fresh keys and values, each (B, H, S, D), before they are written."""
+
+class StopForward(Exception):
+    """Raised inside a forward pass to end it."""
 
 
 class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys and values, full length whatever the layer's window, with room to grow in place."""
+    """Keys and values of one layer: full length whatever the layer's window, with room to grow in place."""
 
     is_sliding = False
 
@@ -31,7 +30,7 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
         """Take the stitched tensors, or empty ones shaped like the first ones written."""
         if self._source is not None:
             self.keys, self.values = self._source(self._number)
-            self._source = None  # it holds on to chunks and to the conversation
+            self._source = None  # it keeps chunks and the conversation alive
         else:
             assert key_states is not None
             assert value_states is not None
@@ -60,15 +59,15 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
     def get_seq_length(self) -> int:
-        """How many positions the next token follows."""
+        """Return how many positions the next token follows."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that `query_length` appended tokens see."""
+        """Return length and offset of the keys that `query_length` appended tokens see."""
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """Unbounded, as far as masks are concerned."""
+        """Return that masks need no bound."""
         return -1
 
 
@@ -82,37 +81,33 @@ class BlendCache(Cache):  # type: ignore[misc]
     """A cache whose `update` can write at given positions of full-length tensors that are already filled.
 
     With `rows` set, the keys and values of a forward pass land at those positions (blending); without, they are
-    appended (prefill, decode). `source` fills a layer when it is first touched.
+    appended (prefill, decode). `source` provides a layer when a pass first reaches it.
 
     Attributes:
         rows: (S,) ascending positions, or None to append.
         stop: With `rows`: keys from `stop` on are not shown.
-        computed: (S,) the `rows` that were written on the last layer, and so on all, last.
-        observer: Sees every layer's fresh keys and values.
+        observer: Called with every layer's fresh keys and values; may end the pass.
     """
 
     def __init__(self, num_layers: int, capacity: int, source: LayerSource | None = None) -> None:
         super().__init__(layers=[BlendLayer(number, capacity, source) for number in range(num_layers)])
         self.rows: Tensor | None = None
         self.stop = 0
-        self.computed: Tensor | None = None
         self.observer: Observer | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values, return all that the new tokens may attend to."""
-        if self.observer is not None:
-            self.observer(layer_idx, key_states, value_states)
+        if self.observer is not None and self.observer(layer_idx, key_states, value_states):
+            raise StopForward
         layer: BlendLayer = self.layers[layer_idx]
         if self.rows is None:
             return layer.update(key_states, value_states)
-        if layer_idx == len(self.layers) - 1:
-            self.computed = self.rows
         return layer.write(key_states, value_states, self.rows, self.stop)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer at full capacity; stitched now if nothing has touched the layer yet."""
+        """Return keys and values of one layer at full capacity; stitched now if no pass has reached the layer yet."""
         layer: BlendLayer = self.layers[number]
         if not layer.is_initialized:
             layer.lazy_initialization(None, None)
@@ -120,11 +115,11 @@ class BlendCache(Cache):  # type: ignore[misc]
 
     @property
     def num_bytes(self) -> int:
-        """What the layers touched so far take, with the room they have to grow."""
+        """Bytes of the layers that a pass has reached so far, with their room to grow."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
 
     def set_length(self, length: int) -> None:
-        """Positions before `length` are complete: from here on the cache grows like a DynamicCache."""
+        """Declare the positions before `length` complete: from here on the cache grows like a DynamicCache."""
         self.rows = None
         for layer in self.layers:
             layer.length = length

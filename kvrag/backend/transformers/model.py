@@ -1,4 +1,4 @@
-"""A causal LM with what blending needs, and nothing of its layers re-implemented."""
+"""The backend on a transformers model: forward passes over scattered rows, without re-implementing a layer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import inspect
 import json
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,37 +16,31 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from kvrag.backend.lock import FairLock
+from kvrag.backend.protocol import KVCache, LayerSource, Observer, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
-from kvrag.backend.transformers.attention import Ear, attention_at
-from kvrag.backend.transformers.cache import BlendCache, LayerSource
-from kvrag.backend.transformers.lock import FairLock
+from kvrag.backend.transformers.attention import AttentionObserver, attention_at, suspended
+from kvrag.backend.transformers.cache import BlendCache, StopForward
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import Sampling
 from kvrag.errors import ContextWindowError
 from kvrag.fingerprint import Fingerprint, hash_weights
 
-Tables = tuple[Tensor, Tensor] | None
-"""cos and sin of one layer, each (T, R) float32, one entry per pair of dimensions; None if it has no RoPE."""
-
 _loaded: weakref.WeakValueDictionary[str, Model] = weakref.WeakValueDictionary()
 _loading: dict[str, threading.Lock] = {}
 
 
-class _StopForward(Exception):
-    """Raised inside a forward pass by an observer that has seen enough."""
-
-
 class Model:
-    """A transformers causal LM with what blending needs.
+    """A transformers causal LM that can be blended; implements `kvrag.backend.protocol.Backend`.
 
     Forward passes are serialised: threads take turns, one pass each.
 
     Attributes:
-        name: For people.
+        name: Display name.
         num_layers, context_window, vocab_size, dtype: Facts about the model.
-        fingerprint: What KV of this model is filed under.
+        fingerprint: Identifies the KV of this model in a store.
         windows: Per layer how many keys a token sees; None = all.
         rope_follows_length: RoPE frequencies depend on the length of the prompt (dynamic NTK, longrope) ...
         stable_length: ... but not up to this many tokens.
@@ -64,7 +58,7 @@ class Model:
         """Wrap a loaded transformers model and its tokenizer.
 
         Args:
-            allow_unverified: Try a family that is not in `loading.FAMILIES`; check it with `kvrag.inspect.verify` then.
+            allow_unverified: Accept a family that is not in `loading.FAMILIES`; check it with `kvrag verify`.
             preamble: False = encode chunks with nothing before them, for comparison.
 
         Raises:
@@ -89,7 +83,7 @@ class Model:
         self._rotary, self._devices = probe(hf, self.num_layers, shift=min(37, self.stable_length // 4))
         self.fingerprint = Fingerprint(
             model=self.name,
-            weights=hash_weights(hf.named_parameters()),
+            weights=hash_weights(hf.state_dict().items()),
             tokenizer=self.tokenizer.digest,
             dtype=str(self.dtype).removeprefix("torch."),
             rope=json.dumps(rope, sort_keys=True),
@@ -118,7 +112,7 @@ class Model:
             device: "cuda", "cpu", ...; None = a GPU if there is one.
             device_map: Spread over devices by accelerate; excludes `device`.
             revision, attn_implementation, trust_remote_code: As transformers takes them.
-            allow_unverified: Try a family that has not been tested.
+            allow_unverified: Accept a family that has not been tested.
             preamble: False = encode chunks with nothing before them, for comparison.
 
         Raises:
@@ -143,12 +137,22 @@ class Model:
         return model
 
     @property
+    def preamble(self) -> tuple[int, ...]:
+        """Token ids that every chunk is encoded behind."""
+        return self.tokenizer.preamble
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the model."""
+        return int(self.config.hidden_size)
+
+    @property
     def bytes_per_token(self) -> int:
         """KV bytes that one token takes, all layers."""
         return loading.bytes_per_token(self.config, self.dtype)
 
     def layer_device(self, number: int) -> torch.device:
-        """Where a layer runs."""
+        """Return the device of a layer."""
         return self._devices[number]
 
     def check_window(self, num_tokens: int, what: str = "the prompt") -> None:
@@ -163,7 +167,7 @@ class Model:
     # ---------------------------------------------------------------- rotary
 
     def tables(self, positions: Tensor) -> list[Tables]:
-        """Each layer's own cos and sin for (T,) positions; layers that share them share the tensors."""
+        """Return each layer's own cos and sin for (T,) positions; layers that share them share the tensors."""
         made: dict[Any, tuple[Tensor, Tensor]] = {}
         with self.lock, torch.inference_mode():
             self._reset_rotary()
@@ -174,7 +178,7 @@ class Model:
         return [None if rotary is None else made[rotary.module, rotary.extra] for rotary in self._rotary]
 
     def rotate(self, number: int, keys: Tensor, tables: Tables, landing: slice, out: Tensor) -> None:
-        """Write (B, H, T, D) position-free keys of a layer to `out` as the model caches them at the `landing` rows."""
+        """Write (B, H, T, D) position-free keys of a layer to `out`, rotated to the `landing` rows of the tables."""
         rotary = self._rotary[number]
         if rotary is None or tables is None:
             out.copy_(keys)
@@ -183,7 +187,7 @@ class Model:
             rotate(keys, cos, sin, rotary.pairs, out)
 
     def unrotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
-        """(B, H, T, D) keys as the model caches them -> position-free."""
+        """Return the (B, H, T, D) keys that a layer caches without their position."""
         rotary = self._rotary[number]
         if rotary is None or tables is None:
             return keys
@@ -191,7 +195,7 @@ class Model:
         return unrotate(keys, cos, sin, rotary.pairs)
 
     def _reset_rotary(self) -> None:
-        """Dynamic NTK remembers the longest prompt it has seen; an answer must not depend on what was asked before."""
+        """Reset dynamic NTK, which keeps the longest prompt so far: no answer may depend on earlier prompts."""
         for module in {rotary.module for rotary in self._rotary if rotary is not None}:
             if module.rope_type == "dynamic":
                 module.max_seq_len_cached = module.original_max_seq_len
@@ -200,15 +204,24 @@ class Model:
     # ---------------------------------------------------------------- forward
 
     def new_cache(self, capacity: int, source: LayerSource | None = None) -> BlendCache:
-        """An empty cache, or one whose layers `source` fills when they are first touched."""
+        """Return an empty cache, or one whose layers `source` provides when a pass reaches them."""
         return BlendCache(self.num_layers, capacity, source)
 
-    def forward(self, ids: Tensor, cache: BlendCache, rows: Tensor | None = None) -> Tensor:
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let other threads run their passes while this one waits for a disk, also in the middle of its own."""
+        if not self.lock.held:
+            yield
+            return
+        with suspended(self.config), self.lock.released():
+            yield
+
+    def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:
         """Run the model's own forward pass; changes `cache`.
 
         Args:
             ids: (B, S) token ids; (1, S) with `rows`.
-            cache: What the tokens see besides themselves.
+            cache: One of `new_cache`.
             rows: (S,) ascending positions: the tokens are written there and see every key at or before their own
                 position. None: they are appended, as in prefill and decode.
 
@@ -218,66 +231,63 @@ class Model:
         with self.lock, torch.inference_mode():
             return self._forward(ids, cache, rows)
 
-    def forward_all(self, ids: Tensor, cache: BlendCache) -> Tensor:
+    def forward_all(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Like `forward` of appended tokens, but (B, S, V) logits, after every one of them."""
         with self.lock, torch.inference_mode():
             return self._forward(ids, cache, None, every=True)
 
-    def forward_until(
-        self, stop: Callable[[int, Tensor, Tensor], bool], ids: Tensor, cache: BlendCache, rows: Tensor | None = None
-    ) -> None:
-        """Like `forward`, but end it as soon as `stop(layer, fresh keys, fresh values)` says so.
+    def forward_until(self, observe: Observer, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> None:
+        """Like `forward`, but end the pass when `observe(layer, fresh keys, fresh values)` returns True.
 
-        The layers before stay written, the one that stopped it is not.
+        The layers before stay written, the one that ended it is not.
         """
-
-        def observe(number: int, keys: Tensor, values: Tensor) -> None:
-            if stop(number, keys, values):
-                raise _StopForward
-
+        assert isinstance(cache, BlendCache)
         cache.observer = observe
         try:
-            with suppress(_StopForward):
+            with suppress(StopForward):
                 self.forward(ids, cache, rows)
         finally:
             cache.observer = None
 
-    def attention_received(
-        self, ids: Tensor, cache: BlendCache, rows: Tensor, num_queries: int, layers: range
-    ) -> Tensor:
-        """Attention that every position gets from the last `num_queries` of these tokens, over `layers`.
+    def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
+        """Return the squared attention that every position receives from the last `num_queries` of these tokens.
 
-        It is the root of the mean square, so that one head that looks at a token counts for more than many that glance.
-        Runs `forward(ids, cache, rows)` as far as needed and changes `cache` likewise.
+        Runs `forward(ids, cache, rows)` up to the last of the layers, which is written, and changes `cache` likewise.
 
         Returns:
-            (T,) float32 with T = the last row + 1, over heads and queries as well.
+            (K,) float32 with K = the last row + 1: summed over the queries, mean over heads and `layers`.
         """
-        heard: list[Tensor] = []
+        total = torch.zeros(int(rows[-1]) + 1)
 
         def add(number: int, received: Tensor) -> None:
-            heard.append(received.to(self.device))
+            total.add_(received.cpu())
             if number == layers[-1]:
-                raise _StopForward
+                raise StopForward
 
-        with self.lock, torch.inference_mode(), suppress(_StopForward):
-            self._forward(ids, cache, rows, Ear(num_queries, layers, add))
-        return torch.stack(heard).mean(dim=0).sqrt_().cpu()
+        with self.lock, torch.inference_mode(), suppress(StopForward):
+            self._forward(ids, cache, rows, AttentionObserver(num_queries, layers, add))
+        return total / len(layers)
 
     def _forward(
-        self, ids: Tensor, cache: BlendCache, rows: Tensor | None, ear: Ear | None = None, every: bool = False
+        self,
+        ids: Tensor,
+        cache: KVCache,
+        rows: Tensor | None,
+        observer: AttentionObserver | None = None,
+        every: bool = False,
     ) -> Tensor:
-        mask = None
+        assert isinstance(cache, BlendCache)
+        self._reset_rotary()
         if rows is None:
             start = cache.get_seq_length()
-            positions = torch.arange(start, start + ids.shape[1])
+            positions, mask = torch.arange(start, start + ids.shape[1]), None
             cache.rows = None
+            attention: AbstractContextManager[None] = nullcontext()
         else:
-            positions = rows
+            positions, mask = rows, self._no_mask
             cache.rows, cache.stop = rows.to(self.device), int(rows[-1]) + 1
-            mask = self._mask(rows, cache.stop)
-        self._reset_rotary()
-        with attention_at(self.config, rows, self.windows, ear) if rows is not None else nullcontext():
+            attention = attention_at(self.config, rows, self.windows, observer)
+        with attention:
             output = self.hf(
                 input_ids=ids.to(self.device),
                 position_ids=positions[None].to(self.device),
@@ -289,30 +299,22 @@ class Model:
         return (output.logits if every else output.logits[:, -1]).float()
 
     @functools.cached_property
+    def _no_mask(self) -> Tensor | dict[str, Tensor]:
+        """A mask that keeps transformers from making one; `attention_at` masks by true positions."""
+        mask = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
+        kinds = set(getattr(self.config, "layer_types", None) or [])
+        return dict.fromkeys(kinds, mask) if len(kinds) > 1 else mask
+
+    @functools.cached_property
     def _last_logits_only(self) -> dict[str, int]:
         return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.hf.forward).parameters else {}
-
-    def _mask(self, rows: Tensor, stop: int) -> Tensor | dict[str, Tensor]:
-        """Additive masks (1, 1, S, stop) by true position, one per layer type where the model has several."""
-        rows, keys = rows[:, None].to(self.device), torch.arange(stop, device=self.device)[None]
-        causal = rows >= keys  # (S, stop)
-
-        def additive(window: int | None) -> Tensor:
-            allowed = causal if window is None or window >= stop else causal & (rows - keys < window)
-            mask = torch.zeros(allowed.shape, dtype=self.dtype, device=self.device)
-            return mask.masked_fill_(~allowed, torch.finfo(self.dtype).min)[None, None]
-
-        kinds = getattr(self.config, "layer_types", None) or []
-        if len(set(kinds)) > 1:
-            return {kind: additive(window) for kind, window in dict(zip(kinds, self.windows, strict=True)).items()}
-        return additive(self.windows[0])
 
     # ---------------------------------------------------------------- generate's machinery
 
     def logits_processor(
         self, sampling: Sampling, num_prompt_tokens: int, extra: Sequence[Any] = ()
     ) -> tuple[Callable[[Tensor, Tensor], Tensor], bool]:
-        """What `model.generate` would do to the logits, `(ids (1, T), logits (1, V)) -> logits`, and whether to sample.
+        """Return `model.generate`'s own processing, `(ids (1, T), logits (1, V)) -> logits`, and whether to sample.
 
         Unset fields come from the model's generation config; temperature 0 means greedy.
         """

@@ -1,8 +1,8 @@
-"""Find out how each layer turns its keys, by watching the loaded model run.
+"""Probe how each layer rotates its keys, by watching the loaded model run.
 
-Two short passes, the second further along: the hooks see which rotary module feeds which layer, and the cached keys
-show which layers turn at all (some have no RoPE) and by how many dimensions. Taking the turn off again must give the
-same keys in both passes; a model for which it does not is refused. That covers what no table of families could know.
+Two short passes at different positions: hooks record which rotary module feeds which layer, and the cached keys show
+which layers rotate at all (some have no RoPE) and how many dimensions. Undoing the rotation must give the same keys in
+both passes; a model for which it does not is refused. That covers what no table of families could know.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvrag.errors import UnsupportedModelError
 _TOKENS = 16
 
 
-Form = Literal["halves", "neighbours", "once"]
-"""How a model's table has one entry per dimension: twice one behind the other, each twice, or only one per pair."""
+Form = Literal["half_split", "interleaved", "once"]
+"""Layout of a model's table: all pairs twice in a row, each pair twice, or each pair once."""
 
 
 @dataclass(frozen=True)
 class LayerRotary:
-    """How one layer's keys are turned; `module(x, positions, *extra)` gives its tables."""
+    """How one layer's keys are rotated; `module(x, positions, *extra)` gives its tables."""
 
     module: nn.Module
     extra: tuple[Any, ...]
@@ -35,7 +35,7 @@ class LayerRotary:
     form: Form
 
     def tables(self, positions: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The model's own cos and sin for (T,) positions, each (T, R) float32, one entry per pair."""
+        """Return the model's own cos and sin for (T,) positions, each (T, R) float32, one entry per pair."""
         like = torch.empty(0, dtype=dtype, device=device)  # the module reads dtype and device off it
         cos, sin = self.module(like, positions[None].to(device), *self.extra)
         return _once(cos, self.form), _once(sin, self.form)
@@ -44,15 +44,15 @@ class LayerRotary:
 def _once(table: Tensor, form: Form) -> Tensor:
     """(1, T, 2R) or (1, T, R) as the model has it -> (T, R) float32."""
     table = table[0].float()
-    if form == "neighbours":
+    if form == "interleaved":
         table = table[:, 0::2]
-    elif form == "halves":
+    elif form == "half_split":
         table = table[:, : table.shape[1] // 2]
     return table.contiguous()
 
 
 def probe(hf: Any, num_layers: int, shift: int) -> tuple[list[LayerRotary | None], list[torch.device]]:
-    """Per layer how its keys are turned, None where they are not, and the device it runs on.
+    """Return per layer how its keys are rotated, None where they are not, and the device it runs on.
 
     Raises:
         UnsupportedModelError: Keys of this model cannot be made position-free.
@@ -66,11 +66,11 @@ def probe(hf: Any, num_layers: int, shift: int) -> tuple[list[LayerRotary | None
 
 @dataclass
 class _Seen:
-    """What one pass showed of one layer."""
+    """Observations of one layer in one pass."""
 
     keys: Tensor | None = None  # (1, H, T, D), as cached
     rotary: tuple[nn.Module, tuple[Any, ...]] | None = None
-    tables: tuple[Tensor, Tensor] | None = None  # cos and sin as the attention was handed them
+    tables: tuple[Tensor, Tensor] | None = None  # cos and sin as the attention received them
 
 
 def _refuse(reason: str) -> NoReturn:
@@ -120,10 +120,10 @@ def _watch(hf: Any, num_layers: int, start: int) -> list[_Seen]:
 def _one_layer(number: int, first: _Seen, second: _Seen) -> LayerRotary | None:
     if first.keys is None or second.keys is None:
         _refuse(f"layer {number} does not write its keys into the cache")
-    if not _turned(first.keys, second.keys):
+    if not _rotated(first.keys, second.keys):
         return None
     if first.rotary is None or first.tables is None or second.tables is None:
-        _refuse(f"the keys of layer {number} depend on their position, but not by a rotary table it is handed")
+        _refuse(f"the keys of layer {number} depend on their position, but not by a rotary table that it receives")
     for pairs, form in itertools.product(get_args(Pairs), get_args(Form)):
         here, there = ((_once(cos, form), _once(sin, form)) for cos, sin in (first.tables, second.tables))
         if 2 * here[0].shape[-1] > first.keys.shape[-1]:
@@ -131,19 +131,19 @@ def _one_layer(number: int, first: _Seen, second: _Seen) -> LayerRotary | None:
         a, b = unrotate(first.keys, *here, pairs), unrotate(second.keys, *there, pairs)
         if _same(a, b) and _same(rotate(a, *there, pairs), second.keys):
             return LayerRotary(*first.rotary, pairs, form)
-    _refuse(f"taking RoPE off the keys of layer {number} does not give position-free keys")
+    _refuse(f"undoing RoPE on the keys of layer {number} does not give position-free keys")
 
 
-def _turned(first: Tensor, second: Tensor) -> bool:
-    """Whether any single dimension changed with the position: RoPE turns the fast ones by whole circles, while the
-    slow ones, which may hold most of the norm, hardly move."""
+def _rotated(first: Tensor, second: Tensor) -> bool:
+    """Return whether any single dimension changed with the position: RoPE rotates the fast ones by whole circles, while
+    the slow ones, which may hold most of the norm, hardly move."""
     a, b = first.float(), second.float()
     change = (a - b).square().mean(dim=(0, 1, 2)) / a.square().mean(dim=(0, 1, 2)).clamp_min(1e-12)  # (D,)
     return bool(change.max() > 0.1)
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
-    """Equal for the typical token: mixture-of-experts routing may flip for single ones in half precision."""
+    """Return whether keys are equal for the median token: in half precision, expert routing may flip for a few."""
     a, b = first.float(), second.float()
     error = (a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-12)  # (B, H, T)
     return bool(error.median() < (1e-3 if first.dtype == torch.float32 else 0.1))

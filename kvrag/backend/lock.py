@@ -1,9 +1,11 @@
-"""A lock that is fair, because answers generated side by side should advance side by side."""
+"""A lock that serves threads in order of arrival, so that answers generated side by side advance side by side."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class FairLock:
@@ -17,10 +19,33 @@ class FairLock:
 
     @property
     def waits(self) -> int:
-        """How often the calling thread had to wait: what it timed meanwhile is not its own."""
+        """How often the calling thread had to wait: a duration measured meanwhile includes other threads' work."""
         return getattr(self._own, "waits", 0)
 
+    @property
+    def held(self) -> bool:
+        """Whether the calling thread holds the lock."""
+        return getattr(self._own, "held", False)
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Let other threads have the lock for a while, in the middle of holding it."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
     def __enter__(self) -> None:
+        self._acquire()
+        self._own.held = True
+
+    def __exit__(self, *_: object) -> None:
+        if self.held:  # not after an interrupt within `released`
+            self._own.held = False
+            self._release()
+
+    def _acquire(self) -> None:
         with self._mutex:
             if not self._held:
                 self._held = True
@@ -30,16 +55,13 @@ class FairLock:
         self._own.waits = self.waits + 1
         try:
             turn.wait()
-        except BaseException:  # Ctrl-C: nobody would ever take this turn
+        except BaseException:  # Ctrl-C: without this, the lock would be handed to a thread that has gone
             with self._mutex:
                 if not turn.is_set():
                     self._waiting.remove(turn)
                     raise
             self._release()
             raise
-
-    def __exit__(self, *_: object) -> None:
-        self._release()
 
     def _release(self) -> None:
         with self._mutex:

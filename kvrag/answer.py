@@ -1,0 +1,185 @@
+"""Life of an answer: render the question, prefill it, decode, and keep the conversation for the next turn."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrag.backend.transformers import Model
+from kvrag.config import BlendConfig, Sampling
+from kvrag.errors import StoreError
+from kvrag.fingerprint import text_key
+from kvrag.generate.decode import decode
+from kvrag.generate.grammar import constrain
+from kvrag.generate.tools import Prepared
+from kvrag.ingest.ingest import Ingestion
+from kvrag.inspect.explain import Call, Watch
+from kvrag.inspect.history import History
+from kvrag.request import Pipeline, Prefilled, Prompt
+from kvrag.reuse.conversation import Conversation, Conversations, Turn
+from kvrag.store import serve
+from kvrag.types import Answer, BlendReport, Delta, Run, ToolCall
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be answered, and how.
+
+    Attributes:
+        prepared: The prompt, with tools and grammar.
+        documents: Chunks in it that may have to be encoded first.
+        namespace: Whose chunks and conversations are reused.
+        config: How to blend.
+        sampling: How to draw tokens.
+    """
+
+    prepared: Prepared
+    documents: Sequence[str]
+    namespace: str
+    config: BlendConfig
+    sampling: Sampling
+
+
+class Answering:
+    """Answers questions; holds the live conversations and the latest answers. Thread-safe."""
+
+    def __init__(self, model: Model, pipeline: Pipeline, ingestion: Ingestion, conversation_bytes: int) -> None:
+        self._model, self._pipeline, self._ingestion = model, pipeline, ingestion
+        self._conversations = Conversations(conversation_bytes, model.stable_length)
+        self._removals = pipeline.store.removals()
+        self._watch = Watch()
+        self.history = History()
+
+    def stream(self, question: Question) -> Generator[Delta, None, None]:
+        """See `BlendEngine.stream`."""
+        started = time.perf_counter()  # when the consumer asks for the first token
+        tokenizer, prepared, namespace = self._model.tokenizer, question.prepared, question.namespace
+        notes: list[str] = []
+        ids = tokenizer.render(prepared.prompt, **prepared.template)
+        self._model.check_window(len(ids))
+        constraint = constrain(self._model, prepared.grammar) if prepared.grammar else None
+        parser = prepared.listener(tokenizer, ids)
+        created = self._warm(question.documents, namespace, notes) if question.documents else set()
+        done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
+        # now, since a stream may be closed anywhere; the last token of a text may be another with more behind it
+        is_text = isinstance(prepared.prompt, str)
+        generation_prompt = 1 if is_text else tokenizer.opening(**prepared.template)
+        control_tokens = parser is not None and parser.control_tokens
+        cache, sampling = done.stitched.cache, question.sampling
+        call: Call | None = None
+        answer: list[int] = []
+        with contextlib.suppress(GeneratorExit):  # a consumer that leaves may still go on with the conversation
+            for delta in decode(self._model, done.ids, cache, done.logits, sampling, constraint, control_tokens):
+                answer += delta.token_ids
+                if call is None:
+                    report = replace(_with_created(done.report, created), ttft_s=time.perf_counter() - started)
+                    self.history.add(namespace, call := Call(done.ids, done.selected, report))
+                delta = parser.hear(delta) if parser else delta
+                yield replace(delta, report=call.report) if delta.finish_reason else delta
+            self._finish(call, question)
+        if not is_reference(done.config):
+            self._keep(done, answer, generation_prompt, namespace)
+
+    def prefill(
+        self, ids: list[int], config: BlendConfig, notes: Sequence[str], namespace: str, goes_on: bool
+    ) -> Prefilled:
+        """See `BlendEngine.prefill`."""
+        notes = list(notes)
+        config = self._pipeline.tuning.settle(config, notes)
+        if self._pipeline.store.removals() != self._removals:
+            self._notice_removals()
+        takes_over = goes_on and not is_reference(config)
+        prefix = self._conversations.find(ids, config, namespace) if takes_over else None
+        return self._pipeline.prefill(Prompt(ids, config, namespace, prefix, notes))
+
+    def find(self, ids: Sequence[int], min_run: int, namespace: str) -> list[tuple[Run, NDArray[np.uint32]]]:
+        """Return the runs of stored chunks in a prompt, each with the token ids of its chunk."""
+        return self._pipeline.find(ids, min_run, namespace)
+
+    def free(self, keys: Sequence[str]) -> None:
+        """Free the KV of chunks that are no longer stored, and the conversations that contain it."""
+        self._pipeline.memory.drop(keys)
+        self._conversations.drop(keys)
+
+    def close(self) -> None:
+        """Drop the conversations. Answers under way end with their own."""
+        self._conversations.close()
+
+    def _notice_removals(self) -> None:
+        """Free what was removed from the store, perhaps by another process."""
+        self._removals = self._pipeline.store.removals()
+        kept = {*self._pipeline.memory.keys(), *self._conversations.keys()}
+        self.free(self._pipeline.store.missing(sorted(kept)))
+
+    def _warm(self, documents: Sequence[str], namespace: str, notes: list[str]) -> set[str]:
+        """Encode what cannot be reused yet, and return its keys; adds to `notes`."""
+        missing: dict[str, str] = {}
+        given = self._ingestion.tokenize(documents, namespace)
+        texts = [text_key(namespace, ids) for ids in given.ids]
+        try:
+            states = self._pipeline.store.look_up(texts)
+            for document, text, key in zip(documents, texts, given.keys, strict=True):
+                if key and serve(states[text], self._pipeline.alone_only) is None:
+                    missing[key] = document
+            if missing:
+                self._ingestion.warm(list(missing.values()), "", None, namespace, on_request=True)
+        except StoreError as error:
+            notes.append(f"documents could not be kept: {error}")  # the answer does not depend on it
+        return set(missing)
+
+    def _finish(self, call: Call | None, question: Question) -> None:
+        """Do what can wait until the answer is complete.
+
+        Not for an abandoned stream: garbage collection may end that in a thread that holds the locks which this takes.
+        """
+        self._pipeline.tuning.keep_speed_now_and_then()
+        if call:
+            self._watch.look(
+                self._model.tokenizer,
+                self._pipeline.store,
+                partial(self.find, namespace=question.namespace),
+                call,
+                question.config.min_run,
+            )
+
+    def _keep(self, done: Prefilled, answer: list[int], generation_prompt: int, namespace: str) -> None:
+        """Keep an answered prompt for the next one, which will have it without the generation prompt."""
+        stitched, prefix, num_tokens = done.stitched, done.stitched.prefix, len(done.ids)
+        ids = np.array([*done.ids.tolist(), *answer][: stitched.cache.get_seq_length()])
+        exact = len(ids) if done.exact == num_tokens else done.exact
+        turn = Turn(stitched.kept, num_tokens - generation_prompt, num_tokens)
+        turns = (*(prefix.turns if prefix else ()), turn)
+        keys = frozenset(run.key for run in stitched.runs) | (prefix.conversation.keys if prefix else frozenset())
+        conversation = Conversation(ids, stitched.cache, exact, done.config, turns, namespace, keys)
+        self._conversations.keep(conversation, prefix)
+
+
+def is_reference(config: BlendConfig) -> bool:
+    """Return whether full prefill was asked for, as the reference for comparisons: conversations stay out of it."""
+    return config.policy == "full" and config.controller == "off"
+
+
+def join(deltas: Iterable[Delta]) -> Answer:
+    """Join the pieces of an answer."""
+    text, last = "", None
+    token_ids: list[int] = []
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        text += delta.text
+        token_ids += delta.token_ids
+        calls += delta.tool_calls
+        last = delta
+    assert last is not None
+    assert last.finish_reason is not None
+    assert last.report is not None
+    return Answer(text, tuple(token_ids), last.finish_reason, last.report, tuple(calls))
+
+
+def _with_created(report: BlendReport, created: set[str]) -> BlendReport:
+    return replace(report, created_tokens=sum(len(run) for run in report.runs if run.key in created))

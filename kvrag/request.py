@@ -1,0 +1,260 @@
+"""Life of a request: from prompt ids to a cache that is ready to decode.
+
+`Pipeline.prefill` is CacheBlend (arXiv:2405.16444) in five steps: match the prompt with stored chunks, load their KV,
+stitch it in prompt order, select the tokens to recompute, and blend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvrag.backend.protocol import Backend
+from kvrag.config import BlendConfig
+from kvrag.control.controller import Decision
+from kvrag.control.tuning import Tuning
+from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError
+from kvrag.reuse.blend import blend, prefill, uncomputed
+from kvrag.reuse.catalog import Catalog
+from kvrag.reuse.conversation import CachedPrefix
+from kvrag.reuse.load import LayerLoader, Matched
+from kvrag.reuse.select import Selection, select
+from kvrag.reuse.stitch import Stitched, stitch
+from kvrag.reuse.trace import Trace
+from kvrag.store import ChunkReader, KVStore, MemoryTier, serve
+from kvrag.types import BlendReport, Run
+
+_ROOM = 256  # positions a new cache has for the answer before it grows
+_FAILED_READS = 3  # of one prompt; after that the store counts as out of order, and only RAM is tried
+
+
+@dataclass
+class Prompt:
+    """A prompt on its way.
+
+    Attributes:
+        ids: Its tokens.
+        config: How to blend it, with a ratio.
+        namespace: Whose chunks are reused.
+        prefix: What it takes over from a conversation.
+        notes: For the report.
+        unreadable: Keys of chunks that could not be read for it.
+    """
+
+    ids: Sequence[int]
+    config: BlendConfig
+    namespace: str = ""
+    prefix: CachedPrefix | None = None
+    notes: list[str] = field(default_factory=list)
+    unreadable: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt whose cache is complete: what `kvrag.generate.decode` continues.
+
+    Attributes:
+        stitched: The prompt, what was reused of it, and its cache.
+        selected: (S,) reused positions that were recomputed.
+        logits: (1, V) float32, after the last token.
+        config: How it was blended.
+        report: What it took; `ttft_s` is left to the caller.
+    """
+
+    stitched: Stitched
+    selected: Tensor
+    logits: Tensor
+    config: BlendConfig
+    report: BlendReport
+
+    @property
+    def ids(self) -> Tensor:
+        """(T,) the prompt."""
+        return self.stitched.ids
+
+    @property
+    def exact(self) -> int:
+        """How many of the first positions have full prefill's KV."""
+        return self.stitched.num_exact(self.selected)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The parts that every request goes through. Thread-safe, since all of them are.
+
+    Attributes:
+        backend, store, memory, catalog, tuning: The parts.
+        codec: Of the stored chunks.
+        alone_only: Reuse chunks that were encoded alone, and no others.
+    """
+
+    backend: Backend
+    store: KVStore
+    memory: MemoryTier
+    catalog: Catalog
+    tuning: Tuning
+    codec: str
+    alone_only: bool = False
+
+    def prefill(self, prompt: Prompt) -> Prefilled:
+        """Prefill a prompt from stored chunks; a chunk that cannot be read is recomputed. Changes `prompt`."""
+        while True:
+            try:
+                return self._attempt(prompt)
+            except (DamagedChunkError, ChunkUnreadableError) as error:
+                self._set_aside(prompt, error)
+
+    def _attempt(self, prompt: Prompt) -> Prefilled:
+        trace = Trace(self.backend)
+        with trace.step("match"):
+            found = self._match(prompt)
+        with closing(found):
+            config, decision = self._decide(prompt.config, found)
+            matched = Matched(prompt.ids, prefix=prompt.prefix) if config.policy == "full" else found
+            if matched.runs or matched.prefix:
+                with closing(LayerLoader(self.backend, matched.readers, self.codec, trace)) as loader:
+                    with trace.step("stitch"):
+                        stitched = stitch(self.backend, matched, loader, self._capacity(prompt), self.codec)
+                    with trace.step("select"):
+                        selection = select(self.backend, stitched, config)
+                    logits = self._blend(matched, stitched, selection, trace)
+            else:
+                logits, stitched = self._full(prompt, trace)
+                selection = Selection(stitched.inexact)
+        self.store.touch(list(matched.readers))
+        report = _report(prompt, config, decision, matched, stitched, selection, trace)
+        return Prefilled(stitched, selection.positions, logits, config, report)
+
+    # ---------------------------------------------------------------- the steps
+
+    def find(self, ids: Sequence[int], min_run: int, namespace: str = "") -> list[tuple[Run, NDArray[np.uint32]]]:
+        """Return the runs of stored chunks in a prompt, each with the token ids of its chunk."""
+        found = []
+        for run, text in self._runs(ids, min_run, namespace):
+            with contextlib.suppress(KeyError):  # removed a moment ago
+                found.append((run, self.catalog.ids(text)))
+        return found
+
+    def _runs(self, ids: Sequence[int], min_run: int, namespace: str) -> list[tuple[Run, str]]:
+        """Return the runs of stored chunks in a prompt, each with the key of its text.
+
+        Texts are matched on a snapshot; which variant of a text may be used is what the store has recorded now.
+        """
+        runs = self.catalog.match(ids, min_run, namespace)
+        states = self.store.look_up(list(dict.fromkeys(run.key for run in runs)))
+        served = {text: serve(state, self.alone_only) for text, state in states.items()}
+        return [(replace(run, key=key), run.key) for run in runs if (key := served.get(run.key))]
+
+    def _match(self, prompt: Prompt) -> Matched:
+        """Find the chunks behind the prefix, and open them."""
+        config, kept = prompt.config, prompt.prefix.length if prompt.prefix else 0
+        if config.policy == "full":
+            return Matched(prompt.ids, prefix=prompt.prefix)
+        ids = np.asarray(prompt.ids, np.uint32)
+        readers: dict[str, ChunkReader] = {}
+        runs: list[Run] = []
+        try:
+            for run, _ in self._runs(prompt.ids[kept:], config.min_run, prompt.namespace):
+                run = replace(run, start=run.start + kept, stop=run.stop + kept)
+                if run.key not in readers:
+                    reader = self._open(prompt, run.key)
+                    if reader is None:
+                        continue
+                    readers[run.key] = reader
+                if np.array_equal(readers[run.key].ids[run.offset : run.offset + len(run)], ids[run.start : run.stop]):
+                    runs.append(run)
+                else:
+                    prompt.notes.append(f"chunk {run.key} has another text than the store's manifest says; recomputed")
+        except BaseException:
+            Matched(prompt.ids, runs, readers).close()
+            raise
+        return Matched(prompt.ids, runs, readers, prompt.prefix)
+
+    def _open(self, prompt: Prompt, key: str) -> ChunkReader | None:
+        if key in prompt.unreadable:
+            return None
+        if reader := self.memory.open(key):
+            return reader
+        if len(prompt.unreadable) >= _FAILED_READS:
+            return None
+        try:
+            reader = self.store.open(key)
+        except (DamagedChunkError, ChunkUnreadableError) as error:
+            self._set_aside(prompt, error)
+            return None
+        return self.memory.keeping(reader) if reader else None
+
+    def _set_aside(self, prompt: Prompt, error: DamagedChunkError | ChunkUnreadableError) -> None:
+        """Go on without a chunk. One that is damaged is taken out of use."""
+        prompt.unreadable.add(error.key)
+        prompt.notes.append(f"{error}; recomputed")
+        if isinstance(error, DamagedChunkError):
+            self.memory.drop([error.key])
+            with contextlib.suppress(StoreError):  # on a full disk it stays where it is
+                self.store.quarantine(error.key)
+
+    def _decide(self, config: BlendConfig, matched: Matched) -> tuple[BlendConfig, Decision | None]:
+        if config.controller != "auto" or not matched.runs:
+            return config, None
+        decision = self.tuning.decide(config, matched)
+        policy = "full" if decision.full else config.policy
+        return replace(config, ratio=decision.ratio, policy=policy), decision
+
+    def _full(self, prompt: Prompt, trace: Trace) -> tuple[Tensor, Stitched]:
+        with trace.step("blend"):
+            done = prefill(self.backend, torch.tensor(prompt.ids), self._capacity(prompt))
+        self.tuning.observe_full(len(prompt.ids), trace)
+        return done
+
+    def _blend(self, matched: Matched, stitched: Stitched, selection: Selection, trace: Trace) -> Tensor:
+        before = trace.seconds["load"] + trace.seconds["stitch"]
+        with trace.step("blend"):
+            logits = blend(self.backend, stitched, selection)
+        pass_s = trace.seconds["blend"] - (trace.seconds["load"] + trace.seconds["stitch"] - before)
+        rows, reused = len(uncomputed(stitched, selection)), int(stitched.reused.sum())
+        self.tuning.observe_blend(matched, rows, reused, pass_s, trace)
+        return logits
+
+    def _capacity(self, prompt: Prompt) -> int:
+        return min(len(prompt.ids) + _ROOM, self.backend.context_window)
+
+
+def _report(
+    prompt: Prompt,
+    config: BlendConfig,
+    decision: Decision | None,
+    matched: Matched,
+    stitched: Stitched,
+    selection: Selection,
+    trace: Trace,
+) -> BlendReport:
+    assert config.ratio is not None  # settled
+    num_tokens, reused, seconds = len(prompt.ids), int(stitched.reused.sum()), trace.seconds
+    return BlendReport(
+        prompt_tokens=num_tokens,
+        reused_tokens=reused,
+        recomputed_tokens=len(selection.positions),
+        fresh_tokens=num_tokens - reused,
+        runs=tuple(stitched.runs),
+        policy=config.policy,
+        ratio=config.ratio,
+        match_s=seconds["match"],
+        load_s=seconds["load"],
+        stitch_s=seconds["stitch"],
+        select_s=seconds["select"],
+        blend_s=seconds["blend"],
+        ttft_s=0.0,
+        bytes_loaded=matched.bytes_read,
+        tier=matched.tier,
+        exact=stitched.num_exact(selection.positions) == num_tokens,
+        notes=tuple(prompt.notes),
+        decision=decision.reason if decision else "",
+        conversation_tokens=stitched.kept,
+    )

@@ -1,0 +1,380 @@
+"""Which texts can be reused: the store's entries, indexed for matching, kept on disk and shared by processes.
+
+A snapshot is a tuple of immutable segments. Prompts match against the one they find and never wait; a refresh makes
+the next snapshot and swaps it. What is new is indexed into small segments in memory, the tail; what is gone becomes a
+bit in a segment's `alive`. When the tail has grown, a thread writes it as a file, merges files of similar size and
+replaces the head, a small file that lists them; other processes then map the same files instead of keeping a tail of
+their own. Everything here is derived from the store: what is missing or damaged is indexed again.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import threading
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from filelock import FileLock, Timeout
+
+from kvrag.errors import StoreError
+from kvrag.reuse.match import match
+from kvrag.reuse.segment import MAX_TOKENS, SUFFIX, DamagedSegmentError, Ids, Segment, join, read, write
+from kvrag.store.durable import write_file
+from kvrag.store.protocol import KVStore
+from kvrag.types import Run
+
+logger = logging.getLogger("kvrag")
+
+# all but the last two in tokens
+_AT_ONCE = 1 << 20  # taken in by a prompt before it is matched; more is taken in by a thread
+_PORTION = 1 << 21  # indexed at once
+_TAIL = 1 << 21  # kept in memory before it is written ...
+_LONG_TAIL = 1 << 24  # ... and while there is much to take in
+_FULL = 1 << 28  # in a file: no file is merged beyond it
+_SMALL = 4  # files of similar size before they are merged
+_DEAD = 0.25  # share of a file's texts before it is written again
+_HEAD, _LOCK = "head.json", "head.lock"
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """What prompts are matched against.
+
+    Attributes:
+        segments: Those on disk, then the tail.
+        base: Texts up to this number are in segments on disk.
+        last: Texts up to this number are in segments.
+        position: Up to where the store's log of removals has been applied; 0 = no entries are known yet.
+        removals: The store's counter at that time.
+        head: Which head file it was made from.
+    """
+
+    segments: tuple[Segment, ...] = ()
+    base: int = 0
+    last: int = 0
+    position: int = 0
+    removals: int = -1
+    head: tuple[int, ...] = ()
+
+    @property
+    def files(self) -> tuple[Segment, ...]:
+        """Segments on disk."""
+        return tuple(segment for segment in self.segments if segment.name)
+
+    @property
+    def tail(self) -> tuple[Segment, ...]:
+        """Segments in memory."""
+        return tuple(segment for segment in self.segments if not segment.name)
+
+
+class Catalog:
+    """The texts of a store, to be matched. Thread-safe.
+
+    Opening maps files and reads nothing else. `match` sees what this process has refreshed and, usually, what others
+    have stored or removed a moment ago.
+    """
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._folder = store.catalog_folder
+        self._snapshot = _Snapshot()
+        self._refreshing = threading.Lock()  # whoever makes the next snapshot; prompts do not wait for it
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._is_writable = self._folder is not None
+        self._damaged: set[str] = set()  # files that have been logged
+        with self._refreshing:
+            is_behind = self._advance(_AT_ONCE)
+        self._maintain(is_behind)
+
+    def match(self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
+        """Return the prompt's runs; see `kvrag.reuse.match.match`. `Run.key` is the key of the text."""
+        if self._refreshing.acquire(blocking=False):
+            try:
+                is_behind = self._advance(_AT_ONCE)
+            finally:
+                self._refreshing.release()
+            self._maintain(is_behind)
+        return match(self._snapshot.segments, ids, min_run, namespace)
+
+    def refresh(self) -> None:
+        """Take in everything that has been stored or removed: to be called after ingestion, before the next prompt."""
+        self._catch_up()
+        self._maintain(False)
+
+    def settle(self) -> None:
+        """Wait until files that are worth writing have been written."""
+        while (thread := self._thread) is not None and thread.is_alive():
+            thread.join()
+            self._maintain(False)
+
+    def ids(self, text: str) -> Ids:
+        """Return a text's token ids.
+
+        Raises:
+            KeyError: It is not, or no longer, here.
+        """
+        for segment in reversed(self._snapshot.segments):
+            row = segment.row(text)
+            if row is not None:
+                return segment.text(row)
+        raise KeyError(text)
+
+    def __len__(self) -> int:
+        return sum(segment.num_alive for segment in self._snapshot.segments)
+
+    def close(self) -> None:
+        """Wait for a file that is being written."""
+        self._closed = True
+        if self._thread is not None:
+            self._thread.join()
+
+    # ---------------------------------------------------------------- refreshing
+
+    def _advance(self, limit: int) -> bool:
+        """Make the next snapshot, with about `limit` tokens of new texts; returns whether there is more to do."""
+        is_patient = limit > _AT_ONCE
+        snapshot = self._adopt(self._snapshot)
+        # behind the entries once more, so that one which has gone meanwhile is among the removed
+        snapshot, is_behind = self._apply_removals(snapshot, is_patient)
+        entries, num_tokens = [], 0
+        for entry in self._store.entries(snapshot.last):
+            entries.append(entry)
+            num_tokens += len(entry.ids)
+            if num_tokens >= limit:
+                is_behind = True
+                break
+        if entries:
+            segments = [*snapshot.segments, Segment.of(entries)]
+            while _are_alike(segments[-2:]):  # like a binary counter: few segments, and every text is moved seldom
+                segments[-2:] = [join(segments[-2:])]
+            snapshot = replace(snapshot, segments=tuple(segments), last=entries[-1].number)
+            snapshot, _ = self._apply_removals(snapshot, is_patient)
+        self._snapshot = snapshot
+        return is_behind
+
+    def _apply_removals(self, snapshot: _Snapshot, is_patient: bool) -> tuple[_Snapshot, bool]:
+        """Mark what has gone; returns whether this was put off."""
+        removals = self._store.removals()
+        if removals == snapshot.removals:
+            return snapshot, False
+        log = self._store.removed(snapshot.position)
+        if log is None:
+            if snapshot.segments and not is_patient:
+                return snapshot, True  # prompts do not wait for it: the store knows what it has when they ask
+            position, _ = self._store.removed(0) or (0, ())
+            return replace(self._compare(snapshot), position=position, removals=removals), False
+        position, gone = log
+        segments = snapshot.segments
+        if gone:
+            numbers = np.unique(np.asarray(gone, np.int64))
+            segments = tuple(segment.without(numbers) for segment in segments)
+            segments = tuple(join([s]) if not s.name and 2 * s.num_alive < len(s) else s for s in segments)
+        return replace(snapshot, segments=segments, position=position, removals=removals), False
+
+    def _compare(self, snapshot: _Snapshot) -> _Snapshot:
+        """Find out what has gone without the log, from all entries."""
+        logger.info("the log of removals is too short: comparing the catalog with the store")
+        alive = [np.zeros(len(segment), bool) for segment in snapshot.segments]
+        for entry in self._store.entries(0):
+            if entry.number > snapshot.last:
+                break
+            for segment, mask in zip(snapshot.segments, alive, strict=True):
+                row = int(np.searchsorted(segment.numbers, entry.number))
+                if row < len(segment) and segment.numbers[row] == entry.number:
+                    if segment.key(row) != entry.text:
+                        return _Snapshot(head=snapshot.head)  # another store's numbers: begin again
+                    mask[row] = True
+        segments = tuple(replace(s, alive=s.alive & mask) for s, mask in zip(snapshot.segments, alive, strict=True))
+        return replace(snapshot, segments=segments)
+
+    # ---------------------------------------------------------------- files
+
+    def _adopt(self, snapshot: _Snapshot) -> _Snapshot:
+        """Take over the files that the head lists, if it has changed."""
+        if self._folder is None:
+            return snapshot
+        signature = _signature(self._folder / _HEAD)
+        if signature == snapshot.head:
+            return snapshot
+        files, base, position = self._read_head(snapshot)
+        if base < snapshot.base:  # the tail begins behind it
+            return _Snapshot(tuple(files), base, base, position, -1, signature)
+        tail = []
+        for segment in snapshot.tail:
+            doubles = np.flatnonzero(segment.numbers <= base)
+            if len(doubles) < len(segment):
+                tail.append(segment.keeping(doubles, False) if len(doubles) else segment)
+        position = min(position, snapshot.position) if snapshot.position else position
+        return _Snapshot((*files, *tail), base, max(base, snapshot.last), position, -1, signature)
+
+    def _read_head(self, snapshot: _Snapshot) -> tuple[list[Segment], int, int]:
+        """Files that the head lists as far as they are whole, the last number in them, the position in the log."""
+        assert self._folder is not None
+        known = {segment.name: segment for segment in snapshot.files}
+        try:
+            raw = (self._folder / _HEAD).read_bytes()
+            digest, _, text = raw.partition(b"\n")
+            if xxhash.xxh3_64_hexdigest(text).encode() != digest:
+                raise ValueError("it is damaged")
+            head = json.loads(text)
+        except FileNotFoundError:
+            return [], 0, 0
+        except (OSError, ValueError) as error:
+            self._log_damage(_HEAD, error)
+            return [], 0, 0
+        files: list[Segment] = []
+        for listed in head["segments"]:
+            try:
+                segment = known.get(listed["name"]) or read(self._folder / listed["name"])
+            except DamagedSegmentError as error:
+                self._log_damage(error.name, error)
+                return files, files[-1].last if files else 0, head["position"]
+            alive = np.unpackbits(_unpack(listed["alive"]), count=len(segment)).astype(bool)
+            files.append(replace(segment, alive=segment.alive & alive))
+        return files, head["last"], head["position"]
+
+    def _log_damage(self, name: str, error: Exception) -> None:
+        if name not in self._damaged:
+            self._damaged.add(name)
+            logger.warning("%s/%s cannot be used (%s); its texts are indexed again", self._folder, name, error)
+
+    def _maintain(self, is_behind: bool) -> None:
+        """Catch up and write files in a thread, if there is a need."""
+        if self._closed or (self._thread is not None and self._thread.is_alive()):
+            return
+        if is_behind or self._should_write():
+            self._thread = threading.Thread(target=self._work, name="kvrag-catalog", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            self._catch_up()
+            while self._should_write() and not self._closed and self._write():
+                pass
+        except (StoreError, OSError) as error:
+            if not self._closed:
+                logger.warning("the catalog could not be brought up to date: %s", error)
+
+    def _catch_up(self) -> None:
+        is_behind = True
+        while is_behind and not self._closed:
+            with self._refreshing:
+                is_behind = self._advance(_PORTION)
+            if self._tail_size() >= _LONG_TAIL:
+                self._write()
+
+    def _tail_size(self) -> int:
+        return sum(segment.num_tokens for segment in self._snapshot.tail)
+
+    def _should_write(self) -> bool:
+        return self._is_writable and (self._tail_size() >= _TAIL or _to_merge(self._snapshot.files) is not None)
+
+    def _write(self) -> bool:
+        """Write the tail, merge files, replace the head. One process at a time; prompts do not wait.
+
+        Returns:
+            Whether this process has done it.
+        """
+        if self._folder is None or not self._is_writable:
+            return False
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(self._folder / _LOCK, blocking=False):
+                with self._refreshing:
+                    self._advance(0)
+                    snapshot = self._snapshot
+                if not self._should_write():  # another process has done it
+                    return False
+                files = self._written(snapshot)
+                self._write_head(files, snapshot)
+                with self._refreshing:
+                    self._advance(0)
+                self._clean(files)
+        except Timeout:  # another process is doing it
+            return False
+        except DamagedSegmentError as error:
+            self._log_damage(error.name, error)
+            (self._folder / error.name).unlink(missing_ok=True)
+            with self._refreshing:
+                self._snapshot = _Snapshot()
+        except OSError as error:
+            self._is_writable = False
+            logger.info("the catalog stays in memory: %s", error)
+            return False
+        return True
+
+    def _written(self, snapshot: _Snapshot) -> list[Segment]:
+        """The snapshot's texts in files."""
+        assert self._folder is not None
+        segments = list(snapshot.files)
+        tail = [segment for segment in snapshot.tail if segment.num_alive]
+        if tail:
+            segments.append(read(self._folder / write(tail, self._folder)))
+        if (stretch := _to_merge(segments)) is not None and not self._closed:
+            merged = [segment for segment in segments[stretch] if segment.num_alive]
+            segments[stretch] = [read(self._folder / write(merged, self._folder))] if merged else []
+        return segments
+
+    def _write_head(self, files: Sequence[Segment], snapshot: _Snapshot) -> None:
+        assert self._folder is not None
+        listed = [{"name": file.name, "alive": _pack(np.packbits(file.alive))} for file in files]
+        head: dict[str, Any] = {"last": snapshot.last, "position": snapshot.position, "segments": listed}
+        text = json.dumps(head).encode()
+        write_file(self._folder / _HEAD, xxhash.xxh3_64_hexdigest(text).encode() + b"\n" + text)
+
+    def _clean(self, files: Sequence[Segment]) -> None:
+        """Delete files that the head does not list; processes that have mapped them keep them."""
+        assert self._folder is not None
+        names = {file.name for file in files}
+        for path in [*self._folder.glob(f"*{SUFFIX}"), *self._folder.glob(".*.tmp")]:
+            if path.name not in names:
+                with suppress(OSError):
+                    path.unlink()
+
+
+def _are_alike(segments: Sequence[Segment]) -> bool:
+    """Whether two segments are both in memory and of similar size."""
+    if len(segments) < 2 or segments[0].name:
+        return False
+    before, behind = (segment.num_tokens for segment in segments)
+    return 2 * behind >= before and before + behind < MAX_TOKENS
+
+
+def _to_merge(files: Sequence[Segment]) -> slice | None:
+    """Neighbours that should become one file: one with many dead texts, or several of similar size; None if none."""
+    for i, file in enumerate(files):
+        if file.num_alive < (1 - _DEAD) * len(file):
+            return slice(i, i + 1)
+    first, num_tokens = len(files), 0
+    while first and num_tokens + files[first - 1].num_tokens <= _FULL:
+        if num_tokens and files[first - 1].num_tokens > _SMALL * num_tokens:
+            break
+        first -= 1
+        num_tokens += files[first].num_tokens
+    return slice(first, len(files)) if len(files) - first >= _SMALL else None
+
+
+def _signature(path: Path) -> tuple[int, ...]:
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return ()
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+def _pack(bits: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
+    return base64.b64encode(zlib.compress(bits.tobytes(), 1)).decode()
+
+
+def _unpack(text: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)

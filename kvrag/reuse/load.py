@@ -1,0 +1,136 @@
+"""What was matched of a prompt, and its KV read layer by layer, ahead of the forward pass that needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kvrag.backend.protocol import Backend
+from kvrag.errors import ChunkUnreadableError, out_of_memory
+from kvrag.reuse.conversation import CachedPrefix
+from kvrag.reuse.trace import Trace
+from kvrag.store import ChunkReader
+from kvrag.store.codec import unpack
+from kvrag.types import Run
+
+_AHEAD = 2  # layers read before they are needed
+_pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="kvrag-read")
+
+LayerKV = dict[str, tuple[Tensor, Tensor]]
+"""Chunk key -> position-free keys and values of one layer, each (H, T, D)."""
+
+
+@dataclass(frozen=True)
+class Matched:
+    """A prompt and what can be reused of it.
+
+    Attributes:
+        ids: The prompt.
+        runs: Of stored chunks, ascending and disjoint, behind the prefix.
+        readers: An open reader for every key in `runs`.
+        prefix: The first positions, as a conversation has them.
+    """
+
+    ids: Sequence[int]
+    runs: Sequence[Run] = ()
+    readers: Mapping[str, ChunkReader] = field(default_factory=dict)
+    prefix: CachedPrefix | None = None
+
+    @property
+    def kept(self) -> int:
+        """How many of the first positions are a conversation's."""
+        return self.prefix.length if self.prefix else 0
+
+    @property
+    def cold(self) -> list[ChunkReader]:
+        """Readers of the chunks that are not in RAM."""
+        return [reader for reader in self.readers.values() if reader.tier != "ram"]
+
+    @property
+    def cold_tokens(self) -> int:
+        """How many tokens are read from below the RAM tier."""
+        return sum(len(run) for run in self.runs if self.readers[run.key].tier != "ram")
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far from below the RAM tier."""
+        return sum(reader.bytes_read for reader in self.readers.values())
+
+    @property
+    def tier(self) -> str:
+        """Where the chunks come from: "ram", "disk", "mixed", or "" without chunks."""
+        tiers = {reader.tier for reader in self.readers.values()}
+        return tiers.pop() if len(tiers) == 1 else "mixed" if tiers else ""
+
+    def close(self) -> None:
+        """Close the readers."""
+        for reader in self.readers.values():
+            reader.close()
+
+
+class LayerLoader:
+    """Provides one layer of several chunks after another, read ahead by threads of its own."""
+
+    def __init__(self, backend: Backend, readers: Mapping[str, ChunkReader], codec: str, trace: Trace) -> None:
+        """Start to read the first layers.
+
+        Args:
+            readers: Chunk key -> its open reader, which stays the caller's to close.
+            codec: Of what the readers return.
+        """
+        self.trace = trace
+        self._backend, self._readers, self._codec = backend, readers, codec
+        # then there is nothing to wait for, and no reason to queue behind a slow disk
+        self._is_at_hand = codec == "native" and all(reader.tier == "ram" for reader in readers.values())
+        self._reads: dict[int, Future[LayerKV]] = {}
+        self._read_ahead(0)
+
+    def layer(self, number: int) -> LayerKV:
+        """Return a layer of all chunks, on its device. Each layer can be had once.
+
+        Other threads use the model while this one waits.
+
+        Raises:
+            DamagedChunkError: A chunk's bytes are not those that were written.
+            ChunkUnreadableError: A chunk cannot be read now.
+        """
+        with self.trace.step("load", synchronise=False):
+            if self._is_at_hand:
+                return self._read(number)
+            self._read_ahead(number)
+            read = self._reads[number]
+            self._reads[number] = Future()  # so that its tensors can be freed
+            if not read.done():
+                with self._backend.waiting():
+                    read.exception()
+            return read.result()
+
+    def close(self) -> None:
+        """Wait for the reads under way, so that the readers can be closed."""
+        for read in self._reads.values():
+            if not read.cancel() and read.running():
+                read.exception()
+
+    def _read_ahead(self, number: int) -> None:
+        if self._is_at_hand or not self._readers:
+            return
+        for layer in range(number, min(number + 1 + _AHEAD, self._backend.num_layers)):
+            if layer not in self._reads:
+                self._reads[layer] = _pool.submit(self._read, layer)
+
+    def _read(self, number: int) -> LayerKV:
+        device = self._backend.layer_device(number)
+        chunks: LayerKV = {}
+        for key, reader in self._readers.items():
+            try:
+                with self.trace.reading():
+                    packed = reader.layer(number)
+                chunks[key] = unpack(packed, self._codec, device)
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory(error):
+                    raise
+                raise ChunkUnreadableError(key, "there is no memory to read it") from error
+        return chunks

@@ -1,0 +1,476 @@
+"""Texts and the postings that lead to them: the immutable unit of the catalog, in memory or memory-mapped.
+
+Every text is indexed by a few of its 8-grams, chosen by winnowing (Schleimer et al., SIGMOD 2003): in every window
+of 8 consecutive 8-gram hashes the smallest is kept, so that a text and a prompt that share 15 tokens share an anchor.
+Hashes are salted with the text's namespace: namespaces share no postings.
+
+A posting is one 64-bit number, `hash << 32 | address`, where the address counts tokens from the segment's beginning.
+Postings are sorted; a directory over the hash's top bits leads to them in one step. A file holds the arrays one after
+another and a footer that says where each begins. Ids are compared after every lookup, so damaged postings can hide a
+text but never produce a wrong run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvrag.errors import StoreError
+from kvrag.store.protocol import Entry
+
+GRAM = 8
+WINDOW = 8
+PAD = 32  # tokens before the first and behind the last text, so that a window around any address lies inside
+MAX_TOKENS = 1 << 31  # addresses have 32 bits
+_REPEATS = 4  # postings of one hash in one text: a rule of dashes has the same gram everywhere
+_PER_BUCKET = 8  # postings that share an entry of the directory, on average
+_BATCH = 1 << 16  # tokens hashed at once: temporaries stay in the CPU's cache
+_PORTION = 1 << 22  # postings or tokens merged at once
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_POWERS = [pow(_MULTIPLIER, GRAM - 1 - i, 1 << 64) for i in range(GRAM)]
+_LOW = np.uint64(0xFFFFFFFF)
+_SHIFT = np.uint64(32)
+SUFFIX = ".segment"
+_MAGIC = b"kvrag segment 1\n"
+_TAIL = 16 + len(_MAGIC)  # the footer's length and digest
+
+Ids = NDArray[np.uint32]
+Hashes = NDArray[np.uint64]
+Numbers = NDArray[np.int64]
+
+
+class DamagedSegmentError(StoreError):
+    """A segment's file is missing or not what was written.
+
+    Attributes:
+        name: Of the file.
+    """
+
+    def __init__(self, name: str, reason: object) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name = name
+
+
+def gram_hashes(ids: Ids) -> Hashes:
+    """(T,) ids -> (T-7,) hashes of all 8-grams."""
+    count = len(ids) - GRAM + 1
+    if count < 1:
+        return np.empty(0, np.uint64)
+    tokens = ids.astype(np.uint64)
+    tokens += np.uint64(1)
+    hashes = np.zeros(count, np.uint64)
+    for i, power in enumerate(_POWERS):
+        hashes += tokens[i : i + count] * np.uint64(power)
+    hashes ^= hashes >> np.uint64(29)  # polynomial hashes of similar grams are similar: mix before taking minima
+    hashes *= np.uint64(0xBF58476D1CE4E5B9)
+    hashes ^= hashes >> _SHIFT
+    return hashes
+
+
+@lru_cache(4096)
+def salt(namespace: str) -> int:
+    """64 bits that set the hashes of a namespace apart."""
+    return int.from_bytes(hashlib.blake2b(namespace.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def salted(hashes: Hashes, salts: Hashes | np.uint64) -> Hashes:
+    """32-bit hashes, in 64-bit numbers."""
+    mixed = hashes ^ salts
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed >>= _SHIFT
+    return mixed
+
+
+def window_minima(hashes: Hashes, window: int = WINDOW) -> NDArray[np.int64]:
+    """Position of the first smallest 32-bit hash of every window; ascending, with repetitions."""
+    least = hashes << _SHIFT
+    least |= np.arange(len(hashes), dtype=np.uint64)
+    size = 1
+    while size < window:
+        step = min(size, window - size)
+        least = np.minimum(least[:-step], least[step:])
+        size += step
+    return (least & _LOW).astype(np.int64)
+
+
+def _postings(ids: Ids, starts: Numbers, salts: Hashes, window: int) -> Hashes:
+    """Unsorted postings of texts that lie one after another in `ids`, addresses from its beginning."""
+    lengths = np.diff(starts)
+    left = np.repeat(starts[1:], lengths) - np.arange(starts[0], starts[-1])  # tokens from here to the text's end
+    hashes = salted(gram_hashes(ids), np.repeat(salts, lengths)[: max(len(ids) - GRAM + 1, 0)])
+    chosen = np.zeros(len(hashes), bool)
+    if len(hashes) >= window:
+        minima = window_minima(hashes, window)
+        chosen[minima[left[: len(minima)] >= GRAM + window - 1]] = True
+    ends = (starts - starts[0])[:-1], (starts - starts[0])[1:] - GRAM  # so that short texts have anchors too
+    for end in ends:
+        chosen[end[lengths >= GRAM]] = True
+    at = np.flatnonzero(chosen)
+    return hashes[at] << _SHIFT | at.astype(np.uint64)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Texts, their postings, and which of them are alive. Immutable; arrays may be views of a mapped file.
+
+    Attributes:
+        ids: (N,) uint32, all texts one after another, padded at both ends.
+        postings: (M,) uint64, `hash << 32 | address`, ascending.
+        directory: (2**b + 1,) uint32, where the postings of each value of the hash's top bits begin.
+        starts: (R + 1,) int64, addresses where texts begin; the last is where the last one ends.
+        numbers: (R,) int64, the store's numbers, ascending.
+        keys: (R,) text keys, ASCII.
+        spaces: (R,) uint32, rows of `namespaces`.
+        alive: (R,) bool.
+        last: All texts up to this number are in this segment or an earlier one, or were gone when it was made.
+        name: File name, "" in memory.
+        digests: Of the arrays in the file.
+    """
+
+    ids: Ids
+    postings: Hashes
+    directory: NDArray[np.uint32]
+    starts: Numbers
+    numbers: Numbers
+    keys: NDArray[np.bytes_]
+    spaces: NDArray[np.uint32]
+    namespaces: tuple[str, ...]
+    alive: NDArray[np.bool_]
+    last: int = 0
+    name: str = ""
+    digests: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry], window: int = WINDOW) -> Segment:
+        """Index texts, given in ascending order of their numbers."""
+        lengths = np.array([len(entry.ids) for entry in entries], np.int64)
+        starts = np.concatenate([[0], np.cumsum(lengths)]) + PAD
+        if starts[-1] >= MAX_TOKENS:
+            raise ValueError(f"{starts[-1]:,} tokens are too many for one segment")
+        pad = np.zeros(PAD, np.uint32)
+        ids = np.concatenate([pad, *(np.asarray(entry.ids, np.uint32) for entry in entries), pad])
+        namespaces = sorted({entry.namespace for entry in entries})
+        number = {namespace: i for i, namespace in enumerate(namespaces)}
+        spaces = np.array([number[entry.namespace] for entry in entries], np.uint32)
+        salts = np.array([salt(namespace) for namespace in namespaces], np.uint64)[spaces]
+        parts, row = [np.empty(0, np.uint64)], 0
+        while row < len(entries):
+            stop = max(int(np.searchsorted(starts, starts[row] + _BATCH)), row + 1)
+            stop = min(stop, len(entries))
+            begin = starts[row]
+            part = _postings(ids[begin : starts[stop]], starts[row : stop + 1], salts[row:stop], window)
+            parts.append(part + np.uint64(begin))
+            row = stop
+        postings = np.concatenate(parts)
+        postings.sort()
+        postings = _thinned(postings, starts)
+        return cls(
+            ids=ids,
+            postings=postings,
+            directory=_directory(_buckets(postings, _bits(len(postings)))),
+            starts=starts,
+            numbers=np.array([entry.number for entry in entries], np.int64),
+            keys=np.array([entry.text.encode() for entry in entries] or [b""], np.bytes_)[: len(entries)],
+            spaces=spaces,
+            namespaces=tuple(namespaces),
+            alive=np.ones(len(entries), bool),
+            last=entries[-1].number if entries else 0,
+        )
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @cached_property
+    def raw(self) -> memoryview:
+        """The ids' bytes, four a token."""
+        return memoryview(self.ids).cast("B")
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all texts, alive or not."""
+        return int(self.starts[-1]) - PAD
+
+    @cached_property
+    def num_alive(self) -> int:
+        """How many texts are alive."""
+        return int(self.alive.sum())
+
+    def find(self, hashes: Hashes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """First posting and number of postings of every hash."""
+        shift = np.uint64(32 - (len(self.directory) - 1).bit_length() + 1)
+        bucket = (hashes >> shift).astype(np.int64)
+        low = self.directory.take(bucket).astype(np.int64)
+        high = self.directory.take(bucket + 1).astype(np.int64)
+        np.minimum(high, len(self.postings), out=high)  # a damaged directory leads nowhere
+        first = _bound(self.postings, hashes << _SHIFT, low, high)
+        has_some = np.flatnonzero(first < high)
+        has_some = has_some[self.postings.take(first[has_some]) >> _SHIFT == hashes[has_some]]
+        count = np.zeros(len(hashes), np.int64)
+        count[has_some] = 1
+        has_more = has_some[self.postings.take(first[has_some] + 1, mode="clip") >> _SHIFT == hashes[has_some]]
+        stop = _bound(self.postings, (hashes[has_more] << _SHIFT) | _LOW, first[has_more], high[has_more], right=True)
+        count[has_more] = stop - first[has_more]
+        return first, count
+
+    def row(self, key: str) -> int | None:
+        """Where a text is, None if it is not here or not alive."""
+        rows = np.flatnonzero(self.keys == key.encode())
+        rows = rows[self.alive[rows]]
+        return int(rows[-1]) if len(rows) else None
+
+    def text(self, row: int) -> Ids:
+        """A text's ids."""
+        return self.ids[self.starts[row] : self.starts[row + 1]]
+
+    def key(self, row: int) -> str:
+        """A text's key."""
+        return bytes(self.keys[row]).decode()
+
+    def without(self, numbers: Numbers) -> Segment:
+        """Return the same segment without some texts."""
+        if len(self) == 0 or len(numbers) == 0:
+            return self
+        rows = np.searchsorted(self.numbers, numbers).clip(max=len(self) - 1)
+        rows = rows[self.numbers[rows] == numbers]
+        return self.keeping(rows, False) if self.alive[rows].any() else self
+
+    def keeping(self, rows: NDArray[Any], alive: bool) -> Segment:
+        """Return the same segment with some rows set alive or dead."""
+        changed = self.alive.copy()
+        changed[rows] = alive
+        return replace(self, alive=changed)
+
+    def check(self, names: Iterable[str] = ()) -> None:
+        """Compare arrays (default: all) with their digests.
+
+        Raises:
+            DamagedSegmentError: One has changed.
+        """
+        for name in names or self.digests:
+            if xxhash.xxh3_64_hexdigest(getattr(self, name).view(np.uint8).data) != self.digests[name]:
+                raise DamagedSegmentError(self.name, f"{name} are damaged")
+
+    def entries(self) -> Iterator[Entry]:
+        """The texts that are alive."""
+        for row in np.flatnonzero(self.alive).tolist():
+            yield Entry(int(self.numbers[row]), self.key(row), self.namespaces[self.spaces[row]], self.text(row))
+
+
+def _bound(postings: Hashes, wanted: Hashes, low: Numbers, high: Numbers, right: bool = False) -> Numbers:
+    """Binary search, each in its own bounds: `np.searchsorted` would touch 30 places of a large file per hash."""
+    low, high = low.copy(), high.copy()
+    active = np.flatnonzero(low < high)
+    compare: Callable[..., NDArray[np.bool_]] = np.less_equal if right else np.less
+    while len(active):
+        a, b = low[active], high[active]
+        middle = (a + b) >> 1
+        before = compare(postings.take(middle), wanted[active])
+        a, b = np.where(before, middle + 1, a), np.where(before, b, middle)
+        low[active], high[active] = a, b
+        active = active[a < b]
+    return low
+
+
+def _thinned(postings: Hashes, starts: Numbers) -> Hashes:
+    """Keep the first few postings of a hash in one text."""
+    hashes = postings >> _SHIFT
+    again = np.flatnonzero(hashes[_REPEATS:] == hashes[:-_REPEATS]) + _REPEATS
+    if len(again) == 0:
+        return postings
+    rows, earlier = (
+        np.searchsorted(starts, (postings[at] & _LOW).astype(np.int64), "right") for at in (again, again - _REPEATS)
+    )
+    return np.delete(postings, again[rows == earlier])
+
+
+def _bits(count: int) -> int:
+    """How many of a hash's top bits make the directory of so many postings."""
+    return min(max(count // _PER_BUCKET, 1).bit_length(), 28)
+
+
+def _buckets(postings: Hashes, bits: int) -> NDArray[np.uint32]:
+    """How many postings each value of the hash's top bits has, behind a 0."""
+    counts = np.zeros((1 << bits) + 1, np.uint32)
+    buckets, sizes = np.unique((postings >> np.uint64(64 - bits)).astype(np.int64), return_counts=True)
+    counts[buckets + 1] = sizes
+    return counts
+
+
+def _directory(counts: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    return np.cumsum(counts, dtype=np.uint32)
+
+
+class _Merge:
+    """The texts of several segments that are alive, as the arrays of one; those that are long come in portions."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = segments
+        rows = [np.flatnonzero(segment.alive) for segment in segments]
+        lengths = [np.diff(segment.starts) for segment in segments]
+        self.starts = np.concatenate([[0], *(n[alive] for n, alive in zip(lengths, rows, strict=True))]).cumsum() + PAD
+        if self.starts[-1] >= MAX_TOKENS:
+            raise ValueError(f"{self.starts[-1]:,} tokens are too many for one segment")
+        self._shifts, begin = [], 0  # what to add to the addresses of each row
+        for segment, alive in zip(segments, rows, strict=True):
+            shift = np.zeros(len(segment) + 1, np.int64)
+            shift[alive] = self.starts[begin : begin + len(alive)] - segment.starts[alive]
+            self._shifts.append(shift)
+            begin += len(alive)
+        self.namespaces = tuple(sorted({name for segment in segments for name in segment.namespaces}))
+        number = {name: i for i, name in enumerate(self.namespaces)}
+        spaces = [np.array([number[n] for n in s.namespaces], np.uint32)[s.spaces] for s in segments]
+        self.numbers, self.keys, self.spaces = (
+            np.concatenate([column[alive] for column, alive in zip(columns, rows, strict=True)])
+            for columns in ([s.numbers for s in segments], [s.keys for s in segments], spaces)
+        )
+        self._counts = np.zeros(3, np.uint32)
+
+    def ids(self) -> Iterator[Ids]:
+        """Tokens of all texts, padded."""
+        pad = np.zeros(PAD, np.uint32)
+        yield pad
+        for segment in self._segments:
+            borders = np.flatnonzero(np.diff(segment.alive.astype(np.int8), prepend=0, append=0))
+            for first, last in borders.reshape(-1, 2).tolist():  # stretches of texts that are alive
+                for begin in range(segment.starts[first], segment.starts[last], _PORTION):
+                    yield segment.ids[begin : min(begin + _PORTION, segment.starts[last])]
+        yield pad
+
+    def postings(self) -> Iterator[Hashes]:
+        """Postings in ascending order."""
+        total = sum(len(segment.postings) for segment in self._segments)
+        bits = _bits(total)
+        self._counts = np.zeros((1 << bits) + 1, np.uint32)
+        borders = np.linspace(0, 1 << 32, total // _PORTION + 2).astype(np.uint64) << _SHIFT
+        begins = [0] * len(self._segments)
+        for number in range(1, len(borders)):
+            is_last, parts = number == len(borders) - 1, []
+            for i, (segment, shift) in enumerate(zip(self._segments, self._shifts, strict=True)):
+                all_of_it = len(segment.postings)
+                end = all_of_it if is_last else int(np.searchsorted(segment.postings, borders[number]))
+                portion, begins[i] = segment.postings[begins[i] : end], end
+                rows = np.searchsorted(segment.starts, (portion & _LOW).astype(np.int64), "right") - 1
+                alive = segment.alive.take(rows, mode="clip")
+                parts.append((portion + shift[rows].astype(np.uint64))[alive])
+            merged = np.concatenate(parts)
+            merged.sort()
+            self._counts += _buckets(merged, bits)
+            yield merged
+
+    def directory(self) -> NDArray[np.uint32]:
+        """Of the postings, after all of them have been taken."""
+        return _directory(self._counts)
+
+
+def join(segments: Sequence[Segment]) -> Segment:
+    """Return one segment, in memory, of all texts that are alive."""
+    merge = _Merge(segments)
+    return Segment(
+        ids=np.concatenate([*merge.ids()]),
+        postings=np.concatenate([*merge.postings()]),
+        directory=merge.directory(),
+        starts=merge.starts,
+        numbers=merge.numbers,
+        keys=merge.keys,
+        spaces=merge.spaces,
+        namespaces=merge.namespaces,
+        alive=np.ones(len(merge.numbers), bool),
+        last=max(segment.last for segment in segments),
+    )
+
+
+def write(segments: Sequence[Segment], folder: Path) -> str:
+    """Write all texts that are alive as one file, portion by portion; returns its name.
+
+    Raises:
+        DamagedSegmentError: One of the segments is.
+        OSError: Nothing has been written.
+    """
+    for segment in segments:
+        segment.check()
+    merge = _Merge(segments)
+    last = max(segment.last for segment in segments)
+    arrays: dict[str, tuple[str, Iterable[NDArray[Any]]]] = {
+        "ids": ("<u4", merge.ids()),
+        "postings": ("<u8", merge.postings()),
+        "directory": ("<u4", (merge.directory() for _ in range(1))),  # known when the postings have been written
+        "starts": ("<i8", [merge.starts]),
+        "numbers": ("<i8", [merge.numbers]),
+        "keys": (f"|S{merge.keys.dtype.itemsize}", [merge.keys]),
+        "spaces": ("<u4", [merge.spaces]),
+    }
+    footer: dict[str, Any] = {"last": last, "window": WINDOW, "namespaces": list(merge.namespaces), "arrays": {}}
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".tmp", delete=False) as file:
+        try:
+            for name, (dtype, portions) in arrays.items():
+                footer["arrays"][name] = _write_array(file, dtype, portions)
+            text = json.dumps(footer).encode()
+            file.write(text + len(text).to_bytes(8, "little") + xxhash.xxh3_64_digest(text) + _MAGIC)
+            file.flush()
+            os.fsync(file.fileno())
+            name = f"{last}-{os.path.basename(file.name)[1:-4]}{SUFFIX}"
+            os.replace(file.name, folder / name)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(file.name)
+            raise
+    return name
+
+
+def _write_array(file: IO[bytes], dtype: str, portions: Iterable[NDArray[Any]]) -> dict[str, Any]:
+    file.write(bytes(-file.tell() % 64))
+    begin, digest = file.tell(), xxhash.xxh3_64()
+    for portion in portions:
+        raw = np.ascontiguousarray(portion, dtype).view(np.uint8).data
+        file.write(raw)
+        digest.update(raw)
+    return {"dtype": dtype, "begin": begin, "bytes": file.tell() - begin, "digest": digest.hexdigest()}
+
+
+def read(path: Path) -> Segment:
+    """Map a segment's file. Its footer and its tables of texts are checked, the rest when it is merged.
+
+    Raises:
+        DamagedSegmentError: It is missing, cut or changed.
+    """
+    try:
+        with open(path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        end = len(mapped) - _TAIL
+        length, digest = int.from_bytes(mapped[end : end + 8], "little"), mapped[end + 8 : end + 16]
+        text = mapped[end - length : end]
+        if mapped[end + 16 :] != _MAGIC or xxhash.xxh3_64_digest(text) != digest:
+            raise ValueError("its footer is damaged")
+        footer = json.loads(text)
+        if footer["window"] != WINDOW:
+            raise ValueError(f"indexed with windows of {footer['window']}")
+        arrays = {
+            name: np.frombuffer(mapped, d["dtype"], d["bytes"] // np.dtype(d["dtype"]).itemsize, d["begin"])
+            for name, d in footer["arrays"].items()
+        }
+        digests = {name: d["digest"] for name, d in footer["arrays"].items()}
+        segment = Segment(
+            **arrays,
+            namespaces=tuple(footer["namespaces"]),
+            alive=np.ones(len(arrays["numbers"]), bool),
+            last=footer["last"],
+            name=path.name,
+            digests=digests,
+        )
+        segment.check(("starts", "numbers", "keys", "spaces"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedSegmentError(path.name, error) from error
+    return segment

@@ -1,0 +1,57 @@
+"""How long each step of one request takes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from kvrag.backend.protocol import Backend
+
+
+class Trace:
+    """Seconds of one request's steps, by name.
+
+    Steps: `match`, `select`, `blend` as the request goes through them; within `select` and `blend`, `load` (waiting for
+    the store) and `stitch` (laying out and rotating); `read` while at least one thread was reading chunks.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.seconds = dict.fromkeys(("match", "load", "stitch", "select", "blend", "read"), 0.0)
+        self._backend, self._waits = backend, backend.lock.waits
+        self._mutex = threading.Lock()
+        self._readers, self._reading_since = 0, 0.0
+
+    @contextmanager
+    def step(self, name: str, synchronise: bool = True) -> Iterator[None]:
+        """Add what the block takes, the device's work included, to a step."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            if synchronise and self._backend.device.type == "cuda":
+                torch.cuda.synchronize(self._backend.device)
+            self.seconds[name] += time.perf_counter() - started
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count the block as reading; blocks of several threads that overlap count once. Thread-safe."""
+        with self._mutex:
+            if not self._readers:
+                self._reading_since = time.perf_counter()
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._readers -= 1
+                if not self._readers:
+                    self.seconds["read"] += time.perf_counter() - self._reading_since
+
+    @property
+    def is_contended(self) -> bool:
+        """Whether this thread waited for other threads' forward passes: its durations include theirs then."""
+        return self._backend.lock.waits > self._waits

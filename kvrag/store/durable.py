@@ -1,0 +1,43 @@
+"""Files that are either absent or whole."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+TEMPORARY = ".*.tmp"
+"""Pattern of the files that a killed writer leaves behind."""
+
+
+def write_file(path: Path, *parts: bytes | memoryview, replace: bool = True) -> int:
+    """Write the parts under a temporary name, flush them to the disk, rename; returns how many bytes they are.
+
+    Args:
+        replace: False = the first writer of this name wins.
+
+    Raises:
+        FileExistsError: There is one, and it is not to be replaced.
+        OSError: It cannot be written; nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    tmp = path.with_name(f".{os.getpid()}.{uuid.uuid4().hex}.tmp")
+    size = 0
+    try:
+        descriptor = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
+            for part in parts:
+                view = memoryview(part)
+                size += view.nbytes
+                while view:
+                    view = view[file.write(view) :]
+            os.fsync(descriptor)
+        if replace:
+            os.replace(tmp, path)
+        else:
+            os.link(tmp, path)
+            tmp.unlink()
+    except BaseException:
+        tmp.unlink(missing_ok=True)
+        raise
+    return size

@@ -1,0 +1,352 @@
+"""The catalog sees what the store has, whatever happens to its files and whoever else works on them."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvrag.reuse import catalog as catalog_module
+from kvrag.reuse import segment as segment_module
+from kvrag.reuse.catalog import Catalog, _to_merge
+from kvrag.reuse.match import match
+from kvrag.reuse.segment import DamagedSegmentError, Segment, join, read, write
+from kvrag.store.protocol import Entry
+from kvrag.types import Run
+
+MIN_RUN = 16
+
+
+class Store:
+    """The part of a store that a catalog sees; processes that share it share the object."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.catalog_folder = folder
+        self.texts: dict[int, Entry] = {}
+        self.log: list[int] = []
+        self.forgotten = 0  # the log's first removals that it does not hold any more
+        self.number = 0
+        self.read = 0  # entries given out
+
+    def add(self, ids: Sequence[int], namespace: str = "") -> str:
+        self.number += 1
+        text = f"{abs(hash((namespace, tuple(ids)))):032x}"
+        self.texts[self.number] = Entry(self.number, text, namespace, np.asarray(ids, np.uint32))
+        return text
+
+    def remove(self, text: str) -> None:
+        for number in [number for number, entry in self.texts.items() if entry.text == text]:
+            del self.texts[number]
+            self.log.append(number)
+
+    def entries(self, after: int) -> Iterator[Entry]:
+        for number in sorted(number for number in self.texts if number > after):
+            if number in self.texts:
+                self.read += 1
+                yield self.texts[number]
+
+    def removed(self, after: int) -> tuple[int, Sequence[int]] | None:
+        position = 1000 + len(self.log)
+        if after == 0:
+            return position, []
+        if not 1000 + self.forgotten <= after <= position:
+            return None
+        return position, self.log[after - 1000 :]
+
+    def removals(self) -> int:
+        return len(self.log)
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files after a thousand tokens instead of millions."""
+    for name, size in {"_AT_ONCE": 100_000, "_PORTION": 100_001, "_TAIL": 1000, "_LONG_TAIL": 4000}.items():
+        monkeypatch.setattr(catalog_module, name, size)
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    return random.Random(0)
+
+
+def _text(rng: random.Random, length: int = 100) -> list[int]:
+    return [rng.randrange(30000) for _ in range(length)]
+
+
+def _settle(catalog: Catalog) -> None:
+    """Let the thread that writes files finish."""
+    catalog.refresh()
+    while catalog._thread is not None and catalog._thread.is_alive():
+        catalog._thread.join()
+        catalog.refresh()
+
+
+def _check(catalog: Catalog, present: dict[str, list[int]], absent: dict[str, list[int]]) -> None:
+    for text, ids in present.items():
+        assert catalog.match(ids, MIN_RUN) == [Run(0, len(ids), text, 0)]
+        assert catalog.ids(text).tolist() == ids
+    for text, ids in absent.items():
+        assert catalog.match(ids, MIN_RUN) == []
+        with pytest.raises(KeyError):
+            catalog.ids(text)
+    assert len(catalog) == len(present)
+
+
+def _fill(store: Store, rng: random.Random, count: int = 60) -> dict[str, list[int]]:
+    texts = [_text(rng, rng.randrange(MIN_RUN, 150)) for _ in range(count)]
+    return {store.add(ids): ids for ids in texts}
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_additions_and_removals_are_seen_at_the_next_match(on_disk: bool, tmp_path: Path, rng: random.Random) -> None:
+    store = Store(tmp_path / "catalog" if on_disk else None)
+    present, absent = _fill(store, rng), {}
+    catalog, other = Catalog(store), Catalog(store)
+    for _ in range(12):
+        present |= _fill(store, rng, 10)
+        for text in rng.sample(list(present), 6):
+            absent[text] = present.pop(text)
+            store.remove(text)
+        for text in rng.sample(list(absent), 2):
+            present[text] = absent.pop(text)
+            assert store.add(present[text]) == text
+        for one in (catalog, other):
+            _check(one, present, absent)
+        _settle(rng.choice((catalog, other)))
+    assert bool(list(tmp_path.rglob("*.segment"))) == on_disk
+    _check(Catalog(store), present, absent)
+
+
+def test_a_catalog_is_opened_without_reading_the_texts_again(tmp_path: Path, rng: random.Random) -> None:
+    store = Store(tmp_path)
+    present = _fill(store, rng)
+    _settle(Catalog(store))
+    gone = rng.sample(list(present), 5)
+    for text in gone:
+        store.remove(text)
+    store.read = 0
+    _check(Catalog(store), {t: ids for t, ids in present.items() if t not in gone}, {t: present[t] for t in gone})
+    assert store.read == 0
+    more = _fill(store, rng, 3)
+    assert all(Catalog(store).match(ids, MIN_RUN) for ids in more.values())
+    assert store.read <= 9
+
+
+def test_files_are_merged_and_lose_their_dead(tmp_path: Path, rng: random.Random) -> None:
+    store, present, absent = Store(tmp_path), {}, {}
+    catalog = Catalog(store)
+    for _ in range(40):
+        present |= _fill(store, rng, 15)
+        for text in rng.sample(list(present), 7):
+            absent[text] = present.pop(text)
+            store.remove(text)
+        _settle(catalog)
+    files = list(tmp_path.glob("*.segment"))
+    assert 1 <= len(files) <= 12
+    segments = [read(file) for file in files]
+    assert sum(map(len, segments)) < 1.5 * len(present)
+    assert {file.name for file in tmp_path.iterdir()} == {f.name for f in files} | {"head.json", "head.lock"}
+    _check(catalog, present, absent)
+    _check(Catalog(store), present, absent)
+
+
+def test_namespaces_share_nothing(rng: random.Random) -> None:
+    store, ids = Store(), _text(rng)
+    ours, theirs = store.add(ids, "ours"), store.add(ids, "theirs")
+    anonymous = store.add(_text(rng))
+    assert ours != theirs
+    catalog = Catalog(store)
+    assert [run.key for run in catalog.match(ids, MIN_RUN, "ours")] == [ours]
+    assert [run.key for run in catalog.match(ids, MIN_RUN, "theirs")] == [theirs]
+    assert catalog.match(ids, MIN_RUN) == []
+    assert catalog.match(catalog.ids(anonymous), MIN_RUN, "ours") == []
+    for _ in range(100):  # more than an anchor has candidates
+        store.add([*ids, *_text(rng, 20)], "theirs")
+    assert [run.key for run in catalog.match(ids, MIN_RUN, "ours")] == [ours]
+    segment = Segment.of([*store.entries(0)])
+    hashes = segment.postings >> np.uint64(32)
+    addresses = (segment.postings & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    spaces = segment.spaces[np.searchsorted(segment.starts, addresses, "right") - 1]
+    by_space = [set(hashes[spaces == number].tolist()) for number in range(len(segment.namespaces))]
+    assert not by_space[1] & by_space[2]
+
+
+@pytest.mark.parametrize("what", ["head cut", "head flipped", "head gone", "segment cut", "segment gone", "footer"])
+def test_damaged_files_are_made_again(
+    what: str, tmp_path: Path, rng: random.Random, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path)
+    present = _fill(store, rng, 30)
+    for _ in range(3):
+        present |= _fill(store, rng, 30)
+        _settle(Catalog(store))
+    head, segment = tmp_path / "head.json", sorted(tmp_path.glob("*.segment"))[0]
+    if what == "head cut":
+        head.write_bytes(head.read_bytes()[:-9])
+    elif what == "head flipped":
+        raw = bytearray(head.read_bytes())
+        raw[30] ^= 1
+        head.write_bytes(raw)
+    elif what == "head gone":
+        head.unlink()
+    elif what == "segment cut":
+        segment.write_bytes(segment.read_bytes()[:-100])
+    elif what == "segment gone":
+        segment.unlink()
+    else:
+        raw = bytearray(segment.read_bytes())
+        raw[-50] ^= 1
+        segment.write_bytes(raw)
+    with caplog.at_level(logging.WARNING, "kvrag"):
+        catalog = Catalog(store)
+        for _ in range(3):
+            _check(catalog, present, {})
+    assert len(caplog.records) == (what != "head gone")
+    _settle(catalog)
+    store.read = 0
+    _check(Catalog(store), present, {})
+    assert store.read == 0
+
+
+def test_a_flipped_bit_anywhere_in_a_segment_never_makes_a_wrong_run(tmp_path: Path, rng: random.Random) -> None:
+    store = Store(tmp_path)
+    present = _fill(store, rng, 30)
+    _settle(Catalog(store))
+    (path,) = tmp_path.glob("*.segment")
+    whole, prompt = path.read_bytes(), [token for ids in present.values() for token in ids]
+    arrays = ("ids", "postings", "directory", "starts", "numbers", "keys", "spaces")
+    begins = [whole.index(getattr(read(path), name).tobytes()) for name in arrays]
+    for begin, name in list(zip(begins, arrays, strict=True)) * 60:
+        raw = bytearray(whole)
+        raw[begin + rng.randrange(getattr(read(path), name).nbytes)] ^= 1 << rng.randrange(8)
+        damaged = tmp_path / "damaged.segment"
+        damaged.write_bytes(raw)
+        try:
+            segment = read(damaged)
+        except DamagedSegmentError:
+            assert name not in arrays[:3]
+            continue
+        with pytest.raises(DamagedSegmentError):
+            segment.check()
+        for run in match([segment], prompt, MIN_RUN):
+            # the engine compares the ids once more, with those of the chunk that it opens
+            theirs = segment.text(segment.row(run.key) or 0)[run.offset : run.offset + len(run)]
+            assert theirs.tolist() == prompt[run.start : run.stop]
+
+
+def test_damage_found_when_files_are_merged_is_repaired(tmp_path: Path, rng: random.Random) -> None:
+    store = Store(tmp_path)
+    present = _fill(store, rng, 30)
+    _settle(Catalog(store))
+    (path,) = tmp_path.glob("*.segment")
+    raw = bytearray(path.read_bytes())
+    raw[200] ^= 1  # in a token id
+    path.write_bytes(raw)
+    catalog = Catalog(store)
+    absent = {}
+    for text in list(present)[:20]:  # so many that the file is written again
+        absent[text] = present.pop(text)
+        store.remove(text)
+    _settle(catalog)
+    present |= _fill(store, rng, 30)
+    _settle(catalog)
+    _check(catalog, present, absent)
+    for path in tmp_path.glob("*.segment"):
+        read(path).check()
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_catalog_in_memory(tmp_path: Path, rng: random.Random) -> None:
+    (tmp_path / "file").touch()
+    store = Store(tmp_path / "file" / "catalog")
+    catalog = Catalog(store)
+    present = _fill(store, rng)
+    _settle(catalog)
+    present |= _fill(store, rng)
+    _check(catalog, present, {})
+
+
+def test_a_pruned_log_of_removals_leads_to_a_comparison(tmp_path: Path, rng: random.Random) -> None:
+    store = Store(tmp_path)
+    present, absent = _fill(store, rng), {}
+    catalog = Catalog(store)
+    _settle(catalog)
+    for text in list(present)[::3]:
+        absent[text] = present.pop(text)
+        store.remove(text)
+    store.forgotten = len(store.log)
+    for one in (catalog, Catalog(store)):
+        one.refresh()
+        _check(one, present, absent)
+
+
+def test_the_files_of_another_store_are_not_taken_for_ours(tmp_path: Path, rng: random.Random) -> None:
+    """A manifest that was made again counts from 1 again."""
+    before, store = Store(tmp_path), Store(tmp_path)
+    absent = _fill(before, rng)
+    _settle(Catalog(before))
+    store.log, store.forgotten = [0] * 77, 77
+    present = _fill(store, rng)
+    catalog = Catalog(store)
+    catalog.refresh()
+    _check(catalog, present, absent)
+    _settle(catalog)
+    _check(Catalog(store), present, absent)
+
+
+def test_prompts_are_matched_while_others_write(tmp_path: Path, rng: random.Random) -> None:
+    store = Store(tmp_path)
+    present = _fill(store, rng, 20)
+    catalogs, errors, stop = [Catalog(store), Catalog(store)], [], threading.Event()
+
+    def ask(catalog: Catalog, seed: int) -> None:
+        mine = random.Random(seed)
+        while not stop.is_set():
+            text = mine.choice(list(present))
+            if [run.key for run in catalog.match(present[text], MIN_RUN)] != [text]:
+                errors.append(text)
+
+    threads = [threading.Thread(target=ask, args=(catalogs[i % 2], i)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(15):
+        more = _fill(store, rng, 20)
+        for catalog in catalogs:
+            catalog.refresh()
+        for text in rng.sample(list(more), 10):
+            store.remove(text)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    for catalog in catalogs:
+        _settle(catalog)
+        catalog.close()
+
+
+def test_a_written_segment_is_the_joined_one(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_module, "_PORTION", 97)
+    store = Store()
+    _fill(store, rng, 40)
+    entries = [*store.entries(0)]
+    whole = Segment.of(entries)
+    parts = [Segment.of(entries[i : i + 13]) for i in range(0, 40, 13)]
+    for segments in ([whole], parts):
+        for segment in (join(segments), read(tmp_path / write(segments, tmp_path))):
+            for name in ("ids", "postings", "starts", "numbers", "keys", "spaces", "alive", "directory"):
+                assert np.array_equal(getattr(segment, name), getattr(whole, name)), name
+            assert segment.namespaces == whole.namespaces
+            assert segment.last == 40
+
+
+@pytest.mark.parametrize(("sizes", "merged"), [([9], 0), ([1, 1, 1], 0), ([1, 1, 1, 1], 4), ([99, 1, 1, 1, 1], 4)])
+def test_files_of_similar_size_are_merged(sizes: list[int], merged: int) -> None:
+    files = [Segment.of([Entry(1, "", "", np.zeros(100 * size, np.uint32))]) for size in sizes]
+    stretch = _to_merge(files)
+    assert (len(files[stretch]) if stretch else 0) == merged

@@ -1,0 +1,145 @@
+"""A request when the store is slow, fails, or holds something else than its manifest says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CHUNKS, messages, plain_logits, prepare, relative
+
+from kvrag import BlendEngine, FileStore, Model
+from kvrag.backend.lock import FairLock
+from kvrag.errors import ChunkUnreadableError
+
+PROMPT = messages(*CHUNKS)
+
+
+class Reader:
+    """A chunk's reader whose layers can be made to fail or to take their time."""
+
+    def __init__(self, reader: Any, before: Callable[[str, int], None]) -> None:
+        self._reader, self._before = reader, before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def layer(self, number: int) -> Any:
+        self._before(self._reader.key, number)
+        return self._reader.layer(number)
+
+
+@pytest.fixture
+def cold(model: Model, tmp_path: Path) -> Iterator[BlendEngine]:
+    """An engine without RAM tier, on warmed chunks."""
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0), ram_bytes=0) as engine:
+        engine.warm(CHUNKS)
+        yield engine
+
+
+def _intercept(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, before: Callable[[str, int], None]) -> None:
+    store: Any = engine.store
+    opening = store.open
+    monkeypatch.setattr(store, "open", lambda key: (reader := opening(key)) and Reader(reader, before))
+
+
+@pytest.mark.parametrize("policy", ["query", "hkvd", "random"])
+def test_other_answers_go_on_while_a_disk_stalls(
+    policy: str, cold: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stalled, goes_on = threading.Event(), threading.Event()
+
+    def stall(key: str, number: int) -> None:
+        if number == 2:
+            stalled.set()
+            assert goes_on.wait(30)
+
+    ids = cold.model.tokenizer.render(PROMPT)
+    before = prepare(cold, ids, 0.3, policy).logits
+    other = cold.generate("Say something else.", max_new_tokens=4, temperature=0).token_ids
+    _intercept(cold, monkeypatch, stall)
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(prepare(cold, ids, 0.3, policy).logits), daemon=True)
+    thread.start()
+    assert stalled.wait(30)
+    assert cold.generate("Say something else.", max_new_tokens=4, temperature=0).token_ids == other
+    assert not found
+    goes_on.set()
+    thread.join(30)
+    assert torch.equal(found[0], before)
+
+
+def test_a_chunk_that_cannot_be_read_now_is_recomputed_and_stays(
+    cold: BlendEngine, hf: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = cold.model.tokenizer.render(PROMPT)
+    whole = prepare(cold, ids, 1.0)
+    failing = whole.report.runs[1].key
+
+    def fail(key: str, number: int) -> None:
+        if key == failing and number == 1:
+            raise ChunkUnreadableError(key, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        _intercept(cold, patch, fail)
+        done = prepare(cold, ids, 1.0)
+        assert [run.key for run in done.report.runs] == [run.key for run in whole.report.runs if run.key != failing]
+        assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
+        assert done.report.notes == (f"chunk {failing} cannot be read now: Input/output error; recomputed",)
+    assert cold.store.stats().damaged == 0
+    assert prepare(cold, ids, 1.0).report.runs == whole.report.runs
+
+
+def test_a_failed_allocation_is_no_damage(cold: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = cold.model.tokenizer.render(PROMPT)
+    failing = prepare(cold, ids, 1.0).report.runs[2].key
+
+    def fail(key: str, number: int) -> None:
+        if key == failing:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+    _intercept(cold, monkeypatch, fail)
+    report = prepare(cold, ids, 1.0).report
+    assert len(report.runs) == 3
+    assert "no memory" in report.notes[0]
+    assert cold.store.stats().damaged == 0
+
+
+def test_a_store_that_fails_altogether_is_given_up_after_a_few_chunks(
+    cold: BlendEngine, hf: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def fail(key: str, number: int) -> None:
+        tried.append(key)
+        raise ChunkUnreadableError(key, "Input/output error")
+
+    ids = cold.model.tokenizer.render(PROMPT)
+    monkeypatch.setattr("kvrag.request._FAILED_READS", 2)
+    _intercept(cold, monkeypatch, fail)
+    done = prepare(cold, ids, 0.2)
+    assert done.report.runs == ()
+    assert len(set(tried)) == 2
+    assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
+
+
+def test_a_released_lock_can_be_had_and_comes_back() -> None:
+    lock, had = FairLock(), threading.Event()
+
+    def take() -> None:
+        with lock:
+            had.set()
+
+    thread = threading.Thread(target=take, daemon=True)
+    with lock:
+        thread.start()
+        assert not had.wait(0.05)
+        with lock.released():
+            assert had.wait(30)
+            assert not lock.held
+        assert lock.held
+    thread.join(30)
+    assert not lock._held

@@ -334,7 +334,7 @@ def test_files_that_are_not_text_are_named_and_skipped(
     with (folder / "huge.txt").open("wb") as huge:
         huge.truncate(2 << 30)  # holes take no room
     assert main(["warm", str(folder / "huge.txt"), str(folder / "ingla.txt"), "--store", str(tmp_path / "kv")]) == 0
-    assert "huge.txt: it has more than 1 GiB: split it" in capsys.readouterr().err
+    assert "huge.txt: it is larger than 1 GiB: split it" in capsys.readouterr().err
     only = fails("warm", folder / "bin.txt", folder / "bad.pdf", "--store", tmp_path / "kv")
     assert "none of 2 files could be read" in only
     assert "no files with text in" in fails("estimate", tmp_path / "kv" / "chunks")

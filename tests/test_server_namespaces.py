@@ -26,8 +26,6 @@ KEYS = (ApiKey("key-a", "alice"), ApiKey("key-b", "bob"))
 
 _ROLES = ("user", "assistant")
 
-needs_isolation = pytest.mark.xfail(strict=True, reason="the store and the engine do not keep namespaces apart yet")
-
 
 class Caller:
     """A client with a key."""
@@ -119,7 +117,6 @@ def test_retrieval_finds_the_own_namespaces_chunks_only(alice: Caller, bob: Call
     assert alice.cited() == [CHUNKS[0]]
 
 
-@needs_isolation
 def test_a_document_of_the_same_id_leaves_the_other_namespaces_chunks_stored(
     alice: Caller, bob: Caller, engine: BlendEngine
 ) -> None:
@@ -139,7 +136,6 @@ def cached(answer: Any) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-@needs_isolation
 def test_chunks_are_not_reused_across_namespaces(alice: Caller, bob: Caller) -> None:
     prompt = f"{CHUNKS[0]}\n\n{QUESTION}"
     alice.ask(QUESTION, documents=[CHUNKS[0]])
@@ -150,7 +146,6 @@ def test_chunks_are_not_reused_across_namespaces(alice: Caller, bob: Caller) -> 
     assert cached(bob.ask(prompt)) > 0
 
 
-@needs_isolation
 def test_conversations_are_not_continued_across_namespaces(alice: Caller, bob: Caller) -> None:
     question = " ".join(["Where does the river meet the old road?"] * 8)
     said = alice.ask(question)["choices"][0]["message"]["content"]

@@ -483,7 +483,7 @@ def test_a_damaged_chunk_is_recomputed_and_the_answer_is_the_same(
         _damage(path, how)
     before = len(os.listdir("/proc/self/fd"))
     done = prepare(engine, ids, 1.0, "random")
-    report = done.report(0.0)
+    report = done.report
     assert len(os.listdir("/proc/self/fd")) == before
     assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
     assert len(report.runs) == 3
@@ -495,8 +495,8 @@ def test_a_damaged_chunk_is_recomputed_and_the_answer_is_the_same(
     warmed = engine.warm(CHUNKS)
     assert (warmed.new, warmed.reused) == (1, 3)
     done = prepare(engine, ids, 1.0, "random")
-    assert len(done.report(0.0).runs) == 4
-    assert done.report(0.0).notes == ()
+    assert len(done.report.runs) == 4
+    assert done.report.notes == ()
     assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
 
 
@@ -507,8 +507,8 @@ def test_every_chunk_damaged_at_once(engine: BlendEngine, hf: Any) -> None:
         _damage(path, "flipped")
     done = prepare(engine, ids, 0.15, "query")
     assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
-    assert done.report(0.0).reused_tokens == 0
-    assert done.report(0.0).exact
+    assert done.report.reused_tokens == 0
+    assert done.report.exact
     assert engine.store.stats().damaged == 4
 
 
@@ -521,7 +521,7 @@ def test_a_quarantine_that_fails_does_not_fail_the_answer(engine: BlendEngine, h
     ids = engine.model.tokenizer.render(messages(*CHUNKS))
     done = prepare(engine, ids, 0.0, "none")
     assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
-    assert len(done.report(0.0).notes) == 4
+    assert len(done.report.notes) == 4
 
 
 # ---------------------------------------------------------------- a damaged manifest
@@ -748,7 +748,7 @@ def test_answers_from_a_read_only_store(model: Model, hf: Any, tmp_path: Path) -
         for _ in range(2):
             done = prepare(engine, ids, 1.0)
             assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
-            assert len(done.report(0.0).runs) == 2
+            assert len(done.report.runs) == 2
         answer = engine.generate(messages(*CHUNKS), documents=[CHUNKS[3]], max_new_tokens=2)
         assert "could not be kept" in answer.report.notes[0]
         with pytest.raises(StoreReadOnlyError):
@@ -832,9 +832,9 @@ def test_a_really_full_disk(small_disk: Path, model: Model, hf: Any) -> None:
         ids = model.tokenizer.render(messages(*CHUNKS))
         done = prepare(engine, ids, 1.0)
         assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
-        assert len(done.report(0.0).runs) == 4
+        assert len(done.report.runs) == 4
         _damage(next(small_disk.glob("kv/chunks/*/*.safetensors")), "header")
-        engine._ram = MemoryTier(0)
+        object.__setattr__(engine._pipeline, "memory", MemoryTier(0))
         done = prepare(engine, ids, 1.0)
         assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
         filler.unlink()
@@ -1611,13 +1611,13 @@ def test_answers_report_their_tier_and_are_the_same_from_ram_and_disk(engine: Bl
     ids = engine.model.tokenizer.render(messages(*CHUNKS[:2]))
     first = prepare(engine, ids, 0.2, "hkvd")
     again = prepare(engine, ids, 0.2, "hkvd")
-    assert (first.report(0.0).tier, again.report(0.0).tier) == ("disk", "ram")
-    assert first.report(0.0).bytes_loaded > 0
-    assert again.report(0.0).bytes_loaded == 0
+    assert (first.report.tier, again.report.tier) == ("disk", "ram")
+    assert first.report.bytes_loaded > 0
+    assert again.report.bytes_loaded == 0
     assert torch.equal(first.logits, again.logits)
     mixed = prepare(engine, engine.model.tokenizer.render(messages(*CHUNKS[1:3])), 0.2)
-    assert mixed.report(0.0).tier == "mixed"
-    kept = engine._ram._chunks
+    assert mixed.report.tier == "mixed"
+    kept = engine._pipeline.memory._chunks
     ram = {key: [tuple(tensor.clone() for tensor in pair) for pair in kept[key].layers] for key in kept}
     for policy in ("hkvd", "query", "random"):
         prepare(engine, ids, 1.0, policy)

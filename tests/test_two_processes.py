@@ -61,9 +61,9 @@ reused = 0
 for line in sys.stdin:
     done = conftest.prepare(engine, ids, 1.0, "random")
     assert conftest.relative(done.logits[0], full) <= 1e-5
-    assert not done.report(0.0).notes, done.report(0.0).notes
-    assert done.report(0.0).reused_tokens >= reused
-    reused = done.report(0.0).reused_tokens
+    assert not done.report.notes, done.report.notes
+    assert done.report.reused_tokens >= reused
+    reused = done.report.reused_tokens
     print(reused, flush=True)
 """
 )

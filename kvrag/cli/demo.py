@@ -129,7 +129,7 @@ def corpus_folder() -> Path:
 
 def _plan(engine: BlendEngine, corpus: Path, quiet: bool) -> warm.Plan:
     wanted = argparse.Namespace(
-        paths=[str(corpus)], chunk_tokens=CHUNK_TOKENS, chunk_overlap=0, text_field="text", json=quiet
+        paths=[str(corpus)], chunk_tokens=CHUNK_TOKENS, chunk_overlap=0, text_field="text", namespace="", json=quiet
     )
     return warm.make_plan(engine, wanted)
 

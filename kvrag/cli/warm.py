@@ -25,6 +25,7 @@ from kvrag.cli.common import (
 )
 from kvrag.config import DEFAULT_CONTEXT
 from kvrag.errors import KvragError, StoreFullError
+from kvrag.fingerprint import text_key
 
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
@@ -126,10 +127,11 @@ def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
                 for chunk in chunks[str(path)]:
                     ids = encode(chunk)
                     if len(ids) >= engine.config.min_run:
-                        lengths[engine.fingerprint.chunk_key(ids)] = len(ids)
+                        lengths[text_key(args.namespace, ids)] = len(ids)
             report(number, len(paths))
-    missing = engine.store.missing(list(lengths))
-    return Plan(chunks, unreadable, sum(lengths.values()), sum(map(lengths.__getitem__, missing)))
+    stored = engine.store.look_up(list(lengths))
+    new = sum(length for text, length in lengths.items() if not stored[text].variants)
+    return Plan(chunks, unreadable, sum(lengths.values()), new)
 
 
 def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool, namespace: str = "") -> dict[str, Any]:

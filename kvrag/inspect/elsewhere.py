@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvrag.errors import StoreError
 from kvrag.fingerprint import Fingerprint
@@ -21,9 +20,9 @@ from kvrag.store import Entry, FileStore, KVStore, other_stores
 logger = logging.getLogger("kvrag")
 
 
-def segment_of(texts: Iterable[Sequence[int] | NDArray[np.uint32]]) -> Segment:
-    """Return a segment of token ids that `match` finds runs of."""
-    return Segment.of([Entry(n, "", "", np.asarray(ids, np.uint32)) for n, ids in enumerate(texts, 1)])
+def segment_of(ids: Sequence[int]) -> Segment:
+    """Return an index of one text."""
+    return Segment.of([Entry(1, "", "", np.asarray(ids, np.uint32))])
 
 
 class Elsewhere:
@@ -44,7 +43,7 @@ class Elsewhere:
                 if other.parts.get("tokenizer") != self._mine["tokenizer"]:
                     self._foreign.append(other.path)
                     continue
-                segment = segment_of(entry.ids for entry in other.entries() if entry.namespace == self._namespace)
+                segment = Segment.of(other.entries())
             except StoreError as error:
                 logger.warning("%s is left out of the search: %s", other.path, error)
                 continue
@@ -64,7 +63,7 @@ class Elsewhere:
     def look(self, ids: Sequence[int]) -> tuple[Reason, str] | None:
         """Return the first store in which at least half of a text was warmed."""
         for name, segment in self._stores:
-            if 2 * sum(map(len, match([segment], ids, self._min_run))) >= len(ids):
+            if 2 * sum(map(len, match([segment], ids, self._min_run, self._namespace))) >= len(ids):
                 return "warmed elsewhere", f"in {name}: open that store as it was made, or warm the text here too"
         return None
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvrag.backend.transformers import Tokenizer
 from kvrag.errors import KvragError, SettingError
-from kvrag.fingerprint import Fingerprint
+from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.inspect.changes import CHANGES, pieces, unquoted
 from kvrag.inspect.elsewhere import Elsewhere, segment_of
 from kvrag.inspect.explanation import Explanation, Finding, Kind, Reason, Stretch
@@ -66,7 +66,7 @@ def explain(
     """Explain what was reused, and why it was not more. Writes nothing.
 
     Args:
-        find: See `Find`; it must search the namespace of the call.
+        find: See `Find`; it must search the call's namespace.
         retrieved: What a retriever returned for this prompt. None = explain the stored chunks that can be recognised in
             the prompt, and the stretches that no stored chunk has.
 
@@ -75,11 +75,9 @@ def explain(
     """
     if isinstance(retrieved, str) or not all(isinstance(text, str) for text in retrieved or ()):
         raise SettingError("retrieved must be a list of strings: the texts of the chunks")
-    documents: dict[str, tuple[str, ...]] = {}
-    for name, keys in store.documents(namespace=call.namespace).items():
-        for key in keys:
-            documents[key] = (*documents.get(key, ()), name)
-    prompt, elsewhere = _Prompt(tokenizer, find, call, min_run), Elsewhere(store, fingerprint, min_run, call.namespace)
+    namespace = call.namespace
+    prompt, elsewhere = _Prompt(tokenizer, find, call, min_run), Elsewhere(store, fingerprint, min_run, namespace)
+    documents = _documents(store, {run.key: text_key(namespace, ids.tolist()) for run, ids in prompt.stored}, namespace)
     if retrieved is None:
         found = [*prompt.recognised(), *prompt.unknown(elsewhere)]
     else:
@@ -88,6 +86,23 @@ def explain(
     found.sort(key=lambda chunk: chunk.reason == "reused")
     stretches = tuple(_stretches(tokenizer, call, documents))
     return Explanation(tuple(_summary(call, store)), stretches, tuple(found), call.report)
+
+
+def _documents(store: KVStore, texts: dict[str, str], namespace: str) -> dict[str, tuple[str, ...]]:
+    """Return the names of the documents that have each chunk's text, whichever variant of it they rely on.
+
+    Args:
+        texts: Chunk keys and the keys of their texts.
+    """
+    holders: dict[str, list[str]] = {}
+    for name, keys in store.documents(namespace=namespace).items():
+        for key in keys:
+            holders.setdefault(key, []).append(name)
+    states = store.look_up(list(set(texts.values())))
+    found = {key: {*states[text].variants, key} for key, text in texts.items()}
+    return {
+        key: tuple(sorted({name for each in keys for name in holders.get(each, ())})) for key, keys in found.items()
+    }
 
 
 class Watch:
@@ -229,12 +244,13 @@ class _Prompt:
         return self._tokenizer.decode(self._ids, control_tokens=True)
 
     @cached_property
-    def _stored(self) -> list[tuple[Run, NDArray[np.uint32]]]:
+    def stored(self) -> list[tuple[Run, NDArray[np.uint32]]]:
+        """Runs of the chunks that are stored now, each with the ids of its chunk."""
         return self._find(self._ids, self._min_run)
 
     def recognised(self) -> list[Finding]:
         """Return the stored chunks that are in the prompt, whole, in part or changed."""
-        chunks = {run.key: ids for run, ids in self._stored}
+        chunks = {run.key: ids for run, ids in self.stored}
         for start, stop in self._unmatched():
             here = self._changed(start, stop)
             chunks |= here
@@ -246,7 +262,7 @@ class _Prompt:
     def _unmatched(self) -> list[tuple[int, int]]:
         """Return the long stretches that no stored chunk has unchanged."""
         matched = self._reused.copy()
-        for run, _ in self._stored:
+        for run, _ in self.stored:
             matched[run.start : run.stop] = True
         borders = np.flatnonzero(np.diff(np.concatenate([[True], matched, [True]]).astype(int))).tolist()
         return [pair for pair in zip(borders[::2], borders[1::2], strict=True) if pair[1] - pair[0] >= _STRETCH]
@@ -264,7 +280,7 @@ class _Prompt:
         """Return None if the prompt has little of the chunk, by chance, or if another chunk has the same text."""
         text = self._tokenizer.decode(ids.tolist())
         reused = sum(len(run) for run in self._report.runs if run.key == key)
-        missed = sum(int((~self._reused[run.start : run.stop]).sum()) for run, _ in self._stored if run.key == key)
+        missed = sum(int((~self._reused[run.start : run.stop]).sum()) for run, _ in self.stored if run.key == key)
         why: tuple[Reason, str] | None = None
         if missed > _EDGES:
             why = self._passed_over()
@@ -295,7 +311,7 @@ class _Prompt:
         """Return what became of a retrieved text."""
         ids = self._tokenizer.encode(text)
         found = self._find(ids, self._min_run)
-        key = next((run.key for run, chunk in found if len(run) == len(chunk) == len(ids)), "")
+        key = next((run.key for run, chunk in found if len(chunk) == len(ids) == len(run)), "")
         # a splitter may have made several chunks of it
         is_stored = bool(key) or sum(len(run) for run, _ in found) >= _VERBATIM * len(ids)
         reused = self._reused_of(ids)
@@ -306,7 +322,7 @@ class _Prompt:
 
     def _reused_of(self, ids: list[int]) -> int:
         """Return how many tokens of a text are in the prompt and were reused, from any chunk."""
-        runs = match([segment_of([ids])], self._ids, min(self._min_run, max(len(ids), GRAM)))
+        runs = match([segment_of(ids)], self._ids, min(self._min_run, max(len(ids), GRAM)))
         return min(sum(int(self._reused[run.start : run.stop].sum()) for run in runs), len(ids))
 
     def _why(self, text: str, ids: list[int], reused: int, is_stored: bool) -> tuple[Reason, str]:

@@ -3,9 +3,12 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 0
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
-.PHONY: setup demo test lint check release-check bench docs pictures clean
+.PHONY: setup demo test test-oldest lint check release-check bench docs pictures clean
 
 setup: .venv/.done
+
+# the oldest version that pyproject.toml allows
+OLDEST := transformers==5.16.*
 
 PROJECTS := pyproject.toml constraints.txt $(wildcard integrations/*/pyproject.toml)
 INSTALL := $(BIN)/pip install --quiet -c constraints.txt
@@ -28,6 +31,17 @@ demo: .venv/.demo
 
 test: setup
 	$(BIN)/python -m pytest
+
+# the same tests on the oldest transformers that is supported and the rest of constraints.txt, in a venv of its own
+test-oldest: .venv-oldest/.done
+	.venv-oldest/bin/python -m pytest
+
+.venv-oldest/.done: $(PROJECTS)
+	$(PYTHON) -m venv .venv-oldest
+	grep -v '^transformers==' constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/pip install --quiet -c .venv-oldest/constraints.txt '$(OLDEST)' \
+		-e '.[cli,server,dev,docs,examples]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .
@@ -57,4 +71,4 @@ bench: setup
 	$(BIN)/kvrag bench ttft
 
 clean:
-	rm -rf .venv build dist docs/_build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest build dist docs/_build .pytest_cache .mypy_cache .ruff_cache

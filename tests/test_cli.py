@@ -417,7 +417,7 @@ def test_a_store_that_cannot_be_made_is_one_line(folder: Path, fails: Callable[.
 def test_a_store_of_another_model_is_refused(warmed: Path, fails: Callable[..., str]) -> None:
     message = fails("ask", QUESTION, "--store", warmed, "--dtype", "float32")
     assert "dtype" in message
-    assert "load the model as it was then, use another store folder" in message
+    assert "load the model with the same settings, use another store folder" in message
 
 
 def test_a_device_that_is_not_there_is_one_line(fails: Callable[..., str]) -> None:

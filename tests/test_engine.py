@@ -103,8 +103,8 @@ def test_overrides_hold_for_one_answer(model: Model, tmp_path: Path) -> None:
         ({"max_tokens": 5}, "max_tokens"),
         ({"stop": "END"}, "not one string"),
         ({"documents": "one string"}, "not one string"),
-        ({"documents": 5}, "texts must be a list of chunks, not 5"),
-        ({"documents": [3]}, "not a string"),
+        ({"documents": 5}, "texts must be a list of strings, not 5"),
+        ({"documents": [3]}, "must be a string"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str, engine: BlendEngine) -> None:

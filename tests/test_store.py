@@ -262,7 +262,7 @@ def test_a_file_that_is_whole_but_not_what_its_key_says_is_damaged(store: FileSt
     }
     store.put([wanted])
     file_of(store, wanted).write_bytes(packed(replace(wanted, **changes[change])))
-    with pytest.raises(DamagedChunkError, match="its content is that of chunk"):
+    with pytest.raises(DamagedChunkError, match="its content belongs to chunk"):
         store.open(wanted.key)
 
 
@@ -843,7 +843,7 @@ def test_a_really_full_disk(small_disk: Path, model: Model, hf: Any) -> None:
 
 def test_a_disk_with_less_left_than_is_to_be_kept_free_is_full(tmp_path: Path) -> None:
     store = opened(tmp_path, min_free_bytes=1 << 60)
-    with pytest.raises(StoreFullError, match="kept free"):
+    with pytest.raises(StoreFullError, match="must stay free"):
         store.put([record(1)])
     assert store.stats().chunks == 0
     store.close()
@@ -1162,7 +1162,7 @@ def test_several_documents_are_warmed_together(engine: BlendEngine) -> None:
     assert engine.forget("b/1") == 0  # b/2 has it too
     assert engine.forget("b/2") == 1
     assert engine.documents() == ["a"]
-    with pytest.raises(SettingError, match="2 names of documents for 1 texts"):
+    with pytest.raises(SettingError, match="2 document names for 1 texts"):
         engine.warm(CHUNKS[2:3], document=["c", "d"])
     assert engine.store.stats().chunks == 1
 
@@ -1463,7 +1463,7 @@ def test_a_store_of_the_first_format_is_refused_in_one_line(tmp_path: Path) -> N
             FileStore(folder)
         message = str(caught.value)
         assert "\n" not in message
-        assert f"{folder} was written in format 1, which this version does not read" in message
+        assert f"{folder} has format 1, which this version cannot read" in message
         assert "`kvrag warm --store NEW_FOLDER DOCS`" in message
         assert {path: path.stat().st_mtime_ns for path in before} == before
     assert FORMAT == 2

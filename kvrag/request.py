@@ -32,7 +32,7 @@ from kvrag.store import ChunkReader, KVStore, MemoryTier, serve
 from kvrag.types import BlendReport, Run
 
 _ROOM = 256  # positions a new cache has for the answer before it grows
-_FAILED_READS = 3  # of one prompt; after that the store counts as out of order, and only RAM is tried
+_FAILURES = 3  # of one prompt, after which no forward pass relies on a read any more; see `_open`
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Prompt:
         namespace: Whose chunks are reused.
         prefix: What it takes over from a conversation.
         notes: For the report.
-        unreadable: Keys of chunks that could not be read for it.
+        damaged, unreadable: Keys of chunks that turned out so on the way.
     """
 
     ids: Sequence[int]
@@ -53,6 +53,7 @@ class Prompt:
     namespace: str = ""
     prefix: CachedPrefix | None = None
     notes: list[str] = field(default_factory=list)
+    damaged: set[str] = field(default_factory=set)
     unreadable: set[str] = field(default_factory=set)
 
 
@@ -178,14 +179,21 @@ class Pipeline:
         return Matched(prompt.ids, runs, readers, prompt.prefix)
 
     def _open(self, prompt: Prompt, key: str) -> ChunkReader | None:
-        if key in prompt.unreadable:
+        """Open a chunk; None if it is not there or cannot be read.
+
+        A chunk that fails in the middle of a forward pass costs that pass. So after a few failures a store that cannot
+        be read is left alone, and chunks of one that has damage are read whole before the pass.
+        """
+        if key in prompt.damaged or key in prompt.unreadable:
             return None
         if reader := self.memory.open(key):
             return reader
-        if len(prompt.unreadable) >= _FAILED_READS:
+        if len(prompt.unreadable) >= _FAILURES:
             return None
         try:
             reader = self.store.open(key)
+            if reader and len(prompt.damaged) >= _FAILURES:
+                _read_whole(reader)
         except (DamagedChunkError, ChunkUnreadableError) as error:
             self._set_aside(prompt, error)
             return None
@@ -193,9 +201,11 @@ class Pipeline:
 
     def _set_aside(self, prompt: Prompt, error: DamagedChunkError | ChunkUnreadableError) -> None:
         """Go on without a chunk. One that is damaged is taken out of use."""
-        prompt.unreadable.add(error.key)
         prompt.notes.append(f"{error}; recomputed")
-        if isinstance(error, DamagedChunkError):
+        if isinstance(error, ChunkUnreadableError):
+            prompt.unreadable.add(error.key)
+        else:
+            prompt.damaged.add(error.key)
             self.memory.drop([error.key])
             with contextlib.suppress(StoreError):  # on a full disk it stays where it is
                 self.store.quarantine(error.key)
@@ -224,6 +234,16 @@ class Pipeline:
 
     def _capacity(self, prompt: Prompt) -> int:
         return min(len(prompt.ids) + _ROOM, self.backend.context_window)
+
+
+def _read_whole(reader: ChunkReader) -> None:
+    """Read every layer, which verifies its digest; closes the reader if that fails."""
+    try:
+        for number in range(reader.num_layers):
+            reader.layer(number)
+    except BaseException:
+        reader.close()
+        raise
 
 
 def _report(

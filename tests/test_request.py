@@ -118,7 +118,7 @@ def test_a_store_that_fails_altogether_is_given_up_after_a_few_chunks(
         raise ChunkUnreadableError(key, "Input/output error")
 
     ids = cold.model.tokenizer.render(PROMPT)
-    monkeypatch.setattr("kvrag.request._FAILED_READS", 2)
+    monkeypatch.setattr("kvrag.request._FAILURES", 2)
     _intercept(cold, monkeypatch, fail)
     done = prepare(cold, ids, 0.2)
     assert done.report.runs == ()

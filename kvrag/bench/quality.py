@@ -42,7 +42,7 @@ AS_THEY_ARE = 0
 _FULL, _NONE, _RANDOM = "full", "none", "random"
 _FIXED = ("policy", "ratio", "controller", "context_tokens")  # fields of BlendConfig that the grid itself sets
 _PORTION_BYTES = 1 << 30  # chunks are warmed and forgotten in portions of about so many bytes
-_CODE = ("select.py", "stitch.py", "blend.py", "encode.py", "match.py", "decode.py", "rope.py", "codec.py")
+_CODE = ("backend", "reuse", "ingest", "store", "generate", "request.py", "answer.py", "config.py")
 _METRICS = {"em": exact_match, "f1": token_f1, "rouge_l": rouge_l}
 
 
@@ -591,11 +591,10 @@ def identity(
 def _code() -> str:
     """Hash of the source of every step: other code may answer differently."""
     package = files("kvrag")
-    sources = [package / name for name in _CODE]
-    sources += sorted((package / "model").iterdir(), key=lambda source: source.name)
     digest = blake2b(digest_size=8)
-    for source in sources:
-        if source.name.endswith(".py") and source.is_file():
+    for name in _CODE:
+        place = Path(str(package / name))
+        for source in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
             digest.update(source.read_bytes())
     return digest.hexdigest()
 

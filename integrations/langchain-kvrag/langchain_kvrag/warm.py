@@ -42,7 +42,7 @@ class KVWarmVectorStore(AddsAllTexts):
     KV is written before the vectors and dropped after them, so that every document that is found has its KV. A text
     in several documents is encoded once and kept as long as one of them has it. If the wrapped store fails half-way,
     the KV of what it did not add is dropped again. `langchain_core.indexing.index` works as with the wrapped store:
-    unchanged documents are not encoded again.
+    unchanged documents behind an unchanged context are not encoded again.
 
     Concurrent changes of one document may leave it without KV until the next change, which costs time and nothing
     else.

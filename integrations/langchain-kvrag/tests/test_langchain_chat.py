@@ -31,6 +31,7 @@ from langchain_kvrag import BlendLLM, ChatBlend
 from langchain_kvrag.messages import template_messages
 
 from kvrag import BlendConfig, BlendEngine, ContextWindowError, Grammar, Model, PromptError, SettingError
+from kvrag.answer import Answering
 
 QUESTION = "Question: Who likes curry?"
 STRICT = (
@@ -435,7 +436,7 @@ async def test_the_event_loop_runs_while_the_model_loads_and_computes(
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """One entry per answer of an engine that has ended, however it did."""
     endings: list[str] = []
-    inner = BlendEngine._stream
+    inner = Answering.stream
 
     def watched(*args: Any) -> Any:
         try:
@@ -443,7 +444,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         finally:
             endings.append("closed")
 
-    monkeypatch.setattr(BlendEngine, "_stream", watched)
+    monkeypatch.setattr(Answering, "stream", watched)
     return endings
 
 

@@ -150,6 +150,8 @@ def _attend(
     attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(usual, eager)
     if now is None:  # another thread's pass
         return attend(module, query, key, value, attention_mask, **kwargs)
+    if attention_mask is None or attention_mask.numel() != 1:
+        raise ValueError("its attention masks in a way of its own")  # refused when the model is loaded
     layer, scaling = cast(int, module.layer_idx), kwargs.get("scaling")
     observer = now.observer if now.observer is not None and layer in now.observer.layers else None
     on_cpu = usual == "sdpa" and query.device.type == "cpu"

@@ -28,9 +28,9 @@ class KVWarmVectorStore(BasePydanticVectorStore):
     """A vector store whose nodes an LLM has encoded beforehand.
 
     KV is written before the vectors and dropped after them, so that every node that is found has its KV. If the vector
-    store fails in between, repeat the call or delete the nodes. LlamaIndex updates a document by deleting and adding
-    its nodes: only those that have changed are encoded again. Concurrent changes of one node may leave it without KV
-    until the next change, which costs time and nothing else.
+    store fails in between, repeat the call or delete the nodes. LlamaIndex updates a changed document by deleting and
+    adding all its nodes, so that all of them are encoded again; unchanged documents are not. Concurrent changes of one
+    node may leave it without KV until the next change, which costs time and nothing else.
 
     Attributes:
         vector_store: Any vector store; it gets all calls.

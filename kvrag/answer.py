@@ -69,7 +69,7 @@ class Answering:
         done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
         # now, since a stream may be closed anywhere; the last token of a text may be another with more behind it
         is_text = isinstance(prepared.prompt, str)
-        generation_prompt = 1 if is_text else tokenizer.opening(**prepared.template)
+        generation_prompt = 1 if is_text else tokenizer.generation_prompt_length(**prepared.template)
         control_tokens = parser is not None and parser.control_tokens
         cache, sampling = done.stitched.cache, question.sampling
         call: Call | None = None

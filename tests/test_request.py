@@ -104,7 +104,7 @@ def test_a_failed_allocation_is_no_damage(cold: BlendEngine, monkeypatch: pytest
     _intercept(cold, monkeypatch, fail)
     report = prepare(cold, ids, 1.0).report
     assert len(report.runs) == 3
-    assert "no memory" in report.notes[0]
+    assert "out of memory" in report.notes[0]
     assert cold.store.stats().damaged == 0
 
 

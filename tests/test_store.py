@@ -432,7 +432,7 @@ def test_a_file_of_another_model_is_noticed(store: FileStore) -> None:
 def test_a_row_without_a_file_is_damage_and_no_row_is_none(store: FileStore) -> None:
     store.put([record(1)])
     file_of(store, record(1)).unlink()
-    with pytest.raises(DamagedChunkError, match="gone"):
+    with pytest.raises(DamagedChunkError, match="is missing"):
         store.open(record(1).key)
     assert store.open(record(2).key) is None
 

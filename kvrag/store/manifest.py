@@ -107,7 +107,7 @@ class Manifest:
     Attributes:
         read_only: The folder is not writable.
         is_new: The file did not exist, or was damaged and has been moved aside. The caller fills the new one from the
-                chunk files.
+            chunk files.
     """
 
     def __init__(self, path: Path, read_only: bool = False) -> None:

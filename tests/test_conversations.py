@@ -400,7 +400,7 @@ def test_none_are_kept_where_none_are_wanted(endless: Model, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, "1GB", None, True])
 def test_a_bound_that_is_none(wrong: Any, model: Model, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="conversation_bytes must be at least 0 and whole"):
+    with pytest.raises(SettingError, match="conversation_bytes must be an integer of at least 0"):
         BlendEngine(model, tmp_path / "kv", conversation_bytes=wrong)
 
 

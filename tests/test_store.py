@@ -750,7 +750,7 @@ def test_answers_from_a_read_only_store(model: Model, hf: Any, tmp_path: Path) -
             assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
             assert len(done.report.runs) == 2
         answer = engine.generate(messages(*CHUNKS), documents=[CHUNKS[3]], max_new_tokens=2)
-        assert "could not be kept" in answer.report.notes[0]
+        assert "could not be stored" in answer.report.notes[0]
         with pytest.raises(StoreReadOnlyError):
             engine.warm(CHUNKS)
 
@@ -774,7 +774,7 @@ def test_no_space_left_while_writing_chunks(
     assert engine.store.stats().chunks == 1
     assert not list(tmp_path.rglob("*.tmp"))
     answer = engine.generate(messages(*CHUNKS), documents=CHUNKS, max_new_tokens=3, ratio=1.0)
-    assert "could not be kept" in answer.report.notes[0]
+    assert "could not be stored" in answer.report.notes[0]
     assert len(answer.report.runs) == 1
     monkeypatch.setattr(os, "fsync", real)
     assert engine.warm(CHUNKS).new == 3

@@ -124,7 +124,7 @@ def test_where_nothing_holds_there_is_full_prefill(warmed: BlendEngine) -> None:
     for settings in ({"policy": DEFAULT_POLICY}, {"controller": "off"}):
         report = warmed.generate(PROMPT, max_new_tokens=1, **settings).report
         assert (report.policy, report.ratio) == (DEFAULT_POLICY, 0.15)
-        assert "no ratio up to 0.05 holds" in report.notes[0]
+        assert "no ratio up to 0.05 reaches" in report.notes[0]
     report = warmed.generate(PROMPT, max_new_tokens=1, ratio=0.2).report
     assert (report.policy, report.ratio, report.notes) == (DEFAULT_POLICY, 0.2, ())
 

@@ -138,9 +138,9 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
         ("wram docs", "invalid choice: 'wram' (choose from"),
         ("ask", "kvrag ask: the following arguments are required: QUESTION; see `kvrag ask --help`"),
         ("ask Who founded it?", "unexpected 'founded it?': quote arguments that contain spaces"),
-        ("ask Who? --modle x", "there is no option --modle: did you mean --model?"),
-        ("bench ttft --chunk-token=9 --reapeats=2", "there is no option --reapeats: did you mean --repeats?"),
-        ("warm docs --xyz", "kvrag warm: there is no option --xyz; see `kvrag warm --help`"),
+        ("ask Who? --modle x", "unknown option --modle: did you mean --model?"),
+        ("bench ttft --chunk-token=9 --reapeats=2", "unknown option --reapeats: did you mean --repeats?"),
+        ("warm docs --xyz", "kvrag warm: unknown option --xyz; see `kvrag warm --help`"),
         ("ask Who? --ratio high", "--ratio: invalid float value: 'high'"),
         ("ask Who? --dtype float8", "--dtype: invalid choice: 'float8' (choose from"),
     ],
@@ -216,7 +216,7 @@ def test_documents_whose_files_are_gone_are_told_and_dropped_if_one_says_so(
     assert (kept["gone"], kept["dropped"]) == (gone, 0)
     assert keys(store) >= encoded
     assert main(["warm", str(folder), "--store", str(store), *map(str, CUT)]) == 0
-    assert f"the files of 2 documents are gone ({gone[0]}, {gone[1]}): --prune drops them" in capsys.readouterr().err
+    assert f"the files of 2 documents no longer exist ({gone[0]}, {gone[1]}): pass --prune to drop them" in capsys.readouterr().err
 
     pruned = as_json("warm", folder, "--store", store, "--prune", *CUT)
     assert (pruned["gone"], pruned["dropped"]) == (gone, 3), "two chunks, and a variant that only holra.txt relied on"
@@ -334,7 +334,7 @@ def test_files_that_are_not_text_are_named_and_skipped(
     with (folder / "huge.txt").open("wb") as huge:
         huge.truncate(2 << 30)  # holes take no room
     assert main(["warm", str(folder / "huge.txt"), str(folder / "ingla.txt"), "--store", str(tmp_path / "kv")]) == 0
-    assert "huge.txt: it is larger than 1 GiB: split it" in capsys.readouterr().err
+    assert "huge.txt: the file is larger than 1 GiB: split it" in capsys.readouterr().err
     only = fails("warm", folder / "bin.txt", folder / "bad.pdf", "--store", tmp_path / "kv")
     assert "none of 2 files could be read" in only
     assert "no files with text in" in fails("estimate", tmp_path / "kv" / "chunks")
@@ -421,7 +421,7 @@ def test_a_store_of_another_model_is_refused(warmed: Path, fails: Callable[..., 
 
 
 def test_a_device_that_is_not_there_is_one_line(fails: Callable[..., str]) -> None:
-    assert "there is no device 'gpu'" in fails("ask", "What?", "--device", "gpu")
+    assert "unknown device 'gpu'" in fails("ask", "What?", "--device", "gpu")
     if not torch.cuda.is_available():
         assert "torch finds no GPU for device 'cuda'" in fails("ask", "What?", "--device", "cuda")
 
@@ -563,7 +563,7 @@ def test_calibrate_by_questions(own: Path, tmp_path: Path, as_json: Json) -> Non
     result = as_json("calibrate", "--store", own, *wanted)
     assert [(point["ratio"], point["prompts"]) for point in result["curve"]] == [(0.6, len(demo.QUESTIONS))]
     assert result["ratio"] == 0.6
-    assert result["verdict"].startswith("ratio 0.6 holds 10.0%")
+    assert result["verdict"].startswith("ratio 0.6 reaches 10.0%")
     assert result["store"] == str(own)
     assert json.loads((own / "calibration.json").read_text())["ratio"] == 0.6
     assert as_json("ask", QUESTION, "--store", own)["report"]["ratio"] == 0.6

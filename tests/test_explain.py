@@ -520,7 +520,7 @@ def test_text_colours_and_a_page(
     ("argv", "reason"),
     [
         (["  "], "the prompt is empty"),
-        (["[]"], "no messages"),
+        (["[]"], "at least one message"),
         (["text", "--retrieved", "missing.json"], "missing.json"),
         (["text", "--retrieved", "object.json"], "list of strings"),
         (["text", "--retrieved", "broken.json"], "not JSON"),

@@ -92,7 +92,7 @@ def test_a_document_under_way_is_seen_and_can_be_dropped(
     corpus.remove("b")
     assert statuses(corpus) == {}
     for document in "ab":
-        with pytest.raises(ApiError, match=f"there is no document '{document}'"):
+        with pytest.raises(ApiError, match=f"unknown document '{document}'"):
             corpus.remove(document)
     go.set()
     until(lambda: not corpus.count_pending())

@@ -361,7 +361,7 @@ def test_messages_that_are_not_tool_talk_are_refused(engine: BlendEngine) -> Non
     for wrong in ("look", {"function": "look"}, {"function": {"name": "look", "arguments": "{"}}):
         with pytest.raises(PromptError, match="a tool call is"):
             engine.generate([*HELLO, {"role": "assistant", "tool_calls": [wrong]}])
-    with pytest.raises(PromptError, match="a message is a dict"):
+    with pytest.raises(PromptError, match="a message must be a dict"):
         engine.generate(["Hello."], tools=TOOLS)
 
 

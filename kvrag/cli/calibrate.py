@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sure",
         action="store_true",
-        help="require the lower end of the 95 % interval to reach the target; takes hundreds of prompts",
+        help="require the lower end of the confidence interval to reach the target; takes hundreds of prompts",
     )
     parser.add_argument("--ratios", type=float, nargs="+", metavar="R", help="ratios to try (default: 0.02 to 0.6)")
     parser.add_argument(

@@ -361,7 +361,7 @@ def test_text_in_parts_is_the_same_prompt(chat: ChatBlend) -> None:
 
 def test_images_are_refused(chat: ChatBlend) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    with pytest.raises(PromptError, match="only text can be answered"):
+    with pytest.raises(PromptError, match="only text is supported"):
         chat.invoke([HumanMessage([{"type": "text", "text": "What is this?"}, image])])
 
 

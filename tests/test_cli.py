@@ -216,7 +216,10 @@ def test_documents_whose_files_are_gone_are_told_and_dropped_if_one_says_so(
     assert (kept["gone"], kept["dropped"]) == (gone, 0)
     assert keys(store) >= encoded
     assert main(["warm", str(folder), "--store", str(store), *map(str, CUT)]) == 0
-    assert f"the files of 2 documents no longer exist ({gone[0]}, {gone[1]}): pass --prune to drop them" in capsys.readouterr().err
+    assert (
+        f"the files of 2 documents no longer exist ({gone[0]}, {gone[1]}): pass --prune to drop them"
+        in capsys.readouterr().err
+    )
 
     pruned = as_json("warm", folder, "--store", store, "--prune", *CUT)
     assert (pruned["gone"], pruned["dropped"]) == (gone, 3), "two chunks, and a variant that only holra.txt relied on"

@@ -29,7 +29,7 @@ def bind(host: str, port: int) -> socket.socket:
         taken.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise SettingError(f"port {port} of {host} is in use: choose another one with --port") from None
+            raise SettingError(f"port {port} of {host} is in use: choose another with --port") from None
         raise SettingError(f"cannot listen on port {port} of {host}: {error}") from None
     return taken
 

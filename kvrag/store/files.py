@@ -137,7 +137,7 @@ class FileStore:
             if different == ["codec"]:
                 way_out = f"use codec {_codec(theirs)} instead of {_codec(mine)}, or {way_out}"
             raise FingerprintMismatchError(
-                f"the store {self.path} holds KV of {held}, which does not match {loaded} as it is loaded now "
+                f"the store {self.path} holds KV of {held}, not of {loaded} as it is loaded now "
                 f"(different: {', '.join(different)}): {way_out}"
             )
         self._bound = fingerprint.digest

@@ -366,7 +366,7 @@ def test_images_are_refused(chat: ChatBlend) -> None:
 
 
 def test_messages_that_are_not_for_a_model_are_refused(chat: ChatBlend) -> None:
-    with pytest.raises(PromptError, match="cannot be told a RemoveMessage"):
+    with pytest.raises(PromptError, match="cannot contain a RemoveMessage"):
         chat.invoke([HumanMessage(QUESTION), RemoveMessage(id="1")])
 
 

@@ -240,7 +240,7 @@ def test_deleting_without_ids_drops_what_the_wrapped_store_does_not_have_any_mor
 
     mute = KVWarmVectorStore(Mute(EMBEDDING), engine, collection="mute")
     (added,) = mute.add_texts(chunks[1:2])
-    with pytest.raises(SettingError, match="Mute cannot report what is left after this: give ids"):
+    with pytest.raises(SettingError, match="Mute cannot list its remaining documents: pass ids"):
         mute.delete()
     assert found(mute) == chunks[1:2]
     mute.delete([added])
@@ -436,7 +436,7 @@ async def test_what_cannot_be_encoded_or_stored_is_not_added(
     monkeypatch.setattr(engine.store, "put", full)
     with pytest.raises(StoreFullError, match="no room"):
         await add(store, chunks[1:3], ["one", "two"])
-    with pytest.raises(SettingError, match="2 documents need as many ids, got 1"):
+    with pytest.raises(SettingError, match="got 1 ids for 2 documents"):
         await add(store, chunks[1:3], ["one"])
     assert kept(engine) == found(store) == chunks[:1]
     assert len(engine.documents()) == 1
@@ -465,7 +465,7 @@ def test_a_closed_engine_says_so(store: KVWarmVectorStore, engine: BlendEngine, 
 def test_the_llm_must_be_one_that_can_encode() -> None:
     with pytest.raises(SettingError, match="llm must be a ChatBlend, a BlendLLM or a BlendEngine, got str"):
         KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), "reader")  # type: ignore[arg-type]
-    with pytest.raises(SettingError, match="give llm="):
+    with pytest.raises(SettingError, match="pass llm="):
         KVWarmVectorStore.from_texts(["text"], EMBEDDING)
 
 
@@ -611,7 +611,7 @@ def test_a_store_that_cannot_be_listed_says_what_to_do(engine: BlendEngine, chun
     with pytest.raises(SettingError, match=r"warm their texts with llm\.warm"):
         KVWarmVectorStore(Unknown(), engine).warm_existing()
     store = KVWarmVectorStore(Known(), engine)
-    with pytest.raises(SettingError, match="no way to list what is in Known: give ids"):
+    with pytest.raises(SettingError, match="cannot list the documents of Known: pass ids"):
         store.warm_existing()
     assert store.warm_existing(["one"]).new == 1
 

@@ -147,7 +147,9 @@ class BlendEngine:
             StoreError: It cannot be stored; what was stored before stays.
         """
         self._check_open()
-        return self._ingestion.warm(texts, document, sources, check_namespace(namespace), progress)
+        report = self._ingestion.warm(texts, document, sources, check_namespace(namespace), progress)
+        self._catalog.refresh()  # the next prompt finds it, whatever other threads are doing
+        return report
 
     def forget(self, document: str, *, namespace: str = "") -> int:
         """Delete a document's chunks unless another document has them; returns how many were deleted.

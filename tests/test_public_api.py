@@ -18,6 +18,7 @@ PUBLIC = [
     "BlendConfig",
     "BlendEngine",
     "BlendReport",
+    "ChunkUnreadableError",
     "ContextWindowError",
     "DamagedChunkError",
     "Delta",

@@ -31,21 +31,21 @@ from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader, KVStore, MemoryTier, serve
 from kvrag.types import BlendReport, Run
 
-_ROOM = 256  # positions a new cache has for the answer before it grows
-_FAILURES = 3  # of one prompt, after which no forward pass relies on a read any more; see `_open`
+_ROOM = 256  # positions of a new cache for the answer, before it grows
+_FAILURES = 3  # per prompt; afterwards, forward passes no longer depend on reads, see `_open`
 
 
 @dataclass
 class Prompt:
-    """A prompt on its way.
+    """A prompt in progress.
 
     Attributes:
-        ids: Its tokens.
-        config: How to blend it, with a ratio.
-        namespace: Whose chunks are reused.
-        prefix: What it takes over from a conversation.
-        notes: For the report.
-        damaged, unreadable: Keys of chunks that turned out so on the way.
+        ids: Token ids.
+        config: Blend settings, with a ratio.
+        namespace: Namespace of the chunks to reuse.
+        prefix: Cached prefix from a conversation.
+        notes: Notes for the report.
+        damaged, unreadable: Keys of chunks found to be damaged or unreadable.
     """
 
     ids: Sequence[int]
@@ -59,14 +59,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt whose cache is complete: what `kvrag.generate.decode` continues.
+    """A prompt with a complete cache, ready for `kvrag.generate.decode`.
 
     Attributes:
-        stitched: The prompt, what was reused of it, and its cache.
+        stitched: The prompt, its reused parts and its cache.
         selected: (S,) reused positions that were recomputed.
         logits: (1, V) float32, after the last token.
-        config: How it was blended.
-        report: What it took; `ttft_s` is left to the caller.
+        config: Settings that it was blended with.
+        report: Report without `ttft_s`, which the caller sets.
     """
 
     stitched: Stitched
@@ -77,23 +77,23 @@ class Prefilled:
 
     @property
     def ids(self) -> Tensor:
-        """(T,) the prompt."""
+        """(T,) token ids of the prompt."""
         return self.stitched.ids
 
     @property
     def exact(self) -> int:
-        """How many of the first positions have full prefill's KV."""
+        """Number of leading positions with full prefill's KV."""
         return self.stitched.num_exact(self.selected)
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The parts that every request goes through. Thread-safe, since all of them are.
+    """Shared components of all requests. Thread-safe, because all components are.
 
     Attributes:
-        backend, store, memory, catalog, tuning: The parts.
-        codec: Of the stored chunks.
-        alone_only: Reuse chunks that were encoded alone, and no others.
+        backend, store, memory, catalog, tuning: The components.
+        codec: Codec of the stored chunks.
+        alone_only: Reuse only chunks that were encoded alone.
     """
 
     backend: Backend
@@ -105,7 +105,7 @@ class Pipeline:
     alone_only: bool = False
 
     def prefill(self, prompt: Prompt) -> Prefilled:
-        """Prefill a prompt from stored chunks; a chunk that cannot be read is recomputed. Changes `prompt`."""
+        """Prefill a prompt from stored chunks; unreadable chunks are recomputed. Changes `prompt`."""
         while True:
             try:
                 return self._attempt(prompt)
@@ -139,14 +139,14 @@ class Pipeline:
         """Return the runs of stored chunks in a prompt, each with the token ids of its chunk."""
         found = []
         for run, text in self._runs(ids, min_run, namespace):
-            with contextlib.suppress(KeyError):  # removed a moment ago
+            with contextlib.suppress(KeyError):  # removed in the meantime
                 found.append((run, self.catalog.ids(text)))
         return found
 
     def _runs(self, ids: Sequence[int], min_run: int, namespace: str) -> list[tuple[Run, str]]:
         """Return the runs of stored chunks in a prompt, each with the key of its text.
 
-        Texts are matched on a snapshot; which variant of a text may be used is what the store has recorded now.
+        Texts are matched on a snapshot; the variant to use depends on the store's current state.
         """
         runs = self.catalog.match(ids, min_run, namespace)
         states = self.store.look_up(list(dict.fromkeys(run.key for run in runs)))
@@ -154,7 +154,7 @@ class Pipeline:
         return [(replace(run, key=key), run.key) for run in runs if (key := served.get(run.key))]
 
     def _match(self, prompt: Prompt) -> Matched:
-        """Find the chunks behind the prefix, and open them."""
+        """Match the prompt behind its cached prefix, and open the chunks."""
         config, kept = prompt.config, prompt.prefix.length if prompt.prefix else 0
         if config.policy == "full":
             return Matched(prompt.ids, prefix=prompt.prefix)
@@ -172,17 +172,17 @@ class Pipeline:
                 if np.array_equal(readers[run.key].ids[run.offset : run.offset + len(run)], ids[run.start : run.stop]):
                     runs.append(run)
                 else:
-                    prompt.notes.append(f"chunk {run.key} has another text than the store's manifest says; recomputed")
+                    prompt.notes.append(f"chunk {run.key} does not match the store's manifest; recomputed")
         except BaseException:
             Matched(prompt.ids, runs, readers).close()
             raise
         return Matched(prompt.ids, runs, readers, prompt.prefix)
 
     def _open(self, prompt: Prompt, key: str) -> ChunkReader | None:
-        """Open a chunk; None if it is not there or cannot be read.
+        """Open a chunk; None if it is not stored or unreadable.
 
-        A chunk that fails in the middle of a forward pass costs that pass. So after a few failures a store that cannot
-        be read is left alone, and chunks of one that has damage are read whole before the pass.
+        A chunk that fails during a forward pass wastes that pass. After a few failures, the chunks of an unreadable
+        store are therefore skipped, and the chunks of a damaged store are read completely before the pass.
         """
         if key in prompt.damaged or key in prompt.unreadable:
             return None
@@ -200,14 +200,14 @@ class Pipeline:
         return self.memory.keeping(reader) if reader else None
 
     def _set_aside(self, prompt: Prompt, error: DamagedChunkError | ChunkUnreadableError) -> None:
-        """Go on without a chunk. One that is damaged is taken out of use."""
+        """Continue without a chunk. A damaged one is quarantined."""
         prompt.notes.append(f"{error}; recomputed")
         if isinstance(error, ChunkUnreadableError):
             prompt.unreadable.add(error.key)
         else:
             prompt.damaged.add(error.key)
             self.memory.drop([error.key])
-            with contextlib.suppress(StoreError):  # on a full disk it stays where it is
+            with contextlib.suppress(StoreError):  # on a full disk it stays in place
                 self.store.quarantine(error.key)
 
     def _decide(self, config: BlendConfig, matched: Matched) -> tuple[BlendConfig, Decision | None]:
@@ -237,7 +237,7 @@ class Pipeline:
 
 
 def _read_whole(reader: ChunkReader) -> None:
-    """Read every layer, which verifies its digest; closes the reader if that fails."""
+    """Read every layer, which verifies its digest. Closes the reader on failure."""
     try:
         for number in range(reader.num_layers):
             reader.layer(number)

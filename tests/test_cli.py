@@ -137,7 +137,7 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
         ("", "kvrag: the following arguments are required: COMMAND; see `kvrag --help`"),
         ("wram docs", "invalid choice: 'wram' (choose from"),
         ("ask", "kvrag ask: the following arguments are required: QUESTION; see `kvrag ask --help`"),
-        ("ask Who founded it?", "unexpected 'founded it?': put quotes around what has spaces"),
+        ("ask Who founded it?", "unexpected 'founded it?': quote arguments that contain spaces"),
         ("ask Who? --modle x", "there is no option --modle: did you mean --model?"),
         ("bench ttft --chunk-token=9 --reapeats=2", "there is no option --reapeats: did you mean --repeats?"),
         ("warm docs --xyz", "kvrag warm: there is no option --xyz; see `kvrag warm --help`"),
@@ -172,7 +172,7 @@ def test_out_of_memory_is_one_line(fails: Callable[..., str], monkeypatch: pytes
             with pytest.raises(RuntimeError, match="other"):
                 main(["store", "stats"])
         else:
-            assert "take a smaller model" in fails("store", "stats")
+            assert "use a smaller model" in fails("store", "stats")
 
 
 # -------------------------------------------------------------------- warm
@@ -257,7 +257,7 @@ def test_an_interrupted_ingestion_goes_on_where_it_stopped(
 
     with monkeypatch.context() as patch:
         patch.setattr(BlendEngine, "warm", interrupted)
-        assert "run it again" in fails(*command, code=130)
+        assert "run the command again" in fails(*command, code=130)
     again = as_json(*command)
     assert (again["new"], again["reused"]) == (2, 4)
 
@@ -346,7 +346,7 @@ def test_warm_refuses_what_the_disk_cannot_hold(
     usage = shutil.disk_usage(tmp_path)._replace(free=(1 << 30) + 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     message = fails("warm", folder, "--store", tmp_path / "kv")
-    assert "are needed, but" in message
+    assert "are needed and" in message
     assert "1.0 GiB free" in message
     assert keys(tmp_path / "kv") == set()
 
@@ -417,7 +417,7 @@ def test_a_store_that_cannot_be_made_is_one_line(folder: Path, fails: Callable[.
 def test_a_store_of_another_model_is_refused(warmed: Path, fails: Callable[..., str]) -> None:
     message = fails("ask", QUESTION, "--store", warmed, "--dtype", "float32")
     assert "dtype" in message
-    assert "load the model as it was then, use another store folder" in message
+    assert "load the model with the same settings, use another store folder" in message
 
 
 def test_a_device_that_is_not_there_is_one_line(fails: Callable[..., str]) -> None:
@@ -455,7 +455,7 @@ def test_a_long_chat_forgets_its_oldest_turns_and_says_so(
     monkeypatch.setattr(sys, "stdin", io.StringIO((question + "\n") * 4 + question * 9 + "\n" + QUESTION + "\n"))
     assert main(["chat", "--store", str(warmed), "--max-tokens", "2", "--json"]) == 0
     captured = capsys.readouterr()
-    assert "its oldest turn is dropped" in captured.err
+    assert "the oldest turn was dropped" in captured.err
     assert "too many for the window" in captured.err  # the one that fits in no conversation
     assert len(captured.out.splitlines()) == 5
 
@@ -511,7 +511,7 @@ def test_store_check_finds_damage_once(folder: Path, tmp_path: Path, as_json: Js
 
 
 def test_looking_at_a_store_makes_none(tmp_path: Path, fails: Callable[..., str]) -> None:
-    assert "there is no store" in fails("store", "stats", "--store", tmp_path / "kv")
+    assert "has no store" in fails("store", "stats", "--store", tmp_path / "kv")
     assert not (tmp_path / "kv").exists()
 
 
@@ -582,7 +582,7 @@ def test_calibrate_without_questions(own: Path, capsys: pytest.CaptureFixture[st
 def test_calibrate_says_what_is_missing(own: Path, tmp_path: Path, fails: Callable[..., str]) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text("\n \n")
-    assert "no questions in" in fails("calibrate", "--store", own, "--questions", empty)
+    assert "contains no questions" in fails("calibrate", "--store", own, "--questions", empty)
     assert "there are none: warm the corpus" in fails("calibrate", "--store", tmp_path / "new")
     assert "target must be in" in fails("calibrate", "--store", own, "--target", "2")
     assert "nowhere.txt" in fails("calibrate", "--store", own, "--questions", tmp_path / "nowhere.txt")

@@ -56,7 +56,7 @@ def test_gate(family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.M
 
 def _the_next_turn_of_the_conversation_is_exact(engine: BlendEngine, hf: Any, prompt: Messages, said: str) -> None:
     model = engine.model
-    question = len(model.tokenizer.render(prompt)) - model.tokenizer.opening()
+    question = len(model.tokenizer.render(prompt)) - model.tokenizer.generation_prompt_length()
     ids = model.tokenizer.render([*prompt, {"role": "assistant", "content": said}, *messages(CHUNKS[2], CHUNKS[0])])
     done = engine.prefill(ids, engine._configure(1.0), goes_on=True)
     report = done.report

@@ -262,7 +262,7 @@ def test_a_file_that_is_whole_but_not_what_its_key_says_is_damaged(store: FileSt
     }
     store.put([wanted])
     file_of(store, wanted).write_bytes(packed(replace(wanted, **changes[change])))
-    with pytest.raises(DamagedChunkError, match="its content is that of chunk"):
+    with pytest.raises(DamagedChunkError, match="its content belongs to chunk"):
         store.open(wanted.key)
 
 
@@ -432,7 +432,7 @@ def test_a_file_of_another_model_is_noticed(store: FileStore) -> None:
 def test_a_row_without_a_file_is_damage_and_no_row_is_none(store: FileStore) -> None:
     store.put([record(1)])
     file_of(store, record(1)).unlink()
-    with pytest.raises(DamagedChunkError, match="gone"):
+    with pytest.raises(DamagedChunkError, match="is missing"):
         store.open(record(1).key)
     assert store.open(record(2).key) is None
 
@@ -750,7 +750,7 @@ def test_answers_from_a_read_only_store(model: Model, hf: Any, tmp_path: Path) -
             assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
             assert len(done.report.runs) == 2
         answer = engine.generate(messages(*CHUNKS), documents=[CHUNKS[3]], max_new_tokens=2)
-        assert "could not be kept" in answer.report.notes[0]
+        assert "could not be stored" in answer.report.notes[0]
         with pytest.raises(StoreReadOnlyError):
             engine.warm(CHUNKS)
 
@@ -774,7 +774,7 @@ def test_no_space_left_while_writing_chunks(
     assert engine.store.stats().chunks == 1
     assert not list(tmp_path.rglob("*.tmp"))
     answer = engine.generate(messages(*CHUNKS), documents=CHUNKS, max_new_tokens=3, ratio=1.0)
-    assert "could not be kept" in answer.report.notes[0]
+    assert "could not be stored" in answer.report.notes[0]
     assert len(answer.report.runs) == 1
     monkeypatch.setattr(os, "fsync", real)
     assert engine.warm(CHUNKS).new == 3
@@ -843,7 +843,7 @@ def test_a_really_full_disk(small_disk: Path, model: Model, hf: Any) -> None:
 
 def test_a_disk_with_less_left_than_is_to_be_kept_free_is_full(tmp_path: Path) -> None:
     store = opened(tmp_path, min_free_bytes=1 << 60)
-    with pytest.raises(StoreFullError, match="kept free"):
+    with pytest.raises(StoreFullError, match="must stay free"):
         store.put([record(1)])
     assert store.stats().chunks == 0
     store.close()
@@ -1162,7 +1162,7 @@ def test_several_documents_are_warmed_together(engine: BlendEngine) -> None:
     assert engine.forget("b/1") == 0  # b/2 has it too
     assert engine.forget("b/2") == 1
     assert engine.documents() == ["a"]
-    with pytest.raises(SettingError, match="2 names of documents for 1 texts"):
+    with pytest.raises(SettingError, match="2 document names for 1 texts"):
         engine.warm(CHUNKS[2:3], document=["c", "d"])
     assert engine.store.stats().chunks == 1
 
@@ -1463,7 +1463,7 @@ def test_a_store_of_the_first_format_is_refused_in_one_line(tmp_path: Path) -> N
             FileStore(folder)
         message = str(caught.value)
         assert "\n" not in message
-        assert f"{folder} was written in format 1, which this version does not read" in message
+        assert f"{folder} has format 1, which this version cannot read" in message
         assert "`kvrag warm --store NEW_FOLDER DOCS`" in message
         assert {path: path.stat().st_mtime_ns for path in before} == before
     assert FORMAT == 2

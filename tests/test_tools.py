@@ -333,7 +333,7 @@ def tool_without_arguments() -> dict[str, Any]:
         ({"tools": LOOK}, "tools must be a list"),
         ({"tools": ["look"]}, "a tool is .*got 'look'"),
         ({"tools": [{"name": "look"}]}, "a tool is"),
-        ({"tools": [tool("look up")]}, "the name of a tool has letters"),
+        ({"tools": [tool("look up")]}, "a tool's name may have letters"),
         ({"tools": [tool("look", where={1, 2})]}, "tool look is not JSON"),
         ({"tools": [{"type": "function", "function": {"name": "look", "parameters": [1]}}]}, "must be a JSON schema"),
         ({"tools": TOOLS, "tool_choice": "smell"}, r"a tool's name \(look, count, rest\), got 'smell'"),

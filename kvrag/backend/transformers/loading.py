@@ -256,7 +256,7 @@ def stable_length(rope: list[dict[str, Any]], window: int) -> int:
     return window
 
 
-def starts_over_at(config: Any, stable_length: int) -> int | None:
-    """After how many tokens the family's `prepare_inputs_for_generation` drops the cache, to change its frequencies."""
+def recompute_threshold(config: Any, stable_length: int) -> int | None:
+    """Return the length at which the family's `generate` drops the cache to change RoPE frequencies; None = never."""
     original: int | None = getattr(config, "original_max_position_embeddings", None)
     return stable_length if config.model_type in ("phi3", "phimoe") and original is not None else None

@@ -46,7 +46,7 @@ class Model:
         windows: Per layer how many keys a token sees; None = all.
         rope_follows_length: RoPE frequencies depend on the length of the prompt (dynamic NTK, longrope) ...
         stable_length: ... but not up to this many tokens.
-        starts_over_at: After this many tokens `model.generate` computes everything anew; None = never.
+        recompute_threshold: Length at which `model.generate` recomputes all KV; None = never.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Model:
         self.windows = loading.layer_windows(self.config)
         loading.refuse_attention(self.config._attn_implementation)
         self.stable_length = loading.stable_length(rope, self.context_window)
-        self.starts_over_at = loading.starts_over_at(self.config, self.stable_length)
+        self.recompute_threshold = loading.recompute_threshold(self.config, self.stable_length)
         with loading.refuse_failures(hf.config):
             self._rotary, self._devices = probe(hf, self.num_layers, shift=min(37, self.stable_length // 4))
             self._check_attention()

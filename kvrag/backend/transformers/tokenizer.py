@@ -86,22 +86,22 @@ class Tokenizer:
         assert refusal is not None
         raise refusal
 
-    def opening(self, **template: Any) -> int:
+    def generation_prompt_length(self, **template: Any) -> int:
         """Return the length of the generation prompt: tokens that end a prompt and are absent from a history."""
         messages = [{"role": "user", "content": "a"}]
         try:
-            opened, closed = (self._apply_template(messages, template, opening) for opening in (True, False))
+            with_prompt, without = (self._apply_template(messages, template, prompt) for prompt in (True, False))
         except PromptError:
-            return 0  # it takes no single message: unknown
-        common = takewhile(lambda pair: pair[0] == pair[1], zip(opened, closed, strict=False))
-        return len(opened) - len(list(common))
+            return 0  # unknown: the template rejects a single message
+        common = takewhile(lambda pair: pair[0] == pair[1], zip(with_prompt, without, strict=False))
+        return len(with_prompt) - len(list(common))
 
-    def _apply_template(self, messages: Messages, template: Mapping[str, Any], opening: bool = True) -> list[int]:
+    def _apply_template(self, messages: Messages, template: Mapping[str, Any], prompt: bool = True) -> list[int]:
         if self.hf.chat_template is None:
             raise PromptError(f"{self._name} has no chat template: pass the prompt as one string")
         try:
             with self._lock:
-                return apply_chat_template(self.hf, messages, add_generation_prompt=opening, **template)
+                return apply_chat_template(self.hf, messages, add_generation_prompt=prompt, **template)
         except Exception as error:  # jinja2 errors, the template's own refusals, TypeErrors
             raise PromptError(f"the chat template of {self._name} refuses these messages: {error}") from error
 

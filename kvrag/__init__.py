@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrag.config import POLICIES, BlendConfig, Grammar, Sampling
 from kvrag.errors import (
+    ChunkUnreadableError,
     ContextWindowError,
     DamagedChunkError,
     FingerprintMismatchError,
@@ -35,6 +36,7 @@ __all__ = [
     "BlendConfig",
     "BlendEngine",
     "BlendReport",
+    "ChunkUnreadableError",
     "ContextWindowError",
     "DamagedChunkError",
     "Delta",

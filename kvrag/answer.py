@@ -129,6 +129,7 @@ class Answering:
                     missing[key] = document
             if missing:
                 self._ingestion.warm(list(missing.values()), "", None, namespace, on_request=True)
+                self._pipeline.catalog.refresh()
         except StoreError as error:
             notes.append(f"documents could not be stored: {error}")  # the answer does not depend on it
         return set(missing)

@@ -148,7 +148,9 @@ class BlendEngine:
             StoreError: A chunk cannot be stored; chunks stored before are kept.
         """
         self._check_open()
-        return self._ingestion.warm(texts, document, sources, check_namespace(namespace), progress)
+        report = self._ingestion.warm(texts, document, sources, check_namespace(namespace), progress)
+        self._catalog.refresh()  # the next prompt finds it, whatever other threads are doing
+        return report
 
     def forget(self, document: str, *, namespace: str = "") -> int:
         """Delete a document's chunks unless another document has them; return how many were deleted.

@@ -1136,6 +1136,31 @@ def test_two_models_that_differ_in_a_buffer_alone_differ() -> None:
     assert one != other
 
 
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_of_a_forgotten_text_is_left_after_gc(
+    collects: bool, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its token ids are in its chunk file, in the manifest and SQLite's log, and in the catalog."""
+    monkeypatch.setattr("kvrag.reuse.catalog._TAIL", 1)
+    ids = np.asarray(model.tokenizer.encode(CHUNKS[1]), np.uint32)[3:19]
+    forms = [ids.astype(kind).tobytes() for kind in ("<u4", "<i8")]
+
+    def left() -> set[str]:
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        return {path.parent.name for path in files if any(form in path.read_bytes() for form in forms)}
+
+    with BlendEngine(model, FileStore(tmp_path / "kv", min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS[:1], document="kept")
+        engine.warm(CHUNKS[1:2], document="secret")
+        engine._catalog.settle()
+        assert {"kv", "catalog"} < left()
+        engine.forget("secret")
+        if collects:
+            engine.store.gc()  # type: ignore[attr-defined]
+        assert bool(left()) is not collects
+        assert len(engine.generate(messages(*CHUNKS), max_new_tokens=1).report.runs) == 1
+
+
 # ---------------------------------------------------------------- documents of an engine
 
 

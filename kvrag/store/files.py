@@ -421,7 +421,8 @@ class FileStore:
         """Delete unneeded chunks and files; return (chunks, files) deleted.
 
         Unneeded are chunks that no document relies on, including chunks of requests unused for `unused_days`, files
-        without a row, and quarantined files.
+        without a row, and quarantined files. Token ids of deleted texts are deleted from the manifest's log and from
+        the catalog, which is built anew.
         """
         self._flush_touched()
         self._manifest.drop_requests(time.time() - unused_days * 86400)
@@ -433,6 +434,9 @@ class FileStore:
         leftovers += [path for path in (self.path / "quarantine").glob("*") if _is_stale(path)]
         for path in leftovers:
             path.unlink(missing_ok=True)
+        if self._manifest.purge() and self.catalog_folder is not None:
+            for path in self.catalog_folder.glob("*"):
+                path.unlink(missing_ok=True)
         return len(unheld), len(leftovers)
 
     def _sweep(self) -> None:

@@ -144,6 +144,7 @@ class Manifest:
             connection = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
             self.is_new = not _check_format(self._path, connection)
             connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA secure_delete=ON")  # a deleted text's ids are overwritten
             connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, and `check` finds its file again
             connection.execute(f"PRAGMA user_version={FORMAT}")
             connection.executescript(_SCHEMA)
@@ -413,6 +414,17 @@ class Manifest:
                 " (SELECT 1 FROM chunks WHERE chunks.key = holders.key AND used >= ?)",
                 (ON_REQUEST, unused_since),
             )
+
+    def purge(self) -> bool:
+        """Empty the log that SQLite keeps beside the file; return whether chunks were removed since the last time."""
+        with self._lock, _translated(self._path):
+            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        removals = self.counter("removals")
+        if removals == self.counter("purged"):
+            return False
+        with self._writing() as connection:
+            connection.execute("INSERT OR REPLACE INTO counters VALUES ('purged', ?)", (removals,))
+        return True
 
     def recount(self) -> None:
         """Recompute the totals, which may be wrong in a damaged file."""

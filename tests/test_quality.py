@@ -123,12 +123,12 @@ ROW = {"id": "x", "passages": ["One.", "Two."], "question": "What?", "answers": 
     [
         ('{"passages": [', "line 2: not JSON"),
         ("[1]", "line 2: a JSON object"),
-        (json.dumps({**ROW, "passages": []}), "line 2: 'passages' must be a list of strings"),
+        (json.dumps({**ROW, "passages": []}), "line 2: 'passages' must be a list of non-empty strings"),
         (json.dumps({**ROW, "passages": ["One.", " "]}), "line 2: 'passages'"),
-        (json.dumps({**ROW, "answers": "one"}), "line 2: 'answers' must be a list of strings"),
+        (json.dumps({**ROW, "answers": "one"}), "line 2: 'answers' must be a list of non-empty strings"),
         (json.dumps({name: ROW[name] for name in ("passages", "answers")}), "line 2: 'question'"),
         (json.dumps({**ROW, "across": 3}), "line 2: 'kind' must be a string and 'across'"),
-        (json.dumps({**ROW, "id": "first"}), "line 2: the id 'first' is there twice"),
+        (json.dumps({**ROW, "id": "first"}), "line 2: duplicate id 'first'"),
     ],
 )
 def test_a_bad_row_is_named(line: str, message: str, tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_policies_may_have_settings() -> None:
     ("label", "message"),
     [
         ("best", "unknown policy 'best'"),
-        ("hkvd:layer=3", "'layer=3' is no setting"),
-        ("hkvd:ratio=0.3", "'ratio=0.3' is no setting"),
-        ("hkvd:check_layer", "'check_layer' is no setting"),
+        ("hkvd:layer=3", "'layer=3' is not a setting"),
+        ("hkvd:ratio=0.3", "'ratio=0.3' is not a setting"),
+        ("hkvd:check_layer", "'check_layer' is not a setting"),
         ("hkvd:check_layer=x", "check_layer must be at least 1"),
         ("query:band=3", "band"),
         ("full:seed=1", "'full' has no settings"),
@@ -392,13 +392,13 @@ def test_a_folder_that_another_run_writes_to_is_refused(
         (["--policies", "best"], "unknown policy 'best'"),
         (["--ratios", "1.5"], "ratio must be a number in [0, 1], got 1.5"),
         (["--ratios", "x"], "--ratios: could not convert string to float: 'x'"),
-        (["--ratios", ","], "at least one ratio"),
+        (["--ratios", ","], "pass at least one"),
         (["--chunk-tokens", "4"], "--chunk-tokens must be 0 or at least 16"),
         (["--preamble", "maybe"], "--preamble must be of on, off, got 'maybe'"),
         (["--codec", "zip"], "--codec must be of native, int8, int4, got 'zip'"),
-        (["--set", "policy=seam"], "'policy=seam' is no setting"),
+        (["--set", "policy=seam"], "'policy=seam' is not a setting"),
         (["--samples", "0"], "--samples must be at least 1"),
-        (["--against", "best"], "--against 'best' is not among the policies"),
+        (["--against", "best"], "--against 'best' is not among the measured policies"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(

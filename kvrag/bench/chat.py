@@ -1,8 +1,8 @@
-"""Time to the first token over the turns of a conversation, each of which brings chunks that were not there before.
+"""Time to first token over the turns of a conversation; every turn adds new chunks.
 
-With the KV of the conversation going on from turn to turn, beside an engine that keeps none and stitches and blends
-the whole history every time. Answers stand in the history otherwise than they were decoded, as with templates that drop
-what was thought: they are computed again. The RAM tier is off.
+Compares an engine that reuses the conversation's KV from turn to turn with an engine that keeps none and stitches and
+blends the whole history every turn. Answers in the history differ from the decoded ones, as with templates that drop
+reasoning, so they are recomputed. The RAM tier is off.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvrag.types import Messages
 
 @dataclass(frozen=True)
 class TurnRow:
-    """One turn, seconds as medians; `anew_s` is without what the turns before have left."""
+    """One turn, medians in seconds; `anew_s` is without the KV of earlier turns."""
 
     turn: int
     prompt_tokens: int
@@ -37,7 +37,7 @@ class TurnRow:
 
 @dataclass(frozen=True)
 class ChatResult:
-    """All turns; `growth` is the last one's time over the second's, with the conversation and without."""
+    """All turns; `growth` is the last turn's time over the second's, with and without the conversation."""
 
     rows: list[TurnRow]
     growth: float
@@ -57,7 +57,7 @@ def measure(
     repeats: int = 3,
     progress: Callable[[str], None] = lambda line: None,
 ) -> ChatResult:
-    """Measure on a random model of that shape; `repeats` conversations after one of two turns to warm up."""
+    """Measure on a random model of that shape: `repeats` conversations after a warm-up of two turns."""
     progress(f"building a random model of {model}'s shape")
     net = random_model(model, layers)
     words, rng = one_token_words(net), random.Random(0)
@@ -105,20 +105,20 @@ def measure(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag bench chat`."""
+    """Add the options of `kvrag bench chat`."""
     add_shape(parser)
-    add_number(parser, "--turns", 10, "at least 2")
-    add_number(parser, "--chunks", 4, "that each turn brings")
-    add_number(parser, "--chunk-tokens", 128, "in a chunk")
-    add_number(parser, "--question-tokens", 32, "behind the chunks")
-    add_number(parser, "--answer-tokens", 32, "in the history")
-    add_number(parser, "--ratio", 0.15, "to recompute")
+    add_number(parser, "--turns", 10, "number of turns, at least 2")
+    add_number(parser, "--chunks", 4, "new chunks per turn")
+    add_number(parser, "--chunk-tokens", 128, "tokens per chunk")
+    add_number(parser, "--question-tokens", 32, "tokens of a question")
+    add_number(parser, "--answer-tokens", 32, "tokens of an answer")
+    add_number(parser, "--ratio", 0.15, "recompute ratio")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print."""
+    """Measure and print the results."""
     if args.turns < 2:
-        args.parser.error("--turns must be at least 2: the growth is that from the second to the last")
+        args.parser.error("--turns must be at least 2: growth is measured from the second to the last")
     result = measure(
         args.model,
         args.layers,
@@ -139,5 +139,5 @@ def run(args: argparse.Namespace) -> int:
     for row in result.rows:
         tokens = f"{row.turn:>4}{row.prompt_tokens:>9}{row.conversation_tokens:>7}"
         print(f"{tokens}{row.ttft_s * 1000:>9.0f} ms{row.anew_s * 1000:>9.0f} ms")
-    print(f"\nlast turn over the second: {result.growth:.2f}, anew {result.growth_anew:.2f}")
+    print(f"\nlast turn / second turn: {result.growth:.2f}, without the conversation {result.growth_anew:.2f}")
     return 0

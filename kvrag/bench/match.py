@@ -1,8 +1,8 @@
-"""Matching alone, no model: prompts and texts made to be slow, and as many stored chunks as asked for.
+"""Matching without a model: adversarial prompts and texts, and a catalog with any number of chunks.
 
-The second part fills a store's manifest with synthetic chunks (their KV is not needed to find them), builds the
-catalog, opens it in another process, measures prompts there, and then removes and adds a chunk here until that process
-sees it.
+The second part fills a store's manifest with synthetic chunks (matching does not need their KV), builds the catalog,
+opens it in another process and measures prompts there. Then it removes and adds a chunk and waits until that process
+detects the change.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from kvrag.store.protocol import Entry
 
 MIN_RUN = 16
 _VOCABULARY = 50_000
-_PIECES = 40  # of stored chunks, in a prompt
-_SEPARATOR = 7  # tokens of the prompt's own before each
-_BATCH = 5000  # chunks made at once
+_PIECES = 40  # pieces of stored chunks per prompt
+_SEPARATOR = 7  # prompt tokens before each piece
+_BATCH = 5000  # chunks generated at once
 
 Corpus = tuple[list[list[int]], list[int], int]  # texts, prompt, min_run
 
 
 @dataclass(frozen=True)
 class CaseRow:
-    """One prompt. `ms` is CPU time, the best of several."""
+    """One prompt. `ms` is CPU time, the best of several runs."""
 
     name: str
     texts: int
@@ -61,15 +61,15 @@ class CaseRow:
 
 @dataclass(frozen=True)
 class ScaleRow:
-    """Many chunks in one catalog; memory is that of the process that opened it.
+    """A catalog with many chunks. Memory is measured in the process that opened it.
 
     Attributes:
-        open_s: Until the first prompt can be matched.
-        match_ms, match_p95_ms: Wall-clock time of a prompt, polling the store included.
+        open_s: Time until the first prompt can be matched.
+        match_ms, match_p95_ms: Wall-clock time per prompt, polling the store included.
         match_cpu_ms: Median CPU time.
-        private: Bytes per chunk that no other process shares (USS), while one other process serves such prompts too.
-        anonymous: Bytes per chunk that are not pages of files, which the system can drop and read again.
-        removal_s, addition_s: Until the other process matches accordingly.
+        private: Bytes per chunk not shared with other processes (USS), while another process serves such prompts too.
+        anonymous: Bytes per chunk without file pages, which the system can drop and read again.
+        removal_s, addition_s: Time until the other process detects the change.
     """
 
     chunks: int
@@ -91,7 +91,7 @@ class ScaleRow:
 
 
 def corpora(num_tokens: int, seed: int = 0) -> Iterator[tuple[str, Callable[[], Corpus]]]:
-    """Names of the adversarial cases and what makes each."""
+    """Yield the adversarial cases: name and factory."""
     rng = random.Random(seed)
 
     def words(count: int, vocabulary: int = _VOCABULARY) -> list[int]:
@@ -104,7 +104,7 @@ def corpora(num_tokens: int, seed: int = 0) -> Iterator[tuple[str, Callable[[], 
         return prompt[:num_tokens]
 
     def changed(text: Sequence[int], low: int, high: int) -> list[int]:
-        """One token in `low` to `high` replaced."""
+        """Return the text with one token in `low` to `high` replaced."""
         copy, step = list(text), rng.randrange(low, high + 1)
         for i in range(rng.randrange(step), len(copy), step):
             copy[i] = rng.randrange(_VOCABULARY)
@@ -134,7 +134,7 @@ def corpora(num_tokens: int, seed: int = 0) -> Iterator[tuple[str, Callable[[], 
         return [shared + words(20) for _ in range(10_000)], shared
 
     def gaps(kept: int, gap: int, head: int = 20) -> Corpus:
-        """A long text of which the prompt has `kept` tokens, then `gap` others, and so on."""
+        """Return a long text, and a prompt with `kept` of its tokens, then `gap` others, and so on."""
         text, prompt = words(num_tokens), []
         for i in range(head, len(text), kept + 1):
             prompt += [*text[i : i + kept], *([_VOCABULARY] * gap)]
@@ -180,7 +180,7 @@ def _piece(rng: random.Random, texts: Sequence[list[int]], length: int) -> list[
 
 
 def measure_cases(num_tokens: int, repeats: int, progress: Callable[[str], None]) -> list[CaseRow]:
-    """Match every adversarial prompt, everything in memory."""
+    """Match every adversarial prompt in memory."""
     rows = []
     for name, make in corpora(num_tokens):
         progress(name)
@@ -202,7 +202,7 @@ def measure_cases(num_tokens: int, repeats: int, progress: Callable[[str], None]
 def measure_scale(
     folder: Path, chunks: int, chunk_tokens: int, prompt_tokens: int, prompts: int, progress: Callable[[str], None]
 ) -> ScaleRow:
-    """Fill a store in the folder, build its catalog, open it in another process and measure there."""
+    """Fill a store in the folder, build its catalog, and measure in another process."""
     progress(f"filling a manifest with {chunks:,} chunks of {chunk_tokens} tokens")
     started = time.perf_counter()
     with closing(Manifest(folder / MANIFEST)) as manifest:
@@ -245,7 +245,7 @@ def measure_scale(
 def _serve(
     pipe: Connection, folder: Path, chunks: int, chunk_tokens: int, prompt_tokens: int, num_prompts: int
 ) -> None:
-    """The process that opens the catalog."""
+    """Open the catalog and measure; runs in the other process."""
     prompts = [*_prompts(chunks, chunk_tokens, prompt_tokens, num_prompts)]
     with closing(FileStore(folder, min_free_bytes=0)) as store:
         before = _memory()
@@ -281,7 +281,7 @@ def _serve(
 
 
 def _ids(numbers: Sequence[int], chunk_tokens: int) -> NDArray[np.uint32]:
-    """(N, T) tokens of chunks, a function of their numbers; some tokens are far more frequent than others."""
+    """Return (N, T) tokens of chunks, a function of their numbers; some tokens are far more frequent than others."""
     begins = np.asarray(numbers, np.uint64) * np.uint64(chunk_tokens)
     x: Any = begins[:, None] + np.arange(chunk_tokens, dtype=np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64
@@ -296,7 +296,7 @@ def _rows(numbers: Sequence[int], chunk_tokens: int) -> Iterator[Row]:
 
 
 def _prompts(chunks: int, chunk_tokens: int, prompt_tokens: int, count: int) -> Iterator[list[int]]:
-    """Pieces of stored chunks, a few tokens of the prompt's own before each."""
+    """Yield prompts of pieces of stored chunks, with a few other tokens before each piece."""
     rng = random.Random(1)
     length = min(prompt_tokens // _PIECES - _SEPARATOR, chunk_tokens)
     for _ in range(count):
@@ -309,7 +309,7 @@ def _prompts(chunks: int, chunk_tokens: int, prompt_tokens: int, count: int) -> 
 
 
 def _memory() -> tuple[int, int]:
-    """Private bytes of this process, and those of them that are not pages of files; 0 where Linux is not."""
+    """Return the private bytes of this process, and those without file pages; 0 on systems other than Linux."""
     try:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -319,23 +319,23 @@ def _memory() -> tuple[int, int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag bench match`."""
+    """Add the options of `kvrag bench match`."""
     for name, default, what in (
-        ("--chunks", 20_000, "in the catalog of the second part"),
-        ("--chunk-tokens", 512, "tokens in each of them"),
-        ("--prompt-tokens", 5_400, "tokens of the prompts matched against it"),
-        ("--prompts", 200, "such prompts; the median counts"),
-        ("--case-tokens", 30_000, "tokens of the adversarial prompts; 0 leaves the first part out"),
-        ("--repeats", 5, "of each of these; the best counts"),
+        ("--chunks", 20_000, "chunks in the catalog of the second part"),
+        ("--chunk-tokens", 512, "tokens per chunk of the catalog"),
+        ("--prompt-tokens", 5_400, "tokens per prompt matched against the catalog"),
+        ("--prompts", 200, "number of these prompts; the median counts"),
+        ("--case-tokens", 30_000, "tokens per adversarial prompt; 0 = skip the first part"),
+        ("--repeats", 5, "repeats of each adversarial prompt; the best counts"),
     ):
         parser.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
-    parser.add_argument("--folder", type=Path, help="where the synthetic store is made (default: a temporary folder)")
+    parser.add_argument("--folder", type=Path, help="folder for the synthetic store (default: a temporary folder)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print."""
+    """Measure and print the results."""
     if args.folder is not None and args.folder.exists() and any(args.folder.iterdir()):
-        raise SettingError(f"{args.folder} is not empty: give a folder for the synthetic store alone")
+        raise SettingError(f"{args.folder} is not empty: pass an empty folder")
     progress: Callable[[str], None] = lambda what: print(what, file=sys.stderr, flush=True)  # noqa: E731
     cases = measure_cases(args.case_tokens, args.repeats, progress) if args.case_tokens else []
     folder = args.folder or Path(tempfile.mkdtemp(prefix="kvrag-bench-"))

@@ -1,8 +1,7 @@
-"""Time to the first token: full prefill, an exact-prefix cache, and blending, interleaved in one run.
+"""Time to first token of full prefill, an exact-prefix cache and blending, interleaved in one run.
 
-Every clock runs from the call with messages to the first token: rendering, tokenising, matching, reading from disk,
-rotating, selecting and recomputing are inside. Chunks come in an order that was never seen before in each repeat. The
-RAM tier is off.
+Times run from the call with messages to the first token, including rendering, tokenising, matching, disk reads,
+rotating, selecting and recomputing. Every repeat has a new order of chunks. The RAM tier is off.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ FULL, PREFIX = "full prefill", "exact prefix"
 
 @dataclass(frozen=True)
 class TtftRow:
-    """One way to the first token.
+    """Time to first token of one method.
 
-    `speedup` is over full prefill in the same run. `bound` is what an engine would reach that pays for nothing but the
-    tokens computed, detection layers included; `share` is how much of it was reached.
+    `speedup` is relative to full prefill in the same run. `bound` is the speed-up if computing the tokens, detection
+    layers included, were the only cost; `share` is the fraction of it that was reached.
     """
 
     name: str
@@ -54,7 +53,7 @@ class TtftRow:
 
 @dataclass(frozen=True)
 class TtftResult:
-    """All rows, and what a reader needs to repeat them."""
+    """All rows, and the settings to reproduce them."""
 
     rows: list[TtftRow]
     prompt_tokens: int
@@ -88,7 +87,7 @@ def measure(
 ) -> TtftResult:
     """Measure on a random model of that shape; medians over `repeats` after one warm-up round.
 
-    `ask(engine, policy, chunks, question)` answers with one token; it may go through a framework.
+    `ask(engine, policy, chunks, question)` must answer with one token; it may use a framework.
     """
     progress(f"building a random model of {model}'s shape")
     net = random_model(model, layers)
@@ -134,7 +133,7 @@ def measure(
 
 
 def run_settings(net: Model) -> dict[str, Any]:
-    """What a number depends on besides the arguments of its benchmark."""
+    """Return the settings that a result depends on besides the benchmark's arguments."""
     return {
         "model": net.name,
         "dtype": str(net.dtype).removeprefix("torch."),
@@ -169,13 +168,13 @@ def _timed(way: Callable[[], object]) -> tuple[float, object]:
 
 @torch.inference_mode()
 def _generate(net: Model, messages: Messages) -> None:
-    """The reference: `model.generate` to its first token."""
+    """Run `model.generate` to its first token, as the reference."""
     ids = torch.tensor([net.tokenizer.render(messages)], device=net.device)
     net.hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
 
 
 class _PrefixCache:
-    """Keep the last prompt's KV, crop it to whole blocks of the common prefix, as vLLM's prefix cache would."""
+    """Prefix cache like vLLM's: keeps the last prompt's KV, cropped to whole blocks of the common prefix."""
 
     def __init__(self, net: Model) -> None:
         self._net = net
@@ -184,12 +183,12 @@ class _PrefixCache:
 
     @torch.inference_mode()
     def generate(self, messages: Messages) -> None:
-        """To the first token, starting from what this prompt shares with the last one's beginning."""
+        """Generate the first token, reusing the common prefix with the last prompt."""
         ids = self._net.tokenizer.render(messages)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids[:-1], self._ids, strict=False)))
         common -= common % _PREFIX_BLOCK
         if common:
-            self._cache.crop(common - self._cache.get_seq_length())  # negative: that many off the end
+            self._cache.crop(common - self._cache.get_seq_length())  # negative: number of tokens to remove from the end
         tensor = torch.tensor([ids], device=self._net.device)
         output = self._net.hf.generate(
             tensor,
@@ -203,7 +202,7 @@ class _PrefixCache:
 
 
 def one_token_words(net: Model) -> list[str]:
-    """Words that stay one token each wherever they stand, so that a text's length in tokens is exact."""
+    """Return words that are one token each in any position, so that the length of a text in tokens is exact."""
     texts = (net.tokenizer.decode([i]) for i in range(3, len(net.tokenizer.hf)))
     return [text for text in texts if re.fullmatch(" [a-z]+", text) and len(net.tokenizer.encode(text)) == 1]
 
@@ -217,24 +216,24 @@ def _processor() -> str:
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Options of every benchmark on a random model."""
+    """Add the options of every benchmark on a random model."""
     parser.add_argument("--model", default="qwen2.5-0.5b", choices=sorted(SHAPES), help="shape of the random model")
-    parser.add_argument("--layers", type=int, metavar="N", help="only that many of its layers")
-    add_number(parser, "--repeats", 3, "the median counts")
+    parser.add_argument("--layers", type=int, metavar="N", help="use only the first N layers")
+    add_number(parser, "--repeats", 3, "number of repeats; the median counts")
 
 
 def add_number(parser: argparse.ArgumentParser, name: str, default: float, what: str) -> None:
-    """An option that is a number like its default, which its help tells."""
+    """Add an option for a number of the default's type, with the default in its help."""
     parser.add_argument(name, type=type(default), default=default, metavar="N", help=f"{what} (default: {default})")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag bench ttft`."""
+    """Add the options of `kvrag bench ttft`."""
     add_shape(parser)
-    add_number(parser, "--chunks", 6, "in a prompt")
-    add_number(parser, "--chunk-tokens", 512, "in a chunk")
-    add_number(parser, "--question-tokens", 64, "behind the chunks")
-    add_number(parser, "--ratio", 0.15, "to recompute")
+    add_number(parser, "--chunks", 6, "chunks per prompt")
+    add_number(parser, "--chunk-tokens", 512, "tokens per chunk")
+    add_number(parser, "--question-tokens", 64, "tokens of the question")
+    add_number(parser, "--ratio", 0.15, "recompute ratio")
     add_number(parser, "--check-layer", 1, "of hkvd")
     parser.add_argument(
         "--ram-bytes", type=int, default=0, metavar="N", help="size of the RAM tier (default: off, read from disk)"
@@ -244,12 +243,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["none", "first_k", "query", "hybrid", "hkvd"],
         choices=POLICIES,
-        help="beside full prefill and an exact prefix cache",
+        help="policies to compare with full prefill and an exact prefix cache",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print."""
+    """Measure and print the results."""
     result = measure(
         args.model,
         args.layers,

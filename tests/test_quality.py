@@ -176,7 +176,7 @@ def test_policies_may_have_settings() -> None:
         ("hkvd:layer=3", "'layer=3' is not a setting"),
         ("hkvd:ratio=0.3", "'ratio=0.3' is not a setting"),
         ("hkvd:check_layer", "'check_layer' is not a setting"),
-        ("hkvd:check_layer=x", "check_layer must be at least 1"),
+        ("hkvd:check_layer=x", "check_layer must be an integer of at least 1"),
         ("query:band=3", "band"),
         ("full:seed=1", "'full' has no settings"),
     ],

@@ -280,8 +280,9 @@ def run(args: argparse.Namespace) -> int:
 def _print(result: LoadResult) -> None:
     memory = ", ".join(f"{size / (1 << 20):.0f}" for size in result.memory[:: _SAMPLES // 4])
     print(
-        f"{result.clients} clients, {result.seconds:g} s: {result.complete} complete streams, {result.unequal} "
-        f"of them different; {result.rejected} times 429; {result.tokens / result.seconds:.1f} tokens/s of complete streams"
+        f"{result.clients} clients, {result.seconds:g} s: {result.complete} complete streams, "
+        f"{result.unequal} different; {result.rejected} times 429; "
+        f"{result.tokens / result.seconds:.1f} tokens/s of complete streams"
     )
     print(
         f"{result.killed} disconnected mid-stream, {result.killed / result.seconds:.1f} of {result.kill} per s; the "

@@ -213,7 +213,7 @@ def test_stop_strings_of_a_call_are_a_list(chat: ChatBlend, stop: Any) -> None:
         ({"model": "reader", "temprature": 0}, "temprature"),
         ({"model": "reader", "ratio": 1.5}, "ratio must be a number in"),
         ({"model": "reader", "policy": "best"}, "unknown policy 'best'"),
-        ({"model": "reader", "max_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"model": "reader", "max_tokens": 0}, "max_new_tokens must be an integer of at least 1"),
         ({}, "no model"),
         ({"store": "kv"}, "no model"),
     ],

@@ -83,7 +83,7 @@ def holding(wanted: ChunkRecord, source: str) -> Holding:
 
 
 def packed(wanted: ChunkRecord, fingerprint: str = FINGERPRINT.digest) -> bytes:
-    return b"".join(chunkfile.pack(wanted, fingerprint))
+    return b"".join(chunkfile.serialise(wanted, fingerprint))
 
 
 def served(store: FileStore, wanted: ChunkRecord, alone_only: bool = False) -> str | None:

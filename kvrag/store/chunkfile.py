@@ -48,7 +48,7 @@ _BLANK = b"0" * 32
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{32})"')
 
 
-def pack(record: ChunkRecord, fingerprint: str) -> tuple[bytes, memoryview]:
+def serialise(record: ChunkRecord, fingerprint: str) -> tuple[bytes, memoryview]:
     """Return the file's content: header and body."""
     tensors: dict[str, Tensor] = {
         "context": torch.from_numpy(record.context.astype(np.int64)),

@@ -191,7 +191,7 @@ class FileStore:
     def _write(self, record: ChunkRecord) -> Row:
         """Write a record to a file with a unique name."""
         name = f"{record.key}-{uuid.uuid4().hex[:8]}{SUFFIX}"
-        size = self._durably(self._file(name), *chunkfile.pack(record, self._fingerprint))
+        size = self._durably(self._file(name), *chunkfile.serialise(record, self._fingerprint))
         ids = record.ids.astype("<u4")
         text = text_key(record.namespace, ids.tolist())
         return Row(record.key, text, record.namespace, ids.tobytes(), len(record.context), name, size)

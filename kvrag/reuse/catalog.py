@@ -1,10 +1,10 @@
-"""Which texts can be reused: the store's entries, indexed for matching, kept on disk and shared by processes.
+"""The catalog of reusable texts: the store's entries, indexed for matching, stored on disk and shared by processes.
 
-A snapshot is a tuple of immutable segments. Prompts match against the one they find and never wait; a refresh makes
-the next snapshot and swaps it. What is new is indexed into small segments in memory, the tail; what is gone becomes a
-bit in a segment's `alive`. When the tail has grown, a thread writes it as a file, merges files of similar size and
-replaces the head, a small file that lists them; other processes then map the same files instead of keeping a tail of
-their own. Everything here is derived from the store: what is missing or damaged is indexed again.
+A snapshot is a tuple of immutable segments. Prompts match against the current snapshot without waiting; a refresh
+creates the next one and swaps it in. New texts are indexed into small segments in memory, the tail; removed texts are
+marked in the `alive` array of their segment. When the tail has grown, a thread writes it to a file, merges files of
+similar size and replaces the head, a small file that lists them. Other processes then map the same files instead of
+keeping their own tail. Everything is derived from the store: missing or damaged files are indexed again.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ _HEAD, _LOCK = "head.json", "head.lock"
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """What prompts are matched against.
+    """Immutable state that prompts are matched against.
 
     Attributes:
-        segments: Those on disk, then the tail.
+        segments: Segments on disk, followed by the tail.
         base: Texts up to this number are in segments on disk.
         last: Texts up to this number are in segments.
-        position: Up to where the store's log of removals has been applied; 0 = no entries are known yet.
+        position: Position up to which the store's removal log has been applied; 0 = no entries yet.
         removals: The store's counter at that time.
-        head: Which head file it was made from.
+        head: Signature of the head file.
     """
 
     segments: tuple[Segment, ...] = ()
@@ -77,10 +77,10 @@ class _Snapshot:
 
 
 class Catalog:
-    """The texts of a store, to be matched. Thread-safe.
+    """The texts of a store, for matching. Thread-safe.
 
-    Opening maps files and reads nothing else. `match` sees what this process has refreshed and, usually, what others
-    have stored or removed a moment ago.
+    Opening maps files without reading them. `match` sees what this process has refreshed and, usually, recent changes
+    by other processes.
     """
 
     def __init__(self, store: KVStore) -> None:
@@ -107,12 +107,12 @@ class Catalog:
         return match(self._snapshot.segments, ids, min_run, namespace)
 
     def refresh(self) -> None:
-        """Take in everything that has been stored or removed: to be called after ingestion, before the next prompt."""
+        """Index everything that has been stored or removed. Call it after ingestion, before the next prompt."""
         self._catch_up()
         self._maintain(False)
 
     def settle(self) -> None:
-        """Wait until files that are worth writing have been written."""
+        """Wait until pending files have been written."""
         while (thread := self._thread) is not None and thread.is_alive():
             thread.join()
             self._maintain(False)
@@ -121,7 +121,7 @@ class Catalog:
         """Return a text's token ids.
 
         Raises:
-            KeyError: It is not, or no longer, here.
+            KeyError: The text is not in the catalog.
         """
         for segment in reversed(self._snapshot.segments):
             row = segment.row(text)
@@ -141,7 +141,7 @@ class Catalog:
     # ---------------------------------------------------------------- refreshing
 
     def _advance(self, limit: int) -> bool:
-        """Make the next snapshot, with about `limit` tokens of new texts; returns whether there is more to do."""
+        """Make the next snapshot, with about `limit` tokens of new texts; return whether there is more to do."""
         is_patient = limit > _AT_ONCE
         snapshot = self._adopt(self._snapshot)
         # behind the entries once more, so that one which has gone meanwhile is among the removed
@@ -163,7 +163,7 @@ class Catalog:
         return is_behind
 
     def _apply_removals(self, snapshot: _Snapshot, is_patient: bool) -> tuple[_Snapshot, bool]:
-        """Mark what has gone; returns whether this was put off."""
+        """Mark removed texts; return whether this was postponed."""
         removals = self._store.removals()
         if removals == snapshot.removals:
             return snapshot, False
@@ -182,7 +182,7 @@ class Catalog:
         return replace(snapshot, segments=segments, position=position, removals=removals), False
 
     def _compare(self, snapshot: _Snapshot) -> _Snapshot:
-        """Find out what has gone without the log, from all entries."""
+        """Find removed texts without the log, by comparing all entries."""
         logger.info("the log of removals is too short: comparing the catalog with the store")
         alive = [np.zeros(len(segment), bool) for segment in snapshot.segments]
         for entry in self._store.entries(0):
@@ -200,7 +200,7 @@ class Catalog:
     # ---------------------------------------------------------------- files
 
     def _adopt(self, snapshot: _Snapshot) -> _Snapshot:
-        """Take over the files that the head lists, if it has changed."""
+        """Use the files listed by the head, if it has changed."""
         if self._folder is None:
             return snapshot
         signature = _signature(self._folder / _HEAD)
@@ -218,7 +218,7 @@ class Catalog:
         return _Snapshot((*files, *tail), base, max(base, snapshot.last), position, -1, signature)
 
     def _read_head(self, snapshot: _Snapshot) -> tuple[list[Segment], int, int]:
-        """Files that the head lists as far as they are whole, the last number in them, the position in the log."""
+        """Return the intact files listed by the head, the last number in them, and the position in the log."""
         assert self._folder is not None
         known = {segment.name: segment for segment in snapshot.files}
         try:
@@ -343,7 +343,7 @@ class Catalog:
 
 
 def _are_alike(segments: Sequence[Segment]) -> bool:
-    """Whether two segments are both in memory and of similar size."""
+    """Return whether two segments are both in memory and of similar size."""
     if len(segments) < 2 or segments[0].name:
         return False
     before, behind = (segment.num_tokens for segment in segments)
@@ -351,7 +351,7 @@ def _are_alike(segments: Sequence[Segment]) -> bool:
 
 
 def _to_merge(files: Sequence[Segment]) -> slice | None:
-    """Neighbours that should become one file: one with many dead texts, or several of similar size; None if none."""
+    """Return adjacent files to merge: one with many dead texts, or several of similar size; None if none."""
     for i, file in enumerate(files):
         if file.num_alive < (1 - _DEAD) * len(file):
             return slice(i, i + 1)

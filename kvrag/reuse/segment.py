@@ -1,13 +1,13 @@
-"""Texts and the postings that lead to them: the immutable unit of the catalog, in memory or memory-mapped.
+"""Segments: texts and their postings, the immutable unit of the catalog, in memory or memory-mapped.
 
-Every text is indexed by a few of its 8-grams, chosen by winnowing (Schleimer et al., SIGMOD 2003): in every window
-of 8 consecutive 8-gram hashes the smallest is kept, so that a text and a prompt that share 15 tokens share an anchor.
-Hashes are salted with the text's namespace: namespaces share no postings.
+Every text is indexed by some of its 8-grams, chosen by winnowing (Schleimer et al., SIGMOD 2003): the smallest hash of
+every window of 8 consecutive 8-gram hashes is kept, so a text and a prompt that share 15 tokens share an anchor. Hashes
+are salted with the text's namespace, so namespaces share no postings.
 
-A posting is one 64-bit number, `hash << 32 | address`, where the address counts tokens from the segment's beginning.
-Postings are sorted; a directory over the hash's top bits leads to them in one step. A file holds the arrays one after
-another and a footer that says where each begins. Ids are compared after every lookup, so damaged postings can hide a
-text but never produce a wrong run.
+A posting is one 64-bit number, `hash << 32 | address`; the address counts tokens from the start of the segment.
+Postings are sorted, and a directory over the hash's top bits finds them in one step. A file holds the arrays in
+sequence and a footer with their offsets. Ids are compared after every lookup, so damaged postings can hide a text but
+never produce a wrong run.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ Numbers = NDArray[np.int64]
 
 
 class DamagedSegmentError(StoreError):
-    """A segment's file is missing or not what was written.
+    """A segment's file is missing or differs from what was written.
 
     Attributes:
-        name: Of the file.
+        name: Name of the file.
     """
 
     def __init__(self, name: str, reason: object) -> None:
@@ -65,7 +65,7 @@ class DamagedSegmentError(StoreError):
 
 
 def gram_hashes(ids: Ids) -> Hashes:
-    """(T,) ids -> (T-7,) hashes of all 8-grams."""
+    """Return the (T-7,) hashes of all 8-grams of (T,) ids."""
     count = len(ids) - GRAM + 1
     if count < 1:
         return np.empty(0, np.uint64)
@@ -82,12 +82,12 @@ def gram_hashes(ids: Ids) -> Hashes:
 
 @lru_cache(4096)
 def salt(namespace: str) -> int:
-    """64 bits that set the hashes of a namespace apart."""
+    """Return the 64-bit salt of a namespace's hashes."""
     return int.from_bytes(hashlib.blake2b(namespace.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def salted(hashes: Hashes, salts: Hashes | np.uint64) -> Hashes:
-    """32-bit hashes, in 64-bit numbers."""
+    """Return salted 32-bit hashes, in 64-bit numbers."""
     mixed = hashes ^ salts
     mixed *= np.uint64(0x94D049BB133111EB)
     mixed >>= _SHIFT
@@ -107,7 +107,7 @@ def window_minima(hashes: Hashes, window: int = WINDOW) -> NDArray[np.int64]:
 
 
 def _postings(ids: Ids, starts: Numbers, salts: Hashes, window: int) -> Hashes:
-    """Unsorted postings of texts that lie one after another in `ids`, addresses from its beginning."""
+    """Return unsorted postings of texts that are consecutive in `ids`, with addresses from its start."""
     lengths = np.diff(starts)
     left = np.repeat(starts[1:], lengths) - np.arange(starts[0], starts[-1])  # tokens from here to the text's end
     hashes = salted(gram_hashes(ids), np.repeat(salts, lengths)[: max(len(ids) - GRAM + 1, 0)])
@@ -124,20 +124,20 @@ def _postings(ids: Ids, starts: Numbers, salts: Hashes, window: int) -> Hashes:
 
 @dataclass(frozen=True)
 class Segment:
-    """Texts, their postings, and which of them are alive. Immutable; arrays may be views of a mapped file.
+    """Texts, their postings, and their liveness. Immutable; arrays may be views of a mapped file.
 
     Attributes:
-        ids: (N,) uint32, all texts one after another, padded at both ends.
+        ids: (N,) uint32, all texts in sequence, padded at both ends.
         postings: (M,) uint64, `hash << 32 | address`, ascending.
-        directory: (2**b + 1,) uint32, where the postings of each value of the hash's top bits begin.
-        starts: (R + 1,) int64, addresses where texts begin; the last is where the last one ends.
+        directory: (2**b + 1,) uint32, start of the postings of each value of the hash's top bits.
+        starts: (R + 1,) int64, addresses of the starts of the texts, and of the end of the last one.
         numbers: (R,) int64, the store's numbers, ascending.
         keys: (R,) text keys, ASCII.
         spaces: (R,) uint32, rows of `namespaces`.
         alive: (R,) bool.
-        last: All texts up to this number are in this segment or an earlier one, or were gone when it was made.
+        last: All texts up to this number are in this segment or an earlier one, or had been removed when it was made.
         name: File name, "" in memory.
-        digests: Of the arrays in the file.
+        digests: Digests of the arrays in the file.
     """
 
     ids: Ids
@@ -155,7 +155,7 @@ class Segment:
 
     @classmethod
     def of(cls, entries: Sequence[Entry], window: int = WINDOW) -> Segment:
-        """Index texts, given in ascending order of their numbers."""
+        """Index texts, in ascending order of their numbers."""
         lengths = np.array([len(entry.ids) for entry in entries], np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)]) + PAD
         if starts[-1] >= MAX_TOKENS:
@@ -195,17 +195,17 @@ class Segment:
 
     @cached_property
     def raw(self) -> memoryview:
-        """The ids' bytes, four a token."""
+        """Bytes of the ids, four per token."""
         return self.ids.data.cast("B")
 
     @property
     def num_tokens(self) -> int:
-        """Of all texts, alive or not."""
+        """Number of tokens of all texts, live or not."""
         return int(self.starts[-1]) - PAD
 
     @cached_property
     def num_alive(self) -> int:
-        """How many texts are alive."""
+        """Number of live texts."""
         return int(self.alive.sum())
 
     def find(self, hashes: Hashes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -226,17 +226,17 @@ class Segment:
         return first, count
 
     def row(self, key: str) -> int | None:
-        """Where a text is, None if it is not here or not alive."""
+        """Return the row of a text; None if it is missing or not live."""
         rows = np.flatnonzero(self.keys == key.encode())
         rows = rows[self.alive[rows]]
         return int(rows[-1]) if len(rows) else None
 
     def text(self, row: int) -> Ids:
-        """A text's ids."""
+        """Return the ids of a text."""
         return self.ids[self.starts[row] : self.starts[row + 1]]
 
     def key(self, row: int) -> str:
-        """A text's key."""
+        """Return the key of a text."""
         return bytes(self.keys[row]).decode()
 
     def without(self, numbers: Numbers) -> Segment:
@@ -248,7 +248,7 @@ class Segment:
         return self.keeping(rows, False) if self.alive[rows].any() else self
 
     def keeping(self, rows: NDArray[Any], alive: bool) -> Segment:
-        """Return the same segment with some rows set alive or dead."""
+        """Return the same segment with the liveness of some rows set."""
         changed = self.alive.copy()
         changed[rows] = alive
         return replace(self, alive=changed)
@@ -257,14 +257,14 @@ class Segment:
         """Compare arrays (default: all) with their digests.
 
         Raises:
-            DamagedSegmentError: One has changed.
+            DamagedSegmentError: An array has changed.
         """
         for name in names or self.digests:
             if xxhash.xxh3_64_hexdigest(getattr(self, name).view(np.uint8).data) != self.digests[name]:
                 raise DamagedSegmentError(self.name, f"{name} are damaged")
 
     def entries(self) -> Iterator[Entry]:
-        """The texts that are alive."""
+        """Yield the live texts."""
         for row in np.flatnonzero(self.alive).tolist():
             yield Entry(int(self.numbers[row]), self.key(row), self.namespaces[self.spaces[row]], self.text(row))
 

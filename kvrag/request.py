@@ -21,6 +21,7 @@ from kvrag.config import BlendConfig
 from kvrag.control.controller import Decision
 from kvrag.control.tuning import Tuning
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError
+from kvrag.fingerprint import text_key
 from kvrag.reuse.blend import blend, prefill, uncomputed
 from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.conversation import CachedPrefix
@@ -137,20 +138,24 @@ class Pipeline:
     def find(self, ids: Sequence[int], min_run: int, namespace: str = "") -> list[tuple[Run, NDArray[np.uint32]]]:
         """Return the runs of stored chunks in a prompt, each with the token ids of its chunk."""
         found = []
-        for run, text in self._runs(ids, min_run, namespace):
+        for run, text, _ in self._runs(ids, min_run, namespace):
             with contextlib.suppress(KeyError):  # removed a moment ago
                 found.append((run, self.catalog.ids(text)))
         return found
 
-    def _runs(self, ids: Sequence[int], min_run: int, namespace: str) -> list[tuple[Run, str]]:
-        """Return the runs of stored chunks in a prompt, each with the key of its text.
+    def _runs(self, ids: Sequence[int], min_run: int, namespace: str) -> list[tuple[Run, str, int]]:
+        """Return the runs of stored chunks in a prompt, each with the key of its text and the length of its context.
 
         Texts are matched on a snapshot; which variant of a text may be used is what the store has recorded now.
         """
         runs = self.catalog.match(ids, min_run, namespace)
         states = self.store.look_up(list(dict.fromkeys(run.key for run in runs)))
         served = {text: serve(state, self.alone_only) for text, state in states.items()}
-        return [(replace(run, key=key), run.key) for run in runs if (key := served.get(run.key))]
+        return [
+            (replace(run, key=key), run.key, states[run.key].variants[key])
+            for run in runs
+            if (key := served.get(run.key))
+        ]
 
     def _match(self, prompt: Prompt) -> Matched:
         """Find the chunks behind the prefix, and open them."""
@@ -161,17 +166,17 @@ class Pipeline:
         readers: dict[str, ChunkReader] = {}
         runs: list[Run] = []
         try:
-            for run, _ in self._runs(prompt.ids[kept:], config.min_run, prompt.namespace):
+            for run, text, context_tokens in self._runs(prompt.ids[kept:], config.min_run, prompt.namespace):
                 run = replace(run, start=run.start + kept, stop=run.stop + kept)
-                if run.key not in readers:
-                    reader = self._open(prompt, run.key)
-                    if reader is None:
-                        continue
-                    readers[run.key] = reader
-                if np.array_equal(readers[run.key].ids[run.offset : run.offset + len(run)], ids[run.start : run.stop]):
+                reader = readers.get(run.key) or self._open(prompt, run.key)
+                if reader is None:
+                    continue
+                readers[run.key] = reader
+                is_same = np.array_equal(reader.ids[run.offset : run.offset + len(run)], ids[run.start : run.stop])
+                if is_same and _is_as_recorded(reader, prompt.namespace, text, context_tokens):
                     runs.append(run)
                 else:
-                    prompt.notes.append(f"chunk {run.key} has another text than the store's manifest says; recomputed")
+                    prompt.notes.append(f"chunk {run.key} is another one than the store's manifest says; recomputed")
         except BaseException:
             Matched(prompt.ids, runs, readers).close()
             raise
@@ -224,6 +229,12 @@ class Pipeline:
 
     def _capacity(self, prompt: Prompt) -> int:
         return min(len(prompt.ids) + _ROOM, self.backend.context_window)
+
+
+def _is_as_recorded(reader: ChunkReader, namespace: str, text: str, context_tokens: int) -> bool:
+    """Whether a chunk is what it was picked as: a manifest can be wrong, what is in the chunk's file cannot."""
+    recorded = namespace, text, context_tokens
+    return (reader.namespace, text_key(namespace, reader.ids), reader.context_tokens) == recorded
 
 
 def _report(

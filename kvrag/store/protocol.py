@@ -120,6 +120,7 @@ class ChunkReader(Protocol):
 
     Attributes:
         key: As asked for, and as the file's content says.
+        namespace: Where its text is visible.
         ids: (T,) token ids.
         context_tokens: How many tokens it was encoded behind.
         tier: "disk" or "ram".
@@ -127,6 +128,7 @@ class ChunkReader(Protocol):
     """
 
     key: str
+    namespace: str
     ids: NDArray[np.uint32]
     context_tokens: int
     tier: str

@@ -7,7 +7,7 @@ stitch it in prompt order, select the tokens to recompute, and blend.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -67,6 +67,7 @@ class Prefilled:
         logits: (1, V) float32, after the last token.
         config: How it was blended.
         report: What it took; `ttft_s` is left to the caller.
+        behind: Keys of texts that were reused as they were encoded behind their source, and of those variants.
     """
 
     stitched: Stitched
@@ -74,6 +75,7 @@ class Prefilled:
     logits: Tensor
     config: BlendConfig
     report: BlendReport
+    behind: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ids(self) -> Tensor:
@@ -131,7 +133,7 @@ class Pipeline:
                 selection = Selection(stitched.inexact)
         self.store.touch(list(matched.readers))
         report = _report(prompt, config, decision, matched, stitched, selection, trace)
-        return Prefilled(stitched, selection.positions, logits, config, report)
+        return Prefilled(stitched, selection.positions, logits, config, report, matched.behind)
 
     # ---------------------------------------------------------------- the steps
 
@@ -142,6 +144,15 @@ class Pipeline:
             with contextlib.suppress(KeyError):  # removed a moment ago
                 found.append((run, self.catalog.ids(text)))
         return found
+
+    def withdrawn(self, behind: Mapping[str, str]) -> list[str]:
+        """Return those of the variants that a prompt would not get now: another source has their text since.
+
+        Args:
+            behind: As `Prefilled.behind`.
+        """
+        states = self.store.look_up(list(behind)) if behind else {}
+        return [key for text, key in behind.items() if serve(states[text], self.alone_only) != key]
 
     def _runs(self, ids: Sequence[int], min_run: int, namespace: str) -> list[tuple[Run, str, int]]:
         """Return the runs of stored chunks in a prompt, each with the key of its text and the length of its context.

@@ -24,7 +24,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from kvrag import BlendConfig, BlendEngine, Model
-from kvrag.bench.ttft import FULL, PREFIX, measure
+from kvrag.bench.ttft import FULL, PREFIX, TtftSetup, measure
 from kvrag.cli.demo import QUESTIONS, corpus_folder
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO
 from kvrag.reuse.blend import prefill
@@ -131,7 +131,7 @@ def draw_text(model: Model, stitched: Stitched, recomputed: Tensor, path: Path) 
 def measure_ttft() -> None:
     """Write the measurement that `draw_ttft` draws."""
     results = [
-        measure(SHAPE, LAYERS, chunks, CHUNK_TOKENS, policies=(DEFAULT_POLICY, "first_k", "none"), repeats=2)
+        measure(TtftSetup(SHAPE, LAYERS, chunks, CHUNK_TOKENS, policies=(DEFAULT_POLICY, "first_k", "none"), repeats=2))
         for chunks in CHUNKS
     ]
     MEASURED.write_text(json.dumps([asdict(result) for result in results], indent=1))

@@ -71,46 +71,57 @@ def _ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> 
     return engine.generate(_messages(chunks, question), policy=policy, max_new_tokens=1, temperature=0).report
 
 
-def measure(
-    model: str = "qwen2.5-0.5b",
-    layers: int | None = None,
-    chunks: int = 6,
-    chunk_tokens: int = 512,
-    question_tokens: int = 64,
-    policies: Sequence[str] = (DEFAULT_POLICY,),
-    ratio: float = 0.15,
-    check_layer: int = 1,
-    repeats: int = 3,
-    ram_bytes: int = 0,
-    ask: Ask = _ask,
-    progress: Callable[[str], None] = lambda line: None,
-) -> TtftResult:
-    """Measure on a random model of that shape; medians over `repeats` after one warm-up round.
+@dataclass(frozen=True)
+class TtftSetup:
+    """A prompt and how it is answered.
+
+    Attributes:
+        model, layers: Shape of the random model, and how many of its layers (None = all).
+        chunks, chunk_tokens, question_tokens: The prompt.
+        policies, ratio, check_layer: See BlendConfig.
+        repeats: Rounds; the medians count.
+        ram_bytes: Size of the RAM tier; 0 = chunks are read from disk.
+    """
+
+    model: str = "qwen2.5-0.5b"
+    layers: int | None = None
+    chunks: int = 6
+    chunk_tokens: int = 512
+    question_tokens: int = 64
+    policies: Sequence[str] = (DEFAULT_POLICY,)
+    ratio: float = 0.15
+    check_layer: int = 1
+    repeats: int = 3
+    ram_bytes: int = 0
+
+
+def measure(setup: TtftSetup, ask: Ask = _ask, progress: Callable[[str], None] = lambda line: None) -> TtftResult:
+    """Measure on a random model of that shape; medians over the rounds after one warm-up round.
 
     `ask(engine, policy, chunks, question)` must answer with one token; it may use a framework.
     """
-    progress(f"building a random model of {model}'s shape")
-    net = random_model(model, layers)
+    progress(f"building a random model of {setup.model}'s shape")
+    net = random_model(setup.model, setup.layers)
     words = one_token_words(net)
     rng = random.Random(0)
-    corpus = ["".join(rng.choices(words, k=chunk_tokens)) for _ in range(chunks)]
-    config = BlendConfig(ratio=ratio, check_layer=check_layer)
+    corpus = ["".join(rng.choices(words, k=setup.chunk_tokens)) for _ in range(setup.chunks)]
+    config = BlendConfig(ratio=setup.ratio, check_layer=setup.check_layer)
     times: dict[str, list[float]] = {}
     reports: dict[str, BlendReport] = {}
-    with tempfile.TemporaryDirectory() as folder, BlendEngine(net, folder, config, ram_bytes) as engine:
-        progress(f"warming {chunks} chunks of {chunk_tokens} tokens")
+    with tempfile.TemporaryDirectory() as folder, BlendEngine(net, folder, config, setup.ram_bytes) as engine:
+        progress(f"warming {setup.chunks} chunks of {setup.chunk_tokens} tokens")
         engine.warm(corpus)
         prefix = _PrefixCache(net)
-        for repeat in range(repeats + 1):
-            progress(f"round {repeat} of {repeats}" if repeat else "warm-up round")
+        for repeat in range(setup.repeats + 1):
+            progress(f"round {repeat} of {setup.repeats}" if repeat else "warm-up round")
             rng.shuffle(corpus)
-            question = "".join(rng.choices(words, k=question_tokens))
+            question = "".join(rng.choices(words, k=setup.question_tokens))
             messages = _messages(corpus, question)
             ways: dict[str, Callable[[], object]] = {
                 FULL: partial(_generate, net, messages),
                 PREFIX: partial(prefix.generate, messages),
             }
-            for policy in policies:
+            for policy in setup.policies:
                 ways[policy] = partial(ask, engine, policy, list(corpus), question)
             for name, way in ways.items():
                 seconds, result = _timed(way)
@@ -119,15 +130,15 @@ def measure(
                 if isinstance(result, BlendReport):
                     reports[name] = result
     medians = {name: statistics.median(values) for name, values in times.items()}
-    rows = [_row(name, medians, reports.get(name), net, check_layer) for name in medians]
+    rows = [_row(name, medians, reports.get(name), net, setup.check_layer) for name in medians]
     settings = run_settings(net) | {
-        "chunks": chunks,
-        "chunk_tokens": chunk_tokens,
-        "question_tokens": question_tokens,
-        "ratio": ratio,
-        "check_layer": check_layer,
-        "repeats": repeats,
-        "ram_tier": bool(ram_bytes),
+        "chunks": setup.chunks,
+        "chunk_tokens": setup.chunk_tokens,
+        "question_tokens": setup.question_tokens,
+        "ratio": setup.ratio,
+        "check_layer": setup.check_layer,
+        "repeats": setup.repeats,
+        "ram_tier": bool(setup.ram_bytes),
     }
     return TtftResult(rows, next(iter(reports.values())).prompt_tokens, settings)
 
@@ -249,19 +260,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print the results."""
-    result = measure(
-        args.model,
-        args.layers,
-        args.chunks,
-        args.chunk_tokens,
-        args.question_tokens,
-        args.policies,
-        args.ratio,
-        args.check_layer,
-        args.repeats,
-        args.ram_bytes,
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
-    )
+    given = {name: getattr(args, name) for name in TtftSetup.__dataclass_fields__}
+    result = measure(TtftSetup(**given), progress=lambda line: print(line, file=sys.stderr, flush=True))
     if args.json:
         print(json.dumps(asdict(result)))
         return 0

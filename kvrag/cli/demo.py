@@ -204,14 +204,14 @@ def _ask_all(chain: Chain, engine: BlendEngine, alone: BlendEngine, index: Chunk
 
 
 def _measure(chain: Chain) -> TtftResult:
-    from kvrag.bench.ttft import measure
+    from kvrag.bench.ttft import TtftSetup, measure
     from kvrag.types import BlendReport
 
     def ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> BlendReport:
         return BlendReport(**chain(engine, policy, lambda _: chunks, 1)(question)[1])
 
     say("measuring the speed of the same chain with a larger model; this takes about a minute")
-    return measure("qwen2.5-0.5b", chunks=6, chunk_tokens=512, question_tokens=64, repeats=3, ask=ask, progress=say)
+    return measure(TtftSetup(), ask, say)
 
 
 def _print_outcomes(outcomes: list[Outcome]) -> None:

@@ -29,8 +29,8 @@ MIN_RUN = 16
 class Store:
     """The part of a store that a catalog sees; processes that share it share the object."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.catalog_folder = folder
+    def __init__(self, folder: Path | None = None, read_only: bool = False) -> None:
+        self.catalog_folder, self.read_only = folder, read_only
         self.texts: dict[int, Entry] = {}
         self.log: list[int] = []
         self.forgotten = 0  # the log's first removals that it does not hold any more

@@ -111,9 +111,14 @@ class FileStore:
         return self.path / "chunks"
 
     @property
+    def read_only(self) -> bool:
+        """See KVStore."""
+        return self._manifest.read_only
+
+    @property
     def catalog_folder(self) -> Path | None:
         """See KVStore."""
-        return None if self._manifest.read_only else self.path / "catalog"
+        return self.path / "catalog"
 
     def _file(self, name: str) -> Path:
         return self._chunks / name[:2] / name

@@ -155,8 +155,13 @@ class KVStore(Protocol):
     `entries`, `removed`, `removals`, `touch`) never waits for a writer.
 
     Attributes:
-        catalog_folder: Where what was derived from the entries may be kept; None = nowhere.
+        read_only: Nothing can be written, and nothing may be, not even into `catalog_folder`.
+        catalog_folder: Where what is derived from the entries is kept; None = nowhere.
     """
+
+    @property
+    def read_only(self) -> bool:
+        """See above."""
 
     @property
     def catalog_folder(self) -> Path | None:

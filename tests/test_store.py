@@ -712,7 +712,7 @@ def test_a_read_only_folder_can_be_read(read_only: Path) -> None:
     store.touch([record(0).key])
     store._flush_touched()
     store.quarantine(record(0).key)
-    assert store.catalog_folder is None
+    assert store.read_only
     for write in (
         lambda: store.put([record(9)]),
         lambda: store.set_document("d", []),

@@ -38,11 +38,15 @@ logger = logging.getLogger("kvrag")
 _AT_ONCE = 1 << 20  # taken in by a prompt before it is matched; more is taken in by a thread
 _PORTION = 1 << 21  # indexed at once
 _TAIL = 1 << 21  # kept in memory before it is written ...
-_LONG_TAIL = 1 << 24  # ... and while there is much to take in
-_FULL = 1 << 28  # in a file: no file is merged beyond it
+_LONG_TAIL = 1 << 25  # ... and while there is much to take in
+_FULL = 1 << 30  # in a file: no file is merged beyond it
 _SMALL = 4  # files of similar size before they are merged
 _DEAD = 0.25  # share of a file's texts before it is written again
 _HEAD, _LOCK = "head.json", "head.lock"
+
+
+class _Closed(Exception):
+    """The catalog has been closed while a file was written."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,9 @@ class Catalog:
         self._snapshot = _Snapshot()
         self._refreshing = threading.Lock()  # whoever makes the next snapshot; prompts do not wait for it
         self._thread: threading.Thread | None = None
-        self._closed = False
-        self._is_writable = self._folder is not None
+        self._starting = threading.Lock()  # whoever starts the thread
+        self._closed = threading.Event()
+        self._is_writable = self._folder is not None and not store.read_only
         self._damaged: set[str] = set()  # files that have been logged
         with self._refreshing:
             is_behind = self._advance(_AT_ONCE)
@@ -133,8 +138,9 @@ class Catalog:
         return sum(segment.num_alive for segment in self._snapshot.segments)
 
     def close(self) -> None:
-        """Wait for a file that is being written."""
-        self._closed = True
+        """Give up what is being written; files stay as they were before."""
+        with self._starting:
+            self._closed.set()
         if self._thread is not None:
             self._thread.join()
 
@@ -250,28 +256,31 @@ class Catalog:
 
     def _maintain(self, is_behind: bool) -> None:
         """Catch up and write files in a thread, if there is a need."""
-        if self._closed or (self._thread is not None and self._thread.is_alive()):
+        if not (is_behind or self._should_write()):
             return
-        if is_behind or self._should_write():
-            self._thread = threading.Thread(target=self._work, name="kvrag-catalog", daemon=True)
-            self._thread.start()
+        with self._starting:
+            if not self._closed.is_set() and (self._thread is None or not self._thread.is_alive()):
+                self._thread = threading.Thread(target=self._work, name="kvrag-catalog", daemon=True)
+                self._thread.start()
 
     def _work(self) -> None:
         try:
             self._catch_up()
-            while self._should_write() and not self._closed and self._write():
+            while self._should_write() and self._write():
                 pass
         except (StoreError, OSError) as error:
-            if not self._closed:
+            if not self._closed.is_set():
                 logger.warning("the catalog could not be brought up to date: %s", error)
 
     def _catch_up(self) -> None:
+        """Take in everything there is; what does not fit into memory is written, and merged when all is there."""
         is_behind = True
-        while is_behind and not self._closed:
+        while is_behind and not self._closed.is_set():
             with self._refreshing:
                 is_behind = self._advance(_PORTION)
-            if self._tail_size() >= _LONG_TAIL:
-                self._write()
+            while self._is_writable and self._tail_size() >= _LONG_TAIL and not self._write(merges=False):
+                if self._closed.wait(0.1):  # another thread or process is writing, these texts maybe
+                    return
 
     def _tail_size(self) -> int:
         return sum(segment.num_tokens for segment in self._snapshot.tail)
@@ -279,7 +288,7 @@ class Catalog:
     def _should_write(self) -> bool:
         return self._is_writable and (self._tail_size() >= _TAIL or _to_merge(self._snapshot.files) is not None)
 
-    def _write(self) -> bool:
+    def _write(self, merges: bool = True) -> bool:
         """Write the tail, merge files, replace the head. One process at a time; prompts do not wait.
 
         Returns:
@@ -295,12 +304,12 @@ class Catalog:
                     snapshot = self._snapshot
                 if not self._should_write():  # another process has done it
                     return False
-                files = self._written(snapshot)
+                files = self._written(snapshot, merges)
                 self._write_head(files, snapshot)
                 with self._refreshing:
                     self._advance(0)
                 self._clean(files)
-        except Timeout:  # another process is doing it
+        except (Timeout, _Closed):  # another process is doing it
             return False
         except DamagedSegmentError as error:
             self._log_damage(error.name, error)
@@ -313,17 +322,23 @@ class Catalog:
             return False
         return True
 
-    def _written(self, snapshot: _Snapshot) -> list[Segment]:
+    def _written(self, snapshot: _Snapshot, merges: bool) -> list[Segment]:
         """The snapshot's texts in files."""
-        assert self._folder is not None
         segments = list(snapshot.files)
-        tail = [segment for segment in snapshot.tail if segment.num_alive]
-        if tail:
-            segments.append(read(self._folder / write(tail, self._folder)))
-        if (stretch := _to_merge(segments)) is not None and not self._closed:
-            merged = [segment for segment in segments[stretch] if segment.num_alive]
-            segments[stretch] = [read(self._folder / write(merged, self._folder))] if merged else []
+        if snapshot.tail:
+            segments += self._in_a_file(snapshot.tail)
+        if merges and (stretch := _to_merge(segments)) is not None:
+            segments[stretch] = self._in_a_file(segments[stretch])
         return segments
+
+    def _in_a_file(self, segments: Sequence[Segment]) -> list[Segment]:
+        assert self._folder is not None
+        alive = [segment for segment in segments if segment.num_alive]
+        return [read(self._folder / write(alive, self._folder, self._check_open))] if alive else []
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise _Closed
 
     def _write_head(self, files: Sequence[Segment], snapshot: _Snapshot) -> None:
         assert self._folder is not None

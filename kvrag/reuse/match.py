@@ -22,7 +22,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrag.reuse.segment import GRAM, PAD, WINDOW, Hashes, Ids, Segment, gram_hashes, salt, salted, window_minima
+from kvrag.reuse.segment import (
+    GRAM,
+    PAD,
+    WINDOW,
+    Hashes,
+    Ids,
+    Segment,
+    gram_hashes,
+    salt,
+    salted,
+    spread,
+    window_minima,
+)
 from kvrag.types import Run
 
 __all__ = ["GRAM", "gram_hashes", "match"]
@@ -79,7 +91,7 @@ def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, n
         positions = minima[np.concatenate([[True], minima[1:] != minima[:-1]])]
     else:
         positions = np.arange(len(hashes))  # shorter stretches need not share an anchor
-    candidates = _look_up(segments, prompt, positions, hashes[positions], min_run, namespace)
+    candidates = _look_up(segments, prompt, positions, spread(hashes[positions]), min_run, namespace)
     raw = prompt.tobytes()
     found = _bridge(segments, raw, _cover(segments, raw, candidates, min_run))
     return [Run(f.start, f.stop, segments[f.segment].key(f.row), f.address - f.first) for f in found]

@@ -111,9 +111,14 @@ class FileStore:
         return self.path / "chunks"
 
     @property
-    def catalog_folder(self) -> Path | None:
+    def read_only(self) -> bool:
+        """See KVStore.read_only."""
+        return self._manifest.read_only
+
+    @property
+    def catalog_folder(self) -> Path:
         """See KVStore.catalog_folder."""
-        return None if self._manifest.read_only else self.path / "catalog"
+        return self.path / "catalog"
 
     def _file(self, name: str) -> Path:
         return self._chunks / name[:2] / name
@@ -434,7 +439,7 @@ class FileStore:
         leftovers += [path for path in (self.path / "quarantine").glob("*") if _is_stale(path)]
         for path in leftovers:
             path.unlink(missing_ok=True)
-        if self._manifest.purge() and self.catalog_folder is not None:
+        if self._manifest.purge():
             for path in self.catalog_folder.glob("*"):
                 path.unlink(missing_ok=True)
         return len(unheld), len(leftovers)

@@ -157,8 +157,13 @@ class KVStore(Protocol):
     `entries`, `removed`, `removals`, `touch`) never waits for a writer.
 
     Attributes:
+        read_only: Nothing can be written, not even into `catalog_folder`.
         catalog_folder: Folder for data derived from the entries; None = keep it in memory.
     """
+
+    @property
+    def read_only(self) -> bool:
+        """See the class."""
 
     @property
     def catalog_folder(self) -> Path | None:

@@ -395,7 +395,7 @@ def test_a_folder_that_another_run_writes_to_is_refused(
         (["--ratios", ","], "pass at least one"),
         (["--chunk-tokens", "4"], "--chunk-tokens must be 0 or at least 16"),
         (["--preamble", "maybe"], "--preamble must be of on, off, got 'maybe'"),
-        (["--codec", "zip"], "--codec must be of native, int8, int4, got 'zip'"),
+        (["--codec", "zip"], "--codec must be one of native, int8, int4, got 'zip'"),
         (["--set", "policy=seam"], "'policy=seam' is not a setting"),
         (["--samples", "0"], "--samples must be at least 1"),
         (["--against", "best"], "--against 'best' is not among the measured policies"),

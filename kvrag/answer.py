@@ -22,7 +22,7 @@ from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import Call, Watch
 from kvrag.inspect.history import History
 from kvrag.request import Pipeline, Prefilled, Prompt
-from kvrag.reuse.conversation import Conversation, Conversations, Turn
+from kvrag.reuse.conversation import CachedPrefix, Conversation, Conversations, Turn
 from kvrag.store import serve
 from kvrag.types import Answer, BlendReport, Delta, Run, ToolCall
 
@@ -95,8 +95,17 @@ class Answering:
         if self._pipeline.store.removals() != self._removals:
             self._notice_removals()
         takes_over = goes_on and not is_reference(config)
-        prefix = self._conversations.find(ids, config, namespace) if takes_over else None
+        prefix = self._find_prefix(ids, config, namespace) if takes_over else None
         return self._pipeline.prefill(Prompt(ids, config, namespace, prefix, notes))
+
+    def _find_prefix(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> CachedPrefix | None:
+        """Find what a conversation has of a prompt, as long as all that is in it would be reused now too."""
+        while prefix := self._conversations.find(ids, config, namespace):
+            withdrawn = self._pipeline.withdrawn(prefix.conversation.behind)
+            if not withdrawn:
+                return prefix
+            self._conversations.drop(withdrawn)
+        return None
 
     def find(self, ids: Sequence[int], min_run: int, namespace: str) -> list[tuple[Run, NDArray[np.uint32]]]:
         """Return the runs of stored chunks in a prompt, each with the token ids of its chunk."""
@@ -157,7 +166,8 @@ class Answering:
         turn = Turn(stitched.kept, num_tokens - generation_prompt, num_tokens)
         turns = (*(prefix.turns if prefix else ()), turn)
         keys = frozenset(run.key for run in stitched.runs) | (prefix.conversation.keys if prefix else frozenset())
-        conversation = Conversation(ids, stitched.cache, exact, done.config, turns, namespace, keys)
+        behind = {**(prefix.conversation.behind if prefix else {}), **done.behind}
+        conversation = Conversation(ids, stitched.cache, exact, done.config, turns, namespace, keys, behind)
         self._conversations.keep(conversation, prefix)
 
 

@@ -7,7 +7,7 @@ stitch it in prompt order, select the tokens to recompute, and blend.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +21,7 @@ from kvrag.config import BlendConfig
 from kvrag.control.controller import Decision
 from kvrag.control.tuning import Tuning
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError
+from kvrag.fingerprint import text_key
 from kvrag.reuse.blend import blend, prefill, uncomputed
 from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.conversation import CachedPrefix
@@ -67,6 +68,7 @@ class Prefilled:
         logits: (1, V) float32, after the last token.
         config: Settings that it was blended with.
         report: Report without `ttft_s`, which the caller sets.
+        behind: Keys of texts that were reused as encoded behind their source, and of those variants.
     """
 
     stitched: Stitched
@@ -74,6 +76,7 @@ class Prefilled:
     logits: Tensor
     config: BlendConfig
     report: BlendReport
+    behind: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ids(self) -> Tensor:
@@ -131,27 +134,40 @@ class Pipeline:
                 selection = Selection(stitched.inexact)
         self.store.touch(list(matched.readers))
         report = _report(prompt, config, decision, matched, stitched, selection, trace)
-        return Prefilled(stitched, selection.positions, logits, config, report)
+        return Prefilled(stitched, selection.positions, logits, config, report, matched.behind)
 
     # ---------------------------------------------------------------- the steps
 
     def find(self, ids: Sequence[int], min_run: int, namespace: str = "") -> list[tuple[Run, NDArray[np.uint32]]]:
         """Return the runs of stored chunks in a prompt, each with the token ids of its chunk."""
         found = []
-        for run, text in self._runs(ids, min_run, namespace):
+        for run, text, _ in self._runs(ids, min_run, namespace):
             with contextlib.suppress(KeyError):  # removed in the meantime
                 found.append((run, self.catalog.ids(text)))
         return found
 
-    def _runs(self, ids: Sequence[int], min_run: int, namespace: str) -> list[tuple[Run, str]]:
-        """Return the runs of stored chunks in a prompt, each with the key of its text.
+    def withdrawn(self, behind: Mapping[str, str]) -> list[str]:
+        """Return those of the variants that a prompt would not get now: another source has their text since.
+
+        Args:
+            behind: As `Prefilled.behind`.
+        """
+        states = self.store.look_up(list(behind)) if behind else {}
+        return [key for text, key in behind.items() if serve(states[text], self.alone_only) != key]
+
+    def _runs(self, ids: Sequence[int], min_run: int, namespace: str) -> list[tuple[Run, str, int]]:
+        """Return the runs of stored chunks in a prompt, each with the key of its text and the length of its context.
 
         Texts are matched on a snapshot; the variant to use depends on the store's current state.
         """
         runs = self.catalog.match(ids, min_run, namespace)
         states = self.store.look_up(list(dict.fromkeys(run.key for run in runs)))
         served = {text: serve(state, self.alone_only) for text, state in states.items()}
-        return [(replace(run, key=key), run.key) for run in runs if (key := served.get(run.key))]
+        return [
+            (replace(run, key=key), run.key, states[run.key].variants[key])
+            for run in runs
+            if (key := served.get(run.key))
+        ]
 
     def _match(self, prompt: Prompt) -> Matched:
         """Match the prompt behind its cached prefix, and open the chunks."""
@@ -162,14 +178,14 @@ class Pipeline:
         readers: dict[str, ChunkReader] = {}
         runs: list[Run] = []
         try:
-            for run, _ in self._runs(prompt.ids[kept:], config.min_run, prompt.namespace):
+            for run, text, context_tokens in self._runs(prompt.ids[kept:], config.min_run, prompt.namespace):
                 run = replace(run, start=run.start + kept, stop=run.stop + kept)
-                if run.key not in readers:
-                    reader = self._open(prompt, run.key)
-                    if reader is None:
-                        continue
-                    readers[run.key] = reader
-                if np.array_equal(readers[run.key].ids[run.offset : run.offset + len(run)], ids[run.start : run.stop]):
+                reader = readers.get(run.key) or self._open(prompt, run.key)
+                if reader is None:
+                    continue
+                readers[run.key] = reader
+                is_same = np.array_equal(reader.ids[run.offset : run.offset + len(run)], ids[run.start : run.stop])
+                if is_same and _is_as_recorded(reader, prompt.namespace, text, context_tokens):
                     runs.append(run)
                 else:
                     prompt.notes.append(f"chunk {run.key} does not match the store's manifest; recomputed")
@@ -244,6 +260,12 @@ def _read_whole(reader: ChunkReader) -> None:
     except BaseException:
         reader.close()
         raise
+
+
+def _is_as_recorded(reader: ChunkReader, namespace: str, text: str, context_tokens: int) -> bool:
+    """Return whether an opened chunk is what the manifest says; its file is verified, the manifest can be damaged."""
+    recorded = namespace, text, context_tokens
+    return (reader.namespace, text_key(namespace, reader.ids), reader.context_tokens) == recorded
 
 
 def _report(

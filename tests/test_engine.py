@@ -911,6 +911,27 @@ def test_hijacked_text_does_not_reach_the_victim(same_namespace: bool, model: Mo
         torch.testing.assert_close(_alone(engine, CHUNKS[1]), wanted, atol=1e-5, rtol=1e-5)
 
 
+def test_a_conversation_is_not_continued_with_chunks_that_others_have_come_to_share(
+    model: Model, tmp_path: Path
+) -> None:
+    """Its KV has the words of the document that alone had the text when it began."""
+    turn = messages(CHUNKS[1], question="Who sells chairs?")
+    settings: dict[str, Any] = {"policy": "none", "controller": "off", "max_new_tokens": 3}
+    with _engine(model, tmp_path / "a") as engine, _engine(model, tmp_path / "b") as clean:
+        engine.warm([SECRET, CHUNKS[1]], document="attacker")
+        said = engine.generate(turn, **settings)
+        following = [*turn, {"role": "assistant", "content": said.text}, {"role": "user", "content": "Why?"}]
+        ids = model.tokenizer.render(following)
+        assert engine.prefill(ids, BlendConfig("none", controller="off"), goes_on=True).report.conversation_tokens
+        engine.warm([CHUNKS[0], CHUNKS[1]], document="victim")
+        clean.warm([CHUNKS[1]])
+        done, wanted = (
+            each.prefill(ids, BlendConfig("none", controller="off"), goes_on=True) for each in (engine, clean)
+        )
+    assert done.report.conversation_tokens == 0
+    torch.testing.assert_close(done.logits, wanted.logits, atol=1e-5, rtol=1e-5)
+
+
 def test_two_threads_that_warm_a_shared_text_at_once_leave_no_secret_in_it(model: Model, tmp_path: Path) -> None:
     with _engine(model, tmp_path / "alone") as engine:
         engine.warm([CHUNKS[1]])

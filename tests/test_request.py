@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from conftest import CHUNKS, messages, plain_logits, prepare, relative
 
-from kvrag import BlendEngine, FileStore, Model
+from kvrag import BlendConfig, BlendEngine, FileStore, Model
 from kvrag.backend.lock import FairLock
 from kvrag.errors import ChunkUnreadableError
 
@@ -143,3 +145,46 @@ def test_a_released_lock_can_be_had_and_comes_back() -> None:
         assert lock.held
     thread.join(30)
     assert not lock._held
+
+
+SHARED = "(SELECT text FROM texts WHERE namespace = '{}' AND ids IN (SELECT ids FROM texts WHERE namespace = '{}'))"
+
+
+@pytest.mark.parametrize("ram_bytes", [0, 1 << 30])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE texts SET namespace = CASE namespace WHEN 'one' THEN 'two' ELSE 'one' END",
+        f"UPDATE holders SET key = (SELECT key FROM chunks WHERE text = {SHARED.format('one', 'two')})"
+        f" WHERE namespace = 'two'; UPDATE chunks SET text = {SHARED.format('two', 'one')}"
+        f" WHERE text = {SHARED.format('one', 'two')}",
+    ],
+)
+def test_a_damaged_manifest_leads_to_no_chunk_of_another_namespace(
+    damage: str, ram_bytes: int, model: Model, tmp_path: Path
+) -> None:
+    ids = model.tokenizer.render(messages(CHUNKS[1]))
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS[:2], document="a", namespace="one")
+        engine.warm(CHUNKS[1:3], document="b", namespace="two")
+    with closing(sqlite3.connect(tmp_path / "manifest.sqlite")) as manifest:
+        manifest.executescript(damage)
+        manifest.commit()
+    store = FileStore(tmp_path, min_free_bytes=0)
+    with BlendEngine(model, store, BlendConfig("none"), ram_bytes=ram_bytes) as engine:
+        for _ in range(2):
+            report = engine.prefill(ids, namespace="two").report
+            assert all(store.open(run.key).namespace == "two" for run in report.runs)  # type: ignore[union-attr]
+
+
+def test_a_chunk_with_another_context_than_recorded_is_not_served(model: Model, tmp_path: Path) -> None:
+    """It would have the words of its document in it."""
+    ids = model.tokenizer.render(messages(CHUNKS[1]))
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS[:2], document="a")
+    with closing(sqlite3.connect(tmp_path / "manifest.sqlite")) as manifest:
+        manifest.execute("UPDATE chunks SET context_tokens = 0")
+        manifest.commit()
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0), BlendConfig("none", context_tokens=0)) as engine:
+        report = engine.prefill(ids).report
+        assert (report.runs, len(report.notes)) == ((), 1)

@@ -1556,7 +1556,8 @@ def _kept(memory: MemoryTier, key: str, kilobytes: int) -> ChunkReader:
     """Read a chunk whole, through the tier."""
 
     class Reader:
-        ids, context_tokens, tier, num_layers, bytes_read = np.zeros(0, np.uint32), 0, "disk", 1, 0
+        namespace, ids, context_tokens = "", np.zeros(0, np.uint32), 0
+        tier, num_layers, bytes_read = "disk", 1, 0
 
         def __init__(self) -> None:
             self.key = key

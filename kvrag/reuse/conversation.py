@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +45,7 @@ class Conversation:
         turns: The prompts, each a prefix of the next.
         namespace: Namespace of the conversation.
         keys: Keys of the chunks whose KV it contains.
+        behind: Chunks among them that were encoded behind a context, by the keys of their texts.
     """
 
     ids: NDArray[np.int64]
@@ -54,6 +55,7 @@ class Conversation:
     turns: tuple[Turn, ...]
     namespace: str = ""
     keys: frozenset[str] = frozenset()
+    behind: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property
     def num_bytes(self) -> int:

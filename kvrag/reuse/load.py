@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvrag.backend.protocol import Backend
 from kvrag.errors import ChunkUnreadableError, out_of_memory
+from kvrag.fingerprint import text_key
 from kvrag.reuse.conversation import CachedPrefix
 from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader
@@ -53,6 +54,12 @@ class Matched:
     def cold_tokens(self) -> int:
         """Number of tokens that are read from below the RAM tier."""
         return sum(len(run) for run in self.runs if self.readers[run.key].tier != "ram")
+
+    @property
+    def behind(self) -> dict[str, str]:
+        """Keys of the texts, and of their chunks, that were encoded behind something."""
+        readers = [self.readers[key] for key in {run.key for run in self.runs}]
+        return {text_key(each.namespace, each.ids): each.key for each in readers if each.context_tokens}
 
     @property
     def bytes_read(self) -> int:

@@ -269,11 +269,12 @@ class Manifest:
             for part, marks in _parts(list(variants)):
                 rows = connection.execute(f"SELECT text, key, context_tokens FROM chunks WHERE text IN ({marks})", part)
                 for text, key, context_tokens in rows:
-                    variants[text][key] = context_tokens
+                    if text in variants:  # an index that is damaged leads anywhere
+                        variants[text][key] = context_tokens
             for part, marks in _parts(list(variants)):
                 rows = connection.execute(f"SELECT text, source, key FROM holders WHERE text IN ({marks})", part)
                 for text, source, key in rows:  # of several pieces of a source, prefer a stored one
-                    if source not in sources[text] or key in variants[text]:
+                    if text in sources and (source not in sources[text] or key in variants[text]):
                         sources[text][source] = key
         return {text: TextState(variants[text], sources[text]) for text in variants}
 

@@ -20,6 +20,7 @@ Layers = Sequence[tuple[Tensor, Tensor]]
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     key: str
+    namespace: str
     ids: NDArray[np.uint32]
     context_tokens: int
     layers: Layers
@@ -81,7 +82,7 @@ class MemoryTier:
 
     def _keep(self, reader: _KeepingReader) -> None:
         layers = [reader.layers[number] for number in range(reader.num_layers)]
-        chunk = _Chunk(reader.key, reader.ids, reader.context_tokens, layers)
+        chunk = _Chunk(reader.key, reader.namespace, reader.ids, reader.context_tokens, layers)
         with self._lock:
             self._reading.discard(reader)
             if reader.keeps and reader.key not in self._chunks and chunk.nbytes <= self.max_bytes:
@@ -93,7 +94,8 @@ class _MemoryReader:
     bytes_read = 0
 
     def __init__(self, chunk: _Chunk) -> None:
-        self.key, self.ids, self.context_tokens = chunk.key, chunk.ids, chunk.context_tokens
+        self.key, self.namespace = chunk.key, chunk.namespace
+        self.ids, self.context_tokens = chunk.ids, chunk.context_tokens
         self._layers = chunk.layers
         self.num_layers = len(chunk.layers)
 
@@ -107,7 +109,8 @@ class _MemoryReader:
 class _KeepingReader:
     def __init__(self, memory: MemoryTier, reader: ChunkReader) -> None:
         self._memory, self._reader = memory, reader
-        self.key, self.ids, self.context_tokens = reader.key, reader.ids, reader.context_tokens
+        self.key, self.namespace = reader.key, reader.namespace
+        self.ids, self.context_tokens = reader.ids, reader.context_tokens
         self.tier, self.num_layers = reader.tier, reader.num_layers
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.keeps = True

@@ -120,6 +120,7 @@ class ChunkReader(Protocol):
 
     Attributes:
         key: The requested key, verified against the file's content.
+        namespace: Namespace of its text.
         ids: (T,) token ids.
         context_tokens: Number of context tokens it was encoded with.
         tier: "disk" or "ram".
@@ -127,6 +128,7 @@ class ChunkReader(Protocol):
     """
 
     key: str
+    namespace: str
     ids: NDArray[np.uint32]
     context_tokens: int
     tier: str

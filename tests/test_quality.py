@@ -122,7 +122,7 @@ ROW = {"id": "x", "passages": ["One.", "Two."], "question": "What?", "answers": 
     ("line", "message"),
     [
         ('{"passages": [', "line 2: not JSON"),
-        ("[1]", "line 2: a JSON object"),
+        ("[1]", "line 2: expected a JSON object"),
         (json.dumps({**ROW, "passages": []}), "line 2: 'passages' must be a list of non-empty strings"),
         (json.dumps({**ROW, "passages": ["One.", " "]}), "line 2: 'passages'"),
         (json.dumps({**ROW, "answers": "one"}), "line 2: 'answers' must be a list of non-empty strings"),
@@ -394,7 +394,7 @@ def test_a_folder_that_another_run_writes_to_is_refused(
         (["--ratios", "x"], "--ratios: could not convert string to float: 'x'"),
         (["--ratios", ","], "pass at least one"),
         (["--chunk-tokens", "4"], "--chunk-tokens must be 0 or at least 16"),
-        (["--preamble", "maybe"], "--preamble must be of on, off, got 'maybe'"),
+        (["--preamble", "maybe"], "--preamble must be one of on, off, got 'maybe'"),
         (["--codec", "zip"], "--codec must be one of native, int8, int4, got 'zip'"),
         (["--set", "policy=seam"], "'policy=seam' is not a setting"),
         (["--samples", "0"], "--samples must be at least 1"),

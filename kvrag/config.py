@@ -81,7 +81,7 @@ def check_namespace(namespace: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BlendConfig:
-    """How much of the stitched KV to recompute, and which tokens.
+    """Recompute settings: how much of the stitched KV, and which tokens.
 
     Attributes:
         policy: One of `POLICIES`; see `kvrag.reuse.select`.

@@ -524,7 +524,7 @@ def test_text_colours_and_a_page(
         (["text", "--retrieved", "missing.json"], "missing.json"),
         (["text", "--retrieved", "object.json"], "list of strings"),
         (["text", "--retrieved", "broken.json"], "not JSON"),
-        (["nothing.txt"], "there is no file nothing.txt"),
+        (["nothing.txt"], "nothing.txt does not exist"),
         (["documents.json"], "documents"),
         (["prompts.json"], "one string"),
         (["message.json"], "must be a list"),

@@ -19,12 +19,12 @@ class FairLock:
 
     @property
     def waits(self) -> int:
-        """How often the calling thread had to wait: durations measured meanwhile include other threads' work."""
+        """Number of waits of the calling thread: durations measured meanwhile include other threads' work."""
         return getattr(self._own, "waits", 0)
 
     @property
     def held(self) -> bool:
-        """Whether the calling thread holds the lock."""
+        """True if the calling thread holds the lock."""
         return getattr(self._own, "held", False)
 
     @contextmanager

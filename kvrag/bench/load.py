@@ -75,13 +75,13 @@ class LoadResult:
 
     @property
     def passed(self) -> bool:
-        """Whether everything was correct and something was tested."""
+        """True if everything was correct and something was tested."""
         is_shown = self.complete > 0 and (not self.kill or (self.killed > 0 and self.stopped > 0))
         return is_shown and not (self.unequal or self.left or self.errors)
 
     @property
     def is_flat(self) -> bool:
-        """Whether the memory did not grow after the first quarter."""
+        """True if the memory did not grow after the first quarter."""
         quarter = len(self.memory) // 4
         return max(self.memory[-quarter:]) <= _GROWTH * max(self.memory[: quarter + 1])
 

@@ -51,7 +51,7 @@ _METRICS = {"em": exact_match, "f1": token_f1, "rouge_l": rouge_l}
 
 @dataclass(frozen=True)
 class Setup:
-    """How chunks are cut and stored."""
+    """Chunk length and storage format."""
 
     chunk_tokens: int = AS_THEY_ARE
     preamble: bool = True
@@ -163,7 +163,7 @@ def _config(label: str, settings: dict[str, Any]) -> BlendConfig:
 
 @dataclass(frozen=True)
 class Asking:
-    """How rows become prompts and answers.
+    """Settings of prompts and answers.
 
     Attributes:
         max_tokens: Maximum length of an answer.

@@ -34,7 +34,7 @@ class Question:
 
     @property
     def across(self) -> bool:
-        """Whether it hangs on more than one passage."""
+        """True if it depends on more than one passage."""
         return self.kind not in ("direct", "inverse")
 
 

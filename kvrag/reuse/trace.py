@@ -53,5 +53,5 @@ class Trace:
 
     @property
     def is_contended(self) -> bool:
-        """Whether this thread waited for other threads' forward passes, which its durations then include."""
+        """True if this thread waited for other threads' forward passes, which its durations then include."""
         return self._backend.lock.waits > self._waits

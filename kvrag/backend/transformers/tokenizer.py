@@ -46,7 +46,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether messages can be rendered."""
+        """True if messages can be rendered."""
         return self.hf.chat_template is not None
 
     def render(self, prompt: str | Messages, **template: Any) -> list[int]:
@@ -133,7 +133,7 @@ class Tokenizer:
         return str(self.hf.get_chat_template(tools=tools)) if self.has_chat_template else ""
 
     def renders_tools(self) -> bool:
-        """Whether the chat template renders tools; some name them differently or render only calls in the history."""
+        """True if the chat template renders tools; some name them differently or render only calls in the history."""
         source = self.template_text([{}])  # may differ from the template without tools
         if source not in self._renders_tools:  # needed for every prompt
             self._renders_tools[source] = self._ask_template()
@@ -150,7 +150,7 @@ class Tokenizer:
 
     @property
     def has_response_parser(self) -> bool:
-        """Whether the tokenizer has a response template, which describes the format of answers."""
+        """True if the tokenizer has a response template, which describes the format of answers."""
         return getattr(self.hf, "response_template", None) is not None
 
     def response_parser(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Any:

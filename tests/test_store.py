@@ -738,6 +738,33 @@ def test_a_folder_that_became_read_only(tmp_path: Path, monkeypatch: pytest.Monk
     store.close()
 
 
+def test_a_folder_that_was_deleted(tmp_path: Path) -> None:
+    store = opened(tmp_path / "kv")
+    shutil.rmtree(tmp_path / "kv")
+    with pytest.raises(StoreError, match="cannot write to"):
+        store.put([record(1)])
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["../../../victim", "/victim", "..", ".", "", "../manifest.sqlite"])
+def test_a_file_name_in_the_manifest_leads_nowhere_else(name: str, tmp_path: Path) -> None:
+    (tmp_path / "victim").write_bytes(b"somebody's")
+    store = opened(tmp_path / "kv")
+    store.put([record(0), record(1)])
+    with store._manifest._writing() as connection:
+        connection.execute("UPDATE chunks SET file = ?", (name.replace("/victim", str(tmp_path / "victim")),))
+        if name.startswith("../../"):
+            connection.execute("UPDATE chunks SET file = ?", (name,))
+    for use in (store.open, store.quarantine, lambda key: store.remove([key])):
+        with contextlib.suppress(DamagedChunkError):
+            assert not use(record(0).key)
+    store.remove([record(1).key])
+    store.gc()
+    assert (tmp_path / "victim").exists()
+    assert (tmp_path / "kv" / "manifest.sqlite").exists()
+    store.close()
+
+
 def test_answers_from_a_read_only_store(model: Model, hf: Any, tmp_path: Path) -> None:
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
         engine.warm(CHUNKS[:3])

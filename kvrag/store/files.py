@@ -121,6 +121,10 @@ class FileStore:
         return self.path / "catalog"
 
     def _file(self, name: str) -> Path:
+        if os.path.basename(name) != name or not name.endswith(
+            SUFFIX
+        ):  # a manifest that is damaged, or somebody's, must not lead to other files
+            name = f"no name{SUFFIX}"
         return self._chunks / name[:2] / name
 
     @property
@@ -223,7 +227,10 @@ class FileStore:
                 keep = max(0, int(self.max_bytes * _LOW_WATERMARK) - needed)
                 self._flush_touched()
                 self.remove(self._manifest.oldest(used - keep))
-        free = shutil.disk_usage(self.path).free
+        try:
+            free = shutil.disk_usage(self.path).free
+        except OSError as error:
+            raise self._explain(error) from error
         if free - needed < self.min_free_bytes:
             raise StoreFullError(
                 f"the disk of {self.path} has {free / 1e9:.1f} GB free; {needed / 1e9:.3f} GB are needed and "

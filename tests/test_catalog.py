@@ -433,7 +433,8 @@ def test_closing_gives_up_what_is_being_written(
         pass
     closed.set()
     closing_thread.join()
-    assert thread is not None and not thread.is_alive()
+    assert thread is not None
+    assert not thread.is_alive()
     assert {path.name for path in tmp_path.iterdir()} == before
     monkeypatch.undo()
     _check(catalog, present, {})  # what was there can still be matched

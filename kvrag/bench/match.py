@@ -324,7 +324,7 @@ def _serve(pipe: Connection, folder: Path, shape: Shape) -> None:
             }
         )
         (last,) = _ids([shape.chunks - 1], shape.chunk_tokens)
-        with contextlib.suppress(EOFError, BrokenPipeError):  # the second of two is not asked for all this
+        with contextlib.suppress(EOFError, OSError):  # the second of two is not asked for all this
             for _ in range(2):
                 pipe.send([(now - then) / shape.chunks for then, now in zip(before, _memory(), strict=True)])
                 pipe.recv()

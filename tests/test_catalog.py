@@ -460,6 +460,6 @@ def test_much_is_taken_in_with_a_bounded_tail_and_merged_once(
         catalog.settle()
         _check(catalog, present, {})
     total = sum(map(len, present.values()))
-    assert max(tails) < 4000 + 2 * 501 + 150
+    assert max(tails) < 2 * 4000  # two threads take texts in, and each goes beyond by a portion
     assert sum(written) <= 2.2 * total
     assert len(list(tmp_path.glob("*.segment"))) <= 2

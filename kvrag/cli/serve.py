@@ -143,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
             index.embed(["loads the embedder"])
             corpora.append(_corpus(args, engine, index, namespace, settings))
         app = server.create_app(engine, settings, corpora)
+        taken.listen()  # whoever reads the announcement may connect at once
         _announce(args, settings, server.url(taken), corpora)
         server.serve(app, taken, args.shutdown_timeout)
     return 0

@@ -738,6 +738,18 @@ def test_a_folder_that_became_read_only(tmp_path: Path, monkeypatch: pytest.Monk
     store.close()
 
 
+def test_check_leaves_alone_what_was_stored_again_meanwhile(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.put([record(0)])
+    row = store._manifest.rows()[record(0).key]
+    store.remove([record(0).key])
+    store.put([record(0)])
+    assert store._check_chunk(row.file, row.key, row, hold=False) == []
+    assert store.stats().damaged == 0
+    assert same(store, record(0))
+    store.close()
+
+
 def test_a_folder_that_was_deleted(tmp_path: Path) -> None:
     store = opened(tmp_path / "kv")
     shutil.rmtree(tmp_path / "kv")

@@ -61,7 +61,8 @@ class TextState:
 
     Attributes:
         variants: Keys of the stored variants, and how many tokens each was encoded behind.
-        sources: All sources of all documents that hold the text, and the variant that each relies on.
+        sources: All sources of all documents that hold the text, and the variant that each relies on; "" = several,
+            as documents have it that only say that they are of one source.
     """
 
     variants: Mapping[str, int]

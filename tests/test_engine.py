@@ -932,6 +932,25 @@ def test_a_conversation_is_not_continued_with_chunks_that_others_have_come_to_sh
     torch.testing.assert_close(done.logits, wanted.logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("attacker_is_first", [True, False])
+@pytest.mark.parametrize("document", ["", "attacker"])
+def test_nobody_puts_words_before_a_text_by_naming_its_source(
+    document: str, attacker_is_first: bool, model: Model, tmp_path: Path
+) -> None:
+    with _engine(model, tmp_path / "a") as engine, _engine(model, tmp_path / "b") as clean:
+        warming = [
+            lambda: engine.warm([SECRET, CHUNKS[1]], document=document, sources="handbook"),
+            lambda: engine.warm([CHUNKS[0], CHUNKS[1]], document="handbook"),
+        ]
+        for warm in warming if attacker_is_first else reversed(warming):
+            warm()
+        clean.warm([CHUNKS[1]])
+        torch.testing.assert_close(_alone(engine, CHUNKS[1]), _alone(clean, CHUNKS[1]), atol=1e-5, rtol=1e-5)
+        assert len(engine.generate(messages(CHUNKS[1]), max_new_tokens=1).report.runs) == 1
+        warming[1]()
+        torch.testing.assert_close(_alone(engine, CHUNKS[1]), _alone(clean, CHUNKS[1]), atol=1e-5, rtol=1e-5)
+
+
 def test_two_threads_that_warm_a_shared_text_at_once_leave_no_secret_in_it(model: Model, tmp_path: Path) -> None:
     with _engine(model, tmp_path / "alone") as engine:
         engine.warm([CHUNKS[1]])

@@ -738,6 +738,18 @@ def test_a_folder_that_became_read_only(tmp_path: Path, monkeypatch: pytest.Monk
     store.close()
 
 
+def test_check_leaves_alone_what_was_stored_again_meanwhile(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.put([record(0)])
+    row = store._manifest.rows()[record(0).key]
+    store.remove([record(0).key])
+    store.put([record(0)])
+    assert store._check_chunk(row.file, row.key, row, hold=False) == []
+    assert store.stats().damaged == 0
+    assert same(store, record(0))
+    store.close()
+
+
 def test_a_folder_that_was_deleted(tmp_path: Path) -> None:
     store = opened(tmp_path / "kv")
     shutil.rmtree(tmp_path / "kv")
@@ -1017,14 +1029,16 @@ def test_eviction_does_not_forget_who_holds_a_text(store: FileStore) -> None:
     assert served(store, behind) == record(1).key
 
 
-def test_a_source_with_several_pieces_of_a_text_has_one_that_is_stored(store: FileStore) -> None:
-    one, other = record(1, context=(7, 8)), record(1, context=(9,))
-    for stored in (one, other):
-        store.put([stored])
-        store.set_document("1", [holding(one, "a")])
-        store.set_document("2", [holding(other, "a")])
-        assert served(store, one) == stored.key
-        store.remove([stored.key])
+def test_of_several_pieces_of_a_source_the_text_alone_is_served(store: FileStore) -> None:
+    """Who says that his document is of a source must not choose what its readers get."""
+    one, other, alone = record(1, context=(7, 8)), record(1, context=(9,)), record(1)
+    store.put([one, other])
+    store.set_document("1", [holding(one, "a")])
+    assert served(store, one) == one.key
+    store.set_document("2", [holding(other, "a")])
+    assert served(store, one) is None
+    store.put([alone])
+    assert served(store, one) == alone.key
 
 
 def test_looking_up_waits_for_no_writer(store: FileStore) -> None:

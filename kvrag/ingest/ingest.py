@@ -153,14 +153,15 @@ class Ingestion:
         tally = _Tally()
 
         states = self._look_up(pieces)
-        choices = self._choose(pieces, states, namespace)
+        shared: set[str] = set()
+        choices = self._choose(pieces, states, namespace, shared)
         missing = _missing(choices, states)
         for _ in range(_ROUNDS):
             self._encode_and_put(missing, namespace, tally, progress)
             self._hold(choices, documents, namespace)
             # re-check after recording the holders: others may have stored, shared or evicted these texts
             states, before = self._look_up(pieces), choices
-            choices = self._choose(pieces, states, namespace)
+            choices = self._choose(pieces, states, namespace, shared)
             missing = _missing(choices, states)
             if choices == before and (not missing or not self._has_room(missing)):
                 break
@@ -218,12 +219,20 @@ class Ingestion:
     def _look_up(self, pieces: Sequence[_Piece]) -> dict[str, TextState]:
         return self._store.look_up(list(dict.fromkeys(piece.text for piece in pieces)))
 
-    def _choose(self, pieces: Sequence[_Piece], states: Mapping[str, TextState], namespace: str) -> list[_Choice]:
-        """Choose the variant of each piece: with context, or encoded alone if another source holds the text."""
+    def _choose(
+        self, pieces: Sequence[_Piece], states: Mapping[str, TextState], namespace: str, shared: set[str]
+    ) -> list[_Choice]:
+        """Choose the variant of each piece: with context, or encoded alone if the text is held elsewhere too.
+
+        Args:
+            shared: Texts held elsewhere with another context under the same source; adds to them.
+        """
         sources = {text: set(state.sources) for text, state in states.items()}
         for piece in pieces:
             sources[piece.text].add(piece.source)
-        contexts = [piece.context if len(sources[piece.text]) == 1 else [] for piece in pieces]
+        shared.update(text for text, state in states.items() if "" in state.sources.values())
+        several = shared | {text for text, names in sources.items() if len(names) > 1}
+        contexts = [[] if piece.text in several else piece.context for piece in pieces]
         return [
             _Choice(piece, self._fingerprint.chunk_key(piece.ids, context, namespace), context)
             for piece, context in zip(pieces, contexts, strict=True)

@@ -121,9 +121,8 @@ class FileStore:
         return self.path / "catalog"
 
     def _file(self, name: str) -> Path:
-        if os.path.basename(name) != name or not name.endswith(
-            SUFFIX
-        ):  # a manifest that is damaged, or somebody's, must not lead to other files
+        # a manifest that is damaged, or somebody's, must not lead to other files
+        if os.path.basename(name) != name or not name.endswith(SUFFIX):
             name = f"no name{SUFFIX}"
         return self._chunks / name[:2] / name
 
@@ -412,6 +411,8 @@ class FileStore:
             logger.warning("%s", error)
             return ["unreadable"]
         except (DamagedChunkError, FileNotFoundError):
+            if row and self._manifest.file(key) != name:
+                return []  # removed meanwhile, and maybe stored again
             if row:
                 self.quarantine(key)
             elif path.exists() and not self._manifest.read_only:

@@ -273,9 +273,9 @@ class Manifest:
                         variants[text][key] = context_tokens
             for part, marks in _parts(list(variants)):
                 rows = connection.execute(f"SELECT text, source, key FROM holders WHERE text IN ({marks})", part)
-                for text, source, key in rows:  # of several pieces of a source, prefer a stored one
-                    if text in sources and (source not in sources[text] or key in variants[text]):
-                        sources[text][source] = key
+                for text, source, key in rows:
+                    if text in sources:  # one source, two contexts: anybody can name a source, so neither is trusted
+                        sources[text][source] = key if sources[text].get(source, key) == key else ""
         return {text: TextState(variants[text], sources[text]) for text in variants}
 
     def file(self, key: str) -> str | None:

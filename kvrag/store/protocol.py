@@ -61,7 +61,8 @@ class TextState:
 
     Attributes:
         variants: Key of each stored variant, and the number of context tokens it was encoded with.
-        sources: Every source of every document that holds the text, and the variant that it relies on.
+        sources: Every source of every document that holds the text, and the variant that it relies on; "" = documents
+            of that source rely on several.
     """
 
     variants: Mapping[str, int]

@@ -131,7 +131,9 @@ async def test_indexing_keeps_kv_and_vectors_in_step(
     forwards.clear()
     result = await run(sourced(edited, version=2), cleanup)
     assert (result["num_added"], result["num_deleted"]) == (4, 4)
-    assert len(forwards) == 1, "the chunk behind the edited one, which was not added again then, has another context"
+    # the chunk behind the edited one, which was not added again then: it has another context than under its old id,
+    # which is deleted only later, and is therefore encoded alone too
+    assert len(forwards) == 2
     forwards.clear()
     assert {document.metadata["version"] for document in store.similarity_search("anything", k=99)} == {2}
     assert kept(engine) == found(store) == sorted(edited)

@@ -19,12 +19,12 @@ html_theme = "furo"
 html_title = f"kvrag {release}"
 html_copy_source = False
 
-myst_heading_anchors = 4  # links to headings, as GitHub has them
+myst_heading_anchors = 4  # links to headings, like GitHub
 
-highlight_language = "none"  # indented blocks are for the shell
-default_role = "code"  # docstrings say `name` as Markdown does
-suppress_warnings = ["ref.python"]  # three packages have classes of the same name, which type hints do not qualify
-napoleon_use_ivar = True  # attributes in one list, several of them may share a line
+highlight_language = "none"  # indented blocks are shell commands
+default_role = "code"  # docstrings write `name`, like Markdown
+suppress_warnings = ["ref.python"]  # three packages have classes with the same name, which type hints do not qualify
+napoleon_use_ivar = True  # attributes in one list; several may share a line
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
@@ -32,7 +32,7 @@ add_module_names = False
 
 
 def _as_docutils_reads_it(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Changes `lines`: Markdown's fenced code, and names that share a description, which end at the first space."""
+    """Convert `lines` in place: Markdown's fenced code, and attributes that share a description."""
     made: list[str] = []
     fence: str | None = None
     for line in lines:
@@ -51,5 +51,5 @@ def _as_docutils_reads_it(app: Any, what: str, name: str, obj: Any, options: Any
 
 
 def setup(app: Any) -> None:
-    """Called by Sphinx."""
+    """Connect the extension; called by Sphinx."""
     app.connect("autodoc-process-docstring", _as_docutils_reads_it, priority=400)  # before napoleon

@@ -24,13 +24,11 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from kvrag import BlendConfig, BlendEngine, Model
-from kvrag.bench.ttft import FULL, PREFIX, measure
+from kvrag.bench.ttft import FULL, PREFIX, TtftSetup, measure
 from kvrag.cli.demo import QUESTIONS, corpus_folder
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO
 from kvrag.reuse.blend import prefill
-from kvrag.reuse.match import MatchIndex
-from kvrag.reuse.select import select
-from kvrag.reuse.stitch import Stitched, stitch
+from kvrag.reuse.stitch import Stitched
 
 IMAGES = Path(__file__).parent / "images"
 MEASURED = IMAGES / "ttft-length.json"
@@ -63,30 +61,19 @@ def prompt_of_the_demo() -> tuple[list[str], str]:
     return "\n\n".join([before, about, behind]).split("\n\n"), question
 
 
-def lay_out(engine: BlendEngine, ids: list[int]) -> Stitched:
-    """Return the prompt stitched from stored KV, nothing recomputed."""
-    index = MatchIndex()
-    index.add((entry.key, entry.ids, entry.anchors) for entry in engine.store.entries(0))
-    runs = index.match(ids, engine.config.min_run)
-    readers = {run.key: engine.store.open(run.key) for run in runs}
-    stitched = stitch(engine.model, ids, runs, {key: reader for key, reader in readers.items() if reader}, len(ids))
-    for layer in range(engine.model.num_layers):
-        stitched.cache.layer(layer)
-    return stitched
-
-
 def selected(engine: BlendEngine, ids: list[int], policy: str) -> Tensor:
     """Return the (S,) positions that a policy recomputes at the default ratio."""
-    config = BlendConfig(policy=policy, ratio=DEFAULT_RATIO)
-    return select(engine.model, lay_out(engine, ids), config)
+    return engine.prefill(ids, BlendConfig(policy=policy, ratio=DEFAULT_RATIO)).selected
 
 
 def deviation(engine: BlendEngine, ids: list[int]) -> tuple[Stitched, Tensor]:
     """Return the (L, T) relative distance of stitched keys and values to full prefill's; NaN at fresh positions."""
-    stitched, (_, full) = lay_out(engine, ids), prefill(engine.model, torch.tensor(ids), len(ids))
+    stitched = engine.prefill(ids, BlendConfig(policy="none")).stitched
+    _, full = prefill(engine.model, torch.tensor(ids), len(ids))
     rows = []
     for layer in range(engine.model.num_layers):
-        pairs = zip(stitched.cache.layer(layer), full.cache.layer(layer), strict=True)
+        caches = stitched.cache.layer(layer), full.cache.layer(layer)
+        pairs = ((ours[:, :, : len(ids)], true[:, :, : len(ids)]) for ours, true in zip(*caches, strict=True))
         distances = [((ours - true).float().square(), true.float().square()) for ours, true in pairs]
         ours, true = (sum(part.sum(dim=(0, 1, 3)) for part in parts) for parts in zip(*distances, strict=True))
         rows.append((ours / true).sqrt())
@@ -144,7 +131,7 @@ def draw_text(model: Model, stitched: Stitched, recomputed: Tensor, path: Path) 
 def measure_ttft() -> None:
     """Write the measurement that `draw_ttft` draws."""
     results = [
-        measure(SHAPE, LAYERS, chunks, CHUNK_TOKENS, policies=(DEFAULT_POLICY, "first_k", "none"), repeats=2)
+        measure(TtftSetup(SHAPE, LAYERS, chunks, CHUNK_TOKENS, policies=(DEFAULT_POLICY, "first_k", "none"), repeats=2))
         for chunks in CHUNKS
     ]
     MEASURED.write_text(json.dumps([asdict(result) for result in results], indent=1))

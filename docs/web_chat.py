@@ -1,4 +1,4 @@
-"""Take the picture of examples/web_chat.py: `python docs/web_chat.py`. Needs Chromium, as `.ci/run` installs it."""
+"""Take the screenshot of examples/web_chat.py: `python docs/web_chat.py`. Needs Chromium, as installed by `.ci/run`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _wait(url: str, chat: subprocess.Popen[bytes]) -> None:
             time.sleep(0.5)
         else:
             return
-    sys.exit("the web chat has ended by itself")
+    sys.exit("the web chat exited unexpectedly")
 
 
 def _take(url: str, picture: Path) -> None:
@@ -55,7 +55,7 @@ def _take(url: str, picture: Path) -> None:
             page.get_by_placeholder("Ask about the documents").fill(question)
             page.get_by_placeholder("Ask about the documents").press("Enter")
             page.locator("#prompt", has_text=question).wait_for()
-        page.wait_for_timeout(1000)  # for what fades in
+        page.wait_for_timeout(1000)  # wait for fade-in animations
         page.screenshot(path=picture)
         browser.close()
 

@@ -1,4 +1,4 @@
-"""A LangChain agent that searches before it answers: the chunks that its tool returns are already encoded."""
+"""A LangChain agent with a search tool: the chunks that the tool returns are already encoded."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +10,10 @@ from langchain.tools import ToolRuntime, tool
 from langchain_core.messages import ToolMessage
 from langchain_kvrag import ChatBlend, FaissVectorStore, KVWarmVectorStore, SentenceTransformerEmbeddings
 
-MODEL = "reader"  # comes with kvrag; or for example "Qwen/Qwen2.5-1.5B-Instruct"
+MODEL = "reader"  # the bundled model; or for example "Qwen/Qwen2.5-1.5B-Instruct"
 PATHS = sorted((Path(__file__).parent / "corpus").glob("*.txt"))
 
-# "off": never fall back to full prefill, which is faster for prompts as short as these
+# "off": no automatic full prefill, which is faster for prompts this short
 llm = ChatBlend(model=MODEL, store="kv", max_tokens=64, temperature=0, controller="off")
 vectors = KVWarmVectorStore(FaissVectorStore(SentenceTransformerEmbeddings()), llm)
 vectors.add_texts([path.read_text() for path in PATHS], ids=[path.name for path in PATHS])  # also encodes them
@@ -22,14 +22,14 @@ vectors.add_texts([path.read_text() for path in PATHS], ids=[path.name for path 
 @tool
 def search(runtime: ToolRuntime) -> str:
     """Find articles that help to answer the user's question."""
-    # a larger model can choose the words to search for: search(query: str)
+    # a larger model can choose the search query: search(query: str)
     question = runtime.state["messages"][0].text
     return "\n\n".join(document.page_content for document in vectors.similarity_search(question, k=3))
 
 
 @wrap_model_call
 def search_first(request: ModelRequest, handler: Callable[[ModelRequest], Any]) -> Any:
-    """Force a call of the tool as the first step: a grammar allows nothing else."""
+    """Force a call of the tool as the first step, enforced by a grammar."""
     has_searched = any(isinstance(message, ToolMessage) for message in request.messages)
     return handler(request if has_searched else request.override(tool_choice="any"))
 

@@ -1,4 +1,4 @@
-"""The LCEL chain of the tutorials, with ChatBlend as its model."""
+"""The LCEL chain of the LangChain tutorials, with ChatBlend as its model."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 from langchain_kvrag import ChatBlend, FaissVectorStore, KVWarmVectorStore, SentenceTransformerEmbeddings
 
-MODEL = "reader"  # comes with kvrag; or for example "Qwen/Qwen2.5-1.5B-Instruct"
+MODEL = "reader"  # the bundled model; or for example "Qwen/Qwen2.5-1.5B-Instruct"
 PATHS = sorted((Path(__file__).parent / "corpus").glob("*.txt"))
 
-# "off": never fall back to full prefill, which is faster for prompts as short as these
+# "off": no automatic full prefill, which is faster for prompts this short
 llm = ChatBlend(model=MODEL, store="kv", max_tokens=32, temperature=0, controller="off")
 vectors = KVWarmVectorStore(FaissVectorStore(SentenceTransformerEmbeddings()), llm)
 vectors.add_texts([path.read_text() for path in PATHS], ids=[path.name for path in PATHS])  # also encodes them

@@ -1,4 +1,4 @@
-"""LlamaIndex's query engine and a chat engine, with BlendLLM as their model."""
+"""LlamaIndex's query engine and chat engine, with BlendLLM as their model."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
 
-MODEL = "reader"  # comes with kvrag; or for example "Qwen/Qwen2.5-1.5B-Instruct"
+MODEL = "reader"  # the bundled model; or for example "Qwen/Qwen2.5-1.5B-Instruct"
 PATHS = sorted((Path(__file__).parent / "corpus").glob("*.txt"))
 
 
@@ -28,12 +28,12 @@ class Reuse(BaseEventHandler):
 
 get_dispatcher().add_event_handler(Reuse())
 
-# "off": never fall back to full prefill, which is faster for prompts as short as these
+# "off": no automatic full prefill, which is faster for prompts this short
 llm = BlendLLM(model=MODEL, store="kv", max_tokens=32, temperature=0, controller="off")
-Settings.llm, Settings.tokenizer = llm, llm.encode  # otherwise LlamaIndex counts with another model's tokenizer
-Settings.embed_model = HuggingFaceEmbedding(str(get_model_path()))  # a small one that comes as a package
+Settings.llm, Settings.tokenizer = llm, llm.encode  # otherwise LlamaIndex counts with another tokenizer
+Settings.embed_model = HuggingFaceEmbedding(str(get_model_path()))  # a small model that is installed as a package
 
-vectors = KVWarmVectorStore(SimpleVectorStore(), llm)  # encodes the nodes that are added
+vectors = KVWarmVectorStore(SimpleVectorStore(), llm)  # encodes added nodes
 index = VectorStoreIndex.from_documents(
     [Document(text=path.read_text(), id_=path.name) for path in PATHS],
     storage_context=StorageContext.from_defaults(vector_store=vectors),

@@ -1,11 +1,11 @@
-"""Any OpenAI client against `kvrag serve`: an answer with citations, and a streamed one about your own chunks.
+"""An OpenAI client for `kvrag serve`: an answer with citations, and a streamed answer about your own chunks.
 
-Before, in another terminal:
+First, in another terminal:
 
     kvrag warm --store kv examples/corpus
-    kvrag serve --store kv                     # --model Qwen/Qwen2.5-1.5B-Instruct for another than the bundled model
+    kvrag serve --store kv                     # add --model Qwen/Qwen2.5-1.5B-Instruct for another model
 
-The same server behind Open WebUI, which then has the models `reader` and `reader-rag`:
+The same server with Open WebUI, which then shows the models `reader` and `reader-rag`:
 
     kvrag serve --store kv --host 0.0.0.0 --api-key secret
     docker run -p 3000:8080 --add-host host.docker.internal:host-gateway -e OPENAI_API_KEY=secret \
@@ -19,7 +19,7 @@ from openai import OpenAI
 client = OpenAI(base_url=sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1", api_key="none")
 model = client.models.list().data[0].id
 question = "Which company has its offices in Danvik?"
-blend = {"controller": "off"}  # never fall back to full prefill, which is faster for prompts as short as these
+blend = {"controller": "off"}  # no automatic full prefill, which is faster for prompts this short
 
 # the server retrieves from its own corpus
 answer = client.chat.completions.create(
@@ -35,7 +35,7 @@ for citation in citations:
     print(f"  [{citation['index']}] {citation['document'].rpartition('/')[2]}: {citation['text'][:60]!r}...")
 print(f"{answer.usage.prompt_tokens_details.cached_tokens} of {answer.usage.prompt_tokens} prompt tokens reused")
 
-# the client retrieves; the server encodes chunks that it has not seen, and keeps them
+# the client retrieves; the server encodes and stores new chunks
 stream = client.chat.completions.create(
     model=model,
     messages=[{"role": "user", "content": question}],

@@ -3,7 +3,7 @@
     python examples/terminal_chat.py                                                # the bundled model and articles
     python examples/terminal_chat.py --model Qwen/Qwen2.5-1.5B-Instruct notes/
 
-End it with an empty line, Ctrl-C or Ctrl-D.
+End with an empty line, Ctrl-C or Ctrl-D.
 """
 
 import argparse
@@ -23,12 +23,12 @@ INSTRUCTION = "Answer the question from these passages. If they do not say, say 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent / "corpus")
-    parser.add_argument("--model", default="reader", help="hub name or folder (default: the model that is bundled)")
+    parser.add_argument("--model", default="reader", help="hub name or folder (default: the bundled model)")
     parser.add_argument("--store", default="kv", help="folder of the encoded chunks (default: kv)")
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--top-k", type=int, default=4)
     args = parser.parse_args()
-    is_reader = args.model == "reader"  # so small that full prefill is faster: shown all the same
+    is_reader = args.model == "reader"  # so small that full prefill is faster; blending is shown anyway
     llm = ChatBlend(model=args.model, store=args.store, temperature=0, controller="off" if is_reader else None)
     try:
         chat(llm, warm(llm, args.folder, args.chunk_tokens), "" if is_reader else INSTRUCTION, args.top_k)
@@ -50,7 +50,7 @@ def warm(llm: ChatBlend, folder: Path, chunk_tokens: int) -> KVWarmVectorStore:
         for number, chunk in enumerate(splitter.split_text(path.read_text(encoding="utf-8", errors="replace")))
     ]
     if not documents:
-        sys.exit(f"terminal_chat: there is no .txt or .md file in {folder}")
+        sys.exit(f"terminal_chat: {folder} contains no .txt or .md file")
     vectors = KVWarmVectorStore(FaissVectorStore(SentenceTransformerEmbeddings()), llm)
     for start in range(0, len(documents), 64):
         vectors.add_documents(documents[start : start + 64])
@@ -60,7 +60,7 @@ def warm(llm: ChatBlend, folder: Path, chunk_tokens: int) -> KVWarmVectorStore:
 
 
 def chat(llm: ChatBlend, vectors: KVWarmVectorStore, instruction: str, top_k: int) -> None:
-    history: list[BaseMessage] = []  # questions and answers; passages are retrieved anew for every question
+    history: list[BaseMessage] = []  # questions and answers; passages are retrieved again for every question
     while question := ask():
         found = vectors.similarity_search(question, k=top_k)
         passages = "\n\n".join(document.page_content for document in found)

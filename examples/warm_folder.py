@@ -1,4 +1,4 @@
-"""Warm a folder of texts and answer from two of its chunks, with the engine alone.
+"""Warm a folder of texts and answer from two of its chunks, using the engine only.
 
 A second run encodes nothing.
 """
@@ -10,8 +10,8 @@ from langchain_text_splitters import RecursiveCharacterTextSplitter
 from kvrag import BlendEngine
 
 FOLDER = Path(__file__).parent / "corpus"
-MODEL = "reader"  # comes with kvrag; or for example "Qwen/Qwen2.5-1.5B-Instruct"
-CHUNK_TOKENS = 40  # these articles are tiny; 256 is a good length for others
+MODEL = "reader"  # the bundled model; or for example "Qwen/Qwen2.5-1.5B-Instruct"
+CHUNK_TOKENS = 40  # these articles are tiny; 256 is a good value for real ones
 
 engine = BlendEngine.from_pretrained(MODEL, store="kv")
 splitter = RecursiveCharacterTextSplitter(
@@ -21,7 +21,7 @@ chunks, names = [], []
 for path in sorted(FOLDER.rglob("*.txt")):
     for chunk in splitter.split_text(path.read_text()):
         chunks.append(chunk)
-        names.append(path.name)  # when a file has changed, its old chunks are dropped
+        names.append(path.name)  # when a file changes, its old chunks are dropped
 
 report = engine.warm(chunks, document=names)
 print(f"{report.chunks} chunks of {len(set(names))} files: {report.new} encoded now, {report.bytes} bytes")
@@ -32,7 +32,7 @@ answer = engine.generate(
     [{"role": "user", "content": "\n\n".join([*about, f"Question: {question}"])}],
     max_new_tokens=32,
     temperature=0,
-    controller="off",  # never fall back to full prefill, which is faster for short prompts
+    controller="off",  # no automatic full prefill, which is faster for short prompts
 )
 print(question, answer.text.strip())
 print(

@@ -5,19 +5,19 @@ from pathlib import Path
 from langchain_chroma import Chroma
 from langchain_kvrag import ChatBlend, KVWarmVectorStore, SentenceTransformerEmbeddings
 
-MODEL = "reader"  # comes with kvrag; or for example "Qwen/Qwen2.5-1.5B-Instruct"
+MODEL = "reader"  # the bundled model; or for example "Qwen/Qwen2.5-1.5B-Instruct"
 
 # your collection; a new one gets a few articles
 chroma = Chroma("articles", SentenceTransformerEmbeddings(), persist_directory="chroma")
 if not chroma.get(limit=1)["ids"]:
     paths = sorted((Path(__file__).parent / "corpus").glob("*.txt"))
-    # with metadata: without any, langchain-chroma 1.1 cannot get documents by their ids
+    # metadata is required: langchain-chroma 1.1 cannot get documents without it by id
     sources = [{"source": path.name} for path in paths]
     chroma.add_texts([path.read_text() for path in paths], sources, ids=[path.name for path in paths])
 
-# "off": never fall back to full prefill, which is faster for prompts as short as this one
+# "off": no automatic full prefill, which is faster for a prompt this short
 llm = ChatBlend(model=MODEL, store="kv", max_tokens=32, temperature=0, controller="off")
-vectors = KVWarmVectorStore(chroma, llm)  # encodes the nodes that are added from now on, and drops what is deleted
+vectors = KVWarmVectorStore(chroma, llm)  # encodes documents added from now on, and drops deleted ones
 report = vectors.warm_existing(chroma.get(include=[])["ids"])
 print(f"{report.chunks} documents: {report.new} encoded now, {report.reused} before")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from langchain_kvrag import ChatBlend, FaissVectorStore, KVWarmVectorStore, SentenceTransformerEmbeddings
 
-MODEL = "reader"  # comes with kvrag; or for example "Qwen/Qwen2.5-1.5B-Instruct"
+MODEL = "reader"  # the bundled model; or for example "Qwen/Qwen2.5-1.5B-Instruct"
 
 # your index; a new one gets a few articles
 embeddings = SentenceTransformerEmbeddings()
@@ -15,9 +15,9 @@ if not Path("faiss").exists():
     ).save("faiss")
 faiss = FaissVectorStore.load("faiss", embeddings)
 
-# "off": never fall back to full prefill, which is faster for prompts as short as this one
+# "off": no automatic full prefill, which is faster for a prompt this short
 llm = ChatBlend(model=MODEL, store="kv", max_tokens=32, temperature=0, controller="off")
-vectors = KVWarmVectorStore(faiss, llm)  # encodes the nodes that are added from now on, and drops what is deleted
+vectors = KVWarmVectorStore(faiss, llm)  # encodes documents added from now on, and drops deleted ones
 report = vectors.warm_existing()
 print(f"{report.chunks} documents: {report.new} encoded now, {report.reused} before")
 

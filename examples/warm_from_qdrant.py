@@ -8,7 +8,7 @@ from langchain_qdrant import QdrantVectorStore
 from qdrant_client import QdrantClient
 from qdrant_client.models import Distance, VectorParams
 
-MODEL = "reader"  # comes with kvrag; or for example "Qwen/Qwen2.5-1.5B-Instruct"
+MODEL = "reader"  # the bundled model; or for example "Qwen/Qwen2.5-1.5B-Instruct"
 
 # your collection; a new one gets a few articles
 client = QdrantClient(path="qdrant")  # or url="http://..."
@@ -21,9 +21,9 @@ if is_new:
     ids = [str(uuid.uuid5(uuid.NAMESPACE_URL, path.name)) for path in paths]
     qdrant.add_texts([path.read_text() for path in paths], ids=ids)
 
-# "off": never fall back to full prefill, which is faster for prompts as short as this one
+# "off": no automatic full prefill, which is faster for a prompt this short
 llm = ChatBlend(model=MODEL, store="kv", max_tokens=32, temperature=0, controller="off")
-vectors = KVWarmVectorStore(qdrant, llm)  # encodes the nodes that are added from now on, and drops what is deleted
+vectors = KVWarmVectorStore(qdrant, llm)  # encodes documents added from now on, and drops deleted ones
 page = None
 while True:
     points, page = client.scroll("articles", limit=1000, offset=page, with_payload=False)

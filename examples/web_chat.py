@@ -1,4 +1,4 @@
-"""A web page to chat with documents: upload, warm, ask, and see how much of each prompt was reused.
+"""A web page to chat with documents: upload, warm, ask, and inspect the reuse of each prompt.
 
 python examples/web_chat.py [--model Qwen/Qwen2.5-1.5B-Instruct]
 """
@@ -30,14 +30,14 @@ class Chat:
     def __init__(self, model: str, store: str, max_tokens: int) -> None:
         self.engine = BlendEngine.from_pretrained(model, store=store)
         self.vectors = FaissVectorStore(SentenceTransformerEmbeddings())
-        self.ids: dict[str, list[str]] = {}  # of each document's chunks
-        # full prefill is always faster for the small reader: "off" shows blending all the same
+        self.ids: dict[str, list[str]] = {}  # chunk ids of each document
+        # full prefill is always faster for the small reader: "off" shows blending anyway
         controller, self.instruction = ("off", "") if model == "reader" else ("auto", INSTRUCTION)
         self.engine.generate("Hello.", max_new_tokens=1)  # the first answer of a process is slower
         self.settings: dict[str, Any] = {"max_new_tokens": max_tokens, "temperature": 0, "controller": controller}
 
     def add(self, paths: list[str | Path], progress: gr.Progress = gr.Progress()) -> str:  # noqa: B008
-        """Warm and index files; a file of the same name replaces the one before."""
+        """Warm and index files. A file replaces an earlier one with the same name."""
         encode, reports = self.engine.model.tokenizer.encode, []
         splitter = RecursiveCharacterTextSplitter(
             chunk_size=CHUNK_TOKENS, chunk_overlap=0, length_function=lambda text: len(encode(text))
@@ -46,7 +46,7 @@ class Chat:
             progress((number, len(paths)), desc=f"warming {path.name}", unit="documents")
             try:
                 chunks = splitter.split_text(read(path))
-            except Exception as error:  # pypdf has many of its own
+            except Exception as error:  # pypdf raises many types
                 gr.Warning(f"{path.name} cannot be read: {error}")
                 continue
             reports.append(self.engine.warm(chunks, document=path.name))
@@ -56,7 +56,7 @@ class Chat:
         return f"**{len(self.ids)} documents, {len(self.vectors.ids)} chunks**, {encoded} encoded now, {seconds:.1f} s"
 
     def ask(self, question: str, shown: list[Any], turns: list[Any]) -> Iterator[tuple[Any, ...]]:
-        """Stream the answer, then show what it took."""
+        """Stream the answer, then show its timing and reuse."""
         found = self.vectors.similarity_search(question, k=TOP_K)
         if not question.strip() or not found:
             raise gr.Error("Add documents first, then ask a question.")
@@ -68,8 +68,8 @@ class Chat:
             answer, report = answer + delta.text, delta.report
             shown[-1]["content"] = answer.strip()
             yield "", shown, turns, gr.skip(), None
-        explained = self.engine.explain(report)  # by its report: another visitor may have been answered since
-        # earlier turns without their passages: they are retrieved anew for every question
+        explained = self.engine.explain(report)  # by report, because another visitor may have asked since
+        # earlier turns without their passages, which are retrieved again for every question
         said = [{"role": "user", "content": f"Question: {question}"}, {"role": "assistant", "content": answer.strip()}]
         yield "", shown, [*turns, *said][-8:], panel(report, None, explained), (prompt, report, explained)
 
@@ -88,7 +88,7 @@ def read(path: Path) -> str:
 
 def panel(report: BlendReport, full: BlendReport | None, explained: Explanation) -> str:
     """Return times, and the prompt with its reused and recomputed parts."""
-    note = "Both for this very prompt; full prefill was measured after the answer." if full else ""
+    note = "Both for this prompt; full prefill was measured after the answer." if full else ""
     times = {"blending": report.ttft_s} | ({"full prefill": full.ttft_s} if full else {})
     bars = "".join(
         f'<div class="bar {name}"><span>{name}</span><div style="width:{seconds / max(times.values()):.0%}"></div>'
@@ -104,7 +104,7 @@ def panel(report: BlendReport, full: BlendReport | None, explained: Explanation)
             source = escape(", ".join(part.documents)) or "this conversation"
             size = f"{part.stop - part.start} tokens reused, {part.recomputed} of them recomputed"
             text += f'<div class="passage"><b>{source}<i>{size}</i></b>{inside.strip()}</div>'
-    return f"""<h3>Time to the first token</h3>{bars}
+    return f"""<h3>Time to first token</h3>{bars}
         <p class="note">{note} {escape(report.decision)}</p>
         <h3>The prompt</h3><p class="key"><span class="reused">{report.reused_tokens} tokens reused</span>
         <span class="recomputed">{report.recomputed_tokens} of them recomputed</span>
@@ -113,7 +113,7 @@ def panel(report: BlendReport, full: BlendReport | None, explained: Explanation)
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="reader", help="hub name or folder (default: the model that is bundled)")
+    parser.add_argument("--model", default="reader", help="hub name or folder (default: the bundled model)")
     parser.add_argument("--store", default="kv", help="folder of the encoded chunks (default: kv)")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--port", type=int, default=7860)
@@ -133,7 +133,7 @@ def main() -> None:
                 files = gr.File(label="Documents: .txt .md .html .pdf", file_count="multiple", height=120)
                 samples = gr.Button("Use the sample articles", size="sm")
                 status = gr.Markdown(min_height=40)
-                compare = gr.Checkbox(True, label="After each answer, measure full prefill of its prompt, too")
+                compare = gr.Checkbox(True, label="After each answer, also measure full prefill of its prompt")
                 report = gr.HTML("", elem_id="report")
         files.upload(chat.add, files, status)
         samples.click(partial(chat.add, SAMPLES), None, status)

@@ -1,10 +1,11 @@
-"""Retrieval-augmented generation several times sooner: chunk KV encoded once, stitched and blended at query time."""
+"""RAG with a faster first token: chunk KV is encoded once, stitched and blended at query time."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvrag.config import POLICIES, BlendConfig, Grammar, Sampling
 from kvrag.errors import (
+    ChunkUnreadableError,
     ContextWindowError,
     DamagedChunkError,
     FingerprintMismatchError,
@@ -35,6 +36,7 @@ __all__ = [
     "BlendConfig",
     "BlendEngine",
     "BlendReport",
+    "ChunkUnreadableError",
     "ContextWindowError",
     "DamagedChunkError",
     "Delta",
@@ -62,7 +64,7 @@ __all__ = [
     "WarmReport",
 ]
 
-# these import torch and transformers, which takes seconds: `kvrag --help` should not
+# these import torch and transformers, which takes seconds: too slow for `kvrag --help`
 _HEAVY = {
     "BlendEngine": "kvrag.engine",
     "FileStore": "kvrag.store",

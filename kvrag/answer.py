@@ -29,14 +29,14 @@ from kvrag.types import Answer, BlendReport, Delta, Run, ToolCall
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be answered, and how.
+    """A question and the settings of its answer.
 
     Attributes:
         prepared: The prompt, with tools and grammar.
-        documents: Chunks in it that may have to be encoded first.
-        namespace: Whose chunks and conversations are reused.
-        config: How to blend.
-        sampling: How to draw tokens.
+        documents: Chunks in the prompt; those not stored are encoded first.
+        namespace: Namespace of the chunks and conversations to reuse.
+        config: Blend settings.
+        sampling: Sampling settings.
     """
 
     prepared: Prepared
@@ -47,7 +47,7 @@ class Question:
 
 
 class Answering:
-    """Answers questions; holds the live conversations and the latest answers. Thread-safe."""
+    """Answers questions; keeps the live conversations and the most recent answers. Thread-safe."""
 
     def __init__(self, model: Model, pipeline: Pipeline, ingestion: Ingestion, conversation_bytes: int) -> None:
         self._model, self._pipeline, self._ingestion = model, pipeline, ingestion
@@ -58,7 +58,7 @@ class Answering:
 
     def stream(self, question: Question) -> Generator[Delta, None, None]:
         """See `BlendEngine.stream`."""
-        started = time.perf_counter()  # when the consumer asks for the first token
+        started = time.perf_counter()  # the consumer has asked for the first token
         tokenizer, prepared, namespace = self._model.tokenizer, question.prepared, question.namespace
         notes: list[str] = []
         ids = tokenizer.render(prepared.prompt, **prepared.template)
@@ -67,14 +67,14 @@ class Answering:
         parser = prepared.parser(tokenizer, ids)
         created = self._warm(question.documents, namespace, notes) if question.documents else set()
         done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
-        # now, since a stream may be closed anywhere; the last token of a text may be another with more behind it
+        # computed now, since a stream may be closed at any point; more text may change a plain prompt's last token
         is_text = isinstance(prepared.prompt, str)
-        generation_prompt = 1 if is_text else tokenizer.opening(**prepared.template)
+        generation_prompt = 1 if is_text else tokenizer.generation_prompt_length(**prepared.template)
         control_tokens = parser is not None and parser.control_tokens
         cache, sampling = done.stitched.cache, question.sampling
         call: Call | None = None
         answer: list[int] = []
-        with contextlib.suppress(GeneratorExit):  # a consumer that leaves may still go on with the conversation
+        with contextlib.suppress(GeneratorExit):  # a consumer may leave a stream and still continue the conversation
             for delta in decode(self._model, done.ids, cache, done.logits, sampling, constraint, control_tokens):
                 answer += delta.token_ids
                 if call is None:
@@ -117,17 +117,17 @@ class Answering:
         self._conversations.drop(keys)
 
     def close(self) -> None:
-        """Drop the conversations. Answers under way end with their own."""
+        """Drop the conversations. Pending answers end with their own KV."""
         self._conversations.close()
 
     def _notice_removals(self) -> None:
-        """Free what was removed from the store, perhaps by another process."""
+        """Free KV that was removed from the store, possibly by another process."""
         self._removals = self._pipeline.store.removals()
         kept = {*self._pipeline.memory.keys(), *self._conversations.keys()}
         self.free(self._pipeline.store.missing(sorted(kept)))
 
     def _warm(self, documents: Sequence[str], namespace: str, notes: list[str]) -> set[str]:
-        """Encode what cannot be reused yet, and return its keys; adds to `notes`."""
+        """Encode the documents that are not stored, and return their keys; adds to `notes`."""
         missing: dict[str, str] = {}
         given = self._ingestion.tokenize(documents, namespace)
         texts = [text_key(namespace, ids) for ids in given.ids]
@@ -138,14 +138,15 @@ class Answering:
                     missing[key] = document
             if missing:
                 self._ingestion.warm(list(missing.values()), "", None, namespace, on_request=True)
+                self._pipeline.catalog.refresh()
         except StoreError as error:
-            notes.append(f"documents could not be kept: {error}")  # the answer does not depend on it
+            notes.append(f"documents could not be stored: {error}")  # the answer does not depend on it
         return set(missing)
 
     def _finish(self, call: Call | None, question: Question) -> None:
-        """Do what can wait until the answer is complete.
+        """Do deferred work after a complete answer.
 
-        Not for an abandoned stream: garbage collection may end that in a thread that holds the locks which this takes.
+        Skipped for abandoned streams: garbage collection may end them in a thread that holds the locks taken here.
         """
         self._pipeline.tuning.keep_speed_now_and_then()
         if call:
@@ -158,7 +159,7 @@ class Answering:
             )
 
     def _keep(self, done: Prefilled, answer: list[int], generation_prompt: int, namespace: str) -> None:
-        """Keep an answered prompt for the next one, which will have it without the generation prompt."""
+        """Keep an answered prompt for the next turn, which contains it without the generation prompt."""
         stitched, prefix, num_tokens = done.stitched, done.stitched.prefix, len(done.ids)
         ids = np.array([*done.ids.tolist(), *answer][: stitched.cache.get_seq_length()])
         exact = len(ids) if done.exact == num_tokens else done.exact
@@ -171,12 +172,12 @@ class Answering:
 
 
 def is_reference(config: BlendConfig) -> bool:
-    """Return whether full prefill was asked for, as the reference for comparisons: conversations stay out of it."""
+    """Return whether full prefill was requested as a reference: such answers do not use conversations."""
     return config.policy == "full" and config.controller == "off"
 
 
 def join(deltas: Iterable[Delta]) -> Answer:
-    """Join the pieces of an answer."""
+    """Join the deltas of an answer."""
     text, last = "", None
     token_ids: list[int] = []
     calls: list[ToolCall] = []

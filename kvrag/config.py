@@ -1,4 +1,4 @@
-"""Settings, validated when they are made."""
+"""Settings, validated on creation."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any, cast
 from kvrag.errors import SettingError
 
 CODECS = ("native", "int8", "int4")
-"""How chunk KV is stored: as the model computes it, or in 8 or 4 bits; see `kvrag.store.codec`."""
+"""Codecs of stored KV: as the model computes it, or in 8 or 4 bits; see `kvrag.store.codec`."""
 
 POLICIES = ("none", "full", "hkvd", "hkvd_gradual", "seam", "first_k", "query", "query_hkvd", "hybrid", "random")
 
 DEFAULT_POLICY = "query"
 
 DEFAULT_RATIO = 0.15
-"""Recompute ratio where neither the caller nor a calibration gives one."""
+"""Recompute ratio if neither the caller nor a calibration gives one."""
 
 DEFAULT_CONTEXT = 256
-"""How many tokens of its document a chunk is encoded behind."""
+"""Default number of context tokens that a chunk is encoded with."""
 
 CANDIDATES = 2
-"""`query_hkvd` chooses from this many times its budget."""
+"""Number of candidates of `query_hkvd`, as a multiple of its budget."""
 
 CONTROLLERS = ("auto", "off")
 
-_EXTREME = 1e9  # what logits are multiplied or divided by, twice, without leaving float32
+_EXTREME = 1e9  # logits can be multiplied or divided by it twice within float32
 
 
 def _require(condition: bool, message: str) -> None:
@@ -38,7 +38,7 @@ def _require(condition: bool, message: str) -> None:
 
 def _check(name: str, value: object, least: float, whole: bool = False) -> None:
     ok = isinstance(value, Integral if whole else Real) and not isinstance(value, bool) and cast(float, value) >= least
-    _require(ok, f"{name} must be at least {least:g}{' and whole' if whole else ''}, got {value!r}")
+    _require(ok, f"{name} must be {'an integer of ' if whole else ''}at least {least:g}, got {value!r}")
 
 
 def check_ratio(ratio: float) -> float:
@@ -49,31 +49,31 @@ def check_ratio(ratio: float) -> float:
 
 
 def check_bytes(name: str, value: int) -> int:
-    """Return `value` if it can be a bound in bytes, else raise SettingError."""
+    """Return `value` if it is a valid size in bytes, else raise SettingError."""
     _check(name, value, 0, whole=True)
     return value
 
 
 def check_codec(codec: str) -> str:
-    """Return `codec` if there is one of that name, else raise SettingError."""
+    """Return `codec` if it exists, else raise SettingError."""
     _require(codec in CODECS, f"unknown codec {codec!r}; choose one of {', '.join(CODECS)}")
     return codec
 
 
 def check_policy(policy: str) -> str:
-    """Return `policy` if there is one of that name, else raise SettingError."""
+    """Return `policy` if it exists, else raise SettingError."""
     _require(policy in POLICIES, f"unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
     return policy
 
 
 def check_controller(controller: str) -> str:
-    """Return `controller` if there is such a setting, else raise SettingError."""
+    """Return `controller` if it exists, else raise SettingError."""
     _require(controller in CONTROLLERS, f"controller must be {' or '.join(CONTROLLERS)}, got {controller!r}")
     return controller
 
 
 def check_namespace(namespace: str) -> str:
-    """Return `namespace` if it can name one, else raise SettingError. "" is the default namespace."""
+    """Return `namespace` if it is a valid name, else raise SettingError. "" is the default namespace."""
     ok = isinstance(namespace, str) and len(namespace) <= 200 and (namespace.isprintable() or not namespace)
     _require(ok, f"namespace must be a string of at most 200 printable characters, got {namespace!r:.80}")
     return namespace
@@ -81,27 +81,28 @@ def check_namespace(namespace: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BlendConfig:
-    """How much of the stitched KV to recompute, and which tokens.
+    """Recompute settings: how much of the stitched KV, and which tokens.
 
     Attributes:
         policy: One of `POLICIES`; see `kvrag.reuse.select`.
         ratio: Share of the reused, inexact tokens to recompute; 0 = plain reuse, 1 = full prefill's logits.
             None = the result of `engine.calibrate` for this model and policy, else `DEFAULT_RATIO`.
-        controller: "auto" = without a ratio and with the default policy, the engine takes full prefill where that is
-            faster, and a higher ratio where loading hides it; also full prefill where calibration found no ratio that
-            holds. "off" = never. See `kvrag.control.controller`.
-        min_run: Shortest run of tokens worth reusing.
-        context_tokens: At ingestion, a chunk is encoded behind this many tokens of its document, up to twice as many
-            where that is free, so that pronouns and references are resolved in its KV. 0 = every chunk alone: its KV
-            depends on its own text only, and so does every chunk that prompts reuse.
+        controller: "auto" = without a ratio and with the default policy, the engine chooses full prefill if it is
+            predicted to be faster or if calibration found no ratio, and a higher ratio if loading hides it. "off" =
+            never. See `kvrag.control.controller`.
+        min_run: Minimum length of a reused run, in tokens.
+        context_tokens: At ingestion, a chunk is encoded with this many preceding tokens of its document as context, or
+            up to twice as many where they are free, so that its KV resolves pronouns and references. 0 = every chunk is
+            encoded alone: its KV, and every chunk that prompts reuse, depends on its own text only.
         check_layer: Layer at which `hkvd` measures the KV deviation; costs that many full layers.
-        deviation_of: "k", "v" or "kv": what `hkvd` compares.
-        metric: "l2" (CacheBlend) or "cosine" (KVBoost): how `hkvd` compares.
-        min_deviation: `hkvd` recomputes no token that deviates less, whatever the ratio.
-        seam_before, seam_after: Tokens that `seam` and `hybrid` take at the end of a run and at the start of the next.
-        band: The layers whose attention `query` and `query_hkvd` use, as fractions of the depth.
-        smoothing: Width in tokens of the window that spreads a `query` score over its neighbours; odd.
-        seed: For `random`.
+        deviation_of: "k", "v" or "kv": tensors that `hkvd` compares.
+        metric: "l2" (CacheBlend) or "cosine" (KVBoost): metric of `hkvd`.
+        min_deviation: `hkvd` does not recompute tokens with a smaller deviation, at any ratio.
+        seam_before, seam_after: Tokens that `seam` and `hybrid` select at the end of a run and at the start of the
+            next.
+        band: Layers whose attention `query` and `query_hkvd` use, as fractions of the depth.
+        smoothing: Width in tokens of the window that averages `query` scores; odd.
+        seed: Seed of `random`.
     """
 
     policy: str = DEFAULT_POLICY
@@ -124,7 +125,7 @@ class BlendConfig:
         if self.ratio is not None:
             check_ratio(self.ratio)
         check_controller(self.controller)
-        _check("min_run", self.min_run, 16, whole=True)  # the matcher's guarantee
+        _check("min_run", self.min_run, 16, whole=True)  # guaranteed by the matcher
         _check("context_tokens", self.context_tokens, 0, whole=True)
         _check("check_layer", self.check_layer, 1, whole=True)  # layer 0 cannot deviate
         _require(self.deviation_of in ("k", "v", "kv"), f"deviation_of must be k, v or kv, got {self.deviation_of!r}")
@@ -141,14 +142,14 @@ class BlendConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. `None` = as in the model's own generation config, like `model.generate`.
+    """Sampling settings. `None` = as in the model's own generation config, like `model.generate`.
 
     Attributes:
-        max_new_tokens: Upper bound of the answer's length.
+        max_new_tokens: Maximum length of the answer.
         temperature: 0 = greedy.
         top_p, top_k, repetition_penalty: As in transformers' GenerationConfig.
         seed: Makes sampling repeatable.
-        stop: The answer ends before the first of these strings, wherever token borders lie.
+        stop: The answer ends before the first of these strings, independent of token boundaries.
     """
 
     max_new_tokens: int = 256
@@ -164,7 +165,7 @@ class Sampling:
         for name in ("max_new_tokens", "top_k", "seed"):
             if (value := getattr(self, name)) is not None:
                 _check(name, value, 0, whole=True)
-                self._set(name, int(value))  # torch and transformers take no other kind of number
+                self._set(name, int(value))  # torch and transformers accept only Python numbers
         for name in ("temperature", "top_p", "repetition_penalty"):
             if (value := getattr(self, name)) is not None:
                 _check(name, value, 0)
@@ -184,12 +185,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must look like: one of the three. Needs the extra `kvrag[grammar]`.
+    """Format of an answer: exactly one of the three. Needs the extra `kvrag[grammar]`.
 
-    An answer that reaches `max_new_tokens` is cut off all the same: its `finish_reason` is "length" then.
+    An answer that reaches `max_new_tokens` is still cut off; its `finish_reason` is then "length".
 
     Attributes:
-        json_schema: A JSON schema; `{"type": "object"}` = any object. Properties that it does not name are left out.
+        json_schema: A JSON schema; `{"type": "object"}` = any object. Unnamed properties are not generated.
         regex: A regular expression for the whole answer, in Rust's syntax (no look-around, no back-references).
         lark: A context-free grammar in Lark's syntax, or in the EBNF of llama.cpp (GBNF).
     """
@@ -200,7 +201,7 @@ class Grammar:
 
     def __post_init__(self) -> None:
         given = [name for name in ("json_schema", "regex", "lark") if getattr(self, name) is not None]
-        _require(len(given) == 1, f"a grammar is one of json_schema, regex and lark, got {', '.join(given) or 'none'}")
+        _require(len(given) == 1, f"a grammar needs json_schema, regex or lark, got {', '.join(given) or 'none'}")
         for name, text in (("regex", self.regex), ("lark", self.lark)):
             _require(isinstance(text, str | None), f"{name} must be a string, got {text!r:.80}")
         if self.json_schema is not None:
@@ -209,10 +210,10 @@ class Grammar:
 
     @classmethod
     def of_response_format(cls, response_format: Mapping[str, Any]) -> Grammar | None:
-        """What OpenAI's `response_format` asks for; None for `{"type": "text"}`.
+        """Return the grammar for OpenAI's `response_format`; None for `{"type": "text"}`.
 
         Raises:
-            SettingError: It is none.
+            SettingError: The format is malformed.
         """
         kind = response_format.get("type") if isinstance(response_format, Mapping) else None
         if kind == "text":
@@ -230,7 +231,7 @@ class Grammar:
 
 
 def check_json(name: str, value: object) -> None:
-    """Raise SettingError unless `value` can be written as JSON."""
+    """Raise SettingError unless `value` can be serialised as JSON."""
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""BlendEngine: the public methods and their async twins. The steps are in `kvrag.request` and `kvrag.answer`."""
+"""BlendEngine: the public methods and their async versions. The steps are in `kvrag.request` and `kvrag.answer`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class BlendEngine:
     """Answers prompts from pre-encoded chunks. Thread-safe.
 
     Attributes:
-        model, store, codec: What it was built from.
-        fingerprint: What the store's KV is filed under: the model's, and the codec.
-        config: Defaults for every answer; `ratio` and `policy` can be given per call.
+        model, store, codec: Its components.
+        fingerprint: Fingerprint of the store's KV: the model's, with the codec.
+        config: Defaults of every answer; `ratio` and `policy` can be given per call.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class BlendEngine:
         codec: str = "native",
         conversation_bytes: int = 1 << 30,
     ) -> None:
-        """Join a model and a store.
+        """Combine a model and a store.
 
         Args:
-            store: A store, or a folder for one; None = a folder of this model's under `~/.cache/kvrag`.
-            ram_bytes: Bound of the RAM tier in front of the store; 0 switches it off.
-            codec: How chunks are stored: "native" = as they are, "int8" and "int4" = in a half and less than a third
-                of the bytes, so that no reused KV is exact any more.
-            conversation_bytes: Bound of the KV of the latest conversations, kept where the model is for their next
-                turns; 0 keeps none. Answers under way need their own besides.
+            store: A store or its folder; None = a folder for this model under `~/.cache/kvrag`.
+            ram_bytes: Size of the RAM tier in front of the store; 0 = no RAM tier.
+            codec: Codec of stored chunks: "native" = as computed, "int8" and "int4" = half and less than a third of the
+                bytes; with these, no reused KV is exact.
+            conversation_bytes: Maximum size of the KV of recent conversations, kept on the model's device for their
+                next turns; 0 = none. Pending answers need their own KV in addition.
 
         Raises:
-            FingerprintMismatchError: The store holds KV of another model, or of another codec.
+            FingerprintMismatchError: The store holds KV of another model or codec.
         """
         self.model, self.config, self.codec = model, config or BlendConfig(), check_codec(codec)
         self.fingerprint = model.fingerprint.stored_as(codec)
@@ -95,8 +95,8 @@ class BlendEngine:
         conversation_bytes: int = 1 << 30,
         **model_settings: Any,
     ) -> BlendEngine:
-        """Load a model (see `Model.from_pretrained` for its settings) and join it with a store."""
-        check_codec(codec)  # loading takes a while
+        """Load a model (see `Model.from_pretrained` for its settings) and combine it with a store."""
+        check_codec(codec)  # before the slow loading
         check_bytes("conversation_bytes", conversation_bytes)
         try:
             model = Model.from_pretrained(name_or_path, **model_settings)
@@ -106,9 +106,9 @@ class BlendEngine:
 
     @classmethod
     def shared(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine:
-        """Like `from_pretrained`, but equal settings give the same engine as long as anyone uses it.
+        """Like `from_pretrained`, but equal settings share one engine while it is in use.
 
-        This is what the framework classes build theirs with, when they answer for the first time.
+        The framework classes create their engine this way, on the first answer.
         """
         key = repr((str(name_or_path), sorted(settings.items(), key=lambda item: item[0])))
         with _sharing.setdefault(key, threading.Lock()):
@@ -128,38 +128,41 @@ class BlendEngine:
         namespace: str = "",
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> WarmReport:
-        """Encode every chunk that the store lacks. Give the texts as the framework will paste them, in reading order.
+        """Encode every chunk that the store lacks. Pass the texts as prompts will contain them, in reading order.
 
         Args:
             texts: The chunks.
-            document: Name of the document they are the whole of: its chunks from an earlier call that are not among
-                them are dropped, unless another document has them. "" adds without a name. A list has one name for
-                each text, so that several documents are encoded together.
-            sources: Names what the texts are pieces of: each is encoded behind up to twice `config.context_tokens` of
-                what stands before it there, but for those that several sources have. "" = nothing; None = `document`.
-            namespace: Where the chunks are visible: prompts of another namespace never reuse them.
+            document: Name of the document that consists of them: its chunks from an earlier call that are not among
+                them are dropped, unless another document has them. "" adds without a name. A list has one name per
+                text, so that several documents are encoded together.
+            sources: Names of the sources of the texts: each text is encoded with up to twice `config.context_tokens` of
+                the preceding text of its source, except texts that several sources have. "" = no source; None =
+                `document`.
+            namespace: Namespace of the chunks: prompts of other namespaces never reuse them.
             progress: Called with (tokens done, tokens to do) after each portion.
 
         Raises:
             PromptError: A text cannot be encoded.
             ContextWindowError: A chunk is longer than the model's window.
             ModelError: The model overflows on a chunk.
-            StoreError: It cannot be stored; what was stored before stays.
+            StoreError: A chunk cannot be stored; chunks stored before are kept.
         """
         self._check_open()
-        return self._ingestion.warm(texts, document, sources, check_namespace(namespace), progress)
+        report = self._ingestion.warm(texts, document, sources, check_namespace(namespace), progress)
+        self._catalog.refresh()  # the next prompt finds it, whatever other threads are doing
+        return report
 
     def forget(self, document: str, *, namespace: str = "") -> int:
-        """Delete a document's chunks unless another document has them; returns how many were deleted.
+        """Delete a document's chunks unless another document has them; return how many were deleted.
 
-        Their files, their KV in RAM and the conversations about them are gone when this returns.
+        Their files, their KV in RAM and the conversations that contain it are deleted when this returns.
         """
         removed = self._ingestion.forget(document, check_namespace(namespace))
         self._answering.free(removed)
         return len(removed)
 
     def documents(self, prefix: str = "", *, namespace: str = "") -> list[str]:
-        """Names of the namespace's documents that begin so and have chunks, sorted."""
+        """Return the names of the namespace's documents that start with `prefix` and have chunks, sorted."""
         return list(self.store.documents(prefix, check_namespace(namespace)))
 
     async def awarm(
@@ -191,26 +194,27 @@ class BlendEngine:
         template: dict[str, Any] | None = None,
         **sampling: Any,
     ) -> Generator[Delta, None, None]:
-        """Answer piece by piece. Work happens only when the consumer asks for the next piece.
+        """Stream an answer. Work is done only when the consumer requests the next delta.
 
         Args:
-            prompt: One string, taken as it is, or messages for the chat template.
-            documents: Chunks that the prompt contains; those never ingested are encoded now and kept.
-            namespace: Chunks and conversations of this namespace are reused, and of no other.
-            ratio, policy: Instead of the engine's `config`; what is given here is obeyed, controller or not.
-            controller: "auto" or "off", instead of the engine's `config`.
+            prompt: A string, used as it is, or messages for the chat template.
+            documents: Chunks that the prompt contains; those not stored are encoded and stored now.
+            namespace: Only chunks and conversations of this namespace are reused.
+            ratio, policy: Override the engine's `config`; with either, the controller does not decide.
+            controller: "auto" or "off"; overrides the engine's `config`.
             stop: The answer ends before the first of these strings.
-            tools, tool_choice: What the model may or must call, in OpenAI's form; see `kvrag.generate.tools.prepare`.
-            grammar: What the answer must keep to.
+            tools, tool_choice: Tools that the model may or must call, in OpenAI's form; see
+                `kvrag.generate.tools.prepare`.
+            grammar: Grammar that the answer must match.
             template: Variables for the chat template, such as `enable_thinking`.
             sampling: Fields of `Sampling`: max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed.
 
         Yields:
-            A Delta per token; the last one carries `finish_reason` and the report.
+            One Delta per token; the last one has `finish_reason` and the report.
 
         Raises:
-            PromptError, ContextWindowError: It cannot be answered as it is.
-            SettingError: A setting is out of range or unknown, or a grammar is wrong.
+            PromptError, ContextWindowError: The prompt cannot be answered.
+            SettingError: A setting is out of range or unknown, or a grammar is invalid.
         """
         self._check_open()
         config = self._configure(ratio, policy, controller)
@@ -234,7 +238,7 @@ class BlendEngine:
         return replace(self.config, **{name: value for name, value in changes.items() if value is not None})
 
     def generate(self, prompt: str | Messages, **settings: Any) -> Answer:
-        """Answer at once; arguments as in `stream`."""
+        """Return the complete answer; arguments as in `stream`."""
         return join(self.stream(prompt, **settings))
 
     async def astream(self, prompt: str | Messages, **settings: Any) -> AsyncGenerator[Delta, None]:
@@ -251,7 +255,7 @@ class BlendEngine:
                 yield delta
         finally:
             if step is not None and not step.done():
-                await asyncio.wait([step])  # cancelled in mid-step: a running generator cannot be closed
+                await asyncio.wait([step])  # cancelled during a step: a running generator cannot be closed
             deltas.close()
 
     async def agenerate(self, prompt: str | Messages, **settings: Any) -> Answer:
@@ -263,10 +267,10 @@ class BlendEngine:
             await deltas.aclose()
 
     def count_tokens(self, prompt: str | Messages, *, tools: Sequence[dict[str, Any]] | None = None) -> int:
-        """Length of the prompt that `stream` would answer.
+        """Return the length of the prompt that `stream` would answer, in tokens.
 
         Raises:
-            PromptError: It could not be answered as it is.
+            PromptError: The prompt cannot be answered.
             SettingError: The tools are not in OpenAI's form.
         """
         prepared = prepare(self.model.tokenizer, prompt, tools)
@@ -284,17 +288,16 @@ class BlendEngine:
         tools: Sequence[dict[str, Any]] | None = None,
         template: dict[str, Any] | None = None,
     ) -> Explanation:
-        """Say what is reused of a prompt, what is recomputed, and why it is not more.
+        """Explain what is reused of a prompt, what is recomputed, and why not more is reused.
 
         Args:
-            prompt: As in `stream`: it is prefilled now. Or the report of an answer, also as `to_dict` gives it, and as
-                framework classes hand it out: that answer's prompt as it was answered, if it is among the last 32.
-                None = the namespace's last one.
-            retrieved: What a retriever returned for it; otherwise the chunks that can be recognised are explained.
-            ratio, policy, controller, tools, template: As in `stream`, for a prompt given.
+            prompt: A prompt as in `stream`, which is prefilled now; or the report of one of the last 32 answers (a
+                BlendReport or the dict that framework classes return); None = the namespace's last prompt.
+            retrieved: Texts that a retriever returned for it; None = explain the chunks recognised in the prompt.
+            ratio, policy, controller, tools, template: As in `stream`, for a new prompt.
 
         Raises:
-            PromptError, ContextWindowError: It cannot be answered as it is, or there is no such answer.
+            PromptError, ContextWindowError: The prompt cannot be answered, or there is no such answer.
             SettingError: A setting is out of range.
         """
         self._check_open()
@@ -313,7 +316,7 @@ class BlendEngine:
         return explain(self.model.tokenizer, self.store, self.fingerprint, find, call, config.min_run, retrieved)
 
     def verify(self) -> list[Check]:
-        """Run the correctness gate on this engine's model, in a folder of its own; see `kvrag.inspect.verify`."""
+        """Run the correctness gate on this engine's model, in a temporary folder; see `kvrag.inspect.verify`."""
         return verify(self.model, codec=self.codec)
 
     def calibrate(
@@ -330,21 +333,21 @@ class BlendEngine:
         tokens: int = 8,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Calibration:
-        """Find the smallest ratio whose first tokens are full prefill's, and use it where none is given from now on.
+        """Find the smallest ratio whose first tokens match full prefill's, and make it the default.
 
-        The result is kept beside the chunks, for later engines too; see `kvrag.control.calibrate`.
+        The result is stored beside the chunks, for later engines too; see `kvrag.control.calibrate`.
 
         Args:
-            prompts: As in `stream`, with chunks that were warmed; None = made from the stored chunks.
-            namespace: Whose chunks.
-            policy: Instead of the engine's.
+            prompts: As in `stream`, with chunks that were warmed; None = generated from the stored chunks.
+            namespace: Namespace of the chunks.
+            policy: Overrides the engine's policy.
             target, sure, ratios, tokens, progress: See `kvrag.control.calibrate.calibrate`.
-            count: How many prompts are made at most.
-            chunks: How many chunks are in each that is made.
+            count: Maximum number of generated prompts.
+            chunks: Number of chunks per generated prompt.
 
         Raises:
             SettingError: An argument is out of range.
-            StoreError: Nothing is stored that could be recomputed.
+            StoreError: No stored chunks could be recomputed.
             ContextWindowError: A prompt is too long.
             ModelError: Logits are NaN.
         """
@@ -389,25 +392,25 @@ class BlendEngine:
         """Prefill prompt ids from stored chunks; see `kvrag.request`.
 
         Args:
-            config: Instead of the engine's.
-            notes: For the report, before those of the request itself.
-            namespace: Whose chunks may be reused.
-            goes_on: Take over what a conversation has of the prompt.
+            config: Overrides the engine's config.
+            notes: Notes for the report.
+            namespace: Namespace of the chunks to reuse.
+            goes_on: Reuse the cached prefix of a conversation.
         """
         return self._answering.prefill(ids, config or self.config, notes, namespace, goes_on)
 
     def __deepcopy__(self, memo: object) -> BlendEngine:
-        return self  # copies of what holds an engine share it
+        return self  # copies of objects that hold an engine share it
 
     def __getstate__(self) -> Any:
-        raise TypeError("an engine cannot be pickled: build one in each process, or give model= instead of engine=")
+        raise TypeError("an engine cannot be pickled: create one in each process, or pass model= instead of engine=")
 
     def _check_open(self) -> None:
         if self._closed:
-            raise KvragError("this engine has been closed")
+            raise KvragError("the engine is closed: create a new one")
 
     def close(self) -> None:
-        """Release the store and the conversations. Answers under way end with their own."""
+        """Release the store and the conversations. Pending answers end with their own KV."""
         if not self._closed:
             self._closed = True
             self._answering.close()

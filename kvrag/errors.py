@@ -1,17 +1,17 @@
-"""Every error that kvrag raises on purpose.
+"""Exception types of kvrag.
 
 KvragError
  ├─ SettingError            a setting out of range or an unknown name (also a ValueError)
- ├─ PromptError             a prompt that cannot be answered; no ValueError, which LlamaIndex turns into an empty answer
- │   └─ ContextWindowError  too long for the model, says by how much
+ ├─ PromptError             a prompt that cannot be answered; no ValueError, which LlamaIndex makes an empty answer
+ │   └─ ContextWindowError  too long for the model; the message gives the excess
  ├─ ModelError
  │   ├─ ModelLoadError         unknown name, no network, damaged files
- │   └─ UnsupportedModelError  the architecture cannot be blended, says why
+ │   └─ UnsupportedModelError  the architecture cannot be blended; the message gives the reason
  └─ StoreError
      ├─ FingerprintMismatchError  KV of another model, tokenizer, dtype or RoPE setting
      ├─ StoreFullError            no room on the disk or in the byte budget
-     ├─ StoreReadOnlyError        the folder cannot be written
-     ├─ ChunkUnreadableError      a stored chunk cannot be read just now; nothing is wrong with it
+     ├─ StoreReadOnlyError        the folder is not writable
+     ├─ ChunkUnreadableError      a stored chunk cannot be read at the moment, but is not damaged
      └─ DamagedChunkError         a stored chunk does not match its digest or its key
 """
 
@@ -21,7 +21,7 @@ class KvragError(Exception):
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether it says so: torch raises a RuntimeError of its own for every kind of memory."""
+    """Return whether memory ran out: torch raises a plain RuntimeError for some kinds of memory."""
     return isinstance(error, MemoryError) or any(
         words in str(error) for words in ("out of memory", "can't allocate memory")
     )
@@ -40,7 +40,7 @@ class ContextWindowError(PromptError):
 
 
 class ModelError(KvragError):
-    """Something about the model."""
+    """Base of errors about the model."""
 
 
 class ModelLoadError(ModelError):
@@ -48,11 +48,11 @@ class ModelLoadError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """The model's architecture cannot be blended exactly; the message says why."""
+    """The model's architecture cannot be blended exactly; the message gives the reason."""
 
 
 class StoreError(KvragError):
-    """Something about the store."""
+    """Base of errors about the store."""
 
 
 class FingerprintMismatchError(StoreError):
@@ -64,18 +64,18 @@ class StoreFullError(StoreError):
 
 
 class StoreReadOnlyError(StoreError):
-    """The store cannot be written."""
+    """The store is not writable."""
 
 
 class ChunkUnreadableError(StoreError):
-    """A stored chunk cannot be read just now: an I/O error, no memory, too many open files. Its file stays.
+    """A stored chunk cannot be read at the moment: an I/O error, no memory, too many open files. Its file is kept.
 
     Attributes:
         key: The chunk's key.
     """
 
     def __init__(self, key: str, reason: object) -> None:
-        super().__init__(f"chunk {key} cannot be read now: {reason}")
+        super().__init__(f"chunk {key} cannot be read at the moment: {reason}")
         self.key = key
 
 

@@ -1,6 +1,6 @@
-"""What a stored KV belongs to: model weights, tokenizer, dtype, RoPE, preamble, format.
+"""Fingerprint: identity of stored KV (model weights, tokenizer, dtype, RoPE, preamble, format).
 
-KV computed under one fingerprint is meaningless under another, so the store refuses it.
+KV computed under one fingerprint is meaningless under another, so the store rejects it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor
 Ids = Sequence[int] | NDArray[np.uint32]
 
 FORMAT = 2
-"""Version of the stored record. A change of layout or meaning raises it."""
+"""Version of the stored record, raised by a change of layout or meaning."""
 
-_SAMPLES = 256  # per tensor: a fine-tune or a merged adapter moves nearly every weight, so a sample sees it
+_SAMPLES = 256  # per tensor: fine-tuning or merging an adapter changes nearly every weight, so samples detect it
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Everything that decides whether stored KV may be loaded.
+    """Everything that determines whether stored KV may be loaded.
 
-    `weights` hashes samples of every parameter and buffer, so it also sees revisions, merged adapters and quantisation.
-    `model` is for people: it is not part of the digest, two names of the same weights share their KV.
+    `weights` hashes samples of every parameter and buffer, so it covers revisions, merged adapters and quantisation.
+    `model` is a display name and not part of the digest: two names of the same weights share their KV.
     """
 
     model: str
@@ -43,20 +43,20 @@ class Fingerprint:
     format: int = FORMAT
 
     def stored_as(self, codec: str) -> Fingerprint:
-        """Of the same KV under one of `kvrag.config.CODECS`; "native" is "none" here, as in the first stores."""
+        """Return the fingerprint with one of `kvrag.config.CODECS`; "native" is "none", as in the first stores."""
         return replace(self, codec="none" if codec == "native" else codec)
 
     def parts(self) -> dict[str, str]:
-        """Field by field, as strings: what the store keeps and what an error message compares."""
+        """Return the fields as strings, for the store and for error messages."""
         return {name: json.dumps(value) for name, value in asdict(self).items()}
 
     @property
     def digest(self) -> str:
-        """32 hexadecimal digits."""
+        """Digest of 32 hexadecimal digits."""
         return _digest(self)
 
     def chunk_key(self, ids: Ids, context: Ids = (), namespace: str = "") -> str:
-        """Return the key of the chunk with these token ids, encoded behind `context`: its KV is a function of it."""
+        """Return the key of the chunk with these token ids, encoded with `context`. The key determines the KV."""
         return chunk_key(self.digest, ids, context, namespace)
 
 
@@ -72,7 +72,7 @@ def chunk_key(digest: str, ids: Ids, context: Ids = (), namespace: str = "") -> 
 
 
 def text_key(namespace: str, ids: Ids) -> str:
-    """Return the key of a text in a namespace, whatever it was encoded behind: 32 hexadecimal digits."""
+    """Return the key of a text in a namespace, independent of its context: 32 hexadecimal digits."""
     return _hash(namespace.encode(), _tokens(ids))
 
 
@@ -81,7 +81,7 @@ def _tokens(ids: Ids) -> bytes:
 
 
 def _hash(*parts: bytes) -> str:
-    """Of parts with their lengths, so that what ends one part cannot begin the next."""
+    """Hash parts with their lengths, so that parts cannot run into each other."""
     digest = blake2b(digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -92,11 +92,11 @@ def _hash(*parts: bytes) -> str:
 def hash_weights(state: Iterable[tuple[str, object]]) -> str:
     """Hash names, shapes, dtypes and evenly spaced samples of all tensors of a model's `state_dict`.
 
-    Buffers are among them: quantised layers keep their weights there.
+    Buffers are included: quantised layers keep their weights there.
     """
     digest = xxhash.xxh3_128()
     for name, tensor in state:
-        if not isinstance(tensor, Tensor):  # what modules keep besides
+        if not isinstance(tensor, Tensor):  # modules may have other state
             continue
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         flat = tensor.detach().reshape(-1)

@@ -1,7 +1,7 @@
-"""What the frameworks' LLM classes share: their settings, the engine behind them, and the methods no framework has.
+"""Shared base of the frameworks' LLM classes: settings, engine, and the methods that no framework has.
 
-The settings are one table, `EngineSettings` and `AnswerSettings`. The adapters' pydantic classes inherit from it, which
-makes every row a validated field that editors and type checkers know, and the command line makes its options of it.
+The settings are one table, `EngineSettings` and `AnswerSettings`. The adapters' pydantic classes inherit from it, so
+every row is a validated field that editors and type checkers support. The command line derives its options from it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvrag.config import (
 )
 from kvrag.errors import KvragError, SettingError
 
-if TYPE_CHECKING:  # the command line reads the table, and torch takes seconds to import
+if TYPE_CHECKING:  # the command line reads the table, and importing torch takes seconds
     from kvrag.engine import BlendEngine
     from kvrag.inspect.explanation import Explanation
     from kvrag.types import BlendReport, Messages, WarmReport
@@ -37,21 +37,21 @@ _ONLY_PER_CALL = ("documents", "tools", "tool_choice", "grammar", "response_form
 
 
 def _row(default: T, about: str, choices: Sequence[str] = ()) -> T:
-    """Return a dataclass field, typed as its default so that type checkers see an ordinary class attribute."""
+    """Return a dataclass field, typed as its default so that type checkers treat it as an attribute."""
     made: Any = field(default=default, metadata={"about": about, "choices": tuple(choices)})
     return made
 
 
 @dataclass(kw_only=True)
 class EngineSettings:
-    """The settings that choose a model and a store, as `BlendEngine.from_pretrained` takes them."""
+    """Settings that select a model and a store, as in `BlendEngine.from_pretrained`."""
 
-    model: str | None = _row(None, "hub name, folder, or 'reader' for the small model that comes with kvrag")
-    store: str | None = _row(None, "folder of the pre-encoded chunks; by default one per model in ~/.cache/kvrag")
-    codec: str = _row("native", "how chunks are stored: as they are, or in 8 or 4 bits", CODECS)
-    dtype: str = _row("auto", "precision to compute in; auto = as the weights are stored")
-    device: str | None = _row(None, "cuda, cpu, ...; by default a GPU if there is one")
-    device_map: str | dict[str, Any] | None = _row(None, "to split a model over GPUs")  # noqa: RUF009
+    model: str | None = _row(None, "hub name, folder, or 'reader' for the small bundled model")
+    store: str | None = _row(None, "folder of the encoded chunks; default: one per model in ~/.cache/kvrag")
+    codec: str = _row("native", "codec of stored chunks: native precision, 8 or 4 bits", CODECS)
+    dtype: str = _row("auto", "dtype to compute in; auto = dtype of the stored weights")
+    device: str | None = _row(None, "cuda, cpu, ...; default: a GPU if there is one")
+    device_map: str | dict[str, Any] | None = _row(None, "splits a model over GPUs")  # noqa: RUF009
     revision: str | None = _row(None, "branch, tag or commit of the model on the hub")
     attn_implementation: str | None = _row(None, "transformers' attn_implementation")
     trust_remote_code: bool = _row(False, "run the Python code that a model repository ships")
@@ -59,23 +59,23 @@ class EngineSettings:
 
 @dataclass(kw_only=True)
 class AnswerSettings:
-    """The settings of answers, as `BlendEngine.stream` takes them; every call can override them."""
+    """Settings of answers, as in `BlendEngine.stream`; every call can override them."""
 
-    max_tokens: int = _row(256, "longest answer, in tokens")
-    temperature: float | None = _row(None, "0 = greedy; by default as the model's generation config says")
+    max_tokens: int = _row(256, "maximum length of an answer, in tokens")
+    temperature: float | None = _row(None, "0 = greedy; default: the model's generation config")
     top_p: float | None = _row(None, "sample from the likeliest tokens that add up to this probability")
     top_k: int | None = _row(None, "sample from this many of the likeliest tokens")
     repetition_penalty: float | None = _row(None, "above 1 makes tokens that occurred before less likely")
     seed: int | None = _row(None, "makes sampling repeatable")
-    stop: list[str] | None = _row(None, "the answer ends before these; a call's are added")  # noqa: RUF009
-    ratio: float | None = _row(None, "share of the reused tokens to recompute, 0 to 1; by default as calibrated")
+    stop: list[str] | None = _row(None, "the answer ends before these strings; those of a call are added")  # noqa: RUF009
+    ratio: float | None = _row(None, "share of the reused tokens to recompute, 0 to 1; default: as calibrated")
     policy: str | None = _row(None, "which tokens to recompute; 'full' = ordinary prefill", POLICIES)
-    controller: str | None = _row(None, "'off' = no full prefill where that is predicted to be faster", CONTROLLERS)
+    controller: str | None = _row(None, "'off' = never switch to full prefill, even if predicted faster", CONTROLLERS)
     namespace: str = _row("", "reuse chunks and conversations of this namespace only")
 
 
 class Setting(NamedTuple):
-    """A row of the table. `kind` is the type of a value that is not None; no `choices` = any."""
+    """A row of the table. `kind` is the type of a value other than None; empty `choices` = any value."""
 
     name: str
     kind: Any
@@ -99,20 +99,20 @@ SETTINGS = _ENGINE | _ANSWER
 
 @dataclass(kw_only=True)
 class LLMSettings(EngineSettings, AnswerSettings):
-    """The settings of one LLM object, checked.
+    """Validated settings of one LLM object.
 
     Attributes:
-        engine: An engine already built; excludes the settings that choose a model and a store.
+        engine: An existing engine; excludes the settings that select a model and a store.
     """
 
     engine: BlendEngine | None = None
 
     def __post_init__(self) -> None:
         if self.engine is None and self.model is None:
-            raise SettingError("no model: give model=, a hub name or a folder, or engine=, an engine already built")
+            raise SettingError("no model: pass model= (a hub name or a folder) or engine= (an existing engine)")
         if self.engine is not None and self.engine_settings():
             names = ", ".join(f"{name}=" for name in self.engine_settings())
-            raise SettingError(f"engine= has its model and store already: leave out {names}")
+            raise SettingError(f"engine= already has a model and a store: leave out {names}")
         check_codec(self.codec)
         self.request()
 
@@ -120,14 +120,14 @@ class LLMSettings(EngineSettings, AnswerSettings):
     def of(cls, llm: object) -> LLMSettings:
         """Read the settings from an object's attributes.
 
-        Raises:
+        SettingError: A value is out of range, or both or neither of model and engine are given.
             SettingError: One is out of range, or both or neither of model and engine are given.
         """
         return cls(**{row.name: getattr(llm, row.name) for row in fields(cls)})
 
     @staticmethod
     def plain(value: Any) -> Any:
-        """Return a folder or a dtype as a string, so that settings can be serialised; anything else unchanged."""
+        """Return folders and dtypes as strings, so that settings can be serialised; other values are unchanged."""
         import torch
 
         if isinstance(value, torch.dtype):
@@ -135,7 +135,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     def engine_settings(self) -> dict[str, Any]:
-        """Return the engine's settings that differ from the defaults, so that equal engines have equal settings."""
+        """Return the engine's settings that differ from the defaults: equal engines have equal settings."""
         given = {name: getattr(self, name) for name in _ENGINE}
         return {name: value for name, value in given.items() if value != _ENGINE[name].default}
 
@@ -143,16 +143,16 @@ class LLMSettings(EngineSettings, AnswerSettings):
         """Return the arguments of `BlendEngine.stream` for one call.
 
         Args:
-            call: Overrides for this call; None keeps the setting, and `stop` is added to it. `documents`, `tools`,
-                `tool_choice`, `grammar` and `template` can be given here only, and so can OpenAI's `response_format`,
-                which becomes a grammar.
+            call: Overrides for this call. None keeps the setting; `stop` is added to it. `documents`, `tools`,
+                `tool_choice`, `grammar`, `template` and OpenAI's `response_format`, which becomes a grammar, can be
+                given only here.
 
         Raises:
             SettingError: A value is out of range, or a name is unknown.
         """
         if unknown := [name for name in call if name not in (*_ANSWER, *_ONLY_PER_CALL)]:
             known = ", ".join((*_ANSWER, *_ONLY_PER_CALL))
-            raise SettingError(f"unknown setting {', '.join(unknown)}; a call takes {known}")
+            raise SettingError(f"unknown setting {', '.join(unknown)}: a call accepts {known}")
         if not isinstance(call.get("stop"), list | tuple | None):
             raise SettingError(f"stop must be a list of strings, got {call['stop']!r}")
         request = {name: getattr(self, name) for name in _ANSWER}
@@ -172,17 +172,17 @@ class LLMSettings(EngineSettings, AnswerSettings):
 
     @property
     def model_name(self) -> str:
-        """Name of the model; loads nothing."""
+        """Name of the model, without loading it."""
         return self.engine.model.name if self.engine is not None else str(self.model)
 
     def window(self) -> tuple[int, bool]:
-        """Return the context window in tokens, and whether the model has a chat template; loads no weights."""
+        """Return the context window in tokens, and whether the model has a chat template, without loading weights."""
         if self.engine is None:
             return _window(str(self.model), self.revision, self.trust_remote_code)
         return self.engine.model.context_window, self.engine.model.tokenizer.has_chat_template
 
     def window_on_disk(self) -> int | None:
-        """Return the context window, or None if the model's configuration is not on this machine or cannot be read."""
+        """Return the context window, or None if the model's configuration is not available locally."""
         if self.engine is not None:
             return self.engine.model.context_window
         try:
@@ -191,7 +191,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
             return None
 
     def identity(self) -> dict[str, Any]:
-        """Return everything that changes an answer, in plain types: the key for a cache of answers."""
+        """Return everything that affects an answer, in plain types, as the key for an answer cache."""
         identity = {name: getattr(self, name) for name in SETTINGS if name != "model"}
         identity["model_name"] = self.model_name
         if self.engine is not None:
@@ -217,27 +217,27 @@ def _window_on_disk(name: str, revision: str | None, trust_remote_code: bool) ->
 
 
 class LazyEngine:
-    """Opens the engine of some settings when it is first needed, and keeps it alive.
+    """Opens the engine of some settings on first use, and keeps it alive.
 
-    For an attribute of a framework's LLM class: copies of the object open the same engine, pickles leave it out.
+    Made for an attribute of a framework's LLM class: copies of the object open the same engine, pickles omit it.
     """
 
     def __init__(self) -> None:
         self._engines: dict[str, BlendEngine] = {}  # a call can name another model
 
     def open(self, settings: LLMSettings) -> BlendEngine:
-        """Return the engine given, or the one shared by all objects with equal settings."""
+        """Return the given engine, or the one shared by all objects with equal settings."""
         from kvrag.engine import BlendEngine
 
         if settings.engine is not None:
             return settings.engine
-        # looked up every time: the object's fields may have changed, and the engine may have been closed
+        # looked up on every call: the fields may have changed, and the engine may have been closed
         known = settings.engine_settings()
         engine = self._engines[settings.model_name] = BlendEngine.shared(known.pop("model"), **known)
         return engine
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LazyEngine)  # having answered makes no difference between two objects
+        return isinstance(other, LazyEngine)  # an open engine does not make two objects different
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -246,7 +246,7 @@ class LazyEngine:
 
 
 class LLMBase(EngineSettings, AnswerSettings):
-    """Base of the frameworks' LLM classes: the settings as fields, and the methods that all of them have.
+    """Base of the frameworks' LLM classes: the settings as fields, and the shared methods.
 
     A pydantic class inherits from its framework's class first and from this one second. It declares `engine` and
     implements `_open`, `_text` and `_source`.
@@ -257,16 +257,16 @@ class LLMBase(EngineSettings, AnswerSettings):
 
     @staticmethod
     def _text(chunk: Any) -> Any:
-        """Return the text that a prompt will have of a framework's document; anything else unchanged."""
+        """Return the text of a framework's document as prompts will contain it; other values unchanged."""
         raise NotImplementedError
 
     @staticmethod
     def _source(chunk: Any) -> str:
-        """Return the name of the source that a framework's document is a piece of; "" = unknown."""
+        """Return the name of the source of a framework's document; "" = unknown."""
         raise NotImplementedError
 
     def _texts(self, chunks: Any) -> Any:
-        """Return the texts of a list of documents; anything but a list is left to the engine to reject."""
+        """Return the texts of a list of documents; the engine rejects anything but a list."""
         return [self._text(chunk) for chunk in chunks] if isinstance(chunks, (list, tuple)) else chunks
 
     def _in(self, namespace: str | None) -> str:
@@ -283,13 +283,13 @@ class LLMBase(EngineSettings, AnswerSettings):
         """Encode every chunk that the store lacks; see `BlendEngine.warm`.
 
         Args:
-            texts: The framework's documents or nodes, or their texts as prompts will have them, in reading order.
+            texts: The framework's documents or nodes, or their texts as prompts will contain them, in reading order.
             document: Name of the document that holds them.
-            sources: Names of the sources they are pieces of; None = those that the documents or nodes name themselves.
-            namespace: Where the chunks are visible; None = this object's namespace.
+            sources: Names of their sources; None = the sources recorded in the documents or nodes.
+            namespace: Namespace of the chunks; None = this object's namespace.
         """
         if isinstance(texts, str):
-            raise SettingError("texts must be a list of chunks, not one string")
+            raise SettingError("texts must be a list, not one string")
         chunks = list(texts)
         if sources is None and any(self._source(chunk) for chunk in chunks):
             sources = [self._source(chunk) for chunk in chunks]
@@ -301,7 +301,7 @@ class LLMBase(EngineSettings, AnswerSettings):
         return self._open().forget(document, namespace=self._in(namespace))
 
     def documents(self, prefix: str = "", *, namespace: str | None = None) -> list[str]:
-        """Return the names of the documents that begin so and have chunks, sorted."""
+        """Return the names of the documents that start with `prefix` and have chunks, sorted."""
         return self._open().documents(prefix, namespace=self._in(namespace))
 
     def explain(
@@ -314,9 +314,9 @@ class LLMBase(EngineSettings, AnswerSettings):
         """Explain what was reused of a prompt, and why not more; see `BlendEngine.explain`.
 
         Args:
-            prompt: None = the prompt answered last in the namespace. Else a text, messages as dicts with `role` and
-                `content`, or the report of an earlier answer. Give the report where several callers share an engine.
-            retrieved: What the retriever returned for it: documents, nodes, or their texts.
+            prompt: None = the last prompt in the namespace. Otherwise a text, messages as dicts with `role` and
+                `content`, or the report of an earlier answer. Pass the report if several callers share an engine.
+            retrieved: Documents, nodes or texts that the retriever returned for it.
             namespace: None = this object's namespace.
         """
         engine = self._open()

@@ -32,21 +32,21 @@ from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader, KVStore, MemoryTier, serve
 from kvrag.types import BlendReport, Run
 
-_ROOM = 256  # positions a new cache has for the answer before it grows
-_FAILED_READS = 3  # of one prompt; after that the store counts as out of order, and only RAM is tried
+_ROOM = 256  # positions of a new cache for the answer, before it grows
+_FAILURES = 3  # per prompt; afterwards, forward passes no longer depend on reads, see `_open`
 
 
 @dataclass
 class Prompt:
-    """A prompt on its way.
+    """A prompt in progress.
 
     Attributes:
-        ids: Its tokens.
-        config: How to blend it, with a ratio.
-        namespace: Whose chunks are reused.
-        prefix: What it takes over from a conversation.
-        notes: For the report.
-        unreadable: Keys of chunks that could not be read for it.
+        ids: Token ids.
+        config: Blend settings, with a ratio.
+        namespace: Namespace of the chunks to reuse.
+        prefix: Cached prefix from a conversation.
+        notes: Notes for the report.
+        damaged, unreadable: Keys of chunks found to be damaged or unreadable.
     """
 
     ids: Sequence[int]
@@ -54,20 +54,21 @@ class Prompt:
     namespace: str = ""
     prefix: CachedPrefix | None = None
     notes: list[str] = field(default_factory=list)
+    damaged: set[str] = field(default_factory=set)
     unreadable: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt whose cache is complete: what `kvrag.generate.decode` continues.
+    """A prompt with a complete cache, ready for `kvrag.generate.decode`.
 
     Attributes:
-        stitched: The prompt, what was reused of it, and its cache.
+        stitched: The prompt, its reused parts and its cache.
         selected: (S,) reused positions that were recomputed.
         logits: (1, V) float32, after the last token.
-        config: How it was blended.
-        report: What it took; `ttft_s` is left to the caller.
-        behind: Keys of texts that were reused as they were encoded behind their source, and of those variants.
+        config: Settings that it was blended with.
+        report: Report without `ttft_s`, which the caller sets.
+        behind: Keys of texts that were reused as encoded behind their source, and of those variants.
     """
 
     stitched: Stitched
@@ -79,23 +80,23 @@ class Prefilled:
 
     @property
     def ids(self) -> Tensor:
-        """(T,) the prompt."""
+        """(T,) token ids of the prompt."""
         return self.stitched.ids
 
     @property
     def exact(self) -> int:
-        """How many of the first positions have full prefill's KV."""
+        """Number of leading positions with full prefill's KV."""
         return self.stitched.num_exact(self.selected)
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The parts that every request goes through. Thread-safe, since all of them are.
+    """Shared components of all requests. Thread-safe, because all components are.
 
     Attributes:
-        backend, store, memory, catalog, tuning: The parts.
-        codec: Of the stored chunks.
-        alone_only: Reuse chunks that were encoded alone, and no others.
+        backend, store, memory, catalog, tuning: The components.
+        codec: Codec of the stored chunks.
+        alone_only: Reuse only chunks that were encoded alone.
     """
 
     backend: Backend
@@ -107,7 +108,7 @@ class Pipeline:
     alone_only: bool = False
 
     def prefill(self, prompt: Prompt) -> Prefilled:
-        """Prefill a prompt from stored chunks; a chunk that cannot be read is recomputed. Changes `prompt`."""
+        """Prefill a prompt from stored chunks; unreadable chunks are recomputed. Changes `prompt`."""
         while True:
             try:
                 return self._attempt(prompt)
@@ -141,7 +142,7 @@ class Pipeline:
         """Return the runs of stored chunks in a prompt, each with the token ids of its chunk."""
         found = []
         for run, text, _ in self._runs(ids, min_run, namespace):
-            with contextlib.suppress(KeyError):  # removed a moment ago
+            with contextlib.suppress(KeyError):  # removed in the meantime
                 found.append((run, self.catalog.ids(text)))
         return found
 
@@ -157,7 +158,7 @@ class Pipeline:
     def _runs(self, ids: Sequence[int], min_run: int, namespace: str) -> list[tuple[Run, str, int]]:
         """Return the runs of stored chunks in a prompt, each with the key of its text and the length of its context.
 
-        Texts are matched on a snapshot; which variant of a text may be used is what the store has recorded now.
+        Texts are matched on a snapshot; the variant to use depends on the store's current state.
         """
         runs = self.catalog.match(ids, min_run, namespace)
         states = self.store.look_up(list(dict.fromkeys(run.key for run in runs)))
@@ -169,7 +170,7 @@ class Pipeline:
         ]
 
     def _match(self, prompt: Prompt) -> Matched:
-        """Find the chunks behind the prefix, and open them."""
+        """Match the prompt behind its cached prefix, and open the chunks."""
         config, kept = prompt.config, prompt.prefix.length if prompt.prefix else 0
         if config.policy == "full":
             return Matched(prompt.ids, prefix=prompt.prefix)
@@ -187,33 +188,42 @@ class Pipeline:
                 if is_same and _is_as_recorded(reader, prompt.namespace, text, context_tokens):
                     runs.append(run)
                 else:
-                    prompt.notes.append(f"chunk {run.key} is another one than the store's manifest says; recomputed")
+                    prompt.notes.append(f"chunk {run.key} does not match the store's manifest; recomputed")
         except BaseException:
             Matched(prompt.ids, runs, readers).close()
             raise
         return Matched(prompt.ids, runs, readers, prompt.prefix)
 
     def _open(self, prompt: Prompt, key: str) -> ChunkReader | None:
-        if key in prompt.unreadable:
+        """Open a chunk; None if it is not stored or unreadable.
+
+        A chunk that fails during a forward pass wastes that pass. After a few failures, the chunks of an unreadable
+        store are therefore skipped, and the chunks of a damaged store are read completely before the pass.
+        """
+        if key in prompt.damaged or key in prompt.unreadable:
             return None
         if reader := self.memory.open(key):
             return reader
-        if len(prompt.unreadable) >= _FAILED_READS:
+        if len(prompt.unreadable) >= _FAILURES:
             return None
         try:
             reader = self.store.open(key)
+            if reader and len(prompt.damaged) >= _FAILURES:
+                _read_whole(reader)
         except (DamagedChunkError, ChunkUnreadableError) as error:
             self._set_aside(prompt, error)
             return None
         return self.memory.keeping(reader) if reader else None
 
     def _set_aside(self, prompt: Prompt, error: DamagedChunkError | ChunkUnreadableError) -> None:
-        """Go on without a chunk. One that is damaged is taken out of use."""
-        prompt.unreadable.add(error.key)
+        """Continue without a chunk. A damaged one is quarantined."""
         prompt.notes.append(f"{error}; recomputed")
-        if isinstance(error, DamagedChunkError):
+        if isinstance(error, ChunkUnreadableError):
+            prompt.unreadable.add(error.key)
+        else:
+            prompt.damaged.add(error.key)
             self.memory.drop([error.key])
-            with contextlib.suppress(StoreError):  # on a full disk it stays where it is
+            with contextlib.suppress(StoreError):  # on a full disk it stays in place
                 self.store.quarantine(error.key)
 
     def _decide(self, config: BlendConfig, matched: Matched) -> tuple[BlendConfig, Decision | None]:
@@ -242,8 +252,18 @@ class Pipeline:
         return min(len(prompt.ids) + _ROOM, self.backend.context_window)
 
 
+def _read_whole(reader: ChunkReader) -> None:
+    """Read every layer, which verifies its digest. Closes the reader on failure."""
+    try:
+        for number in range(reader.num_layers):
+            reader.layer(number)
+    except BaseException:
+        reader.close()
+        raise
+
+
 def _is_as_recorded(reader: ChunkReader, namespace: str, text: str, context_tokens: int) -> bool:
-    """Whether a chunk is what it was picked as: a manifest can be wrong, what is in the chunk's file cannot."""
+    """Return whether an opened chunk is what the manifest says; its file is verified, the manifest can be damaged."""
     recorded = namespace, text, context_tokens
     return (reader.namespace, text_key(namespace, reader.ids), reader.context_tokens) == recorded
 

@@ -1,9 +1,9 @@
-"""Build the three packages and try them as a stranger would: in a clean environment, out of sight of the repository.
+"""Build the three packages and test them in a clean environment outside the repository.
 
-    python scripts/release.py                 what `make release-check` does; leaves wheels and sdists in dist/
-    python scripts/release.py --tag v0.1.0    the same, if tag, versions and changelog agree
+    python scripts/release.py                 as in `make release-check`; leaves wheels and sdists in dist/
+    python scripts/release.py --tag v0.1.0    the same, and checks that tag, versions and changelog agree
 
-Needs nothing but Python, a package index and 3 GB for temporary files. Stops at the first thing that is wrong.
+Needs only Python, a package index and 3 GB for temporary files. Stops at the first error.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MISSING_EXTRA = "pip install 'kvrag[cli]'"
 
 
 def main() -> None:
-    """Build, check, install, try."""
+    """Build, check, install and test."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tag", default="", help="the release's tag, such as v0.1.0")
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where wheels and sdists go (default: dist/)")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for wheels and sdists (default: dist/)")
     args = parser.parse_args()
     version = check_versions(args.tag)
     out = args.out.resolve()
@@ -36,11 +36,11 @@ def main() -> None:
         build(Path(temporary), out)
         wheels = {wheel.name.split("-")[0].replace("_", "-"): wheel for wheel in out.glob("*.whl")}
         try_out(Path(temporary), wheels, version)
-    say(f"version {version} is fit to be released: {out}")
+    say(f"version {version} is ready for release: {out}")
 
 
 def check_versions(tag: str) -> str:
-    """The one version that packages, module, changelog and tag agree on."""
+    """Return the version on which packages, module, changelog and tag agree."""
     projects = [tomllib.loads((package / "pyproject.toml").read_text())["project"] for package in PACKAGES]
     versions = {project["name"]: project["version"] for project in projects}
     version = versions["kvrag"]
@@ -56,7 +56,7 @@ def check_versions(tag: str) -> str:
 
 
 def build(temporary: Path, out: Path) -> None:
-    """Sdists, wheels from the sdists, and what the index will think of them."""
+    """Build sdists and wheels from the sdists, and check their metadata."""
     tools = environment(temporary / "tools")
     run(tools, "-m", "pip", "install", "--quiet", "build", "twine")
     for old in distributions(out):
@@ -71,12 +71,12 @@ def build(temporary: Path, out: Path) -> None:
 
 
 def distributions(folder: Path) -> list[Path]:
-    """Its wheels and sdists."""
+    """Return the wheels and sdists in a folder."""
     return sorted([*folder.glob("*.whl"), *folder.glob("*.tar.gz")])
 
 
 def try_out(temporary: Path, wheels: dict[str, Path], version: str) -> None:
-    """Install the wheels, first kvrag alone, then everything, and use them."""
+    """Install the wheels, first kvrag alone, then all of them, and use them."""
     clean, elsewhere = environment(temporary / "clean"), temporary / "elsewhere"
     elsewhere.mkdir()
     install = ("-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt")
@@ -85,11 +85,11 @@ def try_out(temporary: Path, wheels: dict[str, Path], version: str) -> None:
     run(clean, "-m", "pip", "check")
     shown = run(clean, "-m", "kvrag.cli.main", "--version", cwd=elsewhere)
     if shown.strip() != f"kvrag {version}":
-        fail(f"kvrag --version says {shown!r}")
+        fail(f"kvrag --version prints {shown!r}")
     (elsewhere / "note.txt").write_text("Ingla plays the leather drum.")
     refusal = run(clean, "-m", "kvrag.cli.main", "warm", "note.txt", "--store", "kv", cwd=elsewhere, expect=1)
     if MISSING_EXTRA not in refusal:
-        fail(f"without its extra, `kvrag warm` should say {MISSING_EXTRA!r}, and says {refusal!r}")
+        fail(f"without its extra, `kvrag warm` must print {MISSING_EXTRA!r}, but prints {refusal!r}")
     say("installing everything")
     run(clean, *install, *(f"{wheel}{EXTRAS.get(name, '')}" for name, wheel in wheels.items()))
     run(clean, "-m", "pip", "check")
@@ -99,13 +99,13 @@ def try_out(temporary: Path, wheels: dict[str, Path], version: str) -> None:
 
 
 def environment(folder: Path) -> Path:
-    """The Python of a new virtual environment."""
+    """Create a virtual environment and return its Python."""
     venv.create(folder, with_pip=True)
     return folder / "bin" / "python"
 
 
 def run(python: Path, *arguments: str | Path, cwd: Path | None = None, expect: int = 0) -> str:
-    """Run this Python away from the user's settings and caches; returns all it prints, stops if it exits otherwise."""
+    """Run this Python without the user's settings and caches; return its output, stop on an unexpected exit code."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "HF_HOME", "XDG_CACHE_HOME")
     settings = {name: value for name, value in os.environ.items() if name not in hidden}
     if cwd is not None:
@@ -120,12 +120,12 @@ def run(python: Path, *arguments: str | Path, cwd: Path | None = None, expect: i
 
 
 def say(message: str) -> None:
-    """A line about what goes on."""
+    """Print a progress line."""
     print(f"release: {message}", flush=True)
 
 
 def fail(message: str) -> None:
-    """Stop."""
+    """Exit with an error."""
     sys.exit(f"release: {message}")
 
 

@@ -1,4 +1,4 @@
-"""What must work right after `pip install`. Run by release.py, with the version expected, far from the repository."""
+"""Smoke tests after `pip install`. Run by release.py outside the repository, with the expected version."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PACKAGES = {
 
 
 def packages(version: str) -> None:
-    """They are the installed ones, typed, licensed and of one version."""
+    """Check that the packages are installed, typed, licensed and of one version."""
     for name, module in PACKAGES.items():
         assert module.__file__ is not None
         assert Path(module.__file__).is_relative_to(sys.prefix), module.__file__
@@ -44,7 +44,7 @@ def packages(version: str) -> None:
 
 
 def command_line() -> list[str]:
-    """Warm, ask, look; returns the demo's chunks, as far as the questions retrieve them."""
+    """Warm, ask and inspect; return the demo's retrieved chunks."""
     demo = command("demo", "--no-speed", "--store", "demo")
     assert {"full prefill", "plain reuse", "blending"} < {outcome["way"] for outcome in demo["questions"]}
     assert all(outcome["recomputed_tokens"] for outcome in demo["questions"] if outcome["way"] == "blending")
@@ -64,7 +64,7 @@ def command(*arguments: str) -> dict[str, Any]:
 
 
 def langchain(chunks: list[str]) -> None:
-    """A chain answers from warmed chunks, and streams what it answers."""
+    """Check that a chain answers from warmed chunks, and streams the same answer."""
     llm = ChatBlend(model="reader", store="langchain", max_tokens=32, temperature=0, policy="query")
     llm.warm(chunks)
     chain = ChatPromptTemplate.from_messages([("human", "{context}\n\n{question}")]) | llm
@@ -78,7 +78,7 @@ def langchain(chunks: list[str]) -> None:
 
 
 def llama(chunks: list[str]) -> None:
-    """A query engine answers from nodes that were encoded when they were added."""
+    """Check that a query engine answers from nodes that were encoded when added."""
     llm = BlendLLM(model="reader", store="llama", max_tokens=8, temperature=0, policy="query")
     context = StorageContext.from_defaults(vector_store=KVWarmVectorStore(SimpleVectorStore(), llm))
     nodes = [TextNode(text=chunk) for chunk in chunks]
@@ -91,7 +91,7 @@ def llama(chunks: list[str]) -> None:
 
 
 def server(chunks: list[str]) -> None:
-    """OpenAI's interface answers from what the command line has warmed."""
+    """Check that the OpenAI-compatible server answers from what the command line warmed."""
     body = {
         "model": "reader",
         "messages": [{"role": "user", "content": "\n\n".join([*chunks, "Who?"])}],
@@ -111,4 +111,4 @@ if __name__ == "__main__":
     langchain(chunks)
     llama(chunks)
     server(chunks)
-    print("command line, LangChain, LlamaIndex and server work where they are installed")
+    print("the installed command line, LangChain, LlamaIndex and server work")

@@ -35,7 +35,9 @@ def _attended(
     """(1, S, HG, D) on the model's last layer."""
     module: Any = model.hf.model.layers[-1].self_attn
     with torch.inference_mode(), attention_at(model.config, ROWS, model.windows, observer):
-        return kvrag.backend.transformers.attention._attend(module, query, key, value, None, scaling=0.25)[0]
+        return kvrag.backend.transformers.attention._attend(
+            module, query, key, value, torch.zeros(1, 1, 1, 1), scaling=0.25
+        )[0]
 
 
 def _weights(query: Tensor, key: Tensor, window: int | None) -> Tensor:

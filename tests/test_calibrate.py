@@ -76,7 +76,7 @@ def test_a_calibration_counts_what_it_says(warmed: BlendEngine, endless: Model) 
             for given, wanted in pairwise(full):
                 following += int(endless.forward(torch.tensor([[given]]), cache).argmax()) == wanted
         assert (point.first, point.following) == (same, following)
-    assert found.notes == ("only 4 prompts: the interval is wide, give more",)
+    assert found.notes == ("only 4 prompts: the interval is wide, give more prompts",)
 
 
 def test_everything_recomputed_agrees_always(warmed: BlendEngine) -> None:
@@ -120,11 +120,11 @@ def test_where_nothing_holds_there_is_full_prefill(warmed: BlendEngine) -> None:
     _kept(warmed, ratio=None)
     report = warmed.generate(PROMPT, max_new_tokens=1).report
     assert (report.policy, report.ratio, report.exact) == ("full", 1.0, True)
-    assert report.notes == ("calibration: no ratio up to 0.05 holds the target, hence full prefill",)
+    assert report.notes == ("calibration: no ratio up to 0.05 reaches the target, so full prefill is used",)
     for settings in ({"policy": DEFAULT_POLICY}, {"controller": "off"}):
         report = warmed.generate(PROMPT, max_new_tokens=1, **settings).report
         assert (report.policy, report.ratio) == (DEFAULT_POLICY, 0.15)
-        assert "no ratio up to 0.05 holds" in report.notes[0]
+        assert "no ratio up to 0.05 reaches" in report.notes[0]
     report = warmed.generate(PROMPT, max_new_tokens=1, ratio=0.2).report
     assert (report.policy, report.ratio, report.notes) == (DEFAULT_POLICY, 0.2, ())
 
@@ -132,7 +132,7 @@ def test_where_nothing_holds_there_is_full_prefill(warmed: BlendEngine) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"fingerprint": "0" * 32}, "another model or another way of loading it"),
+        ({"fingerprint": "0" * 32}, "another model or other load settings"),
         ({"policy": "seam"}, "policy seam, not query"),
         ({"settings": settings_of(BlendConfig(seam_after=2))}, "other settings (seam_after)"),
     ],
@@ -175,7 +175,7 @@ def test_a_store_that_cannot_be_written_costs_no_work(warmed: BlendEngine, monke
 
     monkeypatch.setattr(warmed.store, "write_text", full_disk)
     found = warmed.calibrate(PROMPTS, ratios=(0.9,), target=0.01)
-    assert found.notes[-1] == "kept for this process only: the disk is full"
+    assert found.notes[-1] == "valid for this process only: the disk is full"
     assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.9
 
 
@@ -261,7 +261,7 @@ def test_an_empty_store(engine: BlendEngine) -> None:
 
 def test_chunks_without_sentences(engine: BlendEngine) -> None:
     engine.warm([", ".join(f"{n}{i}" for i in range(40)).replace(" ", "") for n in "ab"])
-    with pytest.raises(StoreError, match="no sentences to ask about"):
+    with pytest.raises(StoreError, match="no stored chunk has a sentence"):
         engine.calibrate()
 
 

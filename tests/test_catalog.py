@@ -29,8 +29,8 @@ MIN_RUN = 16
 class Store:
     """The part of a store that a catalog sees; processes that share it share the object."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.catalog_folder = folder
+    def __init__(self, folder: Path | None = None, read_only: bool = False) -> None:
+        self.catalog_folder, self.read_only = folder, read_only
         self.texts: dict[int, Entry] = {}
         self.log: list[int] = []
         self.forgotten = 0  # the log's first removals that it does not hold any more
@@ -382,3 +382,84 @@ def test_a_store_on_disk_opened_twice(tmp_path: Path, rng: random.Random) -> Non
             one.close()
         with closing(Catalog(theirs)) as third:
             assert len(third) == 35
+
+
+def test_a_read_only_store_maps_files_and_writes_none(tmp_path: Path, rng: random.Random) -> None:
+    store = Store(tmp_path)
+    present = _fill(store, rng)
+    with closing(Catalog(store)) as catalog:
+        _settle(catalog)
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
+    view = Store(tmp_path, read_only=True)
+    view.texts, view.number = store.texts, store.number
+    with closing(Catalog(view)) as catalog:
+        assert view.read == 0
+        _check(catalog, present, {})
+        present |= _fill(view, rng, 200)  # enough to be written, elsewhere
+        _settle(catalog)
+        _check(catalog, present, {})
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()} == before
+    with closing(Catalog(Store(tmp_path / "none", read_only=True))) as catalog:
+        assert catalog.match([1] * 20, MIN_RUN) == []
+    assert not (tmp_path / "none").exists()
+
+
+def test_closing_gives_up_what_is_being_written(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    present = _fill(store, rng, 30)
+    with closing(Catalog(store)) as catalog:
+        _settle(catalog)
+    before = {path.name for path in tmp_path.iterdir()}
+    present |= _fill(store, rng, 60)
+    writing, closed = threading.Event(), threading.Event()
+
+    def slow(*args: object) -> Iterator[object]:
+        for portion in portions(*args):
+            writing.set()
+            assert closed.wait(10)
+            yield portion
+
+    portions = segment_module._Merge.postings
+    monkeypatch.setattr(segment_module._Merge, "postings", slow)
+    catalog = Catalog(store)
+    catalog.match([1] * 20, MIN_RUN)
+    assert writing.wait(10)
+    thread = catalog._thread
+    closing_thread = threading.Thread(target=catalog.close)
+    closing_thread.start()
+    while not catalog._closed.is_set():
+        pass
+    closed.set()
+    closing_thread.join()
+    assert thread is not None
+    assert not thread.is_alive()
+    assert {path.name for path in tmp_path.iterdir()} == before
+    monkeypatch.undo()
+    _check(catalog, present, {})  # what was there can still be matched
+    _check(Catalog(store), present, {})
+
+
+def test_much_is_taken_in_with_a_bounded_tail_and_merged_once(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog_module, "_AT_ONCE", 500)
+    monkeypatch.setattr(catalog_module, "_PORTION", 501)
+    store, written, tails = Store(tmp_path), [], []
+    present = _fill(store, rng, 600)
+
+    def counted(segments: Sequence[Segment], *args: object) -> str:
+        written.append(sum(segment.num_tokens for segment in segments))
+        tails.append(sum(segment.num_tokens for segment in segments if not segment.name))
+        return write(segments, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(catalog_module, "write", counted)
+    with closing(Catalog(store)) as catalog:
+        catalog.refresh()
+        catalog.settle()
+        _check(catalog, present, {})
+    total = sum(map(len, present.values()))
+    assert max(tails) < 2 * 4000 < total / 2  # two threads may both be taking in
+    assert sum(written) <= 2.2 * total
+    assert len(list(tmp_path.glob("*.segment"))) <= 2

@@ -99,7 +99,7 @@ def test_what_is_in_memory_needs_no_loading() -> None:
 def test_nothing_measured_is_blended() -> None:
     decision = decide(None, _request(100), 0.2)
     assert (decision.full, decision.ratio, decision.blend_s) == (False, 0.2, None)
-    assert "nothing has been measured" in decision.reason
+    assert "no measurements" in decision.reason
 
 
 def test_selecting_costs_what_the_policy_looks_at() -> None:

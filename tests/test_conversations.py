@@ -85,7 +85,10 @@ def test_at_ratio_1_the_next_turn_has_full_prefills_logits(policy: str, talk: Ta
     ids = _ids(talk.engine, prompt)
     assert relative(talk.logits, plain_logits(hf, ids)[-1]) <= 1e-5
     assert report.exact
-    assert report.conversation_tokens >= len(_ids(talk.engine, FIRST)) - talk.engine.model.tokenizer.opening()
+    assert (
+        report.conversation_tokens
+        >= len(_ids(talk.engine, FIRST)) - talk.engine.model.tokenizer.generation_prompt_length()
+    )
     assert [run.start >= report.conversation_tokens for run in report.runs] == [True, True]
     assert report.reused_tokens == report.conversation_tokens + sum(map(len, report.runs))
     assert report.reused_tokens + report.fresh_tokens == len(ids)
@@ -153,7 +156,7 @@ def test_an_answer_that_the_history_has_otherwise_is_cropped(talk: Talk, hf: Any
     for other in ("No, something else entirely.", said.text[: len(said.text) // 2], ""):
         prompt = _next(FIRST, other, CHUNKS[3])
         report = talk(prompt, ratio=1.0).report
-        question = len(_ids(talk.engine, FIRST)) - talk.engine.model.tokenizer.opening()
+        question = len(_ids(talk.engine, FIRST)) - talk.engine.model.tokenizer.generation_prompt_length()
         assert report.conversation_tokens >= question
         assert relative(talk.logits, plain_logits(talk.engine.model.hf, _ids(talk.engine, prompt))[-1]) <= 1e-5
 
@@ -175,9 +178,9 @@ def test_what_a_template_writes_for_the_answer_to_begin_may_be_gone(
         talk = Talk(engine)
         question = tokenizer.apply_chat_template(FIRST, add_generation_prompt=False, return_dict=False)
         said = talk(FIRST, template=template, ratio=0.3)
-        assert said.report.prompt_tokens == len(question) + model.tokenizer.opening(**template)
+        assert said.report.prompt_tokens == len(question) + model.tokenizer.generation_prompt_length(**template)
         report = talk(_next(FIRST, "Nobody does.", CHUNKS[3]), template=template, ratio=0.3).report
-        opened = model.tokenizer.opening()
+        opened = model.tokenizer.generation_prompt_length()
         assert report.conversation_tokens == len(question) + opened, "up to the answer, which is another"
 
 
@@ -397,7 +400,7 @@ def test_none_are_kept_where_none_are_wanted(endless: Model, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, "1GB", None, True])
 def test_a_bound_that_is_none(wrong: Any, model: Model, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="conversation_bytes must be at least 0 and whole"):
+    with pytest.raises(SettingError, match="conversation_bytes must be an integer of at least 0"):
         BlendEngine(model, tmp_path / "kv", conversation_bytes=wrong)
 
 

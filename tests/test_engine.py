@@ -103,8 +103,8 @@ def test_overrides_hold_for_one_answer(model: Model, tmp_path: Path) -> None:
         ({"max_tokens": 5}, "max_tokens"),
         ({"stop": "END"}, "not one string"),
         ({"documents": "one string"}, "not one string"),
-        ({"documents": 5}, "texts must be a list of chunks, not 5"),
-        ({"documents": [3]}, "not a string"),
+        ({"documents": 5}, "texts must be a list of strings, not 5"),
+        ({"documents": [3]}, "must be a string"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str, engine: BlendEngine) -> None:
@@ -873,7 +873,7 @@ def test_conversations_and_explanations_do_not_cross_namespaces(model: Model, tm
         following = [*PROMPT, {"role": "assistant", "content": said.text}, {"role": "user", "content": "Why?"}]
         assert engine.generate(following, namespace="two", max_new_tokens=1).report.conversation_tokens == 0
         assert engine.generate(following, namespace="one", max_new_tokens=1).report.conversation_tokens > 0
-        with pytest.raises(PromptError, match="nothing has been answered"):
+        with pytest.raises(PromptError, match="there is no answer"):
             engine.explain(namespace="three")
         with pytest.raises(PromptError, match="not among the last"):
             engine.explain(said.report, namespace="two")

@@ -86,7 +86,7 @@ def test_the_last_answer_is_explained_without_computing_it_again(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.warm(CHUNKS)
-    with pytest.raises(PromptError, match="nothing has been answered yet"):
+    with pytest.raises(PromptError, match="there is no answer"):
         engine.explain()
     report = answered(engine, *CHUNKS[:2], policy="seam", ratio=0.25).report
     monkeypatch.setattr(engine.model, "forward", None)
@@ -100,7 +100,7 @@ def test_the_last_answer_is_explained_without_computing_it_again(
 def test_another_namespaces_answers_are_not_explained(engine: BlendEngine) -> None:
     engine.warm(CHUNKS)
     mine = answered(engine, CHUNKS[0]).report
-    with pytest.raises(PromptError, match="nothing has been answered yet"):
+    with pytest.raises(PromptError, match="there is no answer"):
         engine.explain(namespace="bob")
     theirs = answered(engine, CHUNKS[1], namespace="bob").report
     assert engine.explain().report == engine.explain(mine).report == mine
@@ -520,11 +520,11 @@ def test_text_colours_and_a_page(
     ("argv", "reason"),
     [
         (["  "], "the prompt is empty"),
-        (["[]"], "no messages"),
+        (["[]"], "at least one message"),
         (["text", "--retrieved", "missing.json"], "missing.json"),
         (["text", "--retrieved", "object.json"], "list of strings"),
         (["text", "--retrieved", "broken.json"], "not JSON"),
-        (["nothing.txt"], "there is no file nothing.txt"),
+        (["nothing.txt"], "nothing.txt does not exist"),
         (["documents.json"], "documents"),
         (["prompts.json"], "one string"),
         (["message.json"], "must be a list"),

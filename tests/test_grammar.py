@@ -203,8 +203,8 @@ def test_what_is_no_grammar_is_refused_when_it_is_made(wrong: dict[str, Any], wh
 @pytest.mark.parametrize(
     ("grammar", "why"),
     [
-        (Grammar(regex="("), "regex cannot be guaranteed: .*invalid regex"),
-        (Grammar(lark="start: foo"), 'lark cannot be guaranteed: .*unknown name: "foo"'),
+        (Grammar(regex="("), "regex is invalid or not supported: .*invalid regex"),
+        (Grammar(lark="start: foo"), 'lark is invalid or not supported: .*unknown name: "foo"'),
         (Grammar(lark="root ::= ("), "lark"),
         (Grammar(json_schema={"type": "objct"}), "Invalid type: objct"),
         (Grammar(json_schema={"type": "array", "uniqueItems": True}), "uniqueItems"),
@@ -228,7 +228,7 @@ def test_without_the_extra_the_way_out_is_named(engine: BlendEngine, monkeypatch
 
 def test_a_token_that_was_not_allowed_is_an_error(model: Model) -> None:
     constraint = constrain(model, Grammar(regex="a+"))
-    with pytest.raises(ModelError, match="the grammar cannot go on"):
+    with pytest.raises(ModelError, match="the grammar cannot continue"):
         constraint.push(model.tokenizer.encode("b")[0])
 
 

@@ -172,7 +172,7 @@ def test_sources_are_contexts_whoever_holds_the_chunks(opens: Open) -> None:
     assert kv.served(CHUNKS[2]) is not None, "several documents of one source"
     with pytest.raises(SettingError, match="3 sources for 2 texts"):
         kv.warm(*CHUNKS[:2], sources=["x", "y", "z"])
-    with pytest.raises(SettingError, match="2 names of documents for 1 texts"):
+    with pytest.raises(SettingError, match="2 document names for 1 texts"):
         kv.warm(CHUNKS[0], document=["c", "d"])
 
 

@@ -18,6 +18,7 @@ PUBLIC = [
     "BlendConfig",
     "BlendEngine",
     "BlendReport",
+    "ChunkUnreadableError",
     "ContextWindowError",
     "DamagedChunkError",
     "Delta",
@@ -101,7 +102,7 @@ def test_the_methods_people_call(name: str, method: str) -> None:
 
 def test_all_errors_have_one_base() -> None:
     errors = [getattr(kvrag, name) for name in PUBLIC if name.endswith("Error")]
-    assert len(errors) == 12
+    assert len(errors) == 13
     assert all(issubclass(error, kvrag.KvragError) for error in errors)
     assert issubclass(kvrag.SettingError, ValueError)
     assert not issubclass(kvrag.PromptError, ValueError)  # pydantic and parsers would take it for one of theirs

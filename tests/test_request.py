@@ -90,7 +90,7 @@ def test_a_chunk_that_cannot_be_read_now_is_recomputed_and_stays(
         done = prepare(cold, ids, 1.0)
         assert [run.key for run in done.report.runs] == [run.key for run in whole.report.runs if run.key != failing]
         assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
-        assert done.report.notes == (f"chunk {failing} cannot be read now: Input/output error; recomputed",)
+        assert done.report.notes == (f"chunk {failing} cannot be read at the moment: Input/output error; recomputed",)
     assert cold.store.stats().damaged == 0
     assert prepare(cold, ids, 1.0).report.runs == whole.report.runs
 
@@ -106,7 +106,7 @@ def test_a_failed_allocation_is_no_damage(cold: BlendEngine, monkeypatch: pytest
     _intercept(cold, monkeypatch, fail)
     report = prepare(cold, ids, 1.0).report
     assert len(report.runs) == 3
-    assert "no memory" in report.notes[0]
+    assert "out of memory" in report.notes[0]
     assert cold.store.stats().damaged == 0
 
 
@@ -120,7 +120,7 @@ def test_a_store_that_fails_altogether_is_given_up_after_a_few_chunks(
         raise ChunkUnreadableError(key, "Input/output error")
 
     ids = cold.model.tokenizer.render(PROMPT)
-    monkeypatch.setattr("kvrag.request._FAILED_READS", 2)
+    monkeypatch.setattr("kvrag.request._FAILURES", 2)
     _intercept(cold, monkeypatch, fail)
     done = prepare(cold, ids, 0.2)
     assert done.report.runs == ()

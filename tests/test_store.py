@@ -83,7 +83,7 @@ def holding(wanted: ChunkRecord, source: str) -> Holding:
 
 
 def packed(wanted: ChunkRecord, fingerprint: str = FINGERPRINT.digest) -> bytes:
-    return b"".join(chunkfile.pack(wanted, fingerprint))
+    return b"".join(chunkfile.serialise(wanted, fingerprint))
 
 
 def served(store: FileStore, wanted: ChunkRecord, alone_only: bool = False) -> str | None:
@@ -262,7 +262,7 @@ def test_a_file_that_is_whole_but_not_what_its_key_says_is_damaged(store: FileSt
     }
     store.put([wanted])
     file_of(store, wanted).write_bytes(packed(replace(wanted, **changes[change])))
-    with pytest.raises(DamagedChunkError, match="its content is that of chunk"):
+    with pytest.raises(DamagedChunkError, match="its content belongs to chunk"):
         store.open(wanted.key)
 
 
@@ -432,7 +432,7 @@ def test_a_file_of_another_model_is_noticed(store: FileStore) -> None:
 def test_a_row_without_a_file_is_damage_and_no_row_is_none(store: FileStore) -> None:
     store.put([record(1)])
     file_of(store, record(1)).unlink()
-    with pytest.raises(DamagedChunkError, match="gone"):
+    with pytest.raises(DamagedChunkError, match="is missing"):
         store.open(record(1).key)
     assert store.open(record(2).key) is None
 
@@ -712,7 +712,7 @@ def test_a_read_only_folder_can_be_read(read_only: Path) -> None:
     store.touch([record(0).key])
     store._flush_touched()
     store.quarantine(record(0).key)
-    assert store.catalog_folder is None
+    assert store.read_only
     for write in (
         lambda: store.put([record(9)]),
         lambda: store.set_document("d", []),
@@ -789,7 +789,7 @@ def test_answers_from_a_read_only_store(model: Model, hf: Any, tmp_path: Path) -
             assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
             assert len(done.report.runs) == 2
         answer = engine.generate(messages(*CHUNKS), documents=[CHUNKS[3]], max_new_tokens=2)
-        assert "could not be kept" in answer.report.notes[0]
+        assert "could not be stored" in answer.report.notes[0]
         with pytest.raises(StoreReadOnlyError):
             engine.warm(CHUNKS)
 
@@ -813,7 +813,7 @@ def test_no_space_left_while_writing_chunks(
     assert engine.store.stats().chunks == 1
     assert not list(tmp_path.rglob("*.tmp"))
     answer = engine.generate(messages(*CHUNKS), documents=CHUNKS, max_new_tokens=3, ratio=1.0)
-    assert "could not be kept" in answer.report.notes[0]
+    assert "could not be stored" in answer.report.notes[0]
     assert len(answer.report.runs) == 1
     monkeypatch.setattr(os, "fsync", real)
     assert engine.warm(CHUNKS).new == 3
@@ -882,7 +882,7 @@ def test_a_really_full_disk(small_disk: Path, model: Model, hf: Any) -> None:
 
 def test_a_disk_with_less_left_than_is_to_be_kept_free_is_full(tmp_path: Path) -> None:
     store = opened(tmp_path, min_free_bytes=1 << 60)
-    with pytest.raises(StoreFullError, match="kept free"):
+    with pytest.raises(StoreFullError, match="must stay free"):
         store.put([record(1)])
     assert store.stats().chunks == 0
     store.close()
@@ -1177,13 +1177,38 @@ def test_two_models_that_differ_in_a_buffer_alone_differ() -> None:
     assert one != other
 
 
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_of_a_forgotten_text_is_left_after_gc(
+    collects: bool, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its token ids are in its chunk file, in the manifest and SQLite's log, and in the catalog."""
+    monkeypatch.setattr("kvrag.reuse.catalog._TAIL", 1)
+    ids = np.asarray(model.tokenizer.encode(CHUNKS[1]), np.uint32)[3:19]
+    forms = [ids.astype(kind).tobytes() for kind in ("<u4", "<i8")]
+
+    def left() -> set[str]:
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        return {path.parent.name for path in files if any(form in path.read_bytes() for form in forms)}
+
+    with BlendEngine(model, FileStore(tmp_path / "kv", min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS[:1], document="kept")
+        engine.warm(CHUNKS[1:2], document="secret")
+        engine._catalog.settle()
+        assert {"kv", "catalog"} < left()
+        engine.forget("secret")
+        if collects:
+            engine.store.gc()  # type: ignore[attr-defined]
+        assert bool(left()) is not collects
+        assert len(engine.generate(messages(*CHUNKS), max_new_tokens=1).report.runs) == 1
+
+
 # ---------------------------------------------------------------- documents of an engine
 
 
 def test_engine_documents(engine: BlendEngine) -> None:
     engine.warm(CHUNKS[:3], document="one")
     engine.warm(CHUNKS[2:], document="two")
-    assert engine.store.stats().chunks == 4
+    assert engine.store.stats().chunks == 5, "the one that both have stands behind the first and alone"
     assert engine.warm([CHUNKS[0], CHUNKS[2]], document="one").new == 0
     assert engine.store.stats().chunks == 3
     assert engine.forget("one") == 1
@@ -1203,7 +1228,7 @@ def test_several_documents_are_warmed_together(engine: BlendEngine) -> None:
     assert engine.forget("b/1") == 0  # b/2 has it too
     assert engine.forget("b/2") == 1
     assert engine.documents() == ["a"]
-    with pytest.raises(SettingError, match="2 names of documents for 1 texts"):
+    with pytest.raises(SettingError, match="2 document names for 1 texts"):
         engine.warm(CHUNKS[2:3], document=["c", "d"])
     assert engine.store.stats().chunks == 1
 
@@ -1504,7 +1529,7 @@ def test_a_store_of_the_first_format_is_refused_in_one_line(tmp_path: Path) -> N
             FileStore(folder)
         message = str(caught.value)
         assert "\n" not in message
-        assert f"{folder} was written in format 1, which this version does not read" in message
+        assert f"{folder} has format 1, which this version cannot read" in message
         assert "`kvrag warm --store NEW_FOLDER DOCS`" in message
         assert {path: path.stat().st_mtime_ns for path in before} == before
     assert FORMAT == 2
@@ -1562,7 +1587,7 @@ def test_the_command_line_looks_into_a_store(tmp_path: Path, capsys: pytest.Capt
     content[len(content) // 8] ^= 1
     path.write_bytes(content)
     assert main(["store", "check", *folder]) == 1
-    assert "0 chunks are sound, 0 of them were found without an entry; 1 damaged" in capsys.readouterr().out
+    assert "0 chunks are sound, 0 of them were found without a row; 1 damaged" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- the RAM tier

@@ -333,7 +333,7 @@ def tool_without_arguments() -> dict[str, Any]:
         ({"tools": LOOK}, "tools must be a list"),
         ({"tools": ["look"]}, "a tool is .*got 'look'"),
         ({"tools": [{"name": "look"}]}, "a tool is"),
-        ({"tools": [tool("look up")]}, "the name of a tool has letters"),
+        ({"tools": [tool("look up")]}, "a tool's name may have letters"),
         ({"tools": [tool("look", where={1, 2})]}, "tool look is not JSON"),
         ({"tools": [{"type": "function", "function": {"name": "look", "parameters": [1]}}]}, "must be a JSON schema"),
         ({"tools": TOOLS, "tool_choice": "smell"}, r"a tool's name \(look, count, rest\), got 'smell'"),
@@ -361,7 +361,7 @@ def test_messages_that_are_not_tool_talk_are_refused(engine: BlendEngine) -> Non
     for wrong in ("look", {"function": "look"}, {"function": {"name": "look", "arguments": "{"}}):
         with pytest.raises(PromptError, match="a tool call is"):
             engine.generate([*HELLO, {"role": "assistant", "tool_calls": [wrong]}])
-    with pytest.raises(PromptError, match="a message is a dict"):
+    with pytest.raises(PromptError, match="a message must be a dict"):
         engine.generate(["Hello."], tools=TOOLS)
 
 

@@ -1,1 +1,1 @@
-"""What blending needs of a model, and its implementations."""
+"""Model backends: the protocol that blending needs, and its implementations."""

@@ -1,4 +1,4 @@
-"""A lock that serves threads in order of arrival, so that answers generated side by side advance side by side."""
+"""A fair lock: serves threads in order of arrival, so that concurrent answers advance together."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class FairLock:
 
     @property
     def waits(self) -> int:
-        """How often the calling thread had to wait: a duration measured meanwhile includes other threads' work."""
+        """Number of waits of the calling thread: durations measured meanwhile include other threads' work."""
         return getattr(self._own, "waits", 0)
 
     @property
     def held(self) -> bool:
-        """Whether the calling thread holds the lock."""
+        """True if the calling thread holds the lock."""
         return getattr(self._own, "held", False)
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Let other threads have the lock for a while, in the middle of holding it."""
+        """Release the lock temporarily while holding it, so that other threads can run."""
         self.__exit__()
         try:
             yield
@@ -41,7 +41,7 @@ class FairLock:
         self._own.held = True
 
     def __exit__(self, *_: object) -> None:
-        if self.held:  # not after an interrupt within `released`
+        if self.held:  # not held after an interrupt within `released`
             self._own.held = False
             self._release()
 
@@ -55,7 +55,7 @@ class FairLock:
         self._own.waits = self.waits + 1
         try:
             turn.wait()
-        except BaseException:  # Ctrl-C: without this, the lock would be handed to a thread that has gone
+        except BaseException:  # Ctrl-C: otherwise the lock would be handed to a thread that no longer waits
             with self._mutex:
                 if not turn.is_set():
                     self._waiting.remove(turn)

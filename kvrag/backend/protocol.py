@@ -1,8 +1,8 @@
-"""The backend protocol: what blending, selection and encoding need of a model.
+"""The backend protocol: the operations on a model that blending, selection and encoding need.
 
-`kvrag.backend.transformers` implements it on a transformers model. It is written so that an inference engine can
-implement it inside its own worker: forward passes over given positions of a cache, position-free keys, and the
-attention that the question pays. Everything else is arithmetic on tensors.
+`kvrag.backend.transformers` implements it for transformers models. An inference engine can implement it inside its own
+worker: forward passes over given positions of a cache, position-free keys, and the attention of the question.
+Everything else is tensor arithmetic.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from kvrag.backend.lock import FairLock
 from kvrag.fingerprint import Fingerprint
 
 PREFILL_BLOCK = 2048
-"""Rows of one forward pass. Rows are causal, so passes over consecutive blocks give what one pass would, and
-activations and attention scores stay small on long prompts."""
+"""Rows per forward pass. Rows are causal, so passes over consecutive blocks are equivalent to one pass, and activations
+and attention scores stay small on long prompts."""
 
 Tables = tuple[Tensor, Tensor] | None
 """cos and sin of one layer, each (T, R) float32, one entry per pair of dimensions; None if it has no RoPE."""
 
 LayerSource = Callable[[int], tuple[Tensor, Tensor]]
-"""Layer number -> stitched keys and values, each (1, H, capacity, D). May wait for a disk."""
+"""Function: layer number -> stitched keys and values, each (1, H, capacity, D). May wait for a disk."""
 
 Observer = Callable[[int, Tensor, Tensor], bool]
-"""Called with a layer's number and its fresh keys and values, each (B, H, S, D), before they are written. True ends
-the forward pass there: that layer is not written."""
+"""Callback with a layer's number and its fresh keys and values, each (B, H, S, D), before they are written. If it
+returns True, the forward pass ends there and the layer is not written."""
 
 
 class KVCache(Protocol):
-    """A prompt's KV at full length, keys as the model sees them."""
+    """KV of a prompt at full length, with rotated keys."""
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, each (1, H, capacity, D), to read and to write."""
+        """Return keys and values of one layer, each (1, H, capacity, D), readable and writable."""
 
     def get_seq_length(self) -> int:
-        """How many positions the next token follows."""
+        """Return the number of positions before the next token."""
 
     def set_length(self, length: int) -> None:
-        """Declare the positions before `length` complete: from here on the cache grows by appending."""
+        """Declare the positions before `length` complete: from now on the cache grows by appending."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated so far."""
+        """Allocated bytes."""
 
 
 class Backend(Protocol):
-    """A model that can be blended. Thread-safe: threads take turns, one forward pass each.
+    """A model that can be blended. Thread-safe: threads alternate, one forward pass each.
 
     Attributes:
         num_layers, context_window, dtype, device: Facts about the model.
         fingerprint: Identifies the KV of this model in a store.
-        windows: Per layer how many keys a token sees; None = all.
-        rope_follows_length: RoPE frequencies depend on the length of the prompt (dynamic NTK, longrope) ...
-        stable_length: ... but not up to this many tokens.
+        windows: Number of keys that a token attends to, per layer; None = all.
+        rope_follows_length: RoPE frequencies depend on the prompt length (dynamic NTK, longrope) ...
+        stable_length: ... but not up to this number of tokens.
         lock: Held during a forward pass.
     """
 
@@ -73,21 +73,21 @@ class Backend(Protocol):
 
     @property
     def preamble(self) -> tuple[int, ...]:
-        """Token ids that every chunk is encoded behind."""
+        """Token ids in front of every encoded chunk."""
 
     @property
     def hidden_size(self) -> int:
-        """Width of the model."""
+        """Hidden size of the model."""
 
     @property
     def bytes_per_token(self) -> int:
-        """KV bytes that one token takes, all layers."""
+        """KV bytes per token, all layers."""
 
     def layer_device(self, number: int) -> torch.device:
-        """Device of a layer."""
+        """Return the device of a layer."""
 
     def tables(self, positions: Tensor) -> list[Tables]:
-        """Each layer's cos and sin for (T,) positions."""
+        """Return cos and sin of each layer for (T,) positions."""
 
     def rotate(self, number: int, keys: Tensor, tables: Tables, landing: slice, out: Tensor) -> None:
         """Write (B, H, T, D) position-free keys of a layer to `out`, rotated to the `landing` rows of the tables."""
@@ -99,23 +99,23 @@ class Backend(Protocol):
         """Return an empty cache, or one whose layers `source` provides when a pass reaches them."""
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Let other threads run their passes while this one waits for a disk in the middle of its own."""
+        """Release the model while this thread waits for a disk during its forward pass."""
 
     def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:
-        """Run the model on (S,) ascending positions `rows`, or append; changes `cache`. Returns (B, V) logits."""
+        """Run the model on (S,) ascending positions `rows`, or append. Changes `cache`. Returns (B, V) logits."""
 
     def forward_until(self, observe: Observer, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> None:
         """Like `forward`, but end the pass when `observe` returns True."""
 
     def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
-        """Return (K,) the squared attention that every position receives from the last `num_queries` rows.
+        """Return the (K,) squared attention that every position receives from the last `num_queries` rows.
 
-        Summed over the rows, mean over heads and `layers`; K is the last row + 1. Runs `forward(ids, cache, rows)`
-        up to the last of the layers, which is written, and changes `cache` likewise.
+        Summed over the rows, mean over heads and `layers`; K is the last row + 1. Runs `forward(ids, cache, rows)` up
+        to the last of the layers, which is written, and changes `cache` accordingly.
         """
 
 
 def prefill_blocks(backend: Backend, rows: Tensor) -> Iterator[Tensor]:
-    """Split (S,) rows into the blocks of one forward pass each."""
-    # where RoPE follows the length, every pass must see the last position
+    """Split (S,) rows into blocks of one forward pass each."""
+    # where RoPE depends on the length, every pass must include the last position
     yield from torch.split(rows, max(len(rows), 1) if backend.rope_follows_length else PREFILL_BLOCK)

@@ -1,7 +1,7 @@
 """Rotary position embedding as tensor arithmetic: rotate a key to a position, and undo it.
 
-Source: arXiv:2104.09864, section 3.2. Everything here is in float32: half precision loses the low bits of large
-angles, and an inverse needs them.
+Source: arXiv:2104.09864, section 3.2. All computation is in float32: half precision loses the low bits of large angles,
+which the inverse needs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 Pairs = Literal["half_split", "interleaved"]
 """Which dimensions rotate together: i and i + R (most models), or 2i and 2i + 1 (cohere, glm)."""
 
-_BLOCK = 512  # tokens; on a CPU the float32 intermediates of a block stay in the cache, those of a prompt do not
+_BLOCK = 512  # tokens; on a CPU, the float32 intermediates of one block fit into the cache
 
 
 def rotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "half_split", out: Tensor | None = None) -> Tensor:
@@ -22,14 +22,14 @@ def rotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "half_split", 
 
     Args:
         keys: (B, H, T, D), after any QK-norm, never rotated before.
-        cos: (T, R) float32, the model's own table for the positions where the keys land, one entry per pair of
-            dimensions. The first 2R dimensions rotate, the rest passes through.
+        cos: (T, R) float32, the model's own table for the target positions, one entry per pair of dimensions. The first
+            2R dimensions rotate, the rest are copied.
         sin: (T, R) float32, likewise.
         pairs: Which dimensions rotate together.
         out: (B, H, T, D) to write to.
 
     Returns:
-        (B, H, T, D) in the dtype of `keys`; `keys` is left as it was.
+        (B, H, T, D) in the dtype of `keys`; `keys` is unchanged.
     """
     out = torch.empty_like(keys) if out is None else out
     num_rotary = 2 * cos.shape[-1]
@@ -47,16 +47,16 @@ def rotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "half_split", 
 
 
 def unrotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "half_split") -> Tensor:
-    """Undo `rotate`: the inverse rotation is by -sin, and scaled tables (yarn) are divided out.
+    """Undo `rotate`: rotate by -sin, and divide by the scale of scaled tables (yarn).
 
-    Args and returns as in `rotate`.
+    Arguments and result as in `rotate`.
     """
-    scale = cos.square() + sin.square()  # 1 unless the model scales its tables or has them in half precision
+    scale = cos.square() + sin.square()  # 1 unless the model scales its tables or stores them in half precision
     return rotate(keys, cos / scale, -sin / scale, pairs)
 
 
 def _split(x: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """(..., 2R) -> views of the first and second dimensions of each pair, (..., R) each."""
+    """Return views of the first and second dimensions of each pair, (..., 2R) -> two (..., R)."""
     if pairs == "interleaved":
         return x[..., 0::2], x[..., 1::2]
     half = x.shape[-1] // 2

@@ -1,1 +1,1 @@
-"""Measurements that anyone can repeat: each prints its command, shapes, dtype, threads and versions."""
+"""Reproducible benchmarks. Each prints its command, shapes, dtype, threads and versions."""

@@ -1,8 +1,8 @@
-"""What a codec costs and saves: bytes, error of keys and values, attention and answers beside the native codec's.
+"""Size and error of the codecs: bytes, error of keys and values, attention and answers, relative to the native codec.
 
-Prompts are some text files in random order, each a chunk, and a question. Every figure compares plain reuse under the
-codec with plain reuse under the native one, so that the codec's error stands alone; the last column, full prefill
-against plain reuse, says how much that is beside the error of reuse itself.
+Each prompt consists of some text files in random order, one chunk each, and a question. Every figure compares plain
+reuse under the codec with plain reuse under the native one, which isolates the codec's error. The last column, full
+prefill against plain reuse, gives the error of reuse itself for comparison.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class CodecRow:
     """Means over all chunks or prompts.
 
     Attributes:
-        bytes_per_token: In the files, names and digests included.
-        smaller: How many times, without these.
-        keys, values: Root of the mean squared error, relative to that of the tensors.
-        attention: Share of the question's attention that falls on other tokens, mean over layers and heads.
-        kl: Of the next token's distribution after plain reuse, native against this codec.
+        bytes_per_token: On disk, names and digests included.
+        smaller: Size ratio to the native codec, without names and digests.
+        keys, values: Root mean squared error, relative to the root mean square of the tensors.
+        attention: Share of the question's attention that moves to other tokens, mean over layers and heads.
+        kl: KL divergence of the next token's distribution after plain reuse, native against this codec.
         kl_full: The same, full prefill against this codec.
-        unpack: Bytes of native KV that come out per second, of a layer with 8 heads of 128 and 256 tokens on the CPU.
+        unpack: Native bytes unpacked per second, for a layer with 8 heads of 128 and 256 tokens on the CPU.
     """
 
     codec: str
@@ -59,7 +59,7 @@ class CodecRow:
 
 
 def measure(model: Model, texts: Sequence[str], question: str, prompts: int, chunks: int) -> list[CodecRow]:
-    """One row per codec, the native one first."""
+    """Return one row per codec, the native one first."""
     rng = random.Random(0)
     rendered = [
         model.tokenizer.render([{"role": "user", "content": "\n\n".join([*rng.sample(texts, chunks), question])}])
@@ -91,7 +91,7 @@ def measure(model: Model, texts: Sequence[str], question: str, prompts: int, chu
 def _ask(
     model: Model, texts: Sequence[str], prompts: Sequence[list[int]], codec: str
 ) -> tuple[float, list[tuple[Tensor, Tensor, Tensor]]]:
-    """Bytes per token on the disk; per prompt logits and attention of plain reuse, and full prefill's logits."""
+    """Return bytes per token on disk; per prompt, logits and attention of plain reuse, and full prefill's logits."""
     answers = []
     with tempfile.TemporaryDirectory() as folder, BlendEngine(model, folder, ram_bytes=0, codec=codec) as engine:
         warmed = engine.warm(texts)
@@ -146,23 +146,25 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag bench codec`."""
-    parser.add_argument("paths", nargs="+", type=Path, metavar="FILE", help="text files, each a chunk")
+    """Add the options of `kvrag bench codec`."""
+    parser.add_argument("paths", nargs="+", type=Path, metavar="FILE", help="text files, one chunk each")
     parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader'")
     parser.add_argument("--dtype", default="auto", help="bfloat16, float16, float32 (default: as stored)")
-    parser.add_argument("--question", default="Question: Who is this about?", metavar="TEXT", help="at the end of each")
-    parser.add_argument("--prompts", type=int, default=50, metavar="N", help="to compare (default: 50)")
-    parser.add_argument("--chunks", type=int, default=6, metavar="N", help="in each prompt (default: 6)")
+    parser.add_argument(
+        "--question", default="Question: Who is this about?", metavar="TEXT", help="question of each prompt"
+    )
+    parser.add_argument("--prompts", type=int, default=50, metavar="N", help="number of prompts (default: 50)")
+    parser.add_argument("--chunks", type=int, default=6, metavar="N", help="chunks per prompt (default: 6)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print."""
+    """Measure and print the results."""
     model = Model.from_pretrained(args.model, dtype=args.dtype)
     texts = [path.read_text("utf-8").strip() for path in args.paths]
     texts = [text for text in texts if len(model.tokenizer.encode(text)) >= BlendConfig().min_run]
     if not 1 <= args.chunks <= len(texts) or args.prompts < 1:
         raise SettingError(
-            f"{len(texts)} files that are long enough cannot make {args.prompts} prompts of {args.chunks}"
+            f"{len(texts)} long enough files are too few for {args.prompts} prompts of {args.chunks}: pass more files"
         )
     print("measuring", file=sys.stderr, flush=True)
     rows = measure(model, texts, args.question, args.prompts, args.chunks)

@@ -1,4 +1,4 @@
-"""Questions about passages: of a file, or drawn from the reader's world."""
+"""Datasets of questions about passages: from a file, or drawn from the reader's world."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _TRIES = 2000
 
 @dataclass(frozen=True)
 class Row:
-    """A question about passages, and the answers that count as right.
+    """A question about passages, and its accepted answers.
 
-    `documents` names the document that each passage is of, in reading order; empty = not known. `kind` groups results.
-    `across` says whether the question hangs on another passage than the one with the fact; None = unknown.
+    `documents` names the document of each passage, in reading order; empty = unknown. `kind` groups results. `across`:
+    whether the question depends on another passage than the one with the fact; None = unknown.
     """
 
     id: str
@@ -39,13 +39,13 @@ class Row:
 
     @property
     def key(self) -> str:
-        """The id, and a hash of all that was asked: results of one row never pass for those of another."""
+        """The id with a hash of the content, so that results of one row are never used for another."""
         digest = blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6)
         return f"{self.id}#{digest.hexdigest()}"
 
 
 def world_rows(count: int, seed: int) -> list[Row]:
-    """Draw rows of held-out contexts, each kind of question equally often; the first ones do not depend on `count`."""
+    """Draw rows of held-out contexts, each kind of question equally often; a larger `count` appends rows."""
     return [_world_row(number, seed) for number in range(count)]
 
 
@@ -68,7 +68,7 @@ def file_rows(path: Path, count: int) -> list[Row]:
     Each is an object with `passages`, `question`, `answers`, and optionally `id`, `kind`, `across` and `documents`.
 
     Raises:
-        KvragError: The file or a row is not usable; the message names the line.
+        KvragError: The file or a row is invalid; the message names the line.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -79,11 +79,11 @@ def file_rows(path: Path, count: int) -> list[Row]:
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     rows = [_file_row(line, f"{path}, line {number}", str(number)) for number, line in numbered]
     if not rows:
-        raise KvragError(f"{path} is empty: one JSON object per line is wanted, with passages, question and answers")
+        raise KvragError(f"{path} is empty: write one JSON object per line, with passages, question and answers")
     seen: set[str] = set()
     for (number, _), row in zip(numbered, rows, strict=True):
         if row.id in seen:
-            raise KvragError(f"{path}, line {number}: the id {row.id!r} is there twice")
+            raise KvragError(f"{path}, line {number}: duplicate id {row.id!r}")
         seen.add(row.id)
     return rows[:count]
 
@@ -94,12 +94,12 @@ def _file_row(line: str, where: str, number: str) -> Row:
     except ValueError as error:
         raise KvragError(f"{where}: not JSON ({error})") from error
     if not isinstance(fields, dict):
-        raise KvragError(f"{where}: a JSON object with passages, question and answers is wanted")
+        raise KvragError(f"{where}: expected a JSON object with passages, question and answers")
     for name in ("passages", "answers"):
         if not _texts(fields.get(name)):
-            raise KvragError(f"{where}: {name!r} must be a list of strings that are not empty")
+            raise KvragError(f"{where}: {name!r} must be a list of non-empty strings")
     if not _texts([fields.get("question")]):
-        raise KvragError(f"{where}: 'question' must be a string that is not empty")
+        raise KvragError(f"{where}: 'question' must be a non-empty string")
     kind, across = fields.get("kind", ""), fields.get("across")
     if not isinstance(kind, str) or not isinstance(across, (bool, type(None))):
         raise KvragError(f"{where}: 'kind' must be a string and 'across' true or false")
@@ -122,12 +122,12 @@ def _texts(value: Any) -> bool:
 
 
 def rechunk(passages: Sequence[str], num_tokens: int, count: Callable[[str], int]) -> tuple[str, ...]:
-    """Cut and join passages into chunks of about `num_tokens`, at most that many but for single words.
+    """Cut and join passages into chunks of about `num_tokens`, at most that many except for single words.
 
-    Sentences stay whole where they fit; passages that come together are joined by a blank line, as in the prompt.
+    Sentences stay whole where they fit; joined passages are separated by a blank line, as in the prompt.
 
     Args:
-        count: Tokens of a text.
+        count: Returns the number of tokens of a text.
     """
     chunks: list[str] = []
     current, filled = "", 0
@@ -145,7 +145,7 @@ def rechunk(passages: Sequence[str], num_tokens: int, count: Callable[[str], int
 
 
 def _pieces(passage: str, num_tokens: int, count: Callable[[str], int]) -> list[str]:
-    """Sentences, or words where a sentence is too long; together they are the passage."""
+    """Return sentences, or words where a sentence is too long; joined they are the passage."""
     pieces: list[str] = []
     for sentence in re.split(r"(?<=[.!?])(?=\s)", passage):
         pieces += [sentence] if count(sentence) <= num_tokens else re.findall(r"\s*\S+", sentence)

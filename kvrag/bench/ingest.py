@@ -1,6 +1,6 @@
-"""Ingestion in tokens per second, beside the model's own batched forward pass over the same tokens, interleaved.
+"""Ingestion speed in tokens per second, interleaved with the model's own batched forward pass over the same tokens.
 
-The engine's clock holds tokenising, the forward pass, taking RoPE off, and writing with fsync.
+The measured time includes tokenising, the forward pass, removing RoPE, and writing with fsync.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvrag.ingest.encode import BATCH_TOKENS
 def measure(
     model: str, layers: int | None, chunks: int, chunk_tokens: int, document_chunks: int, repeats: int
 ) -> dict[str, Any]:
-    """Medians over `repeats` after one warm-up round; `document_chunks` of the chunks make a document."""
+    """Return medians over `repeats` after one warm-up round; a document consists of `document_chunks` chunks."""
     net = random_model(model, layers)
     words, rng = one_token_words(net), random.Random(0)
     rates: dict[str, list[float]] = {"engine": [], "forward": []}
@@ -55,7 +55,7 @@ def measure(
 
 @torch.inference_mode()
 def _forward(net: Model, texts: list[str]) -> float:
-    """Seconds of transformers' forward pass alone, in batches of the same size."""
+    """Return the seconds of transformers' forward pass alone, in batches of the same size."""
     ids = torch.tensor([net.tokenizer.encode(text) for text in texts], device=net.device)
     started = time.perf_counter()
     for batch in ids.split(max(1, BATCH_TOKENS // ids.shape[1])):  # type: ignore[no-untyped-call]
@@ -66,15 +66,15 @@ def _forward(net: Model, texts: list[str]) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag bench ingest`."""
+    """Add the options of `kvrag bench ingest`."""
     add_shape(parser)
     add_number(parser, "--chunks", 16, "to encode")
-    add_number(parser, "--chunk-tokens", 256, "in a chunk")
-    add_number(parser, "--document-chunks", 1, "of one document, encoded behind each other")
+    add_number(parser, "--chunk-tokens", 256, "tokens per chunk")
+    add_number(parser, "--document-chunks", 1, "chunks per document, each the context of the next")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print."""
+    """Measure and print the results."""
     if args.document_chunks < 1:
         args.parser.error("--document-chunks must be at least 1")
     print("measuring", file=sys.stderr, flush=True)

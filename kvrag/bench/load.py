@@ -1,7 +1,7 @@
-"""Many clients at once against a running server: every stream must be complete and say what it says alone.
+"""Load test of a running server: every stream must be complete and equal to the answer of the same request alone.
 
-Clients beyond the queue are turned away with 429, which is no error, and try again. Others leave in mid-stream, which
-must leave no work behind.
+Clients beyond the queue get 429, which is not an error, and retry. Some clients disconnect mid-stream, which must leave
+no work behind.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ _WORDS = (
 _DOCUMENTS = 12
 _PROMPTS = 16
 _RETRY_S = 0.5
-_LONG = 200  # tokens of an answer that somebody leaves: there is work to be left behind
-_TRYING = 6  # seconds' worth of leaving clients that may still wait for their streams to begin
-_IDLE_S = 60.0  # for the server to come to rest at the end
-_SAMPLES = 16  # of the memory, besides the first
+_LONG = 200  # tokens of an answer that a client abandons: long enough to leave work
+_TRYING = 6  # seconds' worth of disconnecting clients that may still wait for their stream to begin
+_IDLE_S = 60.0  # for the server to become idle at the end
+_SAMPLES = 16  # of the memory, besides the first one
 _MEMORY, _GONE = "process_resident_memory_bytes", 'kvrag_request_failure_total{status="499"}'
-_GROWTH = 1.1  # more memory than this after the first quarter is no noise
+_GROWTH = 1.1  # more growth after the first quarter is not noise
 
 
 @dataclass
 class LoadResult:
-    """What happened.
+    """Result of a load test.
 
     Attributes:
-        complete: Streams read to their end; `unequal` of them said something else than the same request alone.
-        rejected: Answered with 429.
-        kill: How many were to be left in mid-stream every second ...
-        killed: ... and how many were, in all. The server ended the work of `stopped` requests since nobody was there.
-        errors: Anything else that went wrong, by how often.
-        left: Requests that the server still worked at, or let wait, a minute after the last client had gone.
-        memory: Bytes resident, at regular times from the start to the end.
+        complete: Streams read to their end; `unequal` of them differed from the same request alone.
+        rejected: Responses with 429.
+        kill: Planned disconnections mid-stream per second ...
+        killed: ... and actual disconnections in total. The server stopped `stopped` requests of disconnected clients.
+        errors: Other errors, with their counts.
+        left: Requests still running or waiting on the server a minute after the last client disconnected.
+        memory: Resident bytes, at regular intervals from start to end.
     """
 
     clients: int
@@ -75,23 +75,23 @@ class LoadResult:
 
     @property
     def passed(self) -> bool:
-        """Nothing went wrong, and there was something to go wrong."""
+        """True if everything was correct and something was tested."""
         is_shown = self.complete > 0 and (not self.kill or (self.killed > 0 and self.stopped > 0))
         return is_shown and not (self.unequal or self.left or self.errors)
 
     @property
     def is_flat(self) -> bool:
-        """The memory did not grow after the first quarter."""
+        """True if the memory did not grow after the first quarter."""
         quarter = len(self.memory) // 4
         return max(self.memory[-quarter:]) <= _GROWTH * max(self.memory[: quarter + 1])
 
 
 class _Rejected(Exception):
-    """429."""
+    """The server responded with 429."""
 
 
 def requests(model: str, count: int, max_tokens: int = 24) -> list[dict[str, Any]]:
-    """Different requests over the same documents, greedy and sampled; the same at every call."""
+    """Return different requests over the same documents, greedy and sampled; deterministic."""
     rng = random.Random(0)
     documents = [" ".join(rng.choices(_WORDS, k=40)) for _ in range(_DOCUMENTS)]
     made = []
@@ -100,7 +100,7 @@ def requests(model: str, count: int, max_tokens: int = 24) -> list[dict[str, Any
         question = f"Where is the {rng.choice(_WORDS)}?"
         body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": max_tokens}
         body |= {"documents": rng.sample(documents, 3), "stream": True, "stream_options": {"include_usage": True}}
-        made.append(body | {"controller": "off"} | sampling)  # else the way depends on what is sooner
+        made.append(body | {"controller": "off"} | sampling)  # otherwise the decision depends on timing
     return made
 
 
@@ -113,13 +113,13 @@ async def load(
     model: str = "",
     prompts: int = _PROMPTS,
 ) -> LoadResult:
-    """Ask each request alone, then all of them from many clients for some time, then wait until the server rests."""
+    """Send each request alone, then all of them from many clients for some time, then wait until the server is idle."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) as http:
         model = model or (await http.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         bodies = requests(model, prompts)
-        for body in bodies:  # documents are new once only
+        for body in bodies:  # documents are new only once
             await _say(http, body)
         alone = [await _say(http, body) for body in bodies]
         result = LoadResult(clients, seconds, kill, memory=[round(await _metric(http, _MEMORY))])
@@ -158,7 +158,7 @@ async def _client(
 
 
 async def _killer(http: httpx.AsyncClient, bodies: list[dict[str, Any]], end: float, result: LoadResult) -> None:
-    """Every second, some clients that leave after a few pieces; fewer while too many wait for their first."""
+    """Start some clients per second that disconnect after a few deltas; fewer while many wait for the first."""
     rng = random.Random(-1)
     leaving: set[asyncio.Task[None]] = set()
     while result.kill and time.monotonic() < end:
@@ -172,7 +172,7 @@ async def _killer(http: httpx.AsyncClient, bodies: list[dict[str, Any]], end: fl
 
 
 async def _leave(http: httpx.AsyncClient, body: dict[str, Any], pieces: int, result: LoadResult) -> None:
-    """Try until a stream begins, and leave it."""
+    """Retry until a stream begins, then disconnect."""
     while True:
         try:
             async with http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -197,7 +197,7 @@ async def _watch(http: httpx.AsyncClient, seconds: float, result: LoadResult) ->
 
 
 async def _say(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, int]:
-    """Text and number of tokens of a complete stream."""
+    """Return text and number of tokens of a complete stream."""
     text, last, usage = "", "", None
     async with http.stream("POST", "/v1/chat/completions", json=body) as response:
         async for data in _events(response):
@@ -210,7 +210,7 @@ async def _say(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, int]
             usage = event.get("usage") or usage
             text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
     if last != "[DONE]" or usage is None:
-        raise KvragError("a stream broke off")
+        raise KvragError("a stream ended early")
     return text, usage["completion_tokens"]
 
 
@@ -232,11 +232,11 @@ async def _metric(http: httpx.AsyncClient, name: str) -> float:
     for line in said.raise_for_status().text.splitlines():
         if line.startswith(f"{name} "):
             return float(line.rpartition(" ")[2])
-    return 0.0  # not counted yet, or the server's system does not tell
+    return 0.0  # not counted yet, or not supported by the server's system
 
 
 async def _rest(http: httpx.AsyncClient) -> int:
-    """Wait until the server has nothing to do; what it has after all."""
+    """Wait until the server is idle; return the number of remaining requests."""
     for _ in range(round(_IDLE_S / 0.2)):
         left = sum([round(await _metric(http, f"kvrag_num_requests_{what}")) for what in ("running", "waiting")])
         if not left:
@@ -251,19 +251,21 @@ def _count(result: LoadResult, error: Exception) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag bench serve`."""
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: http://127.0.0.1:8000)")
-    parser.add_argument("--api-key", default="", metavar="KEY", help="if the server wants one")
-    parser.add_argument("--model", default="", help="its name there (default: the first that the server has)")
-    parser.add_argument("--clients", type=int, default=32, metavar="N", help="clients at once (default: 32)")
-    parser.add_argument("--seconds", type=float, default=120, metavar="S", help="for so long (default: 120)")
+    """Add the options of `kvrag bench serve`."""
     parser.add_argument(
-        "--kill", type=int, default=8, metavar="N", help="clients that leave in mid-stream every second (default: 8)"
+        "--url", default="http://127.0.0.1:8000", help="URL of the server (default: http://127.0.0.1:8000)"
+    )
+    parser.add_argument("--api-key", default="", metavar="KEY", help="API key, if the server requires one")
+    parser.add_argument("--model", default="", help="model name (default: the server's first model)")
+    parser.add_argument("--clients", type=int, default=32, metavar="N", help="concurrent clients (default: 32)")
+    parser.add_argument("--seconds", type=float, default=120, metavar="S", help="duration in seconds (default: 120)")
+    parser.add_argument(
+        "--kill", type=int, default=8, metavar="N", help="clients per second that disconnect mid-stream (default: 8)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 if something went wrong."""
+    """Run the load test; return 1 on a failure."""
     try:
         result = asyncio.run(load(args.url, args.clients, args.seconds, args.kill, args.api_key, args.model))
     except httpx.HTTPError as error:
@@ -278,12 +280,13 @@ def run(args: argparse.Namespace) -> int:
 def _print(result: LoadResult) -> None:
     memory = ", ".join(f"{size / (1 << 20):.0f}" for size in result.memory[:: _SAMPLES // 4])
     print(
-        f"{result.clients} clients, {result.seconds:g} s: {result.complete} streams complete, {result.unequal} of them "
-        f"not as alone; {result.rejected} times 429; {result.tokens / result.seconds:.1f} tokens/s of complete streams"
+        f"{result.clients} clients, {result.seconds:g} s: {result.complete} complete streams, "
+        f"{result.unequal} different; {result.rejected} times 429; "
+        f"{result.tokens / result.seconds:.1f} tokens/s of complete streams"
     )
     print(
-        f"{result.killed} left in mid-stream, {result.killed / result.seconds:.1f} of {result.kill} a second; the "
-        f"server ended the work of {result.stopped} whose clients had gone; at the end it had {result.left} requests"
+        f"{result.killed} disconnected mid-stream, {result.killed / result.seconds:.1f} of {result.kill} per s; the "
+        f"server stopped {result.stopped} requests of disconnected clients; {result.left} requests were left at the end"
     )
     print(f"resident MiB at the start and after each quarter: {memory}")
     for error, count in result.errors.items():

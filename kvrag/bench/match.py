@@ -1,13 +1,14 @@
 """Matching alone, no model: prompts and texts made to be slow, and as many stored chunks as asked for.
 
 The second part fills a store's manifest with synthetic chunks (their KV is not needed to find them), builds the
-catalog, opens it in another process, measures prompts there, and then removes and adds a chunk here until that process
-sees it.
+catalog, opens it in another process and measures prompts there. Then a third process serves such prompts too, and a
+chunk is removed and added here until the second process sees it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -61,31 +63,42 @@ class CaseRow:
 
 @dataclass(frozen=True)
 class ScaleRow:
-    """Many chunks in one catalog; memory is that of the process that opened it.
+    """Many chunks in one catalog.
+
+    Memory is what opening the catalog and matching all prompts added to a process, in bytes per chunk: anonymous
+    memory, which can be neither shared nor dropped, and all that no other process has mapped (USS), pages of files
+    included.
 
     Attributes:
-        open_s: Until the first prompt can be matched.
+        build_cpu_s: CPU time of indexing everything and writing the files.
+        build_peak: Anonymous memory at the worst moment of that, in bytes.
+        open_s: Until the first prompt has been matched.
         match_ms, match_p95_ms: Wall-clock time of a prompt, polling the store included.
         match_cpu_ms: Median CPU time.
-        private: Bytes per chunk that no other process shares (USS), while one other process serves such prompts too.
-        anonymous: Bytes per chunk that are not pages of files, which the system can drop and read again.
-        removal_s, addition_s: Until the other process matches accordingly.
+        poll_us: CPU time of asking the store what is new, part of it.
+        lone_anonymous, lone_uss: Memory of the only process.
+        anonymous, uss: Memory of one of two processes that serve such prompts.
+        removal_s, addition_s: Until another process matches accordingly.
     """
 
     chunks: int
     chunk_tokens: int
     prompt_tokens: int
-    fill_s: float
     build_s: float
+    build_cpu_s: float
+    build_peak: int
     files: int
     disk: float
     open_s: float
     match_ms: float
     match_p95_ms: float
     match_cpu_ms: float
+    poll_us: float
     covered: float
-    private: float
+    lone_anonymous: float
+    lone_uss: float
     anonymous: float
+    uss: float
     removal_s: float
     addition_s: float
 
@@ -199,84 +212,126 @@ def measure_cases(num_tokens: int, repeats: int, progress: Callable[[str], None]
     return rows
 
 
-def measure_scale(
-    folder: Path, chunks: int, chunk_tokens: int, prompt_tokens: int, prompts: int, progress: Callable[[str], None]
-) -> ScaleRow:
-    """Fill a store in the folder, build its catalog, open it in another process and measure there."""
-    progress(f"filling a manifest with {chunks:,} chunks of {chunk_tokens} tokens")
-    started = time.perf_counter()
-    with closing(Manifest(folder / MANIFEST)) as manifest:
-        for begin in range(0, chunks, _BATCH):
-            manifest.add(_rows(range(begin, min(begin + _BATCH, chunks)), chunk_tokens))
-    fill_s = time.perf_counter() - started
+@dataclass(frozen=True)
+class Shape:
+    """A synthetic store and the prompts matched against it."""
+
+    chunks: int
+    chunk_tokens: int
+    prompt_tokens: int
+    prompts: int
+
+
+def measure_scale(folder: Path, shape: Shape, progress: Callable[[str], None]) -> ScaleRow:
+    """Build the catalog of a store made by `fill`, open it in other processes and measure there."""
     progress("building the catalog")
-    started = time.perf_counter()
-    with closing(FileStore(folder, min_free_bytes=0)) as store, closing(Catalog(store)) as catalog:
+    shutil.rmtree(folder / "catalog", ignore_errors=True)
+    started, working = time.perf_counter(), time.process_time()
+    with closing(FileStore(folder, min_free_bytes=0)) as store, closing(Catalog(store)) as catalog, _peak() as peak:
         catalog.refresh()
         catalog.settle()
-        build_s = time.perf_counter() - started
-        assert len(catalog) == chunks
-        files = [*(folder / "catalog").glob("*.segment")]
-        disk = sum(file.stat().st_size for file in files) / chunks
-        for prompt in _prompts(chunks, chunk_tokens, prompt_tokens, prompts):
-            catalog.match(prompt, MIN_RUN)
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        other = context.Process(target=_serve, args=(theirs, folder, chunks, chunk_tokens, prompt_tokens, prompts))
-        other.start()
-        progress("matching in another process")
-        answer: Mapping[str, float] = ours.recv()
+        build_s, build_cpu_s = time.perf_counter() - started, time.process_time() - working
+        assert len(catalog) == shape.chunks
+    del catalog  # what it had mapped
+    files = [*(folder / "catalog").glob("*.segment")]
+    disk = sum(file.stat().st_size for file in files) / shape.chunks
+    progress("matching in another process")
+    with _serving(folder, shape) as watcher:
+        times: Mapping[str, float] = watcher.recv()
+        lone_anonymous, lone_uss = watcher.recv()
+        progress("matching in two processes")
+        with _serving(folder, shape) as other:
+            other.recv()
+            watcher.send("measure again")
+            anonymous, uss = watcher.recv()
+        watcher.send("look for the last chunk")
         progress("removing and adding a chunk")
-        (row,) = _rows([chunks - 1], chunk_tokens)
-        store.remove([row.key])
-        removed = time.time()
-        removal_s = ours.recv() - removed
+        (row,) = _rows([shape.chunks - 1], shape.chunk_tokens)
         with closing(Manifest(folder / MANIFEST)) as manifest:
+            manifest.remove([row.key])
+            removed = time.time()
+            removal_s = watcher.recv() - removed
             manifest.add([row])
-        added = time.time()
-        addition_s = ours.recv() - added
-        other.join()
+            added = time.time()
+            addition_s = watcher.recv() - added
     return ScaleRow(
-        chunks, chunk_tokens, prompt_tokens, fill_s, build_s, len(files), disk, **answer,
+        shape.chunks, shape.chunk_tokens, shape.prompt_tokens, build_s, build_cpu_s, peak[0], len(files), disk, **times,
+        lone_anonymous=lone_anonymous, lone_uss=lone_uss, anonymous=anonymous, uss=uss,
         removal_s=removal_s, addition_s=addition_s,
     )  # fmt: skip
 
 
-def _serve(
-    pipe: Connection, folder: Path, chunks: int, chunk_tokens: int, prompt_tokens: int, num_prompts: int
-) -> None:
-    """The process that opens the catalog."""
-    prompts = [*_prompts(chunks, chunk_tokens, prompt_tokens, num_prompts)]
+def fill(folder: Path, shape: Shape, progress: Callable[[str], None]) -> None:
+    """Make the synthetic store, unless the folder has it already.
+
+    Raises:
+        SettingError: The folder has something else.
+    """
+    mark, made = folder / "synthetic.json", json.dumps([shape.chunks, shape.chunk_tokens])
+    if mark.exists() and mark.read_text() == made:
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise SettingError(f"{folder} is not empty: give a folder for this synthetic store alone")
+    progress(f"filling a manifest with {shape.chunks:,} chunks of {shape.chunk_tokens} tokens")
+    folder.mkdir(parents=True, exist_ok=True)
+    with closing(Manifest(folder / MANIFEST)) as manifest:
+        for begin in range(0, shape.chunks, _BATCH):
+            manifest.add(_rows(range(begin, min(begin + _BATCH, shape.chunks)), shape.chunk_tokens))
+    mark.write_text(made)
+
+
+@contextlib.contextmanager
+def _serving(folder: Path, shape: Shape) -> Iterator[Connection]:
+    """A process that runs `_serve`, and the pipe to it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, folder, shape), daemon=True)
+    process.start()
+    theirs.close()
+    yield ours
+    ours.close()
+    process.join()
+
+
+def _serve(pipe: Connection, folder: Path, shape: Shape) -> None:
+    """Open the catalog and match, then send the time at which a removal and an addition are seen."""
+    prompts = [*_prompts(shape)]
     with closing(FileStore(folder, min_free_bytes=0)) as store:
+        store.removals()
         before = _memory()
         started = time.perf_counter()
         catalog = Catalog(store)
         catalog.match(prompts[0], MIN_RUN)
         open_s = time.perf_counter() - started
-        wall, cpu, covered = [], [], 0
+        wall, cpu, polls, covered = [], [], [], 0
         for prompt in prompts:
             started, working = time.perf_counter(), time.thread_time()
             runs = catalog.match(prompt, MIN_RUN)
             wall.append(time.perf_counter() - started)
             cpu.append(time.thread_time() - working)
             covered += sum(map(len, runs))
-        private, anonymous = ((b - a) / chunks for a, b in zip(before, _memory(), strict=True))
+            working = time.thread_time()
+            catalog.match([], MIN_RUN)
+            polls.append(time.thread_time() - working)
         pipe.send(
             {
                 "open_s": open_s,
                 "match_ms": 1000 * statistics.median(wall),
                 "match_p95_ms": 1000 * sorted(wall)[int(0.95 * len(wall))],
                 "match_cpu_ms": 1000 * statistics.median(cpu),
+                "poll_us": 1e6 * statistics.median(polls),
                 "covered": covered / sum(map(len, prompts)),
-                "private": private,
-                "anonymous": anonymous,
             }
         )
-        (last,) = _ids([chunks - 1], chunk_tokens)
-        for is_there in (False, True):
-            while bool(catalog.match(last, MIN_RUN)) != is_there:
-                time.sleep(0.01)
-            pipe.send(time.time())
+        (last,) = _ids([shape.chunks - 1], shape.chunk_tokens)
+        with contextlib.suppress(EOFError, OSError):  # the second of two is not asked for all this
+            for _ in range(2):
+                pipe.send([(now - then) / shape.chunks for then, now in zip(before, _memory(), strict=True)])
+                pipe.recv()
+            for is_there in (False, True):
+                while bool(catalog.match(last, MIN_RUN)) != is_there:
+                    time.sleep(0.01)
+                pipe.send(time.time())
         catalog.close()
 
 
@@ -295,27 +350,45 @@ def _rows(numbers: Sequence[int], chunk_tokens: int) -> Iterator[Row]:
         yield Row(key, key, "", ids.tobytes(), 0, f"{key}.chunk", 1)
 
 
-def _prompts(chunks: int, chunk_tokens: int, prompt_tokens: int, count: int) -> Iterator[list[int]]:
+def _prompts(shape: Shape) -> Iterator[list[int]]:
     """Pieces of stored chunks, a few tokens of the prompt's own before each."""
     rng = random.Random(1)
-    length = min(prompt_tokens // _PIECES - _SEPARATOR, chunk_tokens)
-    for _ in range(count):
+    length = min(shape.prompt_tokens // _PIECES - _SEPARATOR, shape.chunk_tokens)
+    for _ in range(shape.prompts):
         prompt: list[int] = []
-        for ids in _ids([rng.randrange(chunks) for _ in range(_PIECES)], chunk_tokens):
-            start = rng.randrange(chunk_tokens - length + 1)
+        for ids in _ids([rng.randrange(shape.chunks) for _ in range(_PIECES)], shape.chunk_tokens):
+            start = rng.randrange(shape.chunk_tokens - length + 1)
             prompt += [_VOCABULARY + rng.randrange(1000) for _ in range(_SEPARATOR)]
             prompt += ids[start : start + length].tolist()
         yield prompt
 
 
 def _memory() -> tuple[int, int]:
-    """Private bytes of this process, and those of them that are not pages of files; 0 where Linux is not."""
+    """Anonymous memory of this process, and all that no other process has mapped; 0 where Linux is not."""
     try:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0, 0
     sizes = {name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines[1:])}
-    return sizes["Private_Clean"] + sizes["Private_Dirty"], sizes["Anonymous"]
+    return sizes["Anonymous"], sizes["Private_Clean"] + sizes["Private_Dirty"]
+
+
+@contextlib.contextmanager
+def _peak() -> Iterator[list[int]]:
+    """The most anonymous memory seen while the body runs, as an item."""
+    peak, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.2):
+            peak[0] = max(peak[0], _memory()[0])
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -329,46 +402,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--repeats", 5, "of each of these; the best counts"),
     ):
         parser.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
-    parser.add_argument("--folder", type=Path, help="where the synthetic store is made (default: a temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where the synthetic store is made and kept (default: a temporary folder)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
-    if args.folder is not None and args.folder.exists() and any(args.folder.iterdir()):
-        raise SettingError(f"{args.folder} is not empty: give a folder for the synthetic store alone")
     progress: Callable[[str], None] = lambda what: print(what, file=sys.stderr, flush=True)  # noqa: E731
-    cases = measure_cases(args.case_tokens, args.repeats, progress) if args.case_tokens else []
+    shape = Shape(args.chunks, args.chunk_tokens, args.prompt_tokens, args.prompts)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="kvrag-bench-"))
-    folder.mkdir(parents=True, exist_ok=True)
     try:
-        scale = measure_scale(folder, args.chunks, args.chunk_tokens, args.prompt_tokens, args.prompts, progress)
+        fill(folder, shape, progress)
+        cases = measure_cases(args.case_tokens, args.repeats, progress) if args.case_tokens else []
+        scale = measure_scale(folder, shape, progress)
     finally:
-        shutil.rmtree(folder)
+        if args.folder is None:
+            shutil.rmtree(folder)
     settings: dict[str, Any] = {
         "case_tokens": args.case_tokens,
         "min_run": MIN_RUN,
         "numpy": np.__version__,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
     }
     if args.json:
         print(json.dumps({"cases": [asdict(row) for row in cases], "scale": asdict(scale), "settings": settings}))
         return 0
-    print(", ".join(f"{name} {value}" for name, value in settings.items()))
+    print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in settings.items()))
     if cases:
         print(f"\n{'prompt and texts':52}{'texts':>8}{'CPU ms':>8}{'runs':>7}{'covered':>9}")
         for case in cases:
             print(f"{case.name:52}{case.texts:>8,}{case.ms:>8.1f}{case.runs:>7,}{case.covered:>9.1%}")
-    print(f"\n{scale.chunks:,} chunks of {scale.chunk_tokens} tokens, prompts of {scale.prompt_tokens:,}")
+    print(f"\n{shape.chunks:,} chunks of {shape.chunk_tokens} tokens, {shape.prompts} prompts of {shape.prompt_tokens}")
     for name, value in (
-        ("catalog built", f"{scale.build_s:.1f} s, {scale.files} files, {scale.disk:,.0f} bytes per chunk on disk"),
+        ("catalog", f"{scale.files} files, {scale.disk:,.0f} bytes per chunk"),
+        ("built", f"{scale.build_cpu_s:.1f} s of CPU time, {scale.build_s:.1f} s"),
+        ("memory while building", f"{scale.build_peak / 1e6:,.0f} MB anonymous at most"),
         ("opened by another process", f"{scale.open_s:.2f} s, first prompt included"),
-        ("prompt matched", f"{scale.match_ms:.2f} ms median, {scale.match_p95_ms:.2f} ms 95th percentile"),
-        ("CPU time of that", f"{scale.match_cpu_ms:.2f} ms median"),
+        (
+            "prompt matched, CPU time",
+            f"{scale.match_cpu_ms:.2f} ms median, {scale.poll_us:.0f} us of it polling the store",
+        ),
+        ("prompt matched, wall-clock", f"{scale.match_ms:.2f} ms median, {scale.match_p95_ms:.2f} ms 95th percentile"),
         ("covered", f"{scale.covered:.1%}"),
-        ("private memory", f"{scale.private:,.0f} bytes per chunk, {scale.anonymous:,.0f} without pages of files"),
+        ("memory, the only process", _per_chunk(scale.lone_anonymous, scale.lone_uss)),
+        ("memory, one of two", _per_chunk(scale.anonymous, scale.uss)),
         ("removal seen", f"{scale.removal_s:.3f} s"),
         ("addition seen", f"{scale.addition_s:.3f} s"),
     ):
         print(f"{name:28}{value}")
     return 0
+
+
+def _per_chunk(anonymous: float, uss: float) -> str:
+    return f"{anonymous:,.0f} bytes per chunk anonymous, {uss:,.0f} with pages of files that no other process maps"

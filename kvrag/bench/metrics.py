@@ -1,4 +1,4 @@
-"""How good an answer is, how far two distributions are apart, and how sure one can be of the mean."""
+"""Metrics: answer quality, divergence of distributions, and confidence intervals."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(text: str) -> str:
-    """SQuAD's: lower case, no punctuation, no articles, single spaces (Rajpurkar et al., 2016)."""
+    """Normalise like SQuAD: lower case, no punctuation, no articles, single spaces (Rajpurkar et al., 2016)."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(text: str, answers: Sequence[str]) -> float:
-    """1 if the normalised text is one of the normalised answers, else 0."""
+    """Return 1 if the normalised text is one of the normalised answers, else 0."""
     return float(normalise(text) in {normalise(answer) for answer in answers})
 
 
 def token_f1(text: str, answers: Sequence[str]) -> float:
-    """F1 of the bags of words, the best over the answers."""
+    """Return the F1 of the bags of words, the best over the answers."""
     return max(_token_f1(normalise(text).split(), normalise(answer).split()) for answer in answers)
 
 
@@ -39,12 +39,12 @@ def _token_f1(ours: list[str], theirs: list[str]) -> float:
 
 
 def rouge_l(text: str, answers: Sequence[str]) -> float:
-    """F-measure of the longest common subsequence of words (Lin, 2004), the best over the answers."""
+    """Return the F-measure of the longest common subsequence of words (Lin, 2004), the best over the answers."""
     return max(_rouge_l(_words(text), _words(answer)) for answer in answers)
 
 
 def _rouge_l(ours: list[str], theirs: list[str]) -> float:
-    row = [0] * (len(theirs) + 1)  # longest common subsequence with each beginning of theirs
+    row = [0] * (len(theirs) + 1)  # longest common subsequence with each prefix of theirs
     for word in ours:
         before = row
         row = [0]
@@ -59,12 +59,12 @@ def _words(text: str) -> list[str]:
 
 def _f1(common: int, ours: int, theirs: int) -> float:
     if not ours or not theirs:
-        return float(ours == theirs)  # nothing said is right where nothing is to be said
+        return float(ours == theirs)  # two empty texts are equal
     return 2 * common / (ours + theirs)
 
 
 def divergence(full: Tensor, other: Tensor) -> float:
-    """KL(full || other) in nats of what two sets of logits say about the next token."""
+    """Return KL(full || other) in nats between two next-token distributions, given as logits."""
     p, q = (logits.double().flatten().log_softmax(0) for logits in (full, other))
     terms = torch.where(p > -torch.inf, p.exp() * (p - q), 0.0)
     return max(0.0, float(terms.sum()))
@@ -80,9 +80,9 @@ class Interval:
 
 
 class Bootstrap:
-    """Percentile intervals over resampled samples.
+    """Percentile intervals by bootstrap over samples.
 
-    One object draws the same resamples for everything it is asked, so what is compared within it is paired.
+    One object uses the same resamples for all intervals, so comparisons within it are paired.
     """
 
     def __init__(self, num_samples: int, seed: int, resamples: int = 2000) -> None:
@@ -91,18 +91,18 @@ class Bootstrap:
         self._indices = rng.integers(num_samples, size=(resamples, num_samples))
 
     def mean(self, values: Values) -> Interval:
-        """Of (N,) values."""
+        """Return the interval of the mean of (N,) values."""
         return self.of(lambda means: means, values)
 
     def of(self, combine: Callable[..., Values], *columns: Values) -> Interval:
-        """Of a function of the means of several (N,) columns, such as their ratio."""
+        """Return the interval of a function of the means of several (N,) columns, such as their ratio."""
         with np.errstate(divide="ignore", invalid="ignore"):
             value = combine(*(np.asarray(column.mean()) for column in columns))
             drawn = combine(*(column[self._indices].mean(axis=1) for column in columns))
         return _interval(value, drawn)
 
     def median_ratio(self, above: Values, below: Values) -> Interval:
-        """Of the median of one column over that of another."""
+        """Return the interval of the median of one column over the median of another."""
         value = np.asarray(np.median(above) / np.median(below))
         drawn = [np.median(column[self._indices], axis=1) for column in (above, below)]
         return _interval(value, drawn[0] / drawn[1])

@@ -1,4 +1,4 @@
-"""Pictures of what `kvrag bench quality` found."""
+"""Plots of the results of `kvrag bench quality`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _METRICS = (("em", "exact match"), ("f1", "token F1"), ("kl", "KL to full prefil
 
 
 def require() -> None:
-    """Raise unless pictures can be drawn."""
+    """Raise KvragError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise KvragError("matplotlib is not installed: pip install 'kvrag[bench]'")
 
 
 def draw(result: Result, folder: Path) -> list[Path]:
-    """Write one picture each: quality over the ratio, over the time to the first token, and by kind of question."""
+    """Write three plots: quality over the ratio, over the time to first token, and by kind of question."""
     require()
     paths = [_over_ratio(result, folder / "ratio.png"), _over_ttft(result, folder / "ttft.png")]
     if any(cell["groups"] for cell in result["cells"]):
@@ -37,7 +37,7 @@ def _axes(rows: int, columns: int) -> tuple[Any, Any]:
 
 
 def _lines(cells: list[Result]) -> dict[str, list[Result]]:
-    """Cells of one policy each, ratios ascending."""
+    """Group cells by policy, with ascending ratios."""
     lines: dict[str, list[Result]] = {}
     for cell in sorted((cell for cell in cells if cell["ratio"] is not None), key=lambda cell: cell["ratio"]):
         lines.setdefault(cell["policy"], []).append(cell)
@@ -85,7 +85,7 @@ def _over_ttft(result: Result, path: Path) -> Path:
                 ms=9 if plain else 3,
                 elinewidth=0.5,
             )
-        axis.set(title=str(setup), xlabel="time to the first token, median, ms", ylabel="exact match")
+        axis.set(title=str(setup), xlabel="time to first token, median, ms", ylabel="exact match")
         axis.legend(fontsize=7)
     return _save(figure, path)
 

@@ -1,7 +1,7 @@
-"""What policies, ratios, chunk lengths, the preamble and codecs do to answers, beside full prefill on the same prompts.
+"""Answer quality of policies, ratios, chunk lengths, the preamble and codecs, compared with full prefill.
 
 Every prompt is prefilled in full once and then once per cell of the grid, in an order that changes from row to row.
-Answers are greedy. Clocks run from messages to the first token; the KV comes from the RAM tier unless that is off.
+Answers are greedy. Times run from messages to the first token; the KV comes from the RAM tier unless it is off.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from kvrag.generate.decode import decode
 from kvrag.types import Messages
 
 AS_THEY_ARE = 0
-"""Chunk length that leaves passages alone."""
+"""Chunk length that leaves passages unchanged."""
 
 _FULL, _NONE, _RANDOM = "full", "none", "random"
-_FIXED = ("policy", "ratio", "controller", "context_tokens")  # fields of BlendConfig that the grid itself sets
-_PORTION_BYTES = 1 << 30  # chunks are warmed and forgotten in portions of about so many bytes
-_CODE = ("select.py", "stitch.py", "blend.py", "encode.py", "match.py", "decode.py", "rope.py", "codec.py")
+_FIXED = ("policy", "ratio", "controller", "context_tokens")  # fields of BlendConfig that the grid sets
+_PORTION_BYTES = 1 << 30  # chunks are warmed and forgotten in portions of about this size
+_CODE = ("backend", "reuse", "ingest", "store", "generate", "request.py", "answer.py", "config.py")
 _METRICS = {"em": exact_match, "f1": token_f1, "rouge_l": rouge_l}
 
 
@@ -51,7 +51,7 @@ _METRICS = {"em": exact_match, "f1": token_f1, "rouge_l": rouge_l}
 
 @dataclass(frozen=True)
 class Setup:
-    """How chunks are cut and stored."""
+    """Chunk length and storage format."""
 
     chunk_tokens: int = AS_THEY_ARE
     preamble: bool = True
@@ -66,7 +66,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to measure: a policy with its settings, a ratio, and how chunks are stored."""
+    """One measurement: a policy with its settings, a ratio, and how chunks are stored."""
 
     label: str
     config: BlendConfig
@@ -74,32 +74,34 @@ class Cell:
 
     @property
     def ratio(self) -> float | None:
-        """None where it makes no difference."""
+        """The ratio; None where it has no effect."""
         return None if self.config.policy in (_FULL, _NONE) else self.config.ratio
 
     @property
     def key(self) -> str:
-        """Names the cell among those of one run."""
+        """Unique name of the cell within a run."""
         return f"{self.label} {self.ratio} {self.setup}"
 
 
 def split_policies(text: str) -> list[str]:
-    """`hkvd,query:band=0.2:0.6,smoothing=9,seam` -> three of them, the second with two settings."""
+    """Split `hkvd,query:band=0.2:0.6,smoothing=9,seam` into three policies, the second with two settings."""
     return [part for part in re.split(r",(?=[a-z_]+(?:[:,]|$))", text) if part]
 
 
 def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
-    """`name=value` for fields of BlendConfig that the grid leaves open; `a:b` is a pair of numbers.
+    """Parse `name=value` for fields of BlendConfig that the grid leaves open; `a:b` is a pair of numbers.
 
     Raises:
-        SettingError: Unknown name, or no such form.
+        SettingError: Unknown name, or malformed value.
     """
     open_fields = [one.name for one in fields(BlendConfig) if one.name not in _FIXED]
     settings: dict[str, Any] = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not equals or name not in open_fields:
-            raise SettingError(f"{assignment!r} is no setting: write NAME=VALUE with one of {', '.join(open_fields)}")
+            raise SettingError(
+                f"{assignment!r} is not a setting: write NAME=VALUE with one of {', '.join(open_fields)}"
+            )
         settings[name] = _value(value)
     return settings
 
@@ -118,17 +120,17 @@ def make_cells(
     setups: Sequence[Setup],
     settings: dict[str, Any] | None = None,
 ) -> list[Cell]:
-    """The grid, without duplicates. `full`, `none` and `random` are always in it.
+    """Return the grid without duplicates. `full`, `none` and `random` are always included.
 
     Args:
-        policies: Names, each with settings of its own if wanted: `hkvd:check_layer=3,metric=cosine`.
-        settings: For all of them.
+        policies: Names, optionally with their own settings: `hkvd:check_layer=3,metric=cosine`.
+        settings: Settings of all policies.
 
     Raises:
-        SettingError: A name or value that is not possible.
+        SettingError: Invalid name or value.
     """
     if not ratios:
-        raise SettingError("at least one ratio is needed")
+        raise SettingError("no ratios: pass at least one")
     variants = {label: _config(label, settings or {}) for label in dict.fromkeys((*policies, _RANDOM))}
     cells: dict[str, Cell] = {}
     for setup in setups:
@@ -161,13 +163,13 @@ def _config(label: str, settings: dict[str, Any]) -> BlendConfig:
 
 @dataclass(frozen=True)
 class Asking:
-    """How rows become prompts and answers.
+    """Settings of prompts and answers.
 
     Attributes:
-        max_tokens: Longest answer.
-        stop: The answer ends before the first of these.
-        instruction: Stands between passages and question.
-        missing: Share of the passages that were warmed but are not in the prompt, as if they had not been retrieved.
+        max_tokens: Maximum length of an answer.
+        stop: The answer ends before the first of these strings.
+        instruction: Text between passages and question.
+        missing: Share of the warmed passages left out of the prompt, as if they had not been retrieved.
     """
 
     max_tokens: int = 16
@@ -177,7 +179,7 @@ class Asking:
 
 
 def default_stop(model_name: str) -> tuple[str, ...]:
-    """The reader ends its answers with a blank line."""
+    """Return the reader's stop string, a blank line; nothing for other models."""
     return ("\n\n",) if model_name == READER else ()
 
 
@@ -197,10 +199,10 @@ def make_tasks(
     """Build every prompt once.
 
     Returns:
-        The tasks, and how many rows were skipped.
+        The tasks, and the number of skipped rows.
 
     Raises:
-        ContextWindowError: A row does not fit into the window, unless `skip_long`.
+        ContextWindowError: A row does not fit into the window, and `skip_long` is not set.
     """
     tasks, skipped = [], 0
     for row in rows:
@@ -231,13 +233,13 @@ def _task(model: Model, row: Row, lengths: Sequence[int], asking: Asking) -> Tas
     if longest + asking.max_tokens > model.context_window:
         raise ContextWindowError(
             f"row {row.id} has a prompt of {longest} tokens, which with {asking.max_tokens} for the answer do not fit "
-            f"into the window of {model.name} ({model.context_window}): take such rows out, or skip them"
+            f"into the window of {model.name} ({model.context_window}): remove such rows, or skip them"
         )
     return Task(row, chunks, prompts, longest)
 
 
 def _retrieved(chunks: Sequence[str], missing: float, seed: str) -> list[str]:
-    """All but that share, which is drawn; one at least."""
+    """Return the chunks without a random share of them; at least one is kept."""
     rng = random.Random(seed)
     return [chunk for chunk in chunks if rng.random() >= missing] or [rng.choice(chunks)]
 
@@ -246,17 +248,17 @@ def _retrieved(chunks: Sequence[str], missing: float, seed: str) -> list[str]:
 
 
 Record = dict[str, Any]
-"""What one cell made of one row."""
+"""Result of one cell for one row."""
 
 
 class Journal:
-    """Records, on disk if there is a folder, written row by row so that a killed run goes on where it stopped.
+    """Records, stored row by row if there is a folder, so that an interrupted run can resume.
 
-    The file's first line says which settings it belongs to. Nothing is created before the first record.
+    The file's first line contains the settings. Nothing is created before the first record.
     """
 
     def __init__(self, folder: Path | None, settings: dict[str, Any]) -> None:
-        """Read what there is.
+        """Read existing records.
 
         Raises:
             SettingError: The folder holds results of other settings.
@@ -284,11 +286,11 @@ class Journal:
             )
 
     def find(self, cell: Cell, row: Row) -> Record | None:
-        """The record if there is one."""
+        """Return the record of a cell and a row, if there is one."""
         return self._records.get((cell.key, row.key))
 
     def add(self, records: Sequence[Record]) -> None:
-        """Keep the records of one row."""
+        """Store the records of one row."""
         if self._path:
             file = self._file or self._open(self._path)
             file.write("".join(json.dumps(record) + "\n" for record in records).encode())
@@ -304,20 +306,20 @@ class Journal:
         except OSError:
             raise KvragError(f"another process is writing to {path}: choose another --out") from None
         sound = len(_whole(file.read()))
-        file.truncate(sound)  # a killed process may have left half a line
+        file.truncate(sound)  # a killed process may have left a partial line
         file.seek(sound)
         if not sound:
             file.write((json.dumps({"settings": self._settings}) + "\n").encode())
         return file
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file:
             self._file.close()
 
 
 def _whole(content: bytes) -> bytes:
-    """Without what stands behind the last line's end."""
+    """Return the content up to the last complete line."""
     return content[: content.rfind(b"\n") + 1]
 
 
@@ -332,7 +334,7 @@ class Models:
     _bare: Model | None = field(default=None, init=False)
 
     def get(self, preamble: bool) -> Model:
-        """The weights are shared."""
+        """Return the model; both variants share the weights."""
         if preamble:
             return self.model
         if self._bare is None:
@@ -349,7 +351,7 @@ def measure(
     ram_bytes: int = 2 << 30,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Fill the journal: a record per cell and task, in time to come and from earlier runs.
+    """Fill the journal with a record per cell and task, skipping existing ones.
 
     Raises:
         ModelError: Logits or KV are NaN or infinite.
@@ -367,7 +369,7 @@ def measure(
         with ExitStack() as stack:
             engines = {setup: _engine(stack, models, setup, cells, ram_bytes // len(setups)) for setup in setups}
             for number, task in enumerate(portion):
-                # also what is done already: which chunks are there, and who encoded them, must not depend on it
+                # also for finished tasks: which chunks are stored, and by which engine, must not depend on the progress
                 _warm(engines, task)
                 if task.row.key in pending:
                     journal.add(list(_measure_row(engines, task, cells, sampling, number)))
@@ -388,7 +390,7 @@ def _portions(tasks: Sequence[Task], bytes_per_token: int) -> Iterator[list[Task
 
 def _engine(stack: ExitStack, models: Models, setup: Setup, cells: Sequence[Cell], ram_bytes: int) -> BlendEngine:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-quality-", ignore_cleanup_errors=True))
-    min_run = min(cell.config.min_run for cell in cells)  # what is long enough to be stored
+    min_run = min(cell.config.min_run for cell in cells)  # minimum length of a stored chunk
     config = BlendConfig(min_run=min_run, context_tokens=setup.context_tokens)
     return stack.enter_context(BlendEngine(models.get(setup.preamble), folder, config, ram_bytes, setup.codec))
 
@@ -410,7 +412,7 @@ def _measure_row(
         suiting = {setup: engine for setup, engine in engines.items() if setup.chunk_tokens == length}
         prompt = task.prompts[length]
         reference: Tensor | None = None
-        # every cell is first, second, ... equally often, and each finds the same KV in the RAM tier
+        # every cell is first, second, ... equally often, and all find the same KV in the RAM tier
         turn = number % len(others)
         for engine in suiting.values():
             engine.prefill(engine.model.tokenizer.render(prompt), BlendConfig(policy=_NONE, controller="off"))
@@ -458,7 +460,7 @@ def _answer(engine: BlendEngine, cell: Cell, prompt: str | Messages, sampling: S
 def summarise(
     tasks: Sequence[Task], cells: Sequence[Cell], journal: Journal, seed: int, against: str = "hkvd"
 ) -> list[dict[str, Any]]:
-    """Per cell: metrics with 95 % intervals, beside full prefill and beside the policy `against` at the same ratio."""
+    """Return metrics per cell with 95 % intervals, compared with full prefill and with `against` at the same ratio."""
     tables = {cell: _table(tasks, cell, journal) for cell in cells}
     groups = _groups(tasks)
     bootstraps = {name: Bootstrap(int(mask.sum()), seed) for name, mask in groups.items()}
@@ -512,7 +514,7 @@ def _part(table: dict[str, Values], mask: np.ndarray[Any, np.dtype[np.bool_]]) -
 
 
 def _groups(tasks: Sequence[Task]) -> dict[str, np.ndarray[Any, np.dtype[np.bool_]]]:
-    """Name -> which tasks; all, kinds of question, and what hangs on another passage or does not."""
+    """Return task masks by name: all, kinds of question, and whether the question depends on another passage."""
     groups = {"all": np.ones(len(tasks), bool)}
     for kind in dict.fromkeys(task.row.kind for task in tasks if task.row.kind):
         groups[f"kind: {kind}"] = np.array([task.row.kind == kind for task in tasks])
@@ -557,7 +559,7 @@ def _brief(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_setup(result: dict[str, Any]) -> dict[Setup, list[dict[str, Any]]]:
-    """Cells of a result grouped by how chunks are stored; `full` comes first in each group, then `none`."""
+    """Group the cells of a result by how chunks are stored; each group starts with `full`, then `none`."""
     cells = result["cells"]
     full = {cell["chunk_tokens"]: cell for cell in cells if cell["policy"] == _FULL}
     groups: dict[Setup, list[dict[str, Any]]] = {}
@@ -568,13 +570,13 @@ def by_setup(result: dict[str, Any]) -> dict[Setup, list[dict[str, Any]]]:
     return groups
 
 
-# --------------------------------------------------------------------------------------------- what was measured
+# --------------------------------------------------------------------------------------------- run identity
 
 
 def identity(
     model: Model, cells: Sequence[Cell], asking: Asking, data: dict[str, Any], ram_bytes: int
 ) -> dict[str, Any]:
-    """What decides about a record. Records of another identity are not to be mixed with these."""
+    """Return everything that affects a record. Records with different identities must not be mixed."""
     parts = model.fingerprint.parts()
     return {
         "model": model.name,
@@ -589,17 +591,16 @@ def identity(
 
 
 def _code() -> str:
-    """Hash of the source of every step: other code may answer differently."""
+    """Return a hash of the source of every step: other code may answer differently."""
     package = files("kvrag")
-    sources = [package / name for name in _CODE]
-    sources += sorted((package / "model").iterdir(), key=lambda source: source.name)
     digest = blake2b(digest_size=8)
-    for source in sources:
-        if source.name.endswith(".py") and source.is_file():
+    for name in _CODE:
+        place = Path(str(package / name))
+        for source in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
             digest.update(source.read_bytes())
     return digest.hexdigest()
 
 
 def environment(model: Model) -> dict[str, Any]:
-    """Versions, threads and machine."""
+    """Return versions, threads and machine."""
     return {**run_settings(model), "kvrag": version("kvrag"), "numpy": np.__version__}

@@ -1,6 +1,6 @@
-"""Where reuse wins and where it loses: the controller's own cost model, asked about machines that are not here.
+"""Where reuse wins and where it loses: the controller's cost model applied to other machines.
 
-`--check` compares it with this machine: it learns from one set of shapes and predicts another, which is then measured.
+`--check` validates it on this machine: it fits one set of shapes and predicts another, which is then measured.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from kvrag.types import BlendReport
 
 @dataclass(frozen=True)
 class Device:
-    """What computes. Speeds are what dense bf16 kernels of transformers reach, not what data sheets promise.
+    """A compute device. Speeds are those of transformers' dense bf16 kernels, not of data sheets.
 
     Attributes:
-        flops: Per second, in matrix products; attention is taken to reach `attention` of that.
-        memory: Bytes per second, in reading weights.
-        launch_s: Seconds per layer of a pass that no kernel shortens: Python and launches.
-        into: Bytes per second at which KV gets from the RAM to where it is used, rotating included.
-        room: Bytes for weights.
-        source: Where the numbers come from.
+        flops: FLOP/s in matrix products; attention is assumed to reach `attention` of that.
+        memory: Bytes per second when reading weights.
+        launch_s: Fixed seconds per layer of a pass: Python and kernel launches.
+        into: Bytes per second from RAM to the device, rotation included.
+        room: Bytes available for weights.
+        source: Source of the numbers.
     """
 
     flops: float
@@ -52,7 +52,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model. Numbers are from its published configuration; `params` without embeddings."""
+    """A model shape. Numbers are from its published configuration; `params` excludes embeddings."""
 
     params: float
     layers: int
@@ -63,7 +63,7 @@ class Shape:
 
     @property
     def bytes_per_token(self) -> int:
-        """KV in bf16."""
+        """KV bytes per token in bf16."""
         return 2 * self.layers * self.kv_heads * self.head_dim * 2
 
 
@@ -98,7 +98,7 @@ _QUESTION = 64
 
 @dataclass(frozen=True)
 class Cell:
-    """One case. `blend_s` None: the model does not fit."""
+    """One case. `blend_s` is None if the model does not fit."""
 
     device: str
     model: str
@@ -110,7 +110,7 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """How many times sooner, or that it is not."""
+        """The speed-up, or that there is none."""
         if self.full_s is None or self.blend_s is None or self.ratio is None:
             return "-"
         if self.ratio == 1.0:
@@ -119,7 +119,7 @@ class Cell:
 
 
 def speed_of(device: Device, shape: Shape, load: float) -> Speed:
-    """What the controller would have measured there."""
+    """Return the speeds that the controller would measure there."""
     row = 2 * shape.params / device.flops
     pair = 4 * shape.heads * shape.head_dim * shape.layers / (device.flops * device.attention)
     launch = 2 * shape.params / device.memory + shape.layers * device.launch_s
@@ -134,7 +134,7 @@ def simulate(
     ratio: float = 0.15,
     policy: str = DEFAULT_POLICY,
 ) -> Iterator[Cell]:
-    """All combinations, chunks in bf16 filling the context, the first behind its preamble left out."""
+    """Return all combinations: chunks in bf16 fill the context, the first one behind the preamble is not counted."""
     for device, model, load, context in itertools.product(devices, models, loads, contexts):
         shape = MODELS[model]
         cell = Cell(device, model, load, context)
@@ -148,7 +148,7 @@ def simulate(
 
 
 def table(cells: Sequence[Cell], rows: str, columns: str) -> str:
-    """Markdown; `rows` and `columns` are fields of Cell, all others must be the same in every cell."""
+    """Return a Markdown table; `rows` and `columns` are fields of Cell, all others must be equal in every cell."""
     names = list(dict.fromkeys(getattr(cell, columns) for cell in cells))
     lines = ["| | " + " | ".join(map(str, names)) + " |", "|---" * (len(names) + 1) + "|"]
     for row in dict.fromkeys(getattr(cell, rows) for cell in cells):
@@ -157,12 +157,12 @@ def table(cells: Sequence[Cell], rows: str, columns: str) -> str:
     return "\n".join(lines)
 
 
-# -------------------------------------------------------------------- against this machine
+# -------------------------------------------------------------------- validation on this machine
 
 
 @dataclass(frozen=True)
 class Point:
-    """A prediction and what was measured, seconds of the engine's prefill; medians."""
+    """A prediction and its measurement: seconds of the engine's prefill, medians."""
 
     name: str
     prompt_tokens: int
@@ -185,7 +185,7 @@ _PREDICTED = (  # name, chunks, tokens of each, policy, ratio, bytes per second 
 
 
 def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Point]:
-    """Learn from some shapes by the engine's own means, predict others, measure them; the RAM tier is off."""
+    """Fit some shapes with the engine's own cost model, predict others and measure them; the RAM tier is off."""
     from kvrag.bench.ttft import one_token_words
 
     words, rng = one_token_words(net), random.Random(0)
@@ -207,7 +207,7 @@ def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Poi
     points = []
     with tempfile.TemporaryDirectory() as folder, BlendEngine(net, folder, ram_bytes=0) as engine:
         for count, tokens in _LEARNED:
-            progress(f"learning from {count} chunks of {tokens} tokens")
+            progress(f"measuring {count} chunks of {tokens} tokens")
             chunks = corpus(count, tokens)
             engine.warm(chunks)
             for _ in range(repeats):
@@ -256,7 +256,7 @@ def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Poi
 
 @contextmanager
 def _throttled(engine: BlendEngine, bytes_per_s: float | None) -> Iterator[None]:
-    """Let chunks come no faster than that, all readers together."""
+    """Limit the read rate of all chunk readers together."""
     if bytes_per_s is None:
         yield
         return
@@ -274,7 +274,7 @@ def _throttled(engine: BlendEngine, bytes_per_s: float | None) -> Iterator[None]
 
         def layer(self, number: int) -> tuple[Tensor, Tensor]:
             keys, values = self._reader.layer(number)
-            # one queue for all of them, as a disk has
+            # one queue for all readers, like a disk
             free_at[0] = max(free_at[0], time.perf_counter()) + (keys.nbytes + values.nbytes) / bytes_per_s
             time.sleep(max(0.0, free_at[0] - time.perf_counter()))
             return keys, values
@@ -290,14 +290,14 @@ def _throttled(engine: BlendEngine, bytes_per_s: float | None) -> Iterator[None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag bench simulate`."""
+    """Add the options of `kvrag bench simulate`."""
     parser.add_argument(
         "--devices",
         nargs="+",
         default=list(DEVICES),
         choices=DEVICES,
         metavar="DEVICE",
-        help=f"of the tables: {'; '.join(DEVICES)} (default: all)",
+        help=f"devices of the tables: {'; '.join(DEVICES)} (default: all)",
     )
     parser.add_argument(
         "--models",
@@ -305,16 +305,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(MODELS),
         choices=MODELS,
         metavar="MODEL",
-        help=f"of the first table: {', '.join(MODELS)} (default: all)",
+        help=f"models of the first table: {', '.join(MODELS)} (default: all)",
     )
-    parser.add_argument("--context", type=int, default=4000, metavar="N", help="of the first table (default: 4000)")
+    parser.add_argument(
+        "--context", type=int, default=4000, metavar="N", help="context length of the first table (default: 4000)"
+    )
     parser.add_argument("--length-model", default="Llama-3.1-8B", choices=MODELS, help="model of the second table")
     parser.add_argument("--length-load", default="NVMe, 3 GB/s", choices=LOADS, help="bandwidth of the second table")
     parser.add_argument("--ratio", type=float, default=0.15, metavar="R", help="recompute ratio (default: 0.15)")
-    parser.add_argument("--check", action="store_true", help="compare predictions with this machine; takes minutes")
+    parser.add_argument(
+        "--check", action="store_true", help="compare predictions with measurements on this machine; takes minutes"
+    )
     parser.add_argument("--model", default="qwen2.5-0.5b", help="with --check: shape of the random model")
-    parser.add_argument("--layers", type=int, help="with --check: only that many of its layers")
-    parser.add_argument("--repeats", type=int, default=3, help="with --check")
+    parser.add_argument("--layers", type=int, help="with --check: use only the first N layers")
+    parser.add_argument("--repeats", type=int, default=3, help="with --check: number of repeats")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,8 +1,7 @@
-"""Time to the first token: full prefill, an exact-prefix cache, and blending, interleaved in one run.
+"""Time to first token of full prefill, an exact-prefix cache and blending, interleaved in one run.
 
-Every clock runs from the call with messages to the first token: rendering, tokenising, matching, reading from disk,
-rotating, selecting and recomputing are inside. Chunks come in an order that was never seen before in each repeat. The
-RAM tier is off.
+Times run from the call with messages to the first token, including rendering, tokenising, matching, disk reads,
+rotating, selecting and recomputing. Every repeat has a new order of chunks. The RAM tier is off.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ FULL, PREFIX = "full prefill", "exact prefix"
 
 @dataclass(frozen=True)
 class TtftRow:
-    """One way to the first token.
+    """Time to first token of one method.
 
-    `speedup` is over full prefill in the same run. `bound` is what an engine would reach that pays for nothing but the
-    tokens computed, detection layers included; `share` is how much of it was reached.
+    `speedup` is relative to full prefill in the same run. `bound` is the speed-up if computing the tokens, detection
+    layers included, were the only cost; `share` is the fraction of it that was reached.
     """
 
     name: str
@@ -54,7 +53,7 @@ class TtftRow:
 
 @dataclass(frozen=True)
 class TtftResult:
-    """All rows, and what a reader needs to repeat them."""
+    """All rows, and the settings to reproduce them."""
 
     rows: list[TtftRow]
     prompt_tokens: int
@@ -72,46 +71,57 @@ def _ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> 
     return engine.generate(_messages(chunks, question), policy=policy, max_new_tokens=1, temperature=0).report
 
 
-def measure(
-    model: str = "qwen2.5-0.5b",
-    layers: int | None = None,
-    chunks: int = 6,
-    chunk_tokens: int = 512,
-    question_tokens: int = 64,
-    policies: Sequence[str] = (DEFAULT_POLICY,),
-    ratio: float = 0.15,
-    check_layer: int = 1,
-    repeats: int = 3,
-    ram_bytes: int = 0,
-    ask: Ask = _ask,
-    progress: Callable[[str], None] = lambda line: None,
-) -> TtftResult:
-    """Measure on a random model of that shape; medians over `repeats` after one warm-up round.
+@dataclass(frozen=True)
+class TtftSetup:
+    """A prompt and how it is answered.
 
-    `ask(engine, policy, chunks, question)` answers with one token; it may go through a framework.
+    Attributes:
+        model, layers: Shape of the random model, and how many of its layers (None = all).
+        chunks, chunk_tokens, question_tokens: The prompt.
+        policies, ratio, check_layer: See BlendConfig.
+        repeats: Rounds; the medians count.
+        ram_bytes: Size of the RAM tier; 0 = chunks are read from disk.
     """
-    progress(f"building a random model of {model}'s shape")
-    net = random_model(model, layers)
+
+    model: str = "qwen2.5-0.5b"
+    layers: int | None = None
+    chunks: int = 6
+    chunk_tokens: int = 512
+    question_tokens: int = 64
+    policies: Sequence[str] = (DEFAULT_POLICY,)
+    ratio: float = 0.15
+    check_layer: int = 1
+    repeats: int = 3
+    ram_bytes: int = 0
+
+
+def measure(setup: TtftSetup, ask: Ask = _ask, progress: Callable[[str], None] = lambda line: None) -> TtftResult:
+    """Measure on a random model of that shape; medians over the rounds after one warm-up round.
+
+    `ask(engine, policy, chunks, question)` must answer with one token; it may use a framework.
+    """
+    progress(f"building a random model of {setup.model}'s shape")
+    net = random_model(setup.model, setup.layers)
     words = one_token_words(net)
     rng = random.Random(0)
-    corpus = ["".join(rng.choices(words, k=chunk_tokens)) for _ in range(chunks)]
-    config = BlendConfig(ratio=ratio, check_layer=check_layer)
+    corpus = ["".join(rng.choices(words, k=setup.chunk_tokens)) for _ in range(setup.chunks)]
+    config = BlendConfig(ratio=setup.ratio, check_layer=setup.check_layer)
     times: dict[str, list[float]] = {}
     reports: dict[str, BlendReport] = {}
-    with tempfile.TemporaryDirectory() as folder, BlendEngine(net, folder, config, ram_bytes) as engine:
-        progress(f"warming {chunks} chunks of {chunk_tokens} tokens")
+    with tempfile.TemporaryDirectory() as folder, BlendEngine(net, folder, config, setup.ram_bytes) as engine:
+        progress(f"warming {setup.chunks} chunks of {setup.chunk_tokens} tokens")
         engine.warm(corpus)
         prefix = _PrefixCache(net)
-        for repeat in range(repeats + 1):
-            progress(f"round {repeat} of {repeats}" if repeat else "warm-up round")
+        for repeat in range(setup.repeats + 1):
+            progress(f"round {repeat} of {setup.repeats}" if repeat else "warm-up round")
             rng.shuffle(corpus)
-            question = "".join(rng.choices(words, k=question_tokens))
+            question = "".join(rng.choices(words, k=setup.question_tokens))
             messages = _messages(corpus, question)
             ways: dict[str, Callable[[], object]] = {
                 FULL: partial(_generate, net, messages),
                 PREFIX: partial(prefix.generate, messages),
             }
-            for policy in policies:
+            for policy in setup.policies:
                 ways[policy] = partial(ask, engine, policy, list(corpus), question)
             for name, way in ways.items():
                 seconds, result = _timed(way)
@@ -120,21 +130,21 @@ def measure(
                 if isinstance(result, BlendReport):
                     reports[name] = result
     medians = {name: statistics.median(values) for name, values in times.items()}
-    rows = [_row(name, medians, reports.get(name), net, check_layer) for name in medians]
+    rows = [_row(name, medians, reports.get(name), net, setup.check_layer) for name in medians]
     settings = run_settings(net) | {
-        "chunks": chunks,
-        "chunk_tokens": chunk_tokens,
-        "question_tokens": question_tokens,
-        "ratio": ratio,
-        "check_layer": check_layer,
-        "repeats": repeats,
-        "ram_tier": bool(ram_bytes),
+        "chunks": setup.chunks,
+        "chunk_tokens": setup.chunk_tokens,
+        "question_tokens": setup.question_tokens,
+        "ratio": setup.ratio,
+        "check_layer": setup.check_layer,
+        "repeats": setup.repeats,
+        "ram_tier": bool(setup.ram_bytes),
     }
     return TtftResult(rows, next(iter(reports.values())).prompt_tokens, settings)
 
 
 def run_settings(net: Model) -> dict[str, Any]:
-    """What a number depends on besides the arguments of its benchmark."""
+    """Return the settings that a result depends on besides the benchmark's arguments."""
     return {
         "model": net.name,
         "dtype": str(net.dtype).removeprefix("torch."),
@@ -169,13 +179,13 @@ def _timed(way: Callable[[], object]) -> tuple[float, object]:
 
 @torch.inference_mode()
 def _generate(net: Model, messages: Messages) -> None:
-    """The reference: `model.generate` to its first token."""
+    """Run `model.generate` to its first token, as the reference."""
     ids = torch.tensor([net.tokenizer.render(messages)], device=net.device)
     net.hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
 
 
 class _PrefixCache:
-    """Keep the last prompt's KV, crop it to whole blocks of the common prefix, as vLLM's prefix cache would."""
+    """Prefix cache like vLLM's: keeps the last prompt's KV, cropped to whole blocks of the common prefix."""
 
     def __init__(self, net: Model) -> None:
         self._net = net
@@ -184,12 +194,12 @@ class _PrefixCache:
 
     @torch.inference_mode()
     def generate(self, messages: Messages) -> None:
-        """To the first token, starting from what this prompt shares with the last one's beginning."""
+        """Generate the first token, reusing the common prefix with the last prompt."""
         ids = self._net.tokenizer.render(messages)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids[:-1], self._ids, strict=False)))
         common -= common % _PREFIX_BLOCK
         if common:
-            self._cache.crop(common - self._cache.get_seq_length())  # negative: that many off the end
+            self._cache.crop(common - self._cache.get_seq_length())  # negative: number of tokens to remove from the end
         tensor = torch.tensor([ids], device=self._net.device)
         output = self._net.hf.generate(
             tensor,
@@ -203,7 +213,7 @@ class _PrefixCache:
 
 
 def one_token_words(net: Model) -> list[str]:
-    """Words that stay one token each wherever they stand, so that a text's length in tokens is exact."""
+    """Return words that are one token each in any position, so that the length of a text in tokens is exact."""
     texts = (net.tokenizer.decode([i]) for i in range(3, len(net.tokenizer.hf)))
     return [text for text in texts if re.fullmatch(" [a-z]+", text) and len(net.tokenizer.encode(text)) == 1]
 
@@ -217,24 +227,24 @@ def _processor() -> str:
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Options of every benchmark on a random model."""
+    """Add the options of every benchmark on a random model."""
     parser.add_argument("--model", default="qwen2.5-0.5b", choices=sorted(SHAPES), help="shape of the random model")
-    parser.add_argument("--layers", type=int, metavar="N", help="only that many of its layers")
-    add_number(parser, "--repeats", 3, "the median counts")
+    parser.add_argument("--layers", type=int, metavar="N", help="use only the first N layers")
+    add_number(parser, "--repeats", 3, "number of repeats; the median counts")
 
 
 def add_number(parser: argparse.ArgumentParser, name: str, default: float, what: str) -> None:
-    """An option that is a number like its default, which its help tells."""
+    """Add an option for a number of the default's type, with the default in its help."""
     parser.add_argument(name, type=type(default), default=default, metavar="N", help=f"{what} (default: {default})")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag bench ttft`."""
+    """Add the options of `kvrag bench ttft`."""
     add_shape(parser)
-    add_number(parser, "--chunks", 6, "in a prompt")
-    add_number(parser, "--chunk-tokens", 512, "in a chunk")
-    add_number(parser, "--question-tokens", 64, "behind the chunks")
-    add_number(parser, "--ratio", 0.15, "to recompute")
+    add_number(parser, "--chunks", 6, "chunks per prompt")
+    add_number(parser, "--chunk-tokens", 512, "tokens per chunk")
+    add_number(parser, "--question-tokens", 64, "tokens of the question")
+    add_number(parser, "--ratio", 0.15, "recompute ratio")
     add_number(parser, "--check-layer", 1, "of hkvd")
     parser.add_argument(
         "--ram-bytes", type=int, default=0, metavar="N", help="size of the RAM tier (default: off, read from disk)"
@@ -244,25 +254,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["none", "first_k", "query", "hybrid", "hkvd"],
         choices=POLICIES,
-        help="beside full prefill and an exact prefix cache",
+        help="policies to compare with full prefill and an exact prefix cache",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print."""
-    result = measure(
-        args.model,
-        args.layers,
-        args.chunks,
-        args.chunk_tokens,
-        args.question_tokens,
-        args.policies,
-        args.ratio,
-        args.check_layer,
-        args.repeats,
-        args.ram_bytes,
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
-    )
+    """Measure and print the results."""
+    given = {name: getattr(args, name) for name in TtftSetup.__dataclass_fields__}
+    result = measure(TtftSetup(**given), progress=lambda line: print(line, file=sys.stderr, flush=True))
     if args.json:
         print(json.dumps(asdict(result)))
         return 0

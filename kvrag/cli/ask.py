@@ -1,4 +1,4 @@
-"""`kvrag ask`: one question."""
+"""`kvrag ask`: answer one question."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvrag.errors import PromptError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag ask`."""
-    parser.add_argument("question", metavar="QUESTION", help="in quotes, about what was warmed")
+    parser.add_argument("question", metavar="QUESTION", help="question about the warmed documents, in quotes")
     add_engine_arguments(parser)
     add_answer_arguments(parser)
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Retrieve, answer, print a report."""
     if not args.question.strip():
-        raise PromptError("the question is empty: give one in quotes")
+        raise PromptError("the question is empty: pass one in quotes")
     require_extra()
     if args.store is not None:
         existing_store(args.store)

@@ -1,4 +1,4 @@
-"""`kvrag calibrate`: the smallest ratio that keeps full prefill's answers on this model and corpus."""
+"""`kvrag calibrate`: find the smallest ratio that keeps full prefill's answers on this model and corpus."""
 
 from __future__ import annotations
 
@@ -23,26 +23,34 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag calibrate`."""
     add_engine_arguments(parser)
-    parser.add_argument("--questions", metavar="FILE", help="one per line, retrieved for as `kvrag ask` does")
+    parser.add_argument(
+        "--questions", metavar="FILE", help="file with one question per line; chunks are retrieved as in `kvrag ask`"
+    )
     parser.add_argument("--policy", choices=POLICIES, help="which tokens to recompute (default: as in `kvrag ask`)")
     parser.add_argument(
-        "--target", type=float, default=0.99, metavar="SHARE", help="of first tokens that must be full prefill's"
+        "--target", type=float, default=0.99, metavar="SHARE", help="share of first tokens that must match full prefill"
     )
     parser.add_argument(
         "--sure",
         action="store_true",
-        help="hold the target by the interval's lower end: takes hundreds of prompts",
+        help="require the lower end of the confidence interval to reach the target; takes hundreds of prompts",
     )
-    parser.add_argument("--ratios", type=float, nargs="+", metavar="R", help="to try (default: 0.02 to 0.6)")
-    parser.add_argument("--prompts", type=int, default=100, metavar="N", help="most prompts to try (default: 100)")
-    parser.add_argument("--top-k", type=int, default=4, metavar="K", help="chunks in a prompt (default: 4)")
+    parser.add_argument("--ratios", type=float, nargs="+", metavar="R", help="ratios to try (default: 0.02 to 0.6)")
     parser.add_argument(
-        "--around", type=int, default=0, metavar="N", help="with --questions: neighbours that come along (default: 0)"
+        "--prompts", type=int, default=100, metavar="N", help="maximum number of prompts (default: 100)"
+    )
+    parser.add_argument("--top-k", type=int, default=4, metavar="K", help="chunks per prompt (default: 4)")
+    parser.add_argument(
+        "--around",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --questions: neighbours to retrieve with each chunk (default: 0)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, keep the result beside the chunks, and print the curve."""
+    """Measure, store the result beside the chunks, and print the curve."""
     from kvrag.control.calibrate import GRID
 
     with open_engine(args) as engine:
@@ -64,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     _print(found, where)
     if not args.questions:
-        say("the questions were made from the chunks: give your own with --questions FILE")
+        say("the questions were generated from the chunks: pass your own with --questions FILE")
     return 0
 
 
@@ -72,7 +80,7 @@ def _retrieve(engine: BlendEngine, args: argparse.Namespace) -> Sequence[str | M
     lines = (line.strip() for line in Path(args.questions).read_text("utf-8", "replace").splitlines())
     questions = list(dict.fromkeys(line for line in lines if line))[: args.prompts]
     if not questions:
-        raise PromptError(f"there are no questions in {args.questions}: write one per line")
+        raise PromptError(f"{args.questions} contains no questions: write one per line")
     prompts: list[str | Messages] = []
     with open_index(engine, args.namespace) as index:
         require_chunks(index)
@@ -83,7 +91,7 @@ def _retrieve(engine: BlendEngine, args: argparse.Namespace) -> Sequence[str | M
 
 
 def _print(found: Calibration, where: str) -> None:
-    print(f"first tokens that are full prefill's, policy {found.policy}, {found.curve[0].prompts} prompts\n")
+    print(f"first tokens that match full prefill, policy {found.policy}, {found.curve[0].prompts} prompts\n")
     print(f"{'ratio':>6}{'agree':>9}   95 % interval{'later tokens':>16}")
     for point in found.curve:
         later = f"{point.following / point.tokens:.1%} of {point.tokens}" if point.tokens else ""
@@ -92,11 +100,11 @@ def _print(found: Calibration, where: str) -> None:
         print(f"{point.ratio:>6g}{point.share:>9.1%}   {interval:<15}{later:>14}{mark}")
     for note in found.notes:
         say(note)
-    print(f"\n{_verdict(found)}; kept in {where}")
+    print(f"\n{_verdict(found)}; stored in {where}")
 
 
 def _verdict(found: Calibration) -> str:
-    by = "with 95 % confidence" if found.sure else "by the share measured"
+    by = "with 95 % confidence" if found.sure else "by the measured share"
     if found.ratio is None:
-        return f"full: no ratio holds {found.target:.1%} {by}, so full prefill is used where no ratio is given"
-    return f"ratio {found.ratio:g} holds {found.target:.1%} {by} and is used where none is given"
+        return f"full: no ratio reaches {found.target:.1%} {by}; full prefill is now the default"
+    return f"ratio {found.ratio:g} reaches {found.target:.1%} {by} and is now the default"

@@ -1,4 +1,4 @@
-"""`kvrag chat`: questions in a row."""
+"""`kvrag chat`: answer several questions as a conversation."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer until /quit or the end of the input; with --json one object per line."""
-    history: Messages = []  # questions and answers, without the chunks retrieved for them
+    history: Messages = []  # questions and answers, without the retrieved chunks
     last: BlendReport | None = None
     require_extra()
     if args.store is not None:
         existing_store(args.store)
     with open_engine(args) as engine, open_index(engine, args.namespace) as index:
         require_chunks(index)
-        say("/report shows the last answer's report, /quit ends the chat")
+        say("/report shows the report of the last answer, /quit ends the chat")
         for question in _questions():
             if question == "/report":
                 say(json.dumps(last.to_dict(), indent=1) if last else "there is no answer yet")
@@ -87,4 +87,4 @@ def _answer(
             if not history:
                 raise
             del history[:2]
-            say("the conversation does not fit into the model's window: its oldest turn is dropped")
+            say("the conversation does not fit into the context window: the oldest turn was dropped")

@@ -1,4 +1,4 @@
-"""What several commands share: options, opening a store, progress bars, wording."""
+"""Shared parts of the commands: options, opening a store, progress bars, formatting."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 def add_setting(parser: argparse.ArgumentParser, name: str, about: str | None = None, **options: Any) -> None:
-    """Add the option of a setting in `kvrag.llm`, with its type, its default and its choices.
+    """Add the option for a setting in `kvrag.llm`, with its type, default and choices.
 
     Args:
-        about: Help, instead of the table's.
+        about: Help text that replaces the setting's own.
         options: Further arguments of `add_argument`.
     """
     row = SETTINGS[name]
@@ -44,7 +44,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "codec")
     add_setting(parser, "dtype", choices=DTYPES)
     add_setting(parser, "device")
-    add_setting(parser, "namespace", "namespace of the documents and the chunks; others never see them", metavar="NAME")
+    add_setting(
+        parser, "namespace", "namespace of the documents and chunks; other namespaces never see them", metavar="NAME"
+    )
 
 
 def add_blend_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +61,7 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of retrieval, blending and sampling."""
     parser.add_argument("--top-k", type=int, default=4, metavar="K", help="chunks to retrieve (default: 4)")
     parser.add_argument(
-        "--around", type=int, default=0, metavar="N", help="neighbours that come along with each chunk (default: 0)"
+        "--around", type=int, default=0, metavar="N", help="neighbours to retrieve with each chunk (default: 0)"
     )
     add_blend_arguments(parser)
     add_setting(parser, "max_tokens", metavar="N")
@@ -67,7 +69,7 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def stream(engine: BlendEngine, prompt: str | Messages, args: argparse.Namespace) -> tuple[str, BlendReport]:
-    """Answer by the options of `add_answer_arguments`; print the text as it comes unless --json was given."""
+    """Answer with the options of `add_answer_arguments`; stream the text to stdout unless --json was given."""
     text, report = "", None
     settings = {"ratio": args.ratio, "policy": args.policy, "controller": args.controller}
     settings |= {"temperature": args.temperature, "namespace": args.namespace}
@@ -84,11 +86,11 @@ def stream(engine: BlendEngine, prompt: str | Messages, args: argparse.Namespace
 
 
 def open_engine(args: argparse.Namespace, **config: Any) -> BlendEngine:
-    """Open the engine of `add_engine_arguments`, with these fields of its `BlendConfig`."""
+    """Open the engine for `add_engine_arguments`, with these fields of its `BlendConfig`."""
     from kvrag.config import BlendConfig
     from kvrag.engine import BlendEngine
 
-    check_namespace(getattr(args, "namespace", ""))  # loading takes a while
+    check_namespace(getattr(args, "namespace", ""))  # before the slow loading
     return BlendEngine.from_pretrained(
         args.model,
         store=args.store,
@@ -100,7 +102,7 @@ def open_engine(args: argparse.Namespace, **config: Any) -> BlendEngine:
 
 
 def folder(engine: BlendEngine) -> FileStore:
-    """Return the engine's store, which is a folder in all commands."""
+    """Return the engine's store, a folder in all commands."""
     from kvrag.store import FileStore
 
     assert isinstance(engine.store, FileStore)
@@ -108,11 +110,11 @@ def folder(engine: BlendEngine) -> FileStore:
 
 
 def retrieval_folder(engine: BlendEngine, namespace: str) -> Path:
-    """Return the folder of a namespace's chunk index and tasks: the store's own for the namespace ""."""
+    """Return the folder of a namespace's chunk index and tasks; the store's own folder for the namespace ""."""
     path = folder(engine).path
     if not namespace:
         return path
-    # a namespace can be longer than a file name, and can have any characters
+    # a namespace can be longer than a file name and contain any character
     path = path / "namespaces" / blake2b(namespace.encode(), digest_size=16).hexdigest()
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     return path
@@ -126,53 +128,53 @@ def open_index(engine: BlendEngine, namespace: str, embedder: str | None = None)
 
 
 def require_chunks(index: ChunkIndex) -> None:
-    """Raise StoreError unless something was warmed."""
+    """Raise StoreError if nothing was warmed."""
     if not len(index):
         raise StoreError(
-            f"nothing was warmed into {index.path.parent}: run `kvrag warm PATH` first, "
+            f"{index.path.parent} has no warmed documents: run `kvrag warm PATH` first, "
             "with the same --model, --store and --namespace"
         )
 
 
 def require_extra() -> None:
-    """Raise KvragError unless the extra for reading, retrieving and showing is installed."""
+    """Raise KvragError if the extra for reading, retrieval and display is not installed."""
     for module in ("rich", "faiss", "sentence_transformers", "langchain_text_splitters"):
         if find_spec(module) is None:
             raise KvragError(f"{module} is not installed: pip install 'kvrag[cli]'")
 
 
 def existing_store(path: str) -> Path:
-    """Return the folder of an existing store: opening one that does not exist would create it.
+    """Return the folder of an existing store; opening a missing one would create it.
 
     Raises:
-        StoreError: There is no store.
+        StoreError: The folder has no store.
     """
     folder = Path(path).expanduser()
     if not (folder / "chunks").is_dir():
-        raise StoreError(f"there is no store in {folder}: create it with `kvrag warm PATH --store {folder}`")
+        raise StoreError(f"{folder} has no store: create one with `kvrag warm PATH --store {folder}`")
     return folder
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text.
+    """Return the text of a file.
 
     Raises:
-        KvragError: It is not UTF-8.
+        KvragError: The file is not UTF-8.
     """
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError as error:
-        raise KvragError(f"{path} is not UTF-8 text (byte {error.start})") from None
+        raise KvragError(f"{path} is not UTF-8 text (byte {error.start}): convert it to UTF-8") from None
 
 
 def say(message: str) -> None:
-    """Print a line to stderr; stdout is for the result."""
+    """Print a line to stderr; stdout is reserved for results."""
     print(message, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress(title: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr, updated with (done, total); nothing if `quiet` or without a terminal."""
+    """Show a progress bar on stderr, updated with (done, total); nothing if `quiet` or without a terminal."""
     missing_extra = KvragError("rich is not installed: pip install 'kvrag[cli]'")
     try:
         from rich.console import Console
@@ -187,7 +189,7 @@ def progress(title: str, quiet: bool = False) -> Iterator[Callable[[int, int], N
 
 
 def human_bytes(size: float) -> str:
-    """Return a size with about three digits: 28.0 KiB."""
+    """Format a size with about three digits: 28.0 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -196,7 +198,7 @@ def human_bytes(size: float) -> str:
 
 
 def summary(report: BlendReport) -> str:
-    """Return one line about an answer, and its notes."""
+    """Return a one-line summary of an answer, and its notes."""
     line = (
         f"{report.prompt_tokens} prompt tokens: {report.reused_tokens} reused ({report.recomputed_tokens} of them "
         f"recomputed), {report.fresh_tokens} fresh; first token after {report.ttft_s * 1000:.0f} ms ({report.policy})"

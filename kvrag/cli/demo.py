@@ -1,4 +1,4 @@
-"""`kvrag demo`: warm a corpus, ask through a LangChain chain, compare and measure, all offline."""
+"""`kvrag demo`: warm a corpus, answer through a LangChain chain, compare policies and measure speed, all offline."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ QUESTIONS = (
     ("Which town was first settled in 1957?", "Jomouth"),
     ("Which company has its offices in Danvik?", "Wilmax"),
 )
-"""With the right answers. One direct question, one inverse, and three where an earlier chunk has the name, each about
-another article, all chosen among those that full prefill answers right. So they show agreement with full prefill, not
-accuracy."""
+"""Questions with the right answers: one direct, one inverse, and three whose fact refers to a name in an earlier chunk,
+each about another article. All were chosen among the questions that full prefill answers right, so they show agreement
+with full prefill, not accuracy."""
 
 
 class Way(NamedTuple):
-    """A way to answer: the policy, None = the default, and whether the chunks were encoded alone."""
+    """A variant to compare: the policy (None = default), and whether the chunks were encoded alone."""
 
     name: str
     policy: str | None
@@ -56,7 +56,7 @@ _TOP_K, _AROUND = 3, 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """One answer. `correct` = equal to the expected answer, letter by letter."""
+    """One answer. `correct` = equal to the expected answer."""
 
     question: str
     expected: str
@@ -70,8 +70,8 @@ class Outcome:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag demo`."""
-    parser.add_argument("--store", help="folder to keep the encoded chunks in (default: a temporary one)")
-    parser.add_argument("--no-speed", action="store_true", help="answers only, without the measurement at the end")
+    parser.add_argument("--store", help="folder for the encoded chunks (default: a temporary one)")
+    parser.add_argument("--no-speed", action="store_true", help="skip the speed measurement")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,10 +89,10 @@ def run(args: argparse.Namespace) -> int:
         warmed = warm.warm(engine, index, plan, args.json)
         apart = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-demo-"))
         alone = stack.enter_context(BlendEngine(engine.model, apart))
-        alone.warm(chunk for chunks in plan.chunks.values() for chunk in chunks)  # of no document
+        alone.warm(chunk for chunks in plan.chunks.values() for chunk in chunks)  # without a document name
         if not args.json:
             print(
-                f"Warmed {warmed['files']} articles of a made-up world ({corpus}): {warmed['chunks']} chunks, "
+                f"Warmed {warmed['files']} articles about a synthetic world ({corpus}): {warmed['chunks']} chunks, "
                 f"{warmed['new']} new, {warmed['tokens']} tokens, {human_bytes(warmed['bytes'])}."
             )
         outcomes = _ask_all(chain, engine, alone, index, args.json)
@@ -106,19 +106,19 @@ def run(args: argparse.Namespace) -> int:
     if speed:
         _print_speed(speed)
     print(
-        "\nNext, with your own files:\n"
+        "\nNext steps, with your own files:\n"
         "  kvrag warm PATH... --model Qwen/Qwen2.5-0.5B-Instruct\n"
         '  kvrag ask "..." --model Qwen/Qwen2.5-0.5B-Instruct\n'
-        "and in your LangChain or LlamaIndex application: see README.md."
+        "In your LangChain or LlamaIndex application: see README.md."
     )
     return 0
 
 
 def corpus_folder() -> Path:
-    """Return the folder of the articles: beside this file in an installed package, under examples/ in a checkout.
+    """Return the folder of the articles: in the package if installed, under examples/ in a checkout.
 
     Raises:
-        KvragError: In neither place.
+        KvragError: Both are missing.
     """
     here = Path(__file__).resolve()
     for folder in (here.parent / "corpus", here.parents[2] / "examples" / "corpus"):
@@ -137,11 +137,11 @@ def _plan(engine: BlendEngine, corpus: Path, quiet: bool) -> warm.Plan:
 Chain = Callable[
     ["BlendEngine", "str | None", Callable[[str], list[str]], int], Callable[[str], tuple[str, dict[str, Any]]]
 ]
-"""(engine, policy, retrieve, longest answer) -> question -> (answer, report)."""
+"""Function of (engine, policy, retrieve, longest answer); returns a function: question -> (answer, report)."""
 
 
 def _import_chain() -> Chain:
-    """Import LangChain, for this part only, and return a function that builds an ordinary LCEL chain."""
+    """Import LangChain and return a function that builds an ordinary LCEL chain."""
     try:
         from langchain_core.callbacks import BaseCallbackHandler
         from langchain_core.documents import Document
@@ -151,11 +151,11 @@ def _import_chain() -> Chain:
         from langchain_kvrag import ChatBlend
     except ImportError as error:
         raise KvragError(
-            f"{error.name or error} is not installed, and the demo runs a LangChain chain: pip install langchain-kvrag"
+            f"{error.name or error} is not installed, but the demo runs a LangChain chain: pip install langchain-kvrag"
         ) from None
 
     class Reports(BaseCallbackHandler):
-        """Keeps the last answer's report, which the chain's parser drops."""
+        """Keeps the report of the last answer, which the chain's parser drops."""
 
         last: dict[str, Any]
 
@@ -191,7 +191,7 @@ def _ask_all(chain: Chain, engine: BlendEngine, alone: BlendEngine, index: Chunk
 
     asks = {way: chain(alone if way.alone else engine, way.policy, retrieve, 16) for way in WAYS}
     for ask in asks.values():
-        ask(QUESTIONS[0][0])  # the first answer of a process pays for more than itself
+        ask(QUESTIONS[0][0])  # the first answer of a process includes start-up costs
     outcomes = []
     with progress("asking", quiet) as show:
         for number, (question, expected) in enumerate(QUESTIONS, 1):
@@ -204,14 +204,14 @@ def _ask_all(chain: Chain, engine: BlendEngine, alone: BlendEngine, index: Chunk
 
 
 def _measure(chain: Chain) -> TtftResult:
-    from kvrag.bench.ttft import measure
+    from kvrag.bench.ttft import TtftSetup, measure
     from kvrag.types import BlendReport
 
     def ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> BlendReport:
         return BlendReport(**chain(engine, policy, lambda _: chunks, 1)(question)[1])
 
-    say("measuring the speed of the same chain on a larger model; this takes about a minute")
-    return measure("qwen2.5-0.5b", chunks=6, chunk_tokens=512, question_tokens=64, repeats=3, ask=ask, progress=say)
+    say("measuring the speed of the same chain with a larger model; this takes about a minute")
+    return measure(TtftSetup(), ask, say)
 
 
 def _print_outcomes(outcomes: list[Outcome]) -> None:
@@ -241,9 +241,9 @@ def _print_outcomes(outcomes: list[Outcome]) -> None:
     counts = [f"{count} of {len(QUESTIONS)} by {name}" for name, count in right.items()]
     print(
         f"\nRight: {counts[0]}; {counts[1]};\n{'; '.join(counts[2:])}."
-        '\nChunks encoded alone cannot resolve "she"; kvrag encodes them behind the text before them.'
-        "\nThe questions were chosen among those that full prefill answers right: the count shows"
-        "\nagreement with it, not which way is more accurate. Model and prompts are too small for"
+        "\nChunks encoded alone cannot resolve pronouns; kvrag encodes them with the preceding text."
+        "\nAll questions were chosen so that full prefill answers them right: the counts show"
+        "\nagreement with it, not accuracy. The model and the prompts are too small for"
         "\nblending to be faster here."
     )
 
@@ -260,8 +260,8 @@ def _print_speed(result: TtftResult) -> None:
         bound = f"{row.bound:.1f}x" if row.bound else ""
         table.add_row(row.name, f"{row.ttft_s:.2f} s", f"{row.speedup:.1f}x", bound)
     print(
-        "\nThe same chain, random weights: speed only, answers are gibberish\n"
+        "\nThe same chain with random weights: speed only, answers are meaningless\n"
         f"Qwen2.5-0.5B's shape, {result.prompt_tokens} prompt tokens, 6 chunks in an order never seen before\n"
     )
     Console(file=sys.stdout).print(table)
-    print("bound: the speed-up of an engine whose only cost is computing the tokens")
+    print("bound: the speed-up if computing the tokens were the only cost")

@@ -1,4 +1,4 @@
-"""Reading files, and splitting their texts into chunks."""
+"""Reading files and splitting their texts into chunks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from kvrag.errors import KvragError
 
 SUFFIXES = (".txt", ".md", ".html", ".htm", ".pdf", ".jsonl")
-_LARGEST = 1 << 30  # a file's text is split in one piece, which takes several times its size
+_LARGEST = 1 << 30  # splitting a text takes several times its size in memory
 
 
 class UnreadableError(KvragError):
-    """A file without readable text; the message gives the reason, not the file's name."""
+    """A file without readable text. The message gives the reason without the file's name."""
 
 
 def find(paths: Iterable[str | Path]) -> list[Path]:
-    """Return the files among the paths, and those with known suffixes in the folders, except hidden ones.
+    """Return the files among the paths, and the files with known suffixes in the folders, except hidden ones.
 
     Raises:
-        KvragError: A path does not exist, or there are no such files.
+        KvragError: A path does not exist, or no file was found.
     """
     found: dict[Path, None] = {}
     wanted = [Path(path) for path in paths]
@@ -36,17 +36,17 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
         elif path.exists():
             found[path.resolve()] = None
         else:
-            raise KvragError(f"{path} does not exist")
+            raise KvragError(f"{path} does not exist: check the path")
     if not found:
         raise KvragError(f"no files with text in {', '.join(map(str, wanted))} (looked for {' '.join(SUFFIXES)})")
     return list(found)
 
 
 def read(path: Path, text_field: str = "text") -> list[str]:
-    """Return a file's texts: one, or one per line of a .jsonl file.
+    """Return the texts of a file: one, or one per line of a .jsonl file.
 
     Raises:
-        UnreadableError: Not text, broken, empty, or very large.
+        UnreadableError: The file is not text, broken, empty, or too large.
     """
     readers: dict[str, Callable[[], list[str]]] = {
         ".html": lambda: [_html(path)],
@@ -56,13 +56,13 @@ def read(path: Path, text_field: str = "text") -> list[str]:
     }
     try:
         if path.stat().st_size > _LARGEST:
-            raise UnreadableError("it is larger than 1 GiB: split it into smaller files")
+            raise UnreadableError("the file is larger than 1 GiB: split it")
         texts = readers.get(path.suffix.lower(), lambda: [_text(path)])()
     except OSError as error:
         raise UnreadableError(error.strerror or str(error)) from error
     texts = [text for text in texts if text.strip()]
     if not texts:
-        raise UnreadableError("it has no text")
+        raise UnreadableError("the file contains no text")
     return texts
 
 
@@ -70,14 +70,14 @@ def splitter(count: Callable[[str], int], chunk_tokens: int, overlap: int) -> Ca
     """Return a function that splits texts into chunks of at most `chunk_tokens`, measured by `count`.
 
     Raises:
-        KvragError: The lengths contradict each other, or the splitter is not installed.
+        KvragError: The lengths are contradictory, or the splitter is not installed.
     """
     try:
         from langchain_text_splitters import RecursiveCharacterTextSplitter
     except ImportError as error:
         raise _missing_extra(error) from None
     if chunk_tokens < 1 or not 0 <= overlap < chunk_tokens:
-        raise KvragError(f"chunks of {chunk_tokens} tokens cannot overlap by {overlap}: give a larger --chunk-tokens")
+        raise KvragError(f"chunks of {chunk_tokens} tokens cannot overlap by {overlap}: raise --chunk-tokens")
     split = RecursiveCharacterTextSplitter(chunk_size=chunk_tokens, chunk_overlap=overlap, length_function=count)
     return lambda texts: [chunk for text in texts for chunk in split.split_text(text)]
 
@@ -85,11 +85,13 @@ def splitter(count: Callable[[str], int], chunk_tokens: int, overlap: int) -> Ca
 def _text(path: Path) -> str:
     content = path.read_bytes()
     if b"\0" in content:
-        raise UnreadableError("it is binary, not text: convert it to .txt, .html or .pdf")
+        raise UnreadableError("the file is binary: convert it to .txt, .html or .pdf")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UnreadableError(f"it is not UTF-8 text (byte {error.start}): convert it, for example by iconv") from None
+        raise UnreadableError(
+            f"the file is not UTF-8 text (byte {error.start}): convert it, for example with iconv"
+        ) from None
 
 
 def _html(path: Path) -> str:
@@ -108,12 +110,12 @@ def _pdf(path: Path) -> str:
         from pypdf import PdfReader
     except ImportError as error:
         raise _missing_extra(error) from None
-    logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns about every second PDF
+    logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns about many valid PDFs
     try:
         return "\n\n".join(page.extract_text() for page in PdfReader(path).pages)
     except OSError:
         raise
-    except Exception as error:  # pypdf raises what its parsers raise: KeyErrors, recursion, zlib
+    except Exception as error:  # pypdf raises various types: KeyError, RecursionError, zlib.error
         raise UnreadableError(f"it is a broken or protected PDF ({type(error).__name__}: {error})") from error
 
 
@@ -129,7 +131,7 @@ def _jsonl(path: Path, text_field: str) -> list[str]:
                 f"line {number} is not a JSON object with a field {text_field!r} (see --text-field)"
             ) from None
         if not isinstance(text, str):
-            raise UnreadableError(f"{text_field!r} in line {number} is a {type(text).__name__}, not a string")
+            raise UnreadableError(f"{text_field!r} in line {number} must be a string, got {type(text).__name__}")
         texts.append(text)
     return texts
 

@@ -1,4 +1,4 @@
-"""`kvrag estimate`: disk usage and loading times of a corpus, without loading weights."""
+"""`kvrag estimate`: estimate disk usage and loading times of a corpus, without loading weights."""
 
 from __future__ import annotations
 
@@ -21,26 +21,32 @@ _BANDWIDTHS = {  # bytes per second
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag estimate`."""
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="corpus to count the tokens of")
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="files and folders of the corpus")
     parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader'; no weights are loaded")
-    parser.add_argument("--tokens", type=int, metavar="N", help="size of the corpus instead of PATH")
-    parser.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="a typical chunk (default: 256)")
-    parser.add_argument("--codec", choices=CODECS, default="native", help="how chunks are stored (default: native)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as the model is stored")
-    parser.add_argument("--text-field", default="text", metavar="NAME", help="of the objects in .jsonl files")
+    parser.add_argument("--tokens", type=int, metavar="N", help="size of the corpus in tokens, instead of PATH")
+    parser.add_argument(
+        "--chunk-tokens", type=int, default=256, metavar="N", help="length of a typical chunk (default: 256)"
+    )
+    parser.add_argument("--codec", choices=CODECS, default="native", help="codec of stored chunks (default: native)")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the model (default: as stored)"
+    )
+    parser.add_argument(
+        "--text-field", default="text", metavar="NAME", help="text field of the objects in .jsonl files"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the numbers."""
+    """Print the estimates."""
     import torch
 
     from kvrag.backend.transformers.loading import bytes_per_token, head_dim, kv_dtype, load_config
     from kvrag.store.codec import share
 
     if args.paths and args.tokens is not None:
-        raise SettingError("give either PATH or --tokens, not both")
+        raise SettingError("PATH and --tokens exclude each other: pass one of them")
     if args.chunk_tokens < 1 or (args.tokens or 0) < 0:
-        raise SettingError("numbers of tokens must be positive")
+        raise SettingError("--tokens and --chunk-tokens must be positive")
     config = load_config(args.model)
     dtype = getattr(torch, args.dtype) if args.dtype else kv_dtype(config)
     native = bytes_per_token(config, dtype)
@@ -72,10 +78,10 @@ def run(args: argparse.Namespace) -> int:
     print("by codec: " + ", ".join(f"{codec} {human_bytes(size)} per token" for codec, size in codecs.items()))
     if tokens is not None:
         print(f"corpus of {tokens} tokens: {human_bytes(tokens * per_token)}")
-    print(f"\n{'loaded from':20}{'one chunk':>12}   pays if the model prefills fewer than")
+    print(f"\n{'loaded from':20}{'one chunk':>12}   reuse wins if prefill is slower than")
     for row in loading:
         print(f"{row['from']:20}{row['chunk_s'] * 1000:>9.2f} ms   {row['break_even_tokens_per_s']:>12,.0f} tokens/s")
-    print("\nReuse loses when bytes per token / bandwidth > prefill time per token.")
+    print("\nReuse wins when bytes per token / bandwidth < prefill time per token.")
     return 0
 
 
@@ -97,5 +103,5 @@ def _count(args: argparse.Namespace) -> int:
                 total += sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
             report(number, len(paths))
     if skipped == len(paths):
-        raise KvragError(f"nothing to count: {skipped} files, none could be read")
+        raise KvragError(f"no text to count: none of {skipped} files could be read")
     return total

@@ -1,4 +1,4 @@
-"""`kvrag explain`: what was reused of a prompt, and why not more."""
+"""`kvrag explain`: explain what was reused of a prompt, and why not more."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompt",
         metavar="PROMPT",
-        help="the finished prompt, as a chain sends it: a text, a file of it, or '-' for stdin; JSON = messages, or "
+        help="the final prompt as the chain sends it: a text, a file, or '-' for stdin; JSON = messages or "
         "the body of a request to OpenAI's API",
     )
     parser.add_argument(
@@ -34,15 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="chunks that were retrieved for it: files of one chunk each, or .json files with a list of chunks",
+        help="retrieved chunks: files with one chunk each, or .json files with a list of chunks",
     )
-    parser.add_argument("--html", metavar="FILE", help="write a page with the prompt in colours")
+    parser.add_argument("--html", metavar="FILE", help="write an HTML page with the highlighted prompt")
     add_engine_arguments(parser)
     add_blend_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prefill the prompt as if it were answered, and print what was reused."""
+    """Prefill the prompt as for an answer, and print what was reused."""
     request = _request(args.prompt)
     retrieved = [text for path in args.retrieved for text in _chunks(Path(path))] if args.retrieved else None
     with open_engine(args) as engine:
@@ -67,12 +67,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _request(given: str) -> dict[str, Any]:
-    """Return the body of a request to OpenAI's API, or a `text` as framework classes take it."""
+    """Return the body of a request to OpenAI's API, or a `text` in the form of the framework classes."""
     if Path(given).suffix in _FILES and len(given.split()) == 1 and not _is_file(given):
-        raise PromptError(f"there is no file {given}")
+        raise PromptError(f"{given} does not exist: check the path")
     text = sys.stdin.read() if given == "-" else read_text(Path(given)) if _is_file(given) else given
     if not text.strip():
-        raise PromptError("the prompt is empty")
+        raise PromptError("the prompt is empty: pass a text")
     try:
         parsed = json.loads(text)
     except ValueError:
@@ -82,9 +82,9 @@ def _request(given: str) -> dict[str, Any]:
     if not isinstance(parsed, dict) or not {"messages", "prompt"} & set(parsed):
         return {"text": text}
     if parsed.get("documents"):
-        raise PromptError("the documents of a request are placed by the server: put them into the last user message")
+        raise PromptError("`documents` are inserted by the server: put them into the last user message instead")
     if not isinstance(parsed.get("messages", []), list) or not isinstance(parsed.get("prompt", ""), str):
-        raise PromptError("the messages of a request must be a list, its prompt one string")
+        raise PromptError("`messages` must be a list, `prompt` one string")
     return parsed
 
 
@@ -98,7 +98,7 @@ def _prompt(engine: BlendEngine, request: dict[str, Any]) -> str | Messages:
 def _is_file(given: str) -> bool:
     try:
         return Path(given).is_file()
-    except (OSError, ValueError):  # too long for a name, or with a zero byte
+    except (OSError, ValueError):  # too long for a name, or contains a null byte
         return False
 
 
@@ -111,7 +111,7 @@ def _chunks(path: Path) -> list[str]:
     except ValueError as error:
         raise KvragError(f"{path} is not JSON: {error}") from None
     if not isinstance(chunks, list) or not all(isinstance(chunk, str) for chunk in chunks):
-        raise KvragError(f"{path} must hold a list of strings, the chunks")
+        raise KvragError(f"{path} must contain a JSON list of strings")
     return chunks
 
 

@@ -1,4 +1,4 @@
-"""The command `kvrag`: runs a subcommand's module and reports errors in one line."""
+"""The command `kvrag`: run a subcommand and report errors in one line."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from kvrag import __version__
 from kvrag.errors import KvragError, out_of_memory
 
 _COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("kvrag.cli.demo", "see it work offline, in about a minute"),
+    "demo": ("kvrag.cli.demo", "run the offline demo, about a minute"),
     "warm": ("kvrag.cli.warm", "encode files and folders into a store"),
-    "ask": ("kvrag.cli.ask", "ask a question about what was warmed"),
-    "chat": ("kvrag.cli.chat", "ask several questions as a conversation"),
-    "explain": ("kvrag.cli.explain", "show what was reused of a prompt, and why not more"),
-    "serve": ("kvrag.cli.serve", "serve a model and a corpus over OpenAI's API"),
+    "ask": ("kvrag.cli.ask", "ask a question about the warmed documents"),
+    "chat": ("kvrag.cli.chat", "ask several questions in a conversation"),
+    "explain": ("kvrag.cli.explain", "explain what was reused of a prompt, and why not more"),
+    "serve": ("kvrag.cli.serve", "serve a model and a corpus with OpenAI's API"),
     "calibrate": ("kvrag.cli.calibrate", "find how much to recompute on your model and corpus"),
     "estimate": ("kvrag.cli.estimate", "estimate disk usage before you ingest"),
-    "store": ("kvrag.cli.store", "show what a store holds, check it, clean it up"),
+    "store": ("kvrag.cli.store", "show, check or clean up a store"),
     "verify": ("kvrag.cli.verify", "test that blending is exact on your model"),
-    "bench ttft": ("kvrag.bench.ttft", "measure the time to the first token"),
-    "bench chat": ("kvrag.bench.chat", "measure the time to the first token over the turns of a conversation"),
-    "bench quality": ("kvrag.cli.quality", "measure which answers stay right, per policy and ratio"),
-    "bench simulate": ("kvrag.bench.simulate", "show where reuse wins and where it loses, by a cost model"),
-    "bench ingest": ("kvrag.bench.ingest", "measure how fast chunks are encoded"),
-    "bench serve": ("kvrag.bench.load", "load a running server with many clients at once"),
-    "bench match": ("kvrag.bench.match", "measure how fast stored chunks are found in a prompt"),
-    "bench codec": ("kvrag.bench.codec", "measure what 8 and 4 bits cost and save"),
+    "bench ttft": ("kvrag.bench.ttft", "measure the time to first token"),
+    "bench chat": ("kvrag.bench.chat", "measure the time to first token over the turns of a conversation"),
+    "bench quality": ("kvrag.cli.quality", "measure answer quality per policy and ratio"),
+    "bench simulate": ("kvrag.bench.simulate", "predict where reuse wins and where it loses, with a cost model"),
+    "bench ingest": ("kvrag.bench.ingest", "measure the encoding speed"),
+    "bench serve": ("kvrag.bench.load", "load-test a running server"),
+    "bench match": ("kvrag.bench.match", "measure the speed of matching prompts with stored chunks"),
+    "bench codec": ("kvrag.bench.codec", "measure size and error of the 8- and 4-bit codecs"),
 }
-_GROUPS = {"bench": "measure speed on models of real shapes with random weights, and quality on real ones"}
+_GROUPS = {"bench": "measure speed on random weights of real shapes, and quality on real models"}
 _EPILOG = """\
 first:                  kvrag demo
 with your own files:    kvrag warm docs/ --model Qwen/Qwen2.5-1.5B-Instruct
@@ -43,22 +43,22 @@ options of a command:   kvrag COMMAND --help
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports wrong arguments in one line."""
+    """Parser that reports wrong arguments in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
     def unknown(self, arguments: Sequence[str]) -> NoReturn:
-        """Exit with an error for arguments that the command does not know."""
+        """Exit with an error for unknown arguments."""
         option = next((argument.partition("=")[0] for argument in arguments if argument.startswith("-")), "")
         if not option:
-            self.error(f"unexpected {' '.join(arguments)!r}: put quotes around what has spaces")
+            self.error(f"unexpected {' '.join(arguments)!r}: quote arguments that contain spaces")
         near = get_close_matches(option, [known for action in self._actions for known in action.option_strings], 1)
-        self.error(f"there is no option {option}" + (f": did you mean {near[0]}?" if near else ""))
+        self.error(f"unknown option {option}" + (f": did you mean {near[0]}?" if near else ""))
 
 
 def _parser(argv: Sequence[str]) -> _Parser:
-    """Return a parser with all commands, but only the options of the one given: importing the others takes seconds."""
+    """Return a parser with all commands, but only the options of the given one: importing all of them takes seconds."""
     parser = _Parser(
         prog="kvrag",
         description="Faster RAG: chunks are encoded once and blended at query time.",
@@ -90,27 +90,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0; 1 if it failed; 130 if it was interrupted. Wrong usage exits with 2, as argparse does.
+        0 on success, 1 on failure, 130 on interruption. Wrong usage exits with 2, like argparse.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         args, unknown = _parser(argv).parse_known_args(argv)
         if unknown:
             args.parser.unknown(unknown)
-        # progress bars of other libraries would run into ours
+        # progress bars of other libraries would disturb ours
         from kvrag.backend.transformers.loading import silence
 
         silence()
         return int(import_module(args.module).run(args))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the pipe is closed, as by `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # closed pipe, for example by `head`
         return 1
     except (KvragError, OSError) as error:
         return _fail(str(error), 1)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not out_of_memory(error):
             raise
-        return _fail("out of memory: take a smaller model, --dtype bfloat16 or --device cpu", 1)
+        return _fail("out of memory: use a smaller model, --dtype bfloat16 or --device cpu", 1)
     except KeyboardInterrupt as error:
         return _fail(str(error) or "interrupted", 130)
 

@@ -1,4 +1,4 @@
-"""The prompt of `ask` and `chat`, built like that of a LangChain stuff chain."""
+"""The prompt of `ask` and `chat`, like that of a LangChain stuff chain."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _INSTRUCTION = "Use the following context to answer the question. If it does not
 
 
 def stuff(engine: BlendEngine, question: str, hits: Sequence[Hit]) -> str:
-    """Return the chunks joined by blank lines, then the question."""
+    """Return the chunks joined by blank lines, followed by the question."""
     from kvrag.backend.transformers import READER
 
-    # the reader was trained on bare context and reads an instruction as part of it
+    # the reader was trained on bare context and would read an instruction as part of it
     head = [] if engine.model.name == READER else [_INSTRUCTION]
     return "\n\n".join([*head, *(hit.text for hit in hits), f"Question: {question}"])
 
 
 def as_prompt(engine: BlendEngine, messages: Messages) -> str | Messages:
-    """Return messages unchanged, or as one string for a base model without a chat template."""
+    """Return the messages unchanged, or as one string for a base model without a chat template."""
     if engine.model.tokenizer.hf.chat_template is not None:
         return messages
     return "\n\n".join(message["content"] for message in messages) + "\nAnswer:"

@@ -1,4 +1,4 @@
-"""`kvrag bench quality`: which answers stay right, per policy and ratio."""
+"""`kvrag bench quality`: measure answer quality per policy and ratio."""
 
 from __future__ import annotations
 
@@ -21,30 +21,32 @@ from kvrag.cli.common import progress, say
 from kvrag.config import CODECS, DEFAULT_CONTEXT, POLICIES
 from kvrag.errors import SettingError
 
-_USUAL = "hkvd"  # what the literature compares with
+_USUAL = "hkvd"  # the usual reference in the literature
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag bench quality`."""
-    parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader', which comes with kvrag")
-    parser.add_argument("--dtype", default="auto", help="bfloat16, float16, float32 (default: as stored)")
-    parser.add_argument("--device", help="cuda, cpu, ... (default: a GPU if there is one)")
+    parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader' for the bundled model")
+    parser.add_argument(
+        "--dtype", default="auto", help="dtype of the model: bfloat16, float16, float32 (default: as stored)"
+    )
+    parser.add_argument("--device", help="device: cuda, cpu, ... (default: a GPU if there is one)")
     parser.add_argument(
         "--data",
         type=Path,
         metavar="FILE",
         help="JSON lines with passages, question, answers (default: drawn from the reader's world)",
     )
-    parser.add_argument("--samples", type=int, default=200, metavar="N", help="questions to ask (default: 200)")
-    parser.add_argument("--seed", type=int, default=0, help="of the world's questions and of the intervals")
+    parser.add_argument("--samples", type=int, default=200, metavar="N", help="number of questions (default: 200)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the drawn questions and of the intervals")
     informed = [policy for policy in POLICIES if policy not in ("full", "none", "random")]
     parser.add_argument(
         "--policies",
         nargs="+",
         default=informed,
         metavar="POLICY",
-        help="with settings if wanted: hkvd hkvd:check_layer=3,metric=cosine query:band=0.2:0.6 "
-        "(default: all; full, none and random are always there)",
+        help="policies, optionally with settings: hkvd hkvd:check_layer=3,metric=cosine query:band=0.2:0.6 "
+        "(default: all; full, none and random are always included)",
     )
     parser.add_argument("--ratios", nargs="+", default=["0.05", "0.15", "0.3"], metavar="R", help="0 to 1")
     parser.add_argument(
@@ -52,17 +54,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["0"],
         metavar="N",
-        help="cut and join the passages into chunks of about N tokens; 0 = as they are (default)",
+        help="cut and join the passages into chunks of about N tokens; 0 = unchanged (default)",
     )
     parser.add_argument(
-        "--preamble", nargs="+", default=["on"], metavar="on|off", help="encode chunks behind it or not"
+        "--preamble", nargs="+", default=["on"], metavar="on|off", help="encode chunks with or without the preamble"
     )
-    parser.add_argument("--codec", nargs="+", default=["native"], metavar="|".join(CODECS), help="of the stored KV")
+    parser.add_argument(
+        "--codec", nargs="+", default=["native"], metavar="|".join(CODECS), help="codecs of the stored KV"
+    )
     parser.add_argument(
         "--context-tokens",
         nargs="+",
         metavar="N",
-        help="encode passages behind N tokens of their own document; 0 = alone (default: what `kvrag warm` does where "
+        help="encode passages with N tokens of their document as context; 0 = alone (default: as `kvrag warm` if "
         "rows name documents, else 0)",
     )
     parser.add_argument(
@@ -70,31 +74,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="leave out so many of the passages from the prompts, at random: they were warmed, but not retrieved",
+        help="share of the passages to leave out of the prompts at random, as if not retrieved",
     )
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="NAME=VALUE", dest="settings", help="settings for all policies"
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", dest="settings", help="settings of all policies"
     )
     parser.add_argument(
-        "--against", default=_USUAL, metavar="POLICY", help=f"compare with this one (default: {_USUAL})"
+        "--against", default=_USUAL, metavar="POLICY", help=f"policy to compare with (default: {_USUAL})"
     )
-    parser.add_argument("--max-tokens", type=int, default=16, metavar="N", help="longest answer (default: 16)")
     parser.add_argument(
-        "--stop", nargs="+", metavar="TEXT", help=r"ends an answer; \n is a line's end (default: for the reader \n\n)"
+        "--max-tokens", type=int, default=16, metavar="N", help="maximum length of an answer (default: 16)"
     )
-    parser.add_argument("--instruction", default="", metavar="TEXT", help="stands between passages and question")
-    parser.add_argument("--skip-long", action="store_true", help="leave out rows that do not fit into the window")
+    parser.add_argument(
+        "--stop",
+        nargs="+",
+        metavar="TEXT",
+        help=r"strings that end an answer; \n = line break (default: \n\n for the reader)",
+    )
+    parser.add_argument("--instruction", default="", metavar="TEXT", help="text between passages and question")
+    parser.add_argument("--skip-long", action="store_true", help="skip rows that do not fit into the window")
     parser.add_argument(
         "--ram-bytes", type=int, default=2 << 30, help="size of the RAM tier (default: 2 GiB; 0 = read from disk)"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="keep rows.jsonl and results.json there; run again to go on"
+        "--out", type=Path, metavar="DIR", help="store rows.jsonl and results.json there; run again to resume"
     )
-    parser.add_argument("--plots", action="store_true", help="draw the results into --out; needs kvrag[bench]")
+    parser.add_argument("--plots", action="store_true", help="write plots to --out; needs kvrag[bench]")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print and keep the results."""
+    """Measure, print and store the results."""
     started = time.perf_counter()
     asking = _asking(args)
     rows, data = _rows(args)
@@ -105,10 +114,10 @@ def run(args: argparse.Namespace) -> int:
         quality.parse_settings(args.settings),
     )
     if args.against != _USUAL and args.against not in {cell.label for cell in cells}:
-        raise SettingError(f"--against {args.against!r} is not among the policies that are measured")
+        raise SettingError(f"--against {args.against!r} is not among the measured policies")
     if args.plots:
         if args.out is None:
-            raise SettingError("--plots needs --out DIR to draw into")
+            raise SettingError("--plots needs --out DIR")
         plots.require()
     model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device)
     lengths = list(dict.fromkeys(cell.setup.chunk_tokens for cell in cells))
@@ -121,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         with progress("answering", quiet=args.json) as update:
             quality.measure(model, tasks, cells, asking, journal, args.ram_bytes, update)
     except KeyboardInterrupt:
-        hint = "run it again, and it goes on where it stopped" if args.out else "with --out it could go on later"
+        hint = "run it again to resume" if args.out else "use --out to be able to resume"
         raise KeyboardInterrupt(f"interrupted: {hint}") from None
     finally:
         journal.close()
@@ -153,13 +162,13 @@ def _setups(args: argparse.Namespace, have_documents: bool) -> list[quality.Setu
     usual = DEFAULT_CONTEXT if have_documents and not any(lengths) else 0
     contexts = _numbers(args.context_tokens or [str(usual)], int, "--context-tokens")
     if any(contexts) and not have_documents:
-        raise SettingError("--context-tokens needs rows that name the documents of their passages")
+        raise SettingError("--context-tokens needs rows with `documents`")
     if any(contexts) and any(lengths):
-        raise SettingError("--context-tokens needs passages as they are, without --chunk-tokens")
+        raise SettingError("--context-tokens and --chunk-tokens exclude each other: leave out one of them")
     preambles, codecs = _words(args.preamble), _words(args.codec)
     for name, words, known in (("--preamble", preambles, ("on", "off")), ("--codec", codecs, CODECS)):
         if unknown := [word for word in words if word not in known]:
-            raise SettingError(f"{name} must be of {', '.join(known)}, got {unknown[0]!r}")
+            raise SettingError(f"{name} must be one of {', '.join(known)}, got {unknown[0]!r}")
     return [
         quality.Setup(length, preamble == "on", codec, context)
         for length in lengths
@@ -170,7 +179,7 @@ def _setups(args: argparse.Namespace, have_documents: bool) -> list[quality.Setu
 
 
 def _words(texts: Sequence[str]) -> list[str]:
-    """Return words separated by spaces or commas."""
+    """Split texts at spaces and commas."""
     return [word for text in texts for word in text.split(",") if word]
 
 
@@ -215,11 +224,11 @@ def _keep(path: Path, result: dict[str, Any]) -> None:
     os.replace(half, path)
 
 
-# ------------------------------------------------------------------------------------------------------ for people
+# ------------------------------------------------------------------------------------------------------ output
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Return lines of text: metrics, then differences between policies, then kinds of question."""
+    """Return the lines of the report: metrics, then differences between policies, then kinds of question."""
     settings, environment = result["settings"], result["environment"]
     skipped = f", {settings['skipped']} skipped" if settings["skipped"] else ""
     lines = [

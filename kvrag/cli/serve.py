@@ -1,4 +1,4 @@
-"""`kvrag serve`: an OpenAI-compatible server."""
+"""`kvrag serve`: serve an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -54,25 +54,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[NAME:]KEY",
-        help="require a key; may be repeated with a NAME each, the namespace of the key's documents, conversations and "
-        f"metrics (default: --namespace). Or in the environment variable {_KEYS}, separated by commas",
+        help="require an API key; repeatable with a NAME each, the namespace of its documents, conversations and "
+        f"metrics (default: --namespace). Also read from the environment variable {_KEYS}, comma-separated",
     )
     where.add_argument(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="host name that requests without a key may use",
+        help="host name that requests without an API key may use",
     )
     where.add_argument(
-        "--cors-origin", action="append", default=[], metavar="URL", help="site whose pages may send requests"
+        "--cors-origin", action="append", default=[], metavar="URL", help="web origin that may send requests"
     )
-    where.add_argument("--served-model-name", metavar="NAME", help="model name in requests (default: as in --model)")
+    where.add_argument("--served-model-name", metavar="NAME", help="model name in requests (default: --model)")
     corpus = parser.add_argument_group("corpus")
-    corpus.add_argument("--no-corpus", action="store_true", help="no retrieval, no embeddings, no /v1/corpus")
-    corpus.add_argument("--prompt-template", metavar="FILE", help="text with {context} and {question} in it")
-    corpus.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="longest chunk (default: 256)")
-    corpus.add_argument("--chunk-overlap", type=int, default=0, metavar="N", help="tokens shared by neighbours")
+    corpus.add_argument("--no-corpus", action="store_true", help="disable retrieval, embeddings and /v1/corpus")
+    corpus.add_argument("--prompt-template", metavar="FILE", help="prompt template with {context} and {question}")
+    corpus.add_argument(
+        "--chunk-tokens", type=int, default=256, metavar="N", help="maximum tokens per chunk (default: 256)"
+    )
+    corpus.add_argument(
+        "--chunk-overlap", type=int, default=0, metavar="N", help="overlap of adjacent chunks in tokens"
+    )
     corpus.add_argument(
         "--context-tokens",
         type=int,
@@ -80,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"as in `kvrag warm` (default: {DEFAULT_CONTEXT})",
     )
-    corpus.add_argument("--embedder", help="sentence-transformers model for retrieval (default: one that is installed)")
+    corpus.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
     corpus.add_argument(
         "--store-gib", type=float, metavar="N", help="evict the least recently used chunks beyond this size"
     )
@@ -90,23 +94,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=4096,
         metavar="N",
-        help="longest answer that a request may ask for (default: 4096)",
+        help="maximum answer length of a request (default: 4096)",
     )
-    limits.add_argument("--concurrency", type=int, default=4, metavar="N", help="answers at a time (default: 4)")
+    limits.add_argument("--concurrency", type=int, default=4, metavar="N", help="concurrent answers (default: 4)")
     limits.add_argument(
-        "--queue", type=int, default=32, metavar="N", help="requests of a namespace that may wait (default: 32)"
+        "--queue", type=int, default=32, metavar="N", help="maximum waiting requests per namespace (default: 32)"
     )
-    limits.add_argument("--timeout", type=float, default=600, metavar="S", help="seconds for a request (default: 600)")
-    limits.add_argument("--max-body-mib", type=float, default=8, metavar="N", help="size of a request (default: 8)")
     limits.add_argument(
-        "--max-upload-mib", type=float, default=64, metavar="N", help="size of a document (default: 64)"
+        "--timeout", type=float, default=600, metavar="S", help="time limit of a request in seconds (default: 600)"
+    )
+    limits.add_argument(
+        "--max-body-mib", type=float, default=8, metavar="N", help="maximum size of a request (default: 8)"
+    )
+    limits.add_argument(
+        "--max-upload-mib", type=float, default=64, metavar="N", help="maximum size of a document (default: 64)"
     )
     limits.add_argument(
         "--shutdown-timeout",
         type=float,
         default=60,
         metavar="S",
-        help="seconds for answers under way when the server stops (default: 60)",
+        help="seconds for pending answers to finish at shutdown (default: 60)",
     )
 
 
@@ -117,14 +125,14 @@ def run(args: argparse.Namespace) -> int:
             raise KvragError(f"{module} is not installed: pip install 'kvrag[server]'")
     from kvrag import server
 
-    settings, config = _settings(args), _config(args)  # mistakes show before the model is loaded
+    settings, config = _settings(args), _config(args)  # report mistakes before loading the model
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     with ExitStack() as stack:
         taken = stack.enter_context(server.bind(args.host, args.port))
         engine = stack.enter_context(open_engine(args, **config))
         if args.store_gib is not None:
             folder(engine).max_bytes = _bytes("--store-gib", args.store_gib, _GIB)
-        if args.prompt_template is None:  # the prompt of `kvrag ask`
+        if args.prompt_template is None:  # same prompt as `kvrag ask`
             from kvrag.retrieval.index import Hit
 
             template = stuff(engine, "{question}", [Hit("{context}", "", 1.0)])
@@ -135,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
             index.embed(["loads the embedder"])
             corpora.append(_corpus(args, engine, index, namespace, settings))
         app = server.create_app(engine, settings, corpora)
+        taken.listen()  # whoever reads the announcement may connect at once
         _announce(args, settings, server.url(taken), corpora)
         server.serve(app, taken, args.shutdown_timeout)
     return 0
@@ -169,12 +178,12 @@ def _keys(args: argparse.Namespace) -> tuple[ApiKey, ...]:
 
     given = [*args.api_key, *filter(None, os.environ.get(_KEYS, "").split(","))]
     if len(given) > 1 and not all(":" in key for key in given):
-        raise SettingError("several API keys need names, as in --api-key NAME:KEY: a name is the key's namespace")
+        raise SettingError("several API keys need names: pass --api-key NAME:KEY, where NAME is the key's namespace")
     return tuple(ApiKey.parse(key, args.namespace) for key in given)
 
 
 def _config(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of the engine's BlendConfig; check the options that are in no settings, too."""
+    """Return the fields of the engine's BlendConfig; also check options that are not settings."""
     if args.store_gib is not None:
         _bytes("--store-gib", args.store_gib, _GIB)
     if not 0 <= args.shutdown_timeout < float("inf"):
@@ -222,6 +231,6 @@ def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, corp
     else:
         say(f"serving {settings.name} on {url}/v1; stop with Ctrl-C")
     if corpora and not chunks and not any(corpus.count_pending() for corpus in corpora):
-        say(f"the corpus is empty: add documents before you ask the model {settings.rag_name!r}")
+        say(f"the corpus is empty: add documents before using the model {settings.rag_name!r}")
     if args.host not in _LOCAL and not settings.api_keys:
-        say(f"everyone who reaches {url} can use the server: require a key with --api-key")
+        say(f"anyone who can reach {url} can use the server: require a key with --api-key")

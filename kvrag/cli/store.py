@@ -1,4 +1,4 @@
-"""`kvrag store`: look into a store, check it, clean it up."""
+"""`kvrag store`: show, check or clean up a store."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `kvrag store` takes."""
+    """Add the options of `kvrag store`."""
     parser.add_argument(
         "action",
         choices=("stats", "check", "gc"),
-        help="stats: what is in it; check: read everything, put damaged chunks aside; gc: delete what nothing needs",
+        help="stats: show contents; check: verify chunks, quarantine damaged ones; gc: delete unused chunks and files",
     )
     parser.add_argument(
         "--unused-days",
         type=float,
         default=7.0,
         metavar="N",
-        help="gc also deletes texts that came with requests and were not used for N days (default: 7)",
+        help="gc also deletes texts of requests unused for N days (default: 7)",
     )
     add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 1 if `check` found damage."""
+    """Run the action; return 1 if `check` found damage."""
     with _open(args) as store:
         if args.action == "stats":
             return _stats(store, args.json)
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _open(args: argparse.Namespace) -> Iterator[FileStore]:
-    """A store needs no model; only the default folder's name is the model's."""
+    """Open a store without a model; only the default folder depends on the model's name."""
     if args.store is None:
         with open_engine(args) as engine:
             yield folder(engine)
@@ -79,14 +79,14 @@ def _check(store: FileStore, as_json: bool) -> int:
     if as_json:
         print(json.dumps(asdict(found)))
     else:
-        without = f"{found.adopted} of them were found without an entry"
+        without = f"{found.adopted} of them were found without a row"
         print(f"{found.sound} chunks are sound, {without}; {found.damaged} damaged")
         if found.repaired:
-            say(f"the entries of {found.repaired} chunks did not match their files and were repaired")
+            say(f"the rows of {found.repaired} chunks did not match their files and were repaired")
         if found.damaged:
-            say("the damaged ones were moved to quarantine: they are encoded again when they are warmed")
+            say("damaged chunks were moved to quarantine: warm their documents again")
         if found.unreadable:
-            say(f"{found.unreadable} chunks could not be read: they were left as they are, check again later")
+            say(f"{found.unreadable} chunks could not be read and were kept: check again later")
     return 1 if found.damaged or found.unreadable else 0
 
 

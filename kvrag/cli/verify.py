@@ -1,4 +1,4 @@
-"""`kvrag verify`: the correctness gate on the user's own model."""
+"""`kvrag verify`: run the correctness gate on the user's own model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from kvrag.config import CODECS
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag verify`."""
     parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader'")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="float32 shows the sharpest result")
-    parser.add_argument("--codec", choices=CODECS, default="native", help="also see what it costs to store KV this way")
-    parser.add_argument("--chunk-tokens", type=int, help="length of the four test chunks")
-    parser.add_argument("--allow-unverified", action="store_true", help="also try a family that has not been tested")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="dtype to compute in; float32 is the strictest test"
+    )
+    parser.add_argument("--codec", choices=CODECS, default="native", help="codec of stored chunks, to see its error")
+    parser.add_argument("--chunk-tokens", type=int, help="length of the four test chunks in tokens")
+    parser.add_argument("--allow-unverified", action="store_true", help="allow an untested model family")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
         sign = ">=" if check.detail else "<="
         line = f"{check.value:9.3g} {check.detail:6} {sign} {check.limit:g}"
         print(f"{'ok  ' if check.passed else 'FAIL'} {check.name:52} {line}")
-    failed = "this model must not be blended: please report it with this table"
+    failed = "do not blend this model: please report it with this table"
     if args.codec != "native":
-        failed = f"not with codec {args.codec}: try another, and --codec native, which tests the model alone"
+        failed = f"codec {args.codec} failed: try another one, and --codec native to test the model alone"
     print("\nall checks passed" if passed else f"\n{failed}")
     return 0 if passed else 1

@@ -1,4 +1,4 @@
-"""`kvrag warm`: encode files and folders."""
+"""`kvrag warm`: encode files and folders into a store."""
 
 from __future__ import annotations
 
@@ -31,33 +31,41 @@ if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
     from kvrag.retrieval.index import ChunkIndex
 
-_NAMED = 3  # documents in a message
+_NAMED = 3  # documents named in a message
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag warm`."""
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="files and folders: " + " ".join(documents.SUFFIXES))
+    parser.add_argument(
+        "paths", nargs="+", metavar="PATH", help="files and folders with " + " ".join(documents.SUFFIXES)
+    )
     add_engine_arguments(parser)
-    parser.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="longest chunk (default: 256)")
-    parser.add_argument("--chunk-overlap", type=int, default=0, metavar="N", help="tokens shared by neighbours")
+    parser.add_argument(
+        "--chunk-tokens", type=int, default=256, metavar="N", help="maximum tokens per chunk (default: 256)"
+    )
+    parser.add_argument(
+        "--chunk-overlap", type=int, default=0, metavar="N", help="overlap of adjacent chunks in tokens"
+    )
     parser.add_argument(
         "--context-tokens",
         type=int,
         default=DEFAULT_CONTEXT,
         metavar="N",
-        help="encode a chunk behind N tokens of its document, which resolves its pronouns and references; 0 = alone "
+        help="encode chunks with N preceding tokens as context, to resolve pronouns and references; 0 = alone "
         f"(default: {DEFAULT_CONTEXT})",
     )
-    parser.add_argument("--text-field", default="text", metavar="NAME", help="of the objects in .jsonl files")
-    parser.add_argument("--embedder", help="sentence-transformers model for retrieval (default: one that is installed)")
     parser.add_argument(
-        "--prune", action="store_true", help="drop documents whose files are gone from the folders in PATH"
+        "--text-field", default="text", metavar="NAME", help="text field of the objects in .jsonl files"
+    )
+    parser.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
+    parser.add_argument(
+        "--prune", action="store_true", help="drop documents whose files no longer exist in the folders in PATH"
     )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Documents to encode with their chunks, and files that could not be read with the reasons."""
+    """Documents to encode with their chunks, and unreadable files with reasons."""
 
     chunks: dict[str, list[str]]
     unreadable: dict[str, str]
@@ -69,17 +77,17 @@ def run(args: argparse.Namespace) -> int:
     """Encode the chunks that the store lacks."""
     started = time.perf_counter()
     require_extra()
-    documents.find(args.paths)  # mistakes show before the model is loaded
+    documents.find(args.paths)  # report mistakes before loading the model
     config = {"context_tokens": args.context_tokens}
     with open_engine(args, **config) as engine, open_index(engine, args.namespace, args.embedder) as index:
         gone = find_gone(engine, index, args.paths, args.namespace)
-        # first: a chunk that moved to another file would belong to two documents for a while
+        # first: otherwise a chunk moved to another file would temporarily belong to two documents
         dropped = drop(engine, index, gone, args.namespace) if args.prune else 0
         plan = make_plan(engine, args)
         for name, reason in plan.unreadable.items():
             say(f"skipped {name}: {reason}")
         if not plan.chunks:
-            raise KvragError(f"nothing to warm: none of {len(plan.unreadable)} files could be read")
+            raise KvragError(f"no text to warm: none of {len(plan.unreadable)} files could be read")
         needed = plan.new_tokens * _bytes_per_token(engine, args.chunk_tokens)
         say(
             f"{len(plan.chunks)} documents, {plan.tokens} tokens, {plan.new_tokens} of them new: "
@@ -89,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             result = warm(engine, index, plan, args.json, args.namespace)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("interrupted; encoded chunks are kept: run it again to resume") from None
+            raise KeyboardInterrupt("interrupted; encoded chunks are kept: run the command again to resume") from None
         result |= {"gone": gone, "dropped": dropped}
         result |= {"store": str(folder(engine).path), "model": engine.model.name}
     result |= {"skipped_files": plan.unreadable, "seconds": time.perf_counter() - started}
@@ -100,8 +108,8 @@ def run(args: argparse.Namespace) -> int:
             say(warning)
         if gone:
             names = ", ".join(gone[:_NAMED]) + (f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else "")
-            done = f"{dropped} chunks were dropped" if args.prune else "--prune drops them"
-            say(f"the files of {len(gone)} documents are gone ({names}): {done}")
+            done = f"{dropped} chunks were dropped" if args.prune else "pass --prune to drop them"
+            say(f"the files of {len(gone)} documents no longer exist ({names}): {done}")
         print(
             f"{result['chunks']} chunks: {result['new']} new, {result['reused']} reused; {result['tokens']} tokens and "
             f"{human_bytes(result['bytes'])} written in {result['seconds']:.1f} s"
@@ -110,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
-    """Read and split all files; encode nothing."""
+    """Read and split all files without encoding."""
     encode = engine.model.tokenizer.encode
     split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, args.chunk_overlap)
     paths = documents.find(args.paths)
@@ -135,7 +143,7 @@ def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
 
 
 def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool, namespace: str = "") -> dict[str, Any]:
-    """Encode a plan's documents one by one; a document's old chunks are dropped when its new ones are stored."""
+    """Encode a plan's documents one by one; a document's old chunks are dropped once its new ones are stored."""
     totals: dict[str, Any] = dict.fromkeys(("chunks", "new", "reused", "skipped", "tokens", "bytes"), 0)
     short = indexed = 0
     with progress("encoding", quiet) as report:
@@ -152,7 +160,7 @@ def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool, namesp
     warnings = []
     if short:
         warnings.append(
-            f"{short} chunks have fewer than {engine.config.min_run} tokens: they can be found but will not be reused"
+            f"{short} chunks have fewer than {engine.config.min_run} tokens: they can be retrieved but not reused"
         )
     return totals | {"files": len(plan.chunks), "indexed": indexed, "warnings": warnings}
 
@@ -165,9 +173,9 @@ def find_gone(engine: BlendEngine, index: ChunkIndex, paths: Sequence[str], name
 
 
 def drop(engine: BlendEngine, index: ChunkIndex, names: Sequence[str], namespace: str) -> int:
-    """Drop documents; return how many chunks no other document has."""
+    """Drop documents; return the number of chunks that no other document has."""
     for name in names:
-        index.remove(name)  # first, so that every chunk that is found has its KV
+        index.remove(name)  # first, so that every retrievable chunk has its KV
     return sum(engine.forget(name, namespace=namespace) for name in names)
 
 
@@ -184,6 +192,6 @@ def _check_room(engine: BlendEngine, needed: float) -> None:
     free = shutil.disk_usage(Path(store.path)).free
     if needed and free - needed < store.min_free_bytes:
         raise StoreFullError(
-            f"{human_bytes(needed)} are needed, but {store.path} has {human_bytes(free)} free, of which "
-            f"{human_bytes(store.min_free_bytes)} stay free: make room, warm less, or choose another --store"
+            f"{store.path} has {human_bytes(free)} free, but {human_bytes(needed)} are needed and "
+            f"{human_bytes(store.min_free_bytes)} must stay free: free space, warm less, or choose another --store"
         )

@@ -1,1 +1,1 @@
-"""How much to recompute: cost model, controller, calibration."""
+"""Recompute control: cost model, controller, calibration."""

@@ -1,8 +1,8 @@
-"""How much has to be recomputed on this model and this corpus: the smallest ratio that answers as full prefill does.
+"""Calibration: find the smallest recompute ratio whose answers match full prefill on this model and corpus.
 
-Every prompt is prefilled in full once; the tokens that full prefill would answer with are then fed to each blended
-cache (teacher forcing), and at each of them the two likeliest next tokens are compared. The first token decides. The
-others follow a prefix that full prefill wrote, so they are easier and not independent; they are reported beside it.
+Every prompt is prefilled in full once. The tokens that full prefill would answer with are then fed to each blended
+cache (teacher forcing), and the likeliest next tokens of both are compared at every step. Only the first token counts.
+Later tokens follow a prefix that full prefill wrote, so they are easier and not independent; they are reported as well.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from kvrag.reuse.stitch import Stitched
 
 FILE = "calibration.json"
 GRID = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
-_FEW = 30  # prompts; below this the interval is wider than any difference that matters
+_FEW = 30  # prompts; with fewer, the interval is wider than any relevant difference
 _Z = 1.96  # 95 %
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How often the likeliest token was full prefill's at one ratio.
+    """Agreement with full prefill at one ratio.
 
-    `first` of `prompts` first tokens, `low` to `high` is Wilson's 95 % interval of their share; `following` of
-    `tokens` later ones.
+    `first` of `prompts` first tokens agree, with Wilson's 95 % interval `low` to `high` of their share; `following` of
+    `tokens` later tokens agree.
     """
 
     ratio: float
@@ -48,23 +48,23 @@ class Agreement:
 
     @property
     def share(self) -> float:
-        """Of first tokens that agree: what the target is about."""
+        """Share of first tokens that agree; the target applies to it."""
         return self.first / self.prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What a calibration found.
+    """Result of a calibration.
 
     Attributes:
         fingerprint: Digest of the model's fingerprint.
-        policy, settings: What it holds for; `settings` are the other fields of BlendConfig, as JSON has them.
+        policy, settings: Configuration that it is valid for; `settings` are the other fields of BlendConfig, as JSON.
         target: Share of first tokens that must agree.
-        sure: The interval's lower end had to hold it, not the share itself.
+        sure: The lower end of the interval had to reach the target, not just the share.
         curve: One entry per ratio, ascending.
-        ratio: The smallest that holds the target together with the next larger one; None = only full prefill does.
+        ratio: The smallest ratio that reaches the target together with the next larger one; None = only full prefill.
         made: Date and time, UTC.
-        notes: What a reader of the number should know.
+        notes: Caveats.
     """
 
     fingerprint: str
@@ -78,12 +78,12 @@ class Calibration:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """For the store."""
+        """Return JSON for the store."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Calibration:
-        """Raises ValueError if it is none."""
+        """Parse the JSON of `to_json`; raises ValueError if it is invalid."""
         try:
             fields = json.loads(text)
             fields["curve"] = tuple(Agreement(**point) for point in fields["curve"])
@@ -96,9 +96,9 @@ class Calibration:
         return calibration
 
     def mismatch(self, fingerprint: str, config: BlendConfig) -> str:
-        """Why it does not hold for this model and these settings, "" if it does."""
+        """Return why the calibration is not valid for this model and these settings; "" if it is valid."""
         if self.fingerprint != fingerprint:
-            return "another model or another way of loading it"
+            return "another model or other load settings"
         if self.policy != config.policy:
             return f"policy {self.policy}, not {config.policy}"
         settings = settings_of(config)
@@ -114,7 +114,7 @@ class _Prefilled(Protocol):
 
 
 Prefill = Callable[[list[int], BlendConfig], _Prefilled]
-"""From prompt ids to a complete cache, as `BlendEngine.prefill`."""
+"""From prompt ids to a complete cache, like `BlendEngine.prefill`."""
 
 
 def calibrate(
@@ -132,17 +132,17 @@ def calibrate(
     """Compare blending with full prefill on the same ids, at every ratio.
 
     Args:
-        prompts: Token ids; those without anything to recompute are left out.
-        config: Policy and its settings; its ratio does not matter.
+        prompts: Token ids; prompts without anything to recompute are left out.
+        config: Policy and its settings; its ratio is ignored.
         target: Share of first tokens that must agree.
-        sure: Hold the target by the lower end of the 95 % interval, which takes several hundred prompts for 99 %.
-        ratios: To try, each below 1.
-        tokens: How many of full prefill's tokens to compare.
+        sure: Require the lower end of the 95 % interval to reach the target; 99 % takes several hundred prompts.
+        ratios: Ratios to try, each below 1.
+        tokens: Number of full prefill's tokens to compare.
         progress: Called with (prefills done, prefills to do).
 
     Raises:
         SettingError: An argument is out of range, or the policy has no ratio.
-        StoreError: None of the prompts contains stored chunks that could be recomputed.
+        StoreError: No prompt contains stored chunks that could be recomputed.
         ModelError: Logits are NaN.
     """
     grid = _checked(config, target, ratios, tokens)
@@ -165,8 +165,8 @@ def calibrate(
             progress(done := done + 1, total)
     if not used:
         raise StoreError(
-            "none of the prompts contains two stored chunks, so there is nothing to recompute: "
-            "warm the corpus that they are about"
+            "no prompt contains two stored chunks, so there is nothing to recompute: "
+            "warm the corpus that the prompts are about"
         )
     curve = tuple(
         Agreement(ratio, first, used, *wilson(first, used), following, num_tokens)
@@ -174,7 +174,7 @@ def calibrate(
     )
     notes = [f"{len(prompts) - used} prompts had nothing to recompute and were left out"] if used < len(prompts) else []
     if used < _FEW:
-        notes.append(f"only {used} prompts: the interval is wide, give more")
+        notes.append(f"only {used} prompts: the interval is wide, give more prompts")
     return Calibration(
         fingerprint=model.fingerprint.digest,
         policy=config.policy,
@@ -189,14 +189,14 @@ def calibrate(
 
 
 def choose(curve: Sequence[Agreement], target: float, sure: bool = False) -> float | None:
-    """The smallest ratio that holds the target and whose larger neighbour does too: one lucky ratio is no result."""
+    """Return the smallest ratio that reaches the target together with the next larger one, None without one."""
     holds = [(point.low if sure else point.share) >= target for point in curve]
     pairs = zip(curve, holds, [*holds[1:], True], strict=True)
     return next((point.ratio for point, itself, larger in pairs if itself and larger), None)
 
 
 def wilson(hits: int, total: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson, 1927): honest for few samples and for shares near 1."""
+    """Return the 95 % interval of a share (Wilson, 1927), valid for few samples and for shares near 1."""
     share, z2 = hits / total, _Z * _Z
     centre = (share + z2 / (2 * total)) / (1 + z2 / total)
     half = _Z / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total * total))
@@ -204,18 +204,17 @@ def wilson(hits: int, total: int) -> tuple[float, float]:
 
 
 def settings_of(config: BlendConfig) -> dict[str, Any]:
-    """What a calibration depends on besides the policy, as JSON has it."""
+    """Return the settings, besides the policy, that a calibration depends on, as JSON types."""
     own = {name: value for name, value in asdict(config).items() if name not in ("policy", "ratio", "controller")}
     settings: dict[str, Any] = json.loads(json.dumps(own))
     return settings
 
 
 def make_prompts(model: Model, chunks: Sequence[str], count: int, size: int = 4, seed: int = 0) -> list[list[int]]:
-    """Prompts about chunks, for those who have no questions yet; the same ones every time.
+    """Make prompts about chunks, for users without questions of their own; deterministic.
 
-    Each takes a chunk and `size` - 1 others in random order and asks to go on with one of its sentences, which is cut
-    before its last third. Whoever has real questions should use them: these ask for what one chunk says, not for what
-    several say together.
+    Each prompt has a chunk and `size` - 1 others in random order, and asks to continue one of its sentences, which is
+    cut before its last third. Prefer real questions: these ask for the content of one chunk, not for several combined.
 
     Raises:
         StoreError: Too few chunks, or none with a sentence of four words that fits into the model's window.
@@ -242,7 +241,7 @@ def make_prompts(model: Model, chunks: Sequence[str], count: int, size: int = 4,
             prompts.append(ids)
     if not prompts:
         raise StoreError(
-            "the stored chunks have no sentences to ask about that fit into the model's window: "
+            "no stored chunk has a sentence to ask about that fits into the model's window: "
             "give questions or prompts of your own"
         )
     return prompts
@@ -254,7 +253,7 @@ def _beginnings(text: str) -> list[str]:
 
 
 def _checked(config: BlendConfig, target: float, ratios: Sequence[float], tokens: int) -> list[float]:
-    """Raise SettingError or return the grid, ascending."""
+    """Return the ratios in ascending order; raise SettingError if an argument is invalid."""
     if config.policy in ("none", "full"):
         raise SettingError(f"policy {config.policy!r} has no ratio to calibrate")
     if not 0.0 < target <= 1.0:
@@ -263,7 +262,7 @@ def _checked(config: BlendConfig, target: float, ratios: Sequence[float], tokens
         raise SettingError(f"tokens must be at least 1, got {tokens}")
     grid = sorted({check_ratio(ratio) for ratio in ratios})
     if not grid or grid[-1] >= 1.0:
-        raise SettingError("ratios must be one or more numbers below 1, which is full prefill")
+        raise SettingError("ratios must be one or more numbers below 1 (1 is full prefill)")
     return grid
 
 
@@ -272,7 +271,7 @@ def _at(config: BlendConfig, ratio: float) -> BlendConfig:
 
 
 def _greedy(model: Model, full: _Prefilled, count: int) -> list[int]:
-    """The likeliest tokens after a prompt, one after the other; the last may be an end token."""
+    """Return the greedy tokens after a prompt; the last may be an end token."""
     answer, logits = [], full.logits
     while True:
         answer.append(int(_sound(logits).argmax()))
@@ -282,7 +281,7 @@ def _greedy(model: Model, full: _Prefilled, count: int) -> list[int]:
 
 
 def _same(model: Model, blended: _Prefilled, answer: Sequence[int]) -> list[bool]:
-    """Whether this cache's likeliest token is the answer's, at each of them, those before being given."""
+    """Compare this cache's likeliest token with the answer's at each position, with the answer as input."""
     logits = blended.logits
     if len(answer) > 1:
         following = model.forward_all(torch.tensor([answer[:-1]]), blended.stitched.cache)[0]

@@ -1,8 +1,8 @@
-"""Controller: choose between full prefill and blending, and the ratio that loading hides.
+"""Controller: choose between full prefill and blending, and raise the ratio where loading hides it.
 
-Blending computes few rows, but has to load KV, lay it out, and run the policy's own passes; loading runs beside
-computing. `decide` compares that with full prefill by the cost model of `kvrag.control.cost`. It is a plain function of
-numbers, so that `kvrag bench simulate` can evaluate it for other machines.
+Blending computes few rows, but it has to load KV, lay it out and run the policy's own passes. Loading overlaps with
+computing. `decide` compares both by the cost model of `kvrag.control.cost`. It is a pure function, so that
+`kvrag bench simulate` can evaluate it for other machines.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from kvrag.config import CANDIDATES, BlendConfig
 from kvrag.control.cost import Speed
 
 NOTICEABLE_S = 0.01
-"""Full prefill must be faster by this many seconds: for less, answers should not depend on the clock."""
+"""Minimum advantage of full prefill in seconds: smaller differences should not make answers depend on timing."""
 STEP = 0.05
-"""A ratio that loading hides is rounded down to a multiple of this, so that it does not change with every answer."""
+"""A ratio hidden by loading is rounded down to a multiple of this, so that it does not vary with every answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A matched prompt in numbers.
+    """Sizes of a matched prompt.
 
     Attributes:
-        prompt, reused, inexact: Its tokens; those with stored KV; those of them that may deviate.
-        kept: Tokens of a conversation before them, whose KV is at hand.
-        bytes: To load from below the RAM tier.
-        query_pass: Share of the layers that selecting runs on the fresh tokens (`query`, `hybrid`).
-        detection_pass: Share of the layers that selecting runs on all tokens (`hkvd`).
-        candidate_pass: Share of the layers that selecting runs on candidates (`query_hkvd`).
+        prompt, reused, inexact: Tokens of the prompt; those with stored KV; those of them that may deviate.
+        kept: Tokens of the conversation's cached prefix.
+        bytes: Bytes to load from below the RAM tier.
+        query_pass: Share of the layers that selection runs on the fresh tokens (`query`, `hybrid`).
+        detection_pass: Share of the layers that selection runs on all tokens (`hkvd`).
+        candidate_pass: Share of the layers that selection runs on candidates (`query_hkvd`).
     """
 
     prompt: int
@@ -45,7 +45,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The choice and its reason. `blend_s` and `full_s` are predicted; None where nothing was measured yet."""
+    """The choice and its reason. `blend_s` and `full_s` are predictions; None without measurements."""
 
     full: bool
     ratio: float
@@ -58,37 +58,36 @@ def decide(speed: Speed | None, request: Workload, ratio: float) -> Decision:
     """Choose between full prefill and blending, and the ratio.
 
     Args:
-        speed: None = nothing was measured: blend, and measure that.
-        ratio: The lowest ratio allowed.
+        speed: None = no measurements yet: blend, which gives some.
+        ratio: Lowest allowed ratio.
     """
     if speed is None:
-        return Decision(False, ratio, f"blend at {ratio:g}: nothing has been measured on this machine yet")
+        return Decision(False, ratio, f"blend at {ratio:g}: no measurements on this machine yet")
     full_s, blend_s = full_seconds(speed, request.prompt, request.kept), blend_seconds(speed, request, ratio)
     load_s = request.bytes / speed.load
     if full_s + NOTICEABLE_S <= blend_s:
         why = "the context is short"
         if load_s > full_s:
             why = f"loading alone takes {seconds(load_s)} at {speed.load / 1e9:.3g} GB/s"
-        reason = f"full prefill: predicted {seconds(full_s)} against {seconds(blend_s)} of blending; {why}"
+        reason = f"full prefill: predicted {seconds(full_s)}, blending {seconds(blend_s)}; {why}"
         return Decision(True, 1.0, reason, blend_s, full_s)
     hidden = _hidden(speed, request, ratio, blend_s)
-    reason = f"blend at {hidden:g}: predicted {seconds(blend_s)} against {seconds(full_s)} of full prefill"
+    reason = f"blend at {hidden:g}: predicted {seconds(blend_s)}, full prefill {seconds(full_s)}"
     if hidden > ratio:
-        reason += f"; {hidden:g} instead of {ratio:g} since loading takes as long"
+        reason += f"; {hidden:g} instead of {ratio:g} because loading takes as long"
     return Decision(False, hidden, reason, blend_s, full_s)
 
 
 def full_seconds(speed: Speed, prompt: int, kept: int = 0) -> float:
-    """Predict full prefill of that many tokens, of which the first are `kept` already."""
-    pairs = (prompt * prompt - kept * kept) / 2  # causal: every token sees those before it
+    """Predict full prefill of that many tokens, the first `kept` of which are cached."""
+    pairs = (prompt * prompt - kept * kept) / 2  # causal: every token attends to those before it
     return _pass(speed, prompt - kept, pairs)
 
 
 def blend_seconds(speed: Speed, request: Workload, ratio: float) -> float:
     """Predict blending, from the match to the first logits.
 
-    Layers are read while others are computed: those that the policy runs while it selects, the rest while the blend
-    recomputes.
+    Layers are read while others are computed: some while the policy selects, the rest while the blend recomputes.
     """
     fresh = request.prompt - request.kept - request.reused
     rows = fresh + ratio * request.inexact
@@ -127,7 +126,7 @@ def _pass(speed: Speed, rows: float, pairs: float) -> float:
 
 
 def _hidden(speed: Speed, request: Workload, ratio: float, blend_s: float) -> float:
-    """Return the largest ratio that takes no longer than `ratio`, since loading takes as long."""
+    """Return the largest ratio that takes no longer than `ratio` because loading takes as long."""
     steps = (round(number * STEP, 10) for number in range(1, math.ceil(1 / STEP)))
     free = [step for step in steps if step > ratio and blend_seconds(speed, request, step) <= blend_s * 1.001]
     return max([ratio, *free])

@@ -1,7 +1,7 @@
-"""Cost model: how fast this machine is for this model, estimated from the passes and loads of ordinary work.
+"""Cost model: speed of this machine with this model, estimated from the passes and loads of normal operation.
 
-A forward pass takes a + b·rows + c·pairs seconds: `a` however short it is (reading the weights, launching kernels), `b`
-for every token computed, `c` for every key that a token looks at.
+A forward pass takes a + b·rows + c·pairs seconds: `a` is the fixed cost (reading the weights, launching kernels), `b`
+the cost of each computed token, `c` the cost of each key that a token attends to.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 FILE = "speed.json"
-_KEPT = 16  # observations of each kind: enough to average noise out, few enough to notice a busier machine
-_MACHINES = 16  # kept in one store
-_STALE_S = 30 * 86400  # what was measured longer ago may have been another driver, disk or neighbour
-_MEMORY = 4  # what was seen before counts at most this many times as much as what is seen now
-_WARM_UP_ROWS = 1000  # fewer do not make up for what a process's first pass pays besides
+_KEPT = 16  # observations of each kind: enough to average out noise, few enough to follow changes in load
+_MACHINES = 16  # machines per store
+_STALE_S = 30 * 86400  # older measurements may be of another driver, disk or load
+_MEMORY = 4  # earlier observations count at most this many times as much as the current one
+_WARM_UP_ROWS = 1000  # shorter passes do not outweigh the start-up costs of a process's first pass
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What one machine takes for one model.
+    """Speed of one machine with one model.
 
     Attributes:
-        pass_s: Seconds of a forward pass, however short.
-        row_s: For each token computed.
-        pair_s: For each pair of a token and a key that it attends to.
-        stitch_s: For laying out and rotating one reused token.
+        pass_s: Fixed seconds of a forward pass.
+        row_s: Seconds per computed token.
+        pair_s: Seconds per pair of a token and a key that it attends to.
+        stitch_s: Seconds to lay out and rotate one reused token.
         load: Bytes per second from below the RAM tier, decoding included.
     """
 
@@ -49,7 +49,7 @@ class CostModel:
     """Running estimates of a Speed. Thread-safe."""
 
     def __init__(self, hidden_size: int) -> None:
-        """`hidden_size`: the model's; relates pairs to rows while passes of one length only were observed."""
+        """Create an empty model. `hidden_size` relates pairs to rows while all passes have the same length."""
         self._pair_rows = 1 / (6 * hidden_size)  # a layer computes 24 E² per token and 4 E per pair
         self._lock = threading.Lock()
         self._passes: dict[str, deque[tuple[float, float, float, float]]] = {}
@@ -61,10 +61,10 @@ class CostModel:
         self.changed = False
 
     def observe_pass(self, kind: str, rows: int, pairs: float, seconds: float, passes: int = 1) -> None:
-        """Observe a forward pass, or several. The first of a process includes start-up costs: a short one is ignored.
+        """Observe one or more forward passes. A short first pass of a process is ignored: it includes start-up costs.
 
         Args:
-            kind: Of each kind the last few are kept, so that many short passes do not crowd out the long ones.
+            kind: The last few of each kind are kept, so that many short passes do not displace the long ones.
         """
         with self._lock:
             if (self._warmed_up or rows >= _WARM_UP_ROWS) and seconds > 0:
@@ -74,7 +74,7 @@ class CostModel:
             self._warmed_up = True
 
     def observe_load(self, num_bytes: int, tokens: float, seconds: float) -> None:
-        """Observe a load of so many bytes, the KV of so many tokens, from below the RAM tier."""
+        """Observe a load of `num_bytes`, the KV of `tokens` tokens, from below the RAM tier."""
         if num_bytes and tokens and seconds > 0:
             with self._lock:
                 self._load = _fade(self._load, num_bytes, seconds)
@@ -83,24 +83,24 @@ class CostModel:
                 self._speed, self.changed = None, True
 
     def observe_stitch(self, tokens: int, seconds: float) -> None:
-        """Observe the laying out of so many reused tokens."""
+        """Observe the layout of `tokens` reused tokens."""
         if tokens:
             with self._lock:
                 self._stitch = _fade(self._stitch, tokens, seconds)
                 self._speed, self.changed = None, True
 
     def bytes_per_token(self, default: float) -> float:
-        """Return the stored bytes of a token."""
+        """Return the stored bytes per token."""
         with self._lock:
             return self._loaded[0] / self._loaded[1] if self._loaded[1] else default
 
     @property
     def load_age(self) -> float:
-        """Seconds since a load was observed in this process."""
+        """Seconds since the last load in this process."""
         return time.monotonic() - self._loaded_at
 
     def speed(self) -> Speed | None:
-        """Return the estimates, None until both a pass and a load were observed."""
+        """Return the estimates; None until both a pass and a load were observed."""
         with self._lock:
             passes = [seen for kept in self._passes.values() for seen in kept]
             if self._speed is None and passes and self._load[1]:
@@ -114,7 +114,7 @@ class CostModel:
         return bool(self._passes)
 
     def to_dict(self) -> dict[str, Any]:
-        """For the store."""
+        """Return the state for the store."""
         with self._lock:
             self.changed = False
             passes = {kind: list(kept) for kind, kept in self._passes.items()}
@@ -122,7 +122,7 @@ class CostModel:
             return {"passes": passes, **sums, "made": time.time()}
 
     def take(self, kept: dict[str, Any]) -> None:
-        """Continue from what `to_dict` gave; raises ValueError, and changes nothing, if it is not that."""
+        """Restore the state of `to_dict`; raises ValueError and changes nothing if it is invalid."""
         try:
             if time.time() - _positive(kept["made"]) > _STALE_S:
                 return
@@ -141,8 +141,8 @@ class CostModel:
 def fit(passes: NDArray[np.float64], pair_rows: float) -> tuple[float, float, float]:
     """Fit a, b, c >= 0 to the observed passes by relative error.
 
-    Passes of one length determine one number and not three: then weak priors decide, that a pass costs as much as 100
-    rows besides its own, and a pair `pair_rows` of a row.
+    Passes of a single length determine one number, not three. Weak priors then decide: a pass has a fixed cost of 100
+    rows, and a pair costs `pair_rows` of a row.
 
     Args:
         passes: (N, 4) number of passes, rows, pairs, seconds.
@@ -154,7 +154,7 @@ def fit(passes: NDArray[np.float64], pair_rows: float) -> tuple[float, float, fl
     table = np.vstack([seen / seconds[:, None], beliefs])
     wanted = np.append(np.ones(len(seconds)), [0.0, 0.0])
     best, found = math.inf, np.zeros(3)
-    for size in (3, 2, 1):  # three unknowns: trying which of them are zero is all that non-negative fitting takes
+    for size in (3, 2, 1):  # three unknowns: trying every set of zeros solves non-negative least squares
         for columns in map(list, itertools.combinations(range(3), size)):
             solution, *_ = np.linalg.lstsq(table[:, columns], wanted, rcond=None)
             error = float(np.square(table[:, columns] @ solution - wanted).sum())
@@ -165,15 +165,15 @@ def fit(passes: NDArray[np.float64], pair_rows: float) -> tuple[float, float, fl
 
 
 def read(text: str | None, machine: str) -> dict[str, Any] | None:
-    """Return one machine's entry in a text of `write`; raises ValueError if it is damaged."""
+    """Return one machine's entry in a text of `write`; raises ValueError if the text is damaged."""
     machines = json.loads(text) if text else {}
     if not isinstance(machines, dict):
-        raise ValueError("not a table of machines")
+        raise ValueError("it is not a table of machines")
     return machines.get(machine)
 
 
 def write(text: str | None, machine: str, entry: dict[str, Any]) -> str:
-    """Return the text with this machine's entry replaced; those of other machines that share the store stay."""
+    """Return the text with this machine's entry replaced; entries of other machines are kept."""
     try:
         machines = json.loads(text) if text else {}
     except ValueError:
@@ -183,7 +183,7 @@ def write(text: str | None, machine: str, entry: dict[str, Any]) -> str:
 
 
 def _fade(total: tuple[float, float], amount: float, other: float) -> tuple[float, float]:
-    """Running sums of two things whose quotient is wanted."""
+    """Add to two running sums with decay; their quotient is the estimate."""
     kept = min(1.0, _MEMORY * amount / total[0], _MEMORY * other / total[1]) if all(total) else 0.0
     return total[0] * kept + amount, total[1] * kept + other
 
@@ -191,12 +191,12 @@ def _fade(total: tuple[float, float], amount: float, other: float) -> tuple[floa
 def _four(seen: Any) -> tuple[float, float, float, float]:
     passes, rows, pairs, seconds = map(_positive, seen)
     if not (passes and rows and seconds):
-        raise ValueError(f"{seen!r} is no pass")
+        raise ValueError(f"{seen!r} is not a pass")
     return passes, rows, pairs, seconds
 
 
 def _positive(value: Any) -> float:
     number = float(value)
     if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{value!r} is no measurement")
+        raise ValueError(f"{value!r} is not a measurement")
     return number

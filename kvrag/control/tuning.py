@@ -1,6 +1,6 @@
-"""Calibration and measured speeds of one engine, and what follows from them for a request.
+"""Calibration and measured speeds of one engine, and the settings that they give for a request.
 
-Both are kept beside the chunks.
+Both are stored beside the chunks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvrag.store.codec import tokens_of
 
 logger = logging.getLogger("kvrag")
 
-_KEEP_S = 60.0  # between writings of what was measured, and between looks at a disk that was too slow
+_KEEP_S = 60.0  # seconds between writes of the measurements, and between probes of a slow disk
 _PROBE_BYTES = 1 << 20
 
 
@@ -47,7 +47,7 @@ class Tuning:
         self._recall_speed()
 
     def settle(self, config: BlendConfig, notes: list[str]) -> BlendConfig:
-        """Fill in the ratio, and switch the controller off where it has nothing to decide."""
+        """Fill in the ratio, and switch the controller off where there is nothing to decide."""
         if config.policy in ("none", "full"):
             effective = 1.0 if config.policy == "full" else 0.0
             return replace(config, ratio=effective if config.ratio is None else config.ratio, controller="off")
@@ -57,23 +57,23 @@ class Tuning:
         if note:
             notes.append(note)
         if calibration is not None and calibration.ratio is None:
-            nothing_holds = f"calibration: no ratio up to {calibration.curve[-1].ratio:g} holds the target"
+            none_found = f"calibration: no ratio up to {calibration.curve[-1].ratio:g} reaches the target"
             if config.controller == "auto":
-                notes.append(f"{nothing_holds}, hence full prefill")
+                notes.append(f"{none_found}, so full prefill is used")
                 return replace(config, policy="full", ratio=1.0)
-            notes.append(f"{nothing_holds}; {DEFAULT_RATIO:g} all the same, as the policy was given")
+            notes.append(f"{none_found}; ratio {DEFAULT_RATIO:g} is used because the policy was given")
         ratio = calibration.ratio if calibration is not None else None
         decides = config.controller == "auto" and config.policy == DEFAULT_POLICY
         return replace(config, ratio=DEFAULT_RATIO if ratio is None else ratio, controller="auto" if decides else "off")
 
     def _calibrated(self, config: BlendConfig) -> tuple[Calibration | None, str]:
-        """Return the calibration that holds for these settings, if any, and a note on one that does not."""
+        """Return the calibration that is valid for these settings, if any, and a note on an invalid one."""
         if self._calibration is None:
             try:
                 text = self._texts.read_text(calibrate.FILE)
                 self._calibration = (Calibration.from_json(text) if text else None), ""
             except (StoreError, ValueError) as error:
-                again = f"ignored; `kvrag calibrate` writes it anew ({error})"
+                again = f"ignored; run `kvrag calibrate` again ({error})"
                 self._calibration = None, f"{self._path}/{calibrate.FILE} is damaged: {again}"
         calibration, note = self._calibration
         if calibration is not None and (why := calibration.mismatch(self._backend.fingerprint.digest, config)):
@@ -83,13 +83,13 @@ class Tuning:
     def decide(self, config: BlendConfig, matched: Matched) -> Decision:
         """Choose between full prefill and blending, and the ratio.
 
-        Measures the disk first, by reading a little, if nothing but its speed is unknown.
+        If only the disk speed is unknown, a small read measures it first.
         """
         costs, cold = self._costs, matched.cold
         if cold and costs.knows_passes() and costs.speed() is None:
             self._probe(cold[0])
         decision = self._predict(config, matched)
-        if decision.full and cold and costs.load_age > _KEEP_S:  # full prefill alone would never measure it again
+        if decision.full and cold and costs.load_age > _KEEP_S:  # full prefill loads nothing
             self._probe(cold[0])
             decision = self._predict(config, matched)
         return decision
@@ -109,11 +109,11 @@ class Tuning:
             candidate_pass=candidate_pass,
             kept=matched.kept,
         )
-        assert config.ratio is not None  # settled
+        assert config.ratio is not None  # filled in by `settle`
         return decide(self._costs.speed(), workload, config.ratio)
 
     def _probe(self, reader: ChunkReader) -> None:
-        """Read a little of a chunk; keeps no more of a slow disk busy than its first layers."""
+        """Read the first layers of a chunk, or fewer on a slow disk."""
         started, before = time.perf_counter(), reader.bytes_read
         for number in range(reader.num_layers):
             keys, _ = reader.layer(number)
@@ -123,12 +123,12 @@ class Tuning:
         self._costs.observe_load(reader.bytes_read - before, share, time.perf_counter() - started)
 
     def observe_encoding(self, lengths: Sequence[int], passes: int, seconds: float) -> None:
-        """Observe the encoding of chunks of these many tokens in so many forward passes."""
+        """Observe the encoding of chunks of these lengths in `passes` forward passes."""
         pairs = sum(length * length for length in lengths) / 2
         self._costs.observe_pass("encode", sum(lengths), pairs, seconds, passes)
 
     def observe_full(self, num_tokens: int, trace: Trace) -> None:
-        """Observe the full prefill of a prompt of that many tokens."""
+        """Observe the full prefill of a prompt of `num_tokens` tokens."""
         if not trace.is_contended:
             self._costs.observe_pass("full", num_tokens, num_tokens**2 / 2, trace.seconds["blend"])
 
@@ -136,29 +136,29 @@ class Tuning:
         """Observe the blending of a prompt.
 
         Args:
-            rows: How many positions were computed.
-            reused: How many were reused.
-            pass_s: Seconds of the forward pass alone, without waiting for the store and laying out.
+            rows: Number of computed positions.
+            reused: Number of reused positions.
+            pass_s: Seconds of the forward pass alone, without waiting for the store and without layout.
         """
         if trace.is_contended:
             return
         passes = 1 if self._backend.rope_follows_length else math.ceil(rows / PREFILL_BLOCK)
         self._costs.observe_pass("blend", rows, rows * len(matched.ids), pass_s, passes)
         self._costs.observe_load(matched.bytes_read, matched.cold_tokens, trace.seconds["read"])
-        if not matched.kept:  # copying a prefix is no rotating
+        if not matched.kept:  # copying a cached prefix involves no rotation
             self._costs.observe_stitch(reused, trace.seconds["stitch"])
 
     def keep_speed_now_and_then(self) -> None:
-        """Store what was measured, if that was a while ago."""
+        """Store the measurements if the last write was a while ago."""
         if time.monotonic() - self._speed_kept > _KEEP_S:
             self.keep_speed()
 
     def keep_calibration(self, found: Calibration) -> Calibration:
-        """Use it from now on, and store it; returns it with a note if that failed, so that no work is lost."""
+        """Use a calibration from now on and store it. If storing fails, return it with a note."""
         try:
             self._texts.write_text(calibrate.FILE, found.to_json())
         except StoreError as error:
-            found = replace(found, notes=(*found.notes, f"kept for this process only: {error}"))
+            found = replace(found, notes=(*found.notes, f"valid for this process only: {error}"))
         self._calibration = found, ""
         return found
 
@@ -168,7 +168,7 @@ class Tuning:
             if kept is not None:
                 self._costs.take(kept)
         except ValueError as error:
-            logger.warning("%s/%s is damaged and is measured anew: %s", self._path, cost.FILE, error)
+            logger.warning("%s/%s is damaged and will be measured again: %s", self._path, cost.FILE, error)
 
     def _speed_text(self) -> str | None:
         try:
@@ -178,15 +178,15 @@ class Tuning:
             return None
 
     def keep_speed(self) -> None:
-        """Store what was measured, if anything was."""
+        """Store the measurements, if there are any."""
         self._speed_kept = time.monotonic()
         if self._costs.changed:
             text = cost.write(self._speed_text(), self._machine, self._costs.to_dict())
-            with contextlib.suppress(StoreError):  # no answer and no ingestion depends on it
+            with contextlib.suppress(StoreError):  # neither answers nor ingestion depend on it
                 self._texts.write_text(cost.FILE, text)
 
 
 def _device_name(backend: Backend) -> str:
-    """Name of the machine and its device: two machines that share a store read it at different speeds."""
+    """Return the name of the machine and its device: machines that share a store read it at different speeds."""
     device = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else backend.device.type
     return f"{platform.node()} {device}"

@@ -1,1 +1,1 @@
-"""From a complete cache to text: decoding, grammars, tool calls."""
+"""Generation from a complete cache: decoding, grammars, tool calls."""

@@ -1,4 +1,4 @@
-"""From a complete cache to text, one token at a time, pulled by the consumer."""
+"""Decoding: from a complete cache to text, one token per step of the consumer."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def decode(
     constraint: Constraint | None = None,
     control_tokens: bool = False,
 ) -> Iterator[Delta]:
-    """Generate with `model.generate`'s own processors; changes `cache`.
+    """Generate with `model.generate`'s own processors. Changes `cache`.
 
     Args:
-        ids: (T,) the prompt.
+        ids: (T,) token ids of the prompt.
         cache: Complete for the prompt.
         logits: (1, V) after the prompt's last token.
-        constraint: The grammar that the answer must match; it is changed.
-        control_tokens: Leave them in the text, for a parser of tool calls.
+        constraint: Grammar that the answer must match. It is changed.
+        control_tokens: Keep control tokens in the text, for a parser of tool calls.
 
     Yields:
-        One Delta per token; its text may be empty while a character or a stop string is incomplete. The last one has
-        `finish_reason` set and no report.
+        One Delta per token. Its text is empty while a character or a stop string is incomplete. The last one has
+            `finish_reason` set and no report.
     """
     process, do_sample = model.logits_processor(sampling, len(ids))
     generator = None if sampling.seed is None else torch.Generator(logits.device).manual_seed(sampling.seed)
@@ -59,7 +59,7 @@ def decode(
         yield Delta(delta, (token,))
         step = torch.tensor([[token]], device=ids.device)
         ids = torch.cat([ids, step], dim=1)
-        if ids.shape[1] - 1 == model.starts_over_at:
+        if ids.shape[1] - 1 == model.recompute_threshold:
             cache.set_length(0)
             step = ids
         logits = model.forward(step, cache)
@@ -75,27 +75,27 @@ def _pick(
     generator: torch.Generator | None,
     constraint: Constraint | None,
 ) -> int:
-    """(1, T) ids so far and (1, V) logits -> the next token's id."""
+    """Return the next token's id from (1, T) ids so far and (1, V) logits."""
     if not _is_drawable(logits):
         raise ModelError(
             "the model's logits are NaN or infinite: a value overflowed; load it with dtype='bfloat16' or 'float32'"
         )
     if constraint is not None:
-        logits = constraint.mask(logits)  # first, so that top_k and top_p choose among what is allowed
+        logits = constraint.mask(logits)  # first, so that top_k and top_p choose among the allowed tokens
     logits = process(ids, logits)
     if not _is_drawable(logits):
-        raise SettingError("the sampling settings or the model's generation config leave no token that can be drawn")
+        raise SettingError("no token can be sampled: relax the sampling settings or the model's generation config")
     if not do_sample:
         return int(logits.argmax())
     return int(torch.multinomial(logits.softmax(dim=-1), 1, generator=generator))
 
 
 def _is_drawable(logits: Tensor) -> bool:
-    return bool(logits.max().isfinite())  # NaN if any of them is
+    return bool(logits.max().isfinite())  # NaN if any logit is NaN
 
 
 class _Text:
-    """Tokens in, text out as soon as no stop string can begin in it any more.
+    """Incremental text of an answer; holds back text that may be the beginning of a stop string.
 
     Attributes:
         stopped: A stop string was found; the text before it has been returned.
@@ -103,11 +103,11 @@ class _Text:
 
     def __init__(self, stream: TextStream, stop: tuple[str, ...]) -> None:
         self._stream, self._stop = stream, stop
-        self._held = ""  # the beginning of a stop string, maybe
+        self._held = ""  # possibly the beginning of a stop string
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Add a token, return the text that is now certain."""
+        """Add a token; return the text that is now final."""
         text = self._before_stop(self._stream.push(token))
         if self.stopped:
             return text
@@ -116,7 +116,7 @@ class _Text:
         return text[: len(text) - held]
 
     def rest(self) -> str:
-        """Return what was held back, at the end."""
+        """Return the text held back, at the end of the answer."""
         return self._before_stop(self._stream.rest())
 
     def _before_stop(self, more: str) -> str:

@@ -1,4 +1,4 @@
-"""Constrained decoding: at every step, only tokens that the grammar allows can be drawn."""
+"""Constrained decoding: only tokens that the grammar allows can be sampled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrag.errors import ModelError, SettingError, UnsupportedModelError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# as Python and chat templates write JSON; with free white space a weak model may write nothing else
+# Python's and the chat templates' JSON style; with free white space, a weak model may write nothing else
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 _SCHEMAS_BY_NAME = ("properties", "$defs", "definitions", "patternProperties")
 _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
@@ -28,11 +28,11 @@ _creating = threading.Lock()
 
 
 class Constraint:
-    """A grammar and the tokens of one answer so far.
+    """A grammar with the state of one answer.
 
     Args:
-        matcher: At the start of the answer.
-        vocab_size: Of the matcher's tokenizer.
+        matcher: In its initial state.
+        vocab_size: Vocabulary size of the matcher's tokenizer.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
@@ -53,10 +53,10 @@ class Constraint:
 
         fill_next_token_bitmask(self._matcher, self._bitmask)
         if self._matcher.is_error():
-            raise ModelError(f"the grammar cannot go on: {_first_line(self._matcher.get_error())}")
+            raise ModelError(f"the grammar cannot continue: {_first_line(self._matcher.get_error())}")
         if not self._bitmask.any():
-            raise ModelError("the grammar cannot go on: no token of this model continues the answer")
-        # not by llguidance's apply_token_bitmask_inplace: it compiles itself, which takes half a minute and a compiler
+            raise ModelError("the grammar cannot continue: no token of this model continues the answer")
+        # not llguidance's apply_token_bitmask_inplace: it is torch-compiled, which takes half a minute and a compiler
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
         allowed = (self._bitmask.to(logits.device)[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[-1]]  # (1, V)
         masked = torch.full_like(logits, -torch.inf)
@@ -65,9 +65,9 @@ class Constraint:
         return masked
 
     def push(self, token: int) -> bool:
-        """Continue by a token that was allowed; return whether the answer is complete and nothing can follow."""
+        """Advance by an allowed token; return whether the answer is complete and nothing can follow."""
         if not self._matcher.consume_token(token):
-            raise ModelError(f"the grammar cannot go on: {_first_line(self._matcher.get_error())}")
+            raise ModelError(f"the grammar cannot continue: {_first_line(self._matcher.get_error())}")
         return bool(self._matcher.is_stopped())
 
 
@@ -75,8 +75,8 @@ def constrain(model: Model, grammar: Grammar) -> Constraint:
     """Return a constraint at the start of an answer.
 
     Raises:
-        SettingError: The extra is not installed, or the grammar is invalid or has what cannot be guaranteed.
-        UnsupportedModelError: The tokens' bytes cannot be read off the tokenizer.
+        SettingError: The extra is not installed, or the grammar is invalid or uses unsupported features.
+        UnsupportedModelError: The tokenizer does not expose the bytes of its tokens.
     """
     llguidance = _llguidance()
     if grammar.regex is not None:
@@ -93,12 +93,12 @@ def constrain(model: Model, grammar: Grammar) -> Constraint:
     tokenizer = _tokenizer(model)
     matcher = llguidance.LLMatcher(tokenizer, source)
     if matcher.is_error():
-        raise SettingError(f"the grammar's {kind} cannot be guaranteed: {_first_line(matcher.get_error())}")
+        raise SettingError(f"the grammar's {kind} is invalid or not supported: {_first_line(matcher.get_error())}")
     return Constraint(matcher, tokenizer.vocab_size)
 
 
 def guarded(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema as it is enforced: objects have no properties but those named, and white space is fixed."""
+    """Return the schema as enforced: objects have only the named properties, and white space is fixed."""
     return {**_closed(schema), "x-guidance": _JSON_STYLE}
 
 
@@ -117,7 +117,7 @@ def _closed(schema: Any) -> Any:
             closed[name] = _closed(closed[name])
     if "properties" in closed and "patternProperties" not in closed:
         closed.setdefault("additionalProperties", False)
-    closed.pop("discriminator", None)  # OpenAPI's hint adds nothing to the alternatives
+    closed.pop("discriminator", None)  # OpenAI's hint adds nothing to the alternatives
     return closed
 
 
@@ -133,7 +133,7 @@ def _tokenizer(model: Model) -> LLTokenizer:
                 )
             except ValueError as error:
                 raise UnsupportedModelError(
-                    f"answers of {model.name} cannot be held to a grammar: {_first_line(str(error))}"
+                    f"grammars are not supported for {model.name}: {_first_line(str(error))}"
                 ) from None
         return _tokenizers[model]
 

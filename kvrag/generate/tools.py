@@ -1,7 +1,7 @@
-"""Tool calling: how tools are put into a prompt, and how calls are parsed from an answer.
+"""Tool calling: put tools into a prompt, and parse calls from an answer.
 
-Tools and `tool_choice` have OpenAI's form. A chat template that supports tools renders them in the format that its
-model was trained on; for any other, they are described in the system message in the format of the Hermes models.
+Tools and `tool_choice` have OpenAI's form. A chat template with tool support renders them in the format that its model
+was trained on. For any other template, they are described in the system message in the Hermes format.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from kvrag.generate.grammar import guarded
 from kvrag.types import Delta, Messages, ToolCall
 
 _NAME, _ARGUMENTS = "NAME", "ARGUMENTS"
-_ABSENT = "\0"  # in no template
+_ABSENT = "\0"  # occurs in no template
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _CALL_MARKS = (
     "[TOOL_CALLS]",
     "<|python_tag|>",
 )  # before a call; text in some tokenizers
 
-_BARE = re.compile(r"\[?\s*(\{\s*(\"|\Z)|\Z)")  # a JSON object or a list of them, or the beginning of one
+_BARE = re.compile(r"\[?\s*(\{\s*(\"|\Z)|\Z)")  # a JSON object or a list of them, or a prefix of one
 
 _HERMES = (_OPEN, '\n{"name": "', _NAME, '", "arguments": ', _ARGUMENTS, "}\n", _CLOSE)
 _DIALECTS = (
-    # in its template, not in its template, how a call is written (for forcing one)
+    # in its template, not in its template, form of a call (to force one)
     ("<tool_call>", "<function=", _HERMES),
     ("[ARGS]", _ABSENT, ("[TOOL_CALLS]", _NAME, "[ARGS]", _ARGUMENTS)),
     ("[TOOL_CALLS]", _ABSENT, ("[TOOL_CALLS]", '[{"name": "', _NAME, '", "arguments": ', _ARGUMENTS, "}]")),
@@ -58,10 +58,10 @@ class Prepared:
     """A prompt with its tools.
 
     Attributes:
-        prompt: For `Tokenizer.render`.
+        prompt: Input of `Tokenizer.render`.
         template: Variables for the chat template.
-        grammar: What the answer must match.
-        tools: Those that the answer may call.
+        grammar: Grammar that the answer must match.
+        tools: Tools that the answer may call.
         is_native: The chat template renders the tools.
     """
 
@@ -72,7 +72,7 @@ class Prepared:
     is_native: bool = False
 
     def parser(self, tokenizer: Tokenizer, ids: Sequence[int]) -> AnswerParser | None:
-        """Return a parser of the answer to the prompt that was rendered to `ids`; None if it cannot call tools."""
+        """Return a parser for the answer to the prompt `ids`; None if it cannot call tools."""
         if not self.tools:
             return None
         if self.is_native and tokenizer.has_response_parser:
@@ -87,17 +87,17 @@ def prepare(
     choice: str | Mapping[str, Any] | None = None,
     grammar: Grammar | None = None,
 ) -> Prepared:
-    """Put the tools into the prompt, and constrain the answer to the calls that are required.
+    """Put the tools into the prompt, and constrain the answer to required calls.
 
     Args:
         tools: `{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}`.
-        choice: "auto" or None = call or answer, "none" = answer, "required" or "any" = call one of them, a tool's name,
+        choice: "auto" or None = call or answer, "none" = answer, "required" or "any" = call one of them, a tool's name
             or `{"type": "function", "function": {"name": ...}}` = call that one. A forced answer is exactly one call.
-        grammar: What an answer without a call must match; with tools, a JSON schema only.
+        grammar: Grammar of an answer without a call; with tools, a JSON schema only.
 
     Raises:
-        SettingError: The tools or the choice are not of this form, or exclude the grammar.
-        PromptError: Tools with a prompt that is one string, or malformed tool calls in the messages.
+        SettingError: The tools or the choice are malformed, or exclude the grammar.
+        PromptError: The prompt is one string, or the messages contain malformed tool calls.
     """
     known = tuple(_checked_tool(tool) for tool in _listed(tools))
     forced = _forced(choice, _names(known))
@@ -110,7 +110,7 @@ def prepare(
     messages = [_with_parsed_arguments(message) for message in prompt]
     template = tokenizer.template_text(known or None)
     dialect = next((how for has, lacks, how in _DIALECTS if has in template and lacks not in template), None)
-    # how a call is written in an unknown dialect cannot be guaranteed
+    # a call in an unknown format cannot be forced
     is_known = dialect is not None or (tokenizer.has_response_parser and not forced)
     is_native = is_known and tokenizer.renders_tools()
     dialect = dialect if dialect and is_native else _HERMES
@@ -147,7 +147,7 @@ def _checked_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
         )
     name, parameters = function["name"], function.get("parameters") or {"type": "object", "properties": {}}
     if not re.fullmatch(r"[\w.-]+", name):
-        raise SettingError(f"the name of a tool has letters, digits, '_', '-' and '.' only, got {name!r}")
+        raise SettingError(f"a tool's name may have letters, digits, '_', '-' and '.' only, got {name!r}")
     if not isinstance(parameters, Mapping):
         raise SettingError(f"the parameters of tool {name} must be a JSON schema, got {parameters!r:.80}")
     check_json(f"tool {name}", tool)
@@ -155,7 +155,7 @@ def _checked_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _forced(choice: str | Mapping[str, Any] | None, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of the tools of which one must be called."""
+    """Return the names of the tools of which one must be called."""
     if choice in (None, "auto", "none"):
         return ()
     if isinstance(choice, Mapping):
@@ -175,7 +175,7 @@ def _forced(choice: str | Mapping[str, Any] | None, names: tuple[str, ...]) -> t
 
 
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the arguments of its calls as dicts, which templates expect; clients send them as strings."""
+    """Return the message with the arguments of its calls as dicts, as templates expect; clients send strings."""
     calls = message.get("tool_calls") if isinstance(message, dict) else None
     if not calls:
         return message
@@ -193,7 +193,7 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_text(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
-    """The messages for a template that does not support tools: tools, calls and results become text."""
+    """Return the messages for a template without tool support: tools, calls and results become text."""
     texts = [_message_as_text(message) for message in messages]
     if not tools:
         return texts
@@ -223,7 +223,7 @@ def _message_as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _around(before: str, content: Any, after: str) -> Any:
-    """Text around content, which may be a list of parts."""
+    """Put text around content, which may be a list of parts."""
     if isinstance(content, list):
         return [{"type": "text", "text": before}, *content, {"type": "text", "text": after}]
     return f"{before}{content if content is not None else ''}{after}"
@@ -235,14 +235,14 @@ def _around(before: str, content: Any, after: str) -> Any:
 def _call_grammar(
     tokenizer: Tokenizer, dialect: Sequence[str], tools: Sequence[Mapping[str, Any]], answer: Grammar | None = None
 ) -> Grammar:
-    """One call of one of these tools, or else the answer."""
+    """Return the grammar of one call of one of these tools, or else the answer."""
     rules = [
         f"call_{number}: " + " ".join(_terms(tokenizer, dialect, tool["function"])) for number, tool in enumerate(tools)
     ]
     ways = [f"call_{number}" for number in range(len(tools))]
     if answer is not None:
         if answer.json_schema is None:
-            raise SettingError("with tools, a grammar must be a json_schema")
+            raise SettingError("with tools, a grammar must be a json_schema: convert it, or leave out the tools")
         rules.append(f"answer: %json {json.dumps(guarded(answer.json_schema))}")
         ways.append("answer")
     return Grammar(lark="\n".join([f"start: {' | '.join(ways)}", *rules]))
@@ -252,7 +252,7 @@ def _terms(tokenizer: Tokenizer, dialect: Sequence[str], function: Mapping[str, 
     for piece in dialect:
         control = tokenizer.control_token(piece)
         if piece == _ARGUMENTS:
-            # at the root of a schema of its own, which is where its $refs look
+            # at the root of its own schema, where its $refs are resolved
             yield f"%json {json.dumps(guarded(function['parameters']))}"
         elif control is not None:
             yield f"<[{control}]>"
@@ -264,26 +264,26 @@ def _terms(tokenizer: Tokenizer, dialect: Sequence[str], function: Mapping[str, 
 
 
 class AnswerParser(Protocol):
-    """Separates the text of one streamed answer from its tool calls.
+    """Protocol: separates the text of one streamed answer from its tool calls.
 
     Attributes:
-        control_tokens: The parser needs them in the text.
+        control_tokens: The parser needs control tokens in the text.
     """
 
     control_tokens: bool
 
     def parse(self, delta: Delta) -> Delta:
-        """Return the delta with the text that is certainly not part of a call, and the calls that are complete."""
+        """Return the delta with the text that cannot be part of a call, and the complete calls."""
 
 
 class CallParser:
-    """Parses calls as Hermes, Qwen, Llama 3 and Mistral models write them. Whatever is not a valid call is text."""
+    """Parses calls in the Hermes, Qwen, Llama 3 and Mistral formats. Anything that is not a valid call is text."""
 
     control_tokens = False
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._held = ""  # may be a call, or the beginning of one
+        self._held = ""  # possibly a call, or the beginning of one
         self._has_text = self._has_calls = False
 
     def parse(self, delta: Delta) -> Delta:
@@ -322,13 +322,13 @@ class CallParser:
         return text, calls
 
     def _undecided(self) -> int:
-        """Number of characters at the end that may be the beginning of a tag, or the white space before one."""
+        """Return the number of characters at the end that may begin a tag, or the white space before one."""
         beginning = next((n for n in range(len(_OPEN) - 1, 0, -1) if self._held.endswith(_OPEN[:n])), 0)
         solid = self._held[: len(self._held) - beginning].rstrip()
         return len(self._held) - len(solid)
 
     def _may_be_bare(self) -> bool:
-        """Whether the answer so far may be the beginning of calls without tags."""
+        """Return whether the answer so far may be the beginning of calls without tags."""
         head = self._held.lstrip()
         if _BARE.match(head):
             return True
@@ -365,7 +365,7 @@ class _TemplateParser:
                 events += self._parser.feed(delta.text)
                 if delta.finish_reason is not None:
                     events += self._parser.finalize()[1]
-            except ValueError:  # a call whose arguments are not JSON, for one
+            except ValueError:  # for example a call whose arguments are not JSON
                 self._has_failed = True
         if self._has_failed:
             text, self._open = self._open, ""
@@ -382,7 +382,7 @@ class _TemplateParser:
 
 
 def _first_tagged(text: str) -> tuple[str, str, str]:
-    """Split at the closing tag into text before, tag, text after; a tag inside a JSON string does not count."""
+    """Split at the closing tag into text before, tag and text after. Tags inside JSON strings are skipped."""
     inside, closed, after = text.partition(_CLOSE)
     while _ends_in_string(inside) and _CLOSE in after:
         more, _, after = after.partition(_CLOSE)
@@ -391,7 +391,7 @@ def _first_tagged(text: str) -> tuple[str, str, str]:
 
 
 def _ends_in_string(text: str) -> bool:
-    """Whether this is JSON that ends in the middle of a string."""
+    """Return whether this is JSON that ends inside a string."""
     try:
         json.loads(text, strict=False)
     except (ValueError, RecursionError) as error:
@@ -400,7 +400,7 @@ def _ends_in_string(text: str) -> bool:
 
 
 def _calls(text: str) -> list[ToolCall]:
-    """The calls that the text consists of; none if there is anything else in it."""
+    """Return the calls that the text consists of; none if it contains anything else."""
     try:
         return _calls_in(json.loads(text, strict=False))
     except (ValueError, RecursionError):
@@ -426,7 +426,7 @@ def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
 
 
 def _arguments(value: Any) -> dict[str, Any] | None:
-    """Arguments as a dict, given as one or as JSON; None if they are neither."""
+    """Return arguments, a dict or JSON, as a dict; None if they are neither."""
     if isinstance(value, str):
         try:
             value = json.loads(value, strict=False) if value.strip() else {}

@@ -1,1 +1,1 @@
-"""Ingestion: texts to stored chunk KV."""
+"""Ingestion: from texts to stored chunk KV."""

@@ -1,9 +1,9 @@
-"""Ingestion: texts to chunks that the store has.
+"""Ingestion: from texts to chunks in the store.
 
-A text is encoded behind what stands before it in its source, so that its KV knows who "she" is; a text that several
-sources hold is encoded alone, so that the readers of one never get the words of another. That is decided from what is
-durably recorded, and settled after it has been recorded that this document holds the text too. Whoever comes second,
-also from another process, therefore sees both, and encodes the text alone before `warm` returns.
+A text is encoded with the preceding text of its source as context, so that its KV resolves pronouns and references. A
+text that several sources hold is encoded alone, so that readers of one source never get words of another. The decision
+uses the durable state, and is checked again after this document has been recorded as a holder. If two processes store
+the same text, the second one sees both holders and encodes the text alone before `warm` returns.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore, TextState
 from kvrag.store.codec import pack
 from kvrag.types import WarmReport
 
-_PUT_BYTES = 512 << 20  # chunks are stored in portions of about this much KV: what a killed ingestion may lose
-_LEAST_OVERLAP = 8  # fewer common tokens are chance
-_ROUNDS = 4  # of encoding what others have evicted or come to share meanwhile
+_PUT_BYTES = 512 << 20  # chunks are stored in portions of about this much KV: the most that a killed ingestion loses
+_LEAST_OVERLAP = 8  # shorter overlaps are chance
+_ROUNDS = 4  # of encoding chunks that other processes evicted or began to share
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts as they are stored.
+    """Texts in stored form.
 
     Attributes:
         ids: Each text's tokens.
-        keys: Key of each text's variant encoded alone, None if the text is too short to be matched.
-        skipped: How many different ones are too short.
-        warnings: What is to be said about them.
+        keys: Key of each text's variant encoded alone; None if the text is too short to be matched.
+        skipped: Number of different texts that are too short.
+        warnings: Warnings about the texts.
     """
 
     ids: list[list[int]]
@@ -51,10 +51,10 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A text as a piece of a source, in a document.
+    """A text as a piece of a source in a document.
 
     Attributes:
-        context: Token ids that stand before it in its source.
+        context: Token ids that precede it in its source.
     """
 
     document: str
@@ -66,7 +66,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """The variant that a piece is to rely on; `context` is empty where it is the one encoded alone."""
+    """The variant that a piece relies on; `context` is empty for the variant encoded alone."""
 
     piece: _Piece
     key: str
@@ -75,7 +75,7 @@ class _Choice:
 
 @dataclass
 class _Tally:
-    """What has been encoded, and how much there is to encode."""
+    """Progress of the encoding: what is done and what is left."""
 
     texts: set[str] = field(default_factory=set)
     tokens: int = 0
@@ -94,17 +94,17 @@ class Ingestion:
         self._fingerprint, self._tuning = fingerprint, tuning
 
     def tokenize(self, texts: Iterable[str], namespace: str = "") -> Texts:
-        """Raises as `BlendEngine.warm` does of texts that cannot be chunks."""
+        """Tokenize texts. Raises the errors of `BlendEngine.warm` for texts that cannot be chunks."""
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             given = "one string" if isinstance(texts, str) else repr(texts)
-            raise SettingError(f"texts must be a list of chunks, not {given:.80}")
+            raise SettingError(f"texts must be a list of strings, not {given:.80}")
         tokens: list[list[int]] = []
         keys: list[str | None] = []
         short: set[str] = set()
         least = self._config.min_run
         for number, text in enumerate(texts):
             if not isinstance(text, str):
-                raise SettingError(f"chunk {number} is a {type(text).__name__}, not a string")
+                raise SettingError(f"chunk {number} must be a string, got {type(text).__name__}")
             ids = self._model.tokenizer.encode(text)
             self._model.check_window(len(ids) + len(self._model.tokenizer.preamble), f"chunk {number}")
             tokens.append(ids)
@@ -131,23 +131,25 @@ class Ingestion:
         """See BlendEngine.warm.
 
         Args:
-            on_request: The texts came with a prompt: they are held without a name until nobody has used them for long.
+            on_request: The texts came with a prompt: they have an anonymous holder and expire when unused.
         """
         started = time.perf_counter()
         given = self.tokenize(texts, namespace)
         names = [document] * len(given.ids) if isinstance(document, str) else document
         if len(names) != len(given.ids):
             raise SettingError(
-                f"{len(names)} names of documents for {len(given.ids)} texts: give one for each, or one string"
+                f"{len(names)} document names for {len(given.ids)} texts: give one per text, or a single string"
             )
         if sources is None or isinstance(sources, str):
             sources = names if sources is None else [sources] * len(given.ids)
         if len(sources) != len(given.ids):
-            raise SettingError(f"{len(sources)} sources for {len(given.ids)} texts: give one for each, or one string")
+            raise SettingError(
+                f"{len(sources)} sources for {len(given.ids)} texts: give one per text, or a single string"
+            )
         if on_request:
             document, names = ON_REQUEST, [ON_REQUEST] * len(given.ids)
         pieces = self._pieces(given, names, sources, namespace)
-        documents = {*names, document} if isinstance(document, str) else set(names)  # also if nothing is left of one
+        documents = {*names, document} if isinstance(document, str) else set(names)  # also those without texts
         tally = _Tally()
 
         states = self._look_up(pieces)
@@ -157,7 +159,7 @@ class Ingestion:
         for _ in range(_ROUNDS):
             self._encode_and_put(missing, namespace, tally, progress)
             self._hold(choices, documents, namespace)
-            # who else holds these texts by now, and what was dropped or evicted before this document held it
+            # re-check after recording the holders: others may have stored, shared or evicted these texts
             states, before = self._look_up(pieces), choices
             choices = self._choose(pieces, states, namespace, shared)
             missing = _missing(choices, states)
@@ -169,7 +171,7 @@ class Ingestion:
         if missing:
             warnings.append(
                 f"{len(missing)} of these chunks were evicted at once: the store's byte budget is too small for "
-                "them all"
+                "all of them, raise max_bytes"
             )
         num_texts = len({piece.text for piece in pieces})
         return WarmReport(
@@ -184,16 +186,16 @@ class Ingestion:
         )
 
     def forget(self, document: str, namespace: str = "") -> list[str]:
-        """See BlendEngine.forget; returns the keys of the chunks that are gone."""
+        """See BlendEngine.forget; returns the keys of the removed chunks."""
         if not document:
-            raise SettingError("forget needs a document's name")
+            raise SettingError("forget needs the name of a document")
         return self._store.set_document(document, [], namespace)
 
     def _pieces(self, given: Texts, names: Sequence[str], sources: Sequence[str], namespace: str) -> list[_Piece]:
-        """What is to be stored, each text once for every document and source, where it first stands.
+        """Return the pieces to store: each text once per document and source, at its first position.
 
-        What stands before a text grows up to twice `context_tokens` before it is cut back to them: until then it begins
-        alike for one text after another, and is computed once for them all.
+        The context grows to twice `context_tokens` before it is cut back to `context_tokens`. Until then, consecutive
+        contexts share a prefix, which is computed once for all of them.
         """
         pieces: dict[tuple[str, str, str], _Piece] = {}
         before: dict[str, list[int]] = {}
@@ -220,7 +222,7 @@ class Ingestion:
     def _choose(
         self, pieces: Sequence[_Piece], states: Mapping[str, TextState], namespace: str, shared: set[str]
     ) -> list[_Choice]:
-        """For each piece the variant behind its source, or the one encoded alone if the text stands elsewhere too.
+        """Choose the variant of each piece: with context, or encoded alone if the text stands elsewhere too.
 
         Args:
             shared: Texts that were found to stand elsewhere behind other words, under the same source; adds to them.
@@ -237,7 +239,7 @@ class Ingestion:
         ]
 
     def _hold(self, choices: Sequence[_Choice], documents: Iterable[str], namespace: str) -> None:
-        """Record durably what each document consists of; what it relied on before and nobody else does is removed."""
+        """Record each document's holdings durably; chunks that no document relies on any more are removed."""
         held: dict[str, list[Holding]] = {document: [] for document in documents}
         for choice in choices:
             held[choice.piece.document].append(Holding(choice.piece.text, choice.key, choice.piece.source))
@@ -245,7 +247,7 @@ class Ingestion:
             self._store.set_document(document, holdings, namespace, replace=document not in ("", ON_REQUEST))
 
     def _has_room(self, missing: Sequence[_Choice]) -> bool:
-        """Whether they fit in: what is gone and would fit was not evicted."""
+        """Return whether the missing chunks fit into the store. If they fit, they were not evicted for lack of room."""
         stats = self._store.stats()
         needed = sum(len(choice.piece.ids) for choice in missing) * stats.bytes / max(stats.tokens, 1)
         return stats.max_bytes is None or stats.bytes + needed <= stats.max_bytes
@@ -269,7 +271,7 @@ class Ingestion:
         chunks, contexts = [choice.piece.ids for choice in choices], [choice.context for choice in choices]
         started, waits = time.perf_counter(), self._model.lock.waits
         encoded = list(encode(self._model, chunks, contexts))
-        if self._model.lock.waits == waits:  # what others computed meanwhile would count as ours
+        if self._model.lock.waits == waits:  # otherwise the duration would include other threads' work
             lengths = row_lengths(self._model, chunks, contexts)
             passes = math.ceil(sum(lengths) / batch_tokens(self._model))
             self._tuning.observe_encoding(lengths, passes, time.perf_counter() - started)
@@ -283,7 +285,7 @@ class Ingestion:
 
 
 def _missing(choices: Sequence[_Choice], states: Mapping[str, TextState]) -> list[_Choice]:
-    """Those whose variant is not stored, each variant once, in reading order."""
+    """Return the choices whose variant is not stored, each variant once, in reading order."""
     missing = {
         choice.key: choice for choice in reversed(choices) if choice.key not in states[choice.piece.text].variants
     }
@@ -291,9 +293,9 @@ def _missing(choices: Sequence[_Choice], states: Mapping[str, TextState]) -> lis
 
 
 def _overlap(before: list[int], ids: list[int]) -> int:
-    """How many tokens at the end of a text are the beginning of the next one, which a splitter made overlap with it.
+    """Return how many tokens at the end of a text a splitter has repeated at the beginning of the next one.
 
-    The first of them may be another there, for want of the space before it.
+    The first token may differ, because it lacks the space before it.
     """
     for num in range(min(len(before), len(ids)), _LEAST_OVERLAP - 1, -1):
         if before[-num + 1 :] == ids[1:num]:
@@ -302,8 +304,7 @@ def _overlap(before: list[int], ids: list[int]) -> int:
 
 
 def _portions(choices: Sequence[_Choice], bytes_per_token: int) -> Iterator[list[_Choice]]:
-    """In portions of about `_PUT_BYTES`, in reading order: what stands before chunks is computed once for those of a
-    portion."""
+    """Yield the choices in portions of about `_PUT_BYTES`, in reading order: they share the cost of a context."""
     portion: list[_Choice] = []
     size = 0
     for choice in choices:

@@ -1,6 +1,6 @@
-"""How chains change chunks before they paste them: by escaping, on one line, in small letters.
+"""Changes that chains make to chunks before pasting them: escaping, joining lines, lower case.
 
-A change is found by trying: the one whose result is in the prompt was made.
+A change is detected by trial: each one is applied to the chunk and looked up in the prompt.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 from kvrag.inspect.explanation import Reason
 
-_PIECE = 32  # characters of a chunk that are searched for at once
+_PIECE = 32  # characters per search step
 
 
 def pieces(text: str) -> list[str]:
-    """Return a text in pieces of equal length; the rest at its end is left out unless it is everything."""
+    """Return a text in pieces of equal length; a shorter rest is dropped unless it is the whole text."""
     text = text.strip()
     return [text[start : start + _PIECE] for start in range(0, len(text) - _PIECE + 1, _PIECE)] or [text]
 
 
 def unquoted(text: str) -> str:
-    """Return the text that a JSON or Python string stands for."""
+    """Return the text that a JSON or Python string literal contains."""
     meant = {"n": "\n", "r": "\r", "t": "\t"}
 
     def plain(found: re.Match[str]) -> str:
@@ -33,7 +33,7 @@ def unquoted(text: str) -> str:
     text = re.sub(r"\\(u[0-9a-fA-F]{4}|.)", plain, text)
     return text.encode("utf-16", "surrogatepass").decode(
         "utf-16", "replace"
-    )  # JSON writes some characters as two surrogates
+    )  # JSON encodes some characters as two surrogates
 
 
 def _unchanged(text: str) -> str:
@@ -73,11 +73,11 @@ def _repr(text: str) -> str:
 
 
 def _repr_both_quotes(text: str) -> str:
-    return repr('"' + text)[2:-1]  # as in a chunk that has both kinds of quotes
+    return repr('"' + text)[2:-1]  # as for a chunk with both kinds of quotes
 
 
 class Change(NamedTuple):
-    """A way in which chains change chunks: `on_chunk` repeats it, `on_prompt` makes a prompt comparable."""
+    """A change that chains make to chunks. `on_chunk` applies it, `on_prompt` makes a prompt comparable."""
 
     reason: Reason
     detail: str
@@ -85,8 +85,8 @@ class Change(NamedTuple):
     on_prompt: Callable[[str], str]
 
 
-_ESCAPED = "text between the escaped characters is reused: paste it unescaped, or warm it escaped as well"
-_BY_REPR = f"by Python's repr, as of a list or of documents that were not joined into one text: {_ESCAPED}"
+_ESCAPED = "only text between the escaped characters is reused: paste it unescaped, or warm the escaped text too"
+_BY_REPR = f"by Python's repr, as when a list of documents is not joined into one text: {_ESCAPED}"
 
 CHANGES = [
     *(

@@ -1,4 +1,4 @@
-"""The stores beside one: a text that was warmed for another model, dtype or codec is found there."""
+"""Other stores nearby: find a text that was warmed for another model, dtype or codec."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ logger = logging.getLogger("kvrag")
 
 
 def segment_of(ids: Sequence[int]) -> Segment:
-    """Return an index of one text."""
+    """Return a segment that contains one text."""
     return Segment.of([Entry(1, "", "", np.asarray(ids, np.uint32))])
 
 
 class Elsewhere:
-    """The stores beside ours, which may be of other models, dtypes or codecs. They are read when first needed."""
+    """The other stores nearby, of any model, dtype or codec. They are read on first use."""
 
     def __init__(self, store: KVStore, fingerprint: Fingerprint, min_run: int, namespace: str) -> None:
         self._namespace = namespace
@@ -36,7 +36,7 @@ class Elsewhere:
 
     @cached_property
     def _stores(self) -> list[tuple[str, Segment]]:
-        """Descriptions and chunks of the stores with our tokenizer."""
+        """Return descriptions and segments of the stores with the same tokenizer."""
         found = []
         for other in other_stores(self._path) if self._path else ():
             try:
@@ -45,7 +45,7 @@ class Elsewhere:
                     continue
                 segment = Segment.of(other.entries())
             except StoreError as error:
-                logger.warning("%s is left out of the search: %s", other.path, error)
+                logger.warning("%s is skipped: %s", other.path, error)
                 continue
             different = [name for name in self._mine if name != "model" and self._mine[name] != other.parts.get(name)]
             settings = ", ".join(f"{name} {_short(other.parts, name)}" for name in different)
@@ -55,16 +55,16 @@ class Elsewhere:
 
     @property
     def not_searched(self) -> str:
-        """A clause about the stores that could not be searched, or ""."""
+        """Return a clause about the stores that could not be searched, or ""."""
         if not self._foreign:
             return ""
         return f" (not searched, another tokenizer: {', '.join(map(str, self._foreign))})"
 
     def look(self, ids: Sequence[int]) -> tuple[Reason, str] | None:
-        """Return the first store in which at least half of a text was warmed."""
+        """Return the first store that contains at least half of a text."""
         for name, segment in self._stores:
             if 2 * sum(map(len, match([segment], ids, self._min_run, self._namespace))) >= len(ids):
-                return "warmed elsewhere", f"in {name}: open that store as it was made, or warm the text here too"
+                return "warmed elsewhere", f"in {name}: open that store with its settings, or warm the text here too"
         return None
 
 

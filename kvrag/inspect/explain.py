@@ -1,4 +1,4 @@
-"""Explains what was reused of a prompt, and why a chunk that was retrieved was not."""
+"""Explain what was reused of a prompt, and why a retrieved chunk was not."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from kvrag.types import BlendReport, Run
 logger = logging.getLogger("kvrag")
 
 Find = Callable[[Sequence[int], int], list[tuple[Run, NDArray[np.uint32]]]]
-"""Takes token ids and the shortest run; returns the runs of stored chunks in them, each with the ids of its chunk."""
+"""Function of token ids and the shortest run; returns the runs of stored chunks, each with the ids of its chunk."""
 
-_LONG = 512  # tokens of a prompt that probably has retrieved text
-_LITTLE = 0.1  # share of it that is suspiciously little reuse
+_LONG = 512  # tokens of a prompt that probably contains retrieved text
+_LITTLE = 0.1  # reused share that is suspiciously low
 _STRETCH = 64  # tokens of a fresh stretch that may be a chunk
-_CANDIDATES = 16  # chunks that it may come from; text shared by more chunks is boilerplate
-_EDGES = 4  # tokens at a chunk's ends merge with the text beside it
+_CANDIDATES = 16  # candidate chunks of a stretch; text shared by more chunks is boilerplate
+_EDGES = 4  # tokens at a chunk's ends merge with neighbouring text
 _RECOGNISED, _VERBATIM = 0.3, 0.95  # shares of a chunk's pieces
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A prompt that was prefilled.
+    """A prefilled prompt.
 
     Attributes:
-        ids: (T,) the prompt.
+        ids: (T,) token ids of the prompt.
         selected: (S,) reused positions that were recomputed.
-        report: The report of its answer.
-        namespace: Whose prompt it is.
+        report: Report of the answer.
+        namespace: Namespace of the prompt.
     """
 
     ids: Tensor
@@ -63,12 +63,12 @@ def explain(
     min_run: int,
     retrieved: Sequence[str] | None = None,
 ) -> Explanation:
-    """Explain what was reused, and why it was not more. Writes nothing.
+    """Explain what was reused and why not more. Writes nothing.
 
     Args:
-        find: See `Find`; it must search the call's namespace.
-        retrieved: What a retriever returned for this prompt. None = explain the stored chunks that can be recognised in
-            the prompt, and the stretches that no stored chunk has.
+        find: See `Find`; must search the call's namespace.
+        retrieved: Texts that a retriever returned for this prompt. None = explain the stored chunks recognised in the
+            prompt, and the stretches that are in no stored chunk.
 
     Raises:
         SettingError: `retrieved` is not a list of strings.
@@ -89,10 +89,10 @@ def explain(
 
 
 def _documents(store: KVStore, texts: dict[str, str], namespace: str) -> dict[str, tuple[str, ...]]:
-    """Return the names of the documents that have each chunk's text, whichever variant of it they rely on.
+    """Return the names of the documents that hold each chunk's text, in any variant.
 
     Args:
-        texts: Chunk keys and the keys of their texts.
+        texts: Chunk key -> text key.
     """
     holders: dict[str, list[str]] = {}
     for name, keys in store.documents(namespace=namespace).items():
@@ -106,7 +106,7 @@ def _documents(store: KVStore, texts: dict[str, str], namespace: str) -> dict[st
 
 
 class Watch:
-    """Warns once, in the log, when prompts reuse less than they seem to be meant to. Thread-safe."""
+    """Logs one warning when prompts reuse suspiciously little. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -116,8 +116,8 @@ class Watch:
     def look(self, tokenizer: Tokenizer, store: KVStore, find: Find, call: Call, min_run: int) -> None:
         """Check an answered prompt.
 
-        A long prompt with little reuse is worth the warning if a changed chunk is recognised in it. Without one it may
-        be a prompt that has no retrieved text, as agents begin with: then two in a row are worth it.
+        A long prompt with little reuse gives a warning if a changed chunk is recognised in it. Otherwise it may be a
+        prompt without retrieved text, such as an agent's first one; then two in a row give a warning.
         """
         report = call.report
         if self._has_warned or report.policy == "full" or report.prompt_tokens < _LONG:
@@ -127,11 +127,11 @@ class Watch:
             return
         try:
             changed = [chunk for chunk in _Prompt(tokenizer, find, call, min_run).recognised() if chunk.detail]
-            # without its text, which does not belong into logs
+            # without the chunk's text, which must not be logged
             found = [f"chunk {chunk.key[:8]} is {chunk.reason}, {chunk.detail}" for chunk in changed[:1]]
             reason = found[0] if found else _nothing(store, call)
         except KvragError:
-            return  # the store was closed or has become unreadable, which does not concern this answer
+            return  # the store was closed or is unreadable; the answer is not affected
         with self._lock:
             self._misses += 1
             if self._has_warned or not (changed or self._misses > 1):
@@ -171,7 +171,7 @@ def _summary(call: Call, store: KVStore) -> Iterator[str]:
         f"(policy {report.policy}, ratio {report.ratio:.2f}), {report.fresh_tokens} fresh"
     )
     if computed < prompt:
-        yield f"{computed / prompt:.0%} of the tokens were computed: at best {prompt / computed:.1f}x faster"
+        yield f"{computed / prompt:.0%} of the tokens were computed: at most {prompt / computed:.1f}x faster"
     seconds = {"matching": report.match_s, "loading": report.load_s, "stitching": report.stitch_s}
     seconds |= {"selecting": report.select_s, "computing": report.blend_s}
     yield "milliseconds: " + ", ".join(f"{name} {value * 1000:.0f}" for name, value in seconds.items())
@@ -211,10 +211,10 @@ def _parts(prompt: int, report: BlendReport) -> Iterator[tuple[int, int, Kind, R
 
 
 def _texts(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> Iterator[str]:
-    """Yield the text between each cut and the next. A character with tokens on both sides is on the later one."""
+    """Yield the text between consecutive cuts. A character with tokens on both sides belongs to the later text."""
     shown = cuts[0]
     for _, stop in pairwise(cuts):
-        before = ids[max(shown - _EDGES, 0) : shown]  # some tokenizers drop the space at the head of what they decode
+        before = ids[max(shown - _EDGES, 0) : shown]  # some tokenizers drop a leading space when decoding
         known = tokenizer.decode(before, control_tokens=True)
         text = tokenizer.decode([*before, *ids[shown:stop]], control_tokens=True)[len(known) :]
         if text.endswith("\ufffd") and stop < cuts[-1]:
@@ -228,7 +228,7 @@ def _texts(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> Iterator[st
 
 
 class _Prompt:
-    """One prompt, to be compared with chunks."""
+    """One prompt, compared with chunks."""
 
     def __init__(self, tokenizer: Tokenizer, find: Find, call: Call, min_run: int) -> None:
         self._tokenizer, self._find, self._report, self._min_run = tokenizer, find, call.report, min_run
@@ -237,7 +237,7 @@ class _Prompt:
         for _, stop, kind, run in _parts(len(self._ids), call.report):
             if kind != "fresh":
                 self._reused[run.start if run else 0 : stop] = True
-        self._explained: set[int] = set()  # stretches, by where they begin
+        self._explained: set[int] = set()  # starts of explained stretches
 
     @cached_property
     def _text(self) -> str:
@@ -245,11 +245,11 @@ class _Prompt:
 
     @cached_property
     def stored(self) -> list[tuple[Run, NDArray[np.uint32]]]:
-        """Runs of the chunks that are stored now, each with the ids of its chunk."""
+        """Return the runs of the chunks that are stored now, each with the ids of its chunk."""
         return self._find(self._ids, self._min_run)
 
     def recognised(self) -> list[Finding]:
-        """Return the stored chunks that are in the prompt, whole, in part or changed."""
+        """Return the stored chunks that are in the prompt, whole, partial or changed."""
         chunks = {run.key: ids for run, ids in self.stored}
         for start, stop in self._unmatched():
             here = self._changed(start, stop)
@@ -260,7 +260,7 @@ class _Prompt:
         return [finding for finding in found if finding]
 
     def _unmatched(self) -> list[tuple[int, int]]:
-        """Return the long stretches that no stored chunk has unchanged."""
+        """Return the long stretches that are in no stored chunk unchanged."""
         matched = self._reused.copy()
         for run, _ in self.stored:
             matched[run.start : run.stop] = True
@@ -277,7 +277,7 @@ class _Prompt:
         return {run.key: ids for run, ids in found[:_CANDIDATES]}
 
     def _recognise(self, key: str, ids: NDArray[np.uint32]) -> Finding | None:
-        """Return None if the prompt has little of the chunk, by chance, or if another chunk has the same text."""
+        """Return None if the match is small enough to be chance, or if another chunk has the same text."""
         text = self._tokenizer.decode(ids.tolist())
         reused = sum(len(run) for run in self._report.runs if run.key == key)
         missed = sum(int((~self._reused[run.start : run.stop]).sum()) for run, _ in self.stored if run.key == key)
@@ -291,10 +291,10 @@ class _Prompt:
         return why and Finding(text, len(ids), reused, *why, key)
 
     def _passed_over(self) -> tuple[Reason, str]:
-        """Return why a chunk is not reused although the prompt has it unchanged."""
+        """Return why a chunk is not reused although it is in the prompt unchanged."""
         if self._report.policy == "full":
-            return "full prefill", "all tokens were computed, as requested or because that was predicted to be faster"
-        return "not stored then", "it was warmed after this prompt was answered, or could not be read"
+            return "full prefill", "all tokens were computed, as requested or because it was predicted to be faster"
+        return "not stored then", "it was warmed after this prompt, or could not be read"
 
     def unknown(self, elsewhere: Elsewhere) -> Iterator[Finding]:
         """Yield the long stretches in which no stored chunk was recognised."""
@@ -308,11 +308,11 @@ class _Prompt:
                 yield Finding(self._tokenizer.decode(ids, control_tokens=True), len(ids), 0, *why)
 
     def judge(self, text: str, elsewhere: Elsewhere) -> Finding:
-        """Return what became of a retrieved text."""
+        """Return the finding for a retrieved text."""
         ids = self._tokenizer.encode(text)
         found = self._find(ids, self._min_run)
         key = next((run.key for run, chunk in found if len(chunk) == len(ids) == len(run)), "")
-        # a splitter may have made several chunks of it
+        # a splitter may have divided it into several chunks
         is_stored = bool(key) or sum(len(run) for run, _ in found) >= _VERBATIM * len(ids)
         reused = self._reused_of(ids)
         why = self._why(text, ids, reused, is_stored)
@@ -332,23 +332,23 @@ class _Prompt:
             return "reused", ""
         way = self._way(text)
         if not way and not any(piece in self._text for piece in pieces(text)):
-            return "not in the prompt", "the chain left it out or rephrased it, for example in a summary"
+            return "not in the prompt", "the chain dropped or rephrased it, for example in a summary"
         if not is_stored:
             part = f"{reused} of its tokens are in stored chunks: " if reused else ""
             return "never warmed", f"{part}warm it as it is pasted, with its metadata if the prompt has them"
         if not way and reused:
-            return "reused", ""  # except for some characters, or as far as the prompt has it
+            return "reused", ""  # except for a few characters, or the part that is in the prompt
         return way or self._passed_over()
 
     def _way(self, text: str) -> tuple[Reason, str] | None:
-        """Return how a chunk in the prompt was changed; None if it was not, or if it is not there."""
+        """Return how a chunk in the prompt was changed; None if it is unchanged or absent."""
         parts = pieces(text)
         plain = [part in self._text for part in parts]
         shares = [(sum(plain) / len(parts), 0)]
         for number, change in enumerate(CHANGES, 1):
             prompt = change.on_prompt(self._text)
             shares.append((sum(change.on_chunk(part) in prompt for part in parts) / len(parts), -number))
-        (share, number), as_it_is = max(shares), shares[0][0]  # of equals the first
+        (share, number), as_it_is = max(shares), shares[0][0]  # the first on a tie
         if share < _RECOGNISED or as_it_is > _VERBATIM:
             return None
         if number:

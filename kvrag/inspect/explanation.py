@@ -31,9 +31,9 @@ class Stretch:
 
     Attributes:
         kind: "reused" = a run of a chunk, "conversation" = kept from the turn before, "fresh" = neither.
-        pieces: Its text in order, each piece with whether it was recomputed.
-        key, offset: Of a run: the chunk, and where in it the stretch begins.
-        documents: Names of the documents that have the chunk.
+        pieces: Its text in order, as (text, was recomputed) pairs.
+        key, offset: For a run: the chunk, and the run's offset in it.
+        documents: Names of the documents that hold the chunk.
     """
 
     start: int
@@ -52,7 +52,7 @@ class Stretch:
 
     @property
     def source(self) -> str:
-        """Where the stretch comes from, in words."""
+        """Origin of the stretch, in words."""
         if self.kind != "reused":
             return "the conversation so far" if self.kind == "conversation" else ""
         return f"{_named(self.documents)}, chunk {self.key[:8]} from token {self.offset}"
@@ -60,15 +60,15 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What became of a chunk, or of a text that may be one.
+    """Finding about a chunk, or about a text that may be one.
 
     Attributes:
         text: Its text.
-        tokens: Length of the text; `reused` of them were reused in this prompt.
-        reason: Why no more were reused, in a word or two; "reused" = all is well.
-        detail: The reason and the way out in a sentence; "" if there is nothing to do.
-        key: Key of the stored chunk, "" if it is none.
-        documents: Names of the documents that have the chunk.
+        tokens: Length of the text in tokens; `reused` of them were reused in this prompt.
+        reason: Short reason why not more was reused; "reused" = no problem.
+        detail: The reason and the remedy in a sentence; "" if there is nothing to do.
+        key: Key of the stored chunk; "" if it is not one.
+        documents: Names of the documents that hold the chunk.
     """
 
     text: str
@@ -82,14 +82,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A prompt, part by part: what was reused, what was recomputed, and what was not found and why.
+    """A prompt, part by part: what was reused, recomputed and not found, with reasons.
 
-    `print` shows it as text, notebooks show it in colours, `html` is a page of its own.
+    `print` shows text, notebooks show colours, `html` returns a page.
 
     Attributes:
-        summary: Sentences, the most important first.
+        summary: Sentences, most important first.
         stretches: The whole prompt in order.
-        chunks: The chunks in the prompt, or those given as retrieved; problems first.
+        chunks: Chunks in the prompt, or the retrieved ones; problems first.
         report: Report of the answer, or of the prefill made for the explanation.
     """
 
@@ -162,7 +162,7 @@ def brief(text: str, length: int = 60) -> str:
 
 
 def title(chunk: Finding) -> str:
-    """Return a name for a chunk."""
+    """Return a display name of a chunk."""
     if not chunk.key:
         return brief(chunk.text)
     return f"{_named(chunk.documents)}, chunk {chunk.key[:8]}: {brief(chunk.text)}"

@@ -1,4 +1,4 @@
-"""The latest answers, kept to be explained."""
+"""The most recent answers, kept for explanations."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvrag.errors import PromptError
 from kvrag.inspect.explain import Call
 from kvrag.types import BlendReport
 
-_ANSWERS = 32  # of each namespace
+_ANSWERS = 32  # per namespace
 _NAMESPACES = 256
 
 
 class History:
-    """The latest prompts of each namespace, as they were answered. Thread-safe."""
+    """The most recent prompts of each namespace, as they were answered. Thread-safe."""
 
     def __init__(self) -> None:
         self._calls: OrderedDict[str, deque[Call]] = OrderedDict()
@@ -30,16 +30,16 @@ class History:
                 self._calls.popitem(last=False)
 
     def find(self, namespace: str, report: BlendReport | dict[str, Any] | None) -> Call:
-        """Return the prompt that the report is about; None = the last one of the namespace.
+        """Return the prompt of a report; None = the last prompt of the namespace.
 
         Raises:
-            PromptError: There is no such answer.
+            PromptError: The answer is unknown.
         """
         with self._lock:
             calls = list(self._calls.get(namespace, ()))
         if not calls:
-            raise PromptError("nothing has been answered yet in this namespace: give explain a prompt")
+            raise PromptError("there is no answer in this namespace yet: pass a prompt to explain")
         for call in reversed(calls):
             if report is None or report == (call.report if isinstance(report, BlendReport) else call.report.to_dict()):
                 return call
-        raise PromptError(f"this answer is not among the last {_ANSWERS} of the namespace: give explain its prompt")
+        raise PromptError(f"this answer is not among the last {_ANSWERS} of the namespace: pass its prompt to explain")

@@ -1,6 +1,6 @@
-"""The correctness gate, on the user's own model.
+"""Correctness gate for the user's own model.
 
-Blending everything must be full prefill, and storing must not change KV. Both are compared with transformers' own
+Blending everything must equal full prefill, and storing must not change KV. Both are compared with transformers' own
 forward pass and `generate`, on the same token ids.
 """
 
@@ -32,8 +32,8 @@ from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkRecord, FileStore
 from kvrag.store.codec import pack
 
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}  # relative, many layers deep
-# what a codec adds: to the keys half a step of at most twice the largest, turned by RoPE; to the logits what we accept
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}  # relative, over many layers
+# added by a codec: for keys, half a step of at most twice the largest, rotated by RoPE; for logits, a tolerance
 _KEYS = {"native": 0.0, "int8": 1.5 / 255, "int4": 1.5 / 15}
 _LOGITS = {"native": 0.0, "int8": 0.1, "int4": 0.1}
 _MIN_RUN = 16
@@ -43,7 +43,7 @@ _TOPICS = ("harbour", "mountain railway", "glass works", "orchard", "observatory
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the gate. `value` is an error or a count, `limit` what it may be at most (or at least)."""
+    """One check of the gate. `value` is an error or a count, `limit` its maximum (or minimum)."""
 
     name: str
     value: float
@@ -61,10 +61,10 @@ def verify(
     """Run the gate.
 
     Args:
-        model: Any, also one loaded with `allow_unverified`.
-        chunk_tokens: Length of each of the four chunks; None = long enough to exceed a sliding window of up to 4,096.
+        model: Any model, including one loaded with `allow_unverified`.
+        chunk_tokens: Length of each of the four chunks; None = enough to exceed a sliding window of up to 4,096.
         progress: Called with the name of each check before it runs.
-        codec: How the chunks are stored. What it costs is allowed for where stored KV is compared.
+        codec: Codec of the stored chunks. Its error is allowed for where stored KV is compared.
     """
     windows = [window for window in model.windows if window is not None and window <= 4096]
     chunks = _texts(model, chunk_tokens or max([128, *(window // 3 for window in windows)]))
@@ -99,7 +99,7 @@ def verify(
 
 
 def _texts(model: Model, num_tokens: int) -> list[str]:
-    """Four chunks of about that many tokens, no two alike."""
+    """Return four different chunks of about that many tokens."""
     texts = []
     for topic in _TOPICS[:4]:
         text, year = "", 1700
@@ -114,12 +114,12 @@ def _texts(model: Model, num_tokens: int) -> list[str]:
 
 @dataclass(frozen=True)
 class _Warmed:
-    """Chunks in a store's folder, encoded alone."""
+    """Chunks in a store folder, encoded alone."""
 
     folder: Path
     codec: str
     segment: Segment
-    keys: dict[str, str]  # of texts -> of chunks
+    keys: dict[str, str]  # text -> chunk key
 
 
 def _warm(model: Model, chunks: Sequence[str], folder: Path, codec: str) -> _Warmed:
@@ -142,7 +142,7 @@ def _behind_preamble(model: Model, text: str) -> list[int]:
 
 
 def _stitch(model: Model, ids: list[int], warmed: _Warmed) -> Stitched:
-    """Stitch from a store opened anew, everything read before it is closed."""
+    """Stitch from a reopened store; everything is read before it is closed."""
     store = FileStore(warmed.folder, min_free_bytes=0)
     store.bind(model.fingerprint.stored_as(warmed.codec))
     runs = [replace(run, key=warmed.keys[run.key]) for run in match([warmed.segment], ids, _MIN_RUN)]
@@ -162,7 +162,7 @@ def _none(model: Model, ids: list[int], warmed: _Warmed) -> Tensor:
 
 @torch.inference_mode()
 def _reference(model: Model, ids: list[int], new_tokens: int = _NEW_TOKENS) -> tuple[Tensor, list[int]]:
-    """(1, V) logits and greedy tokens by transformers alone."""
+    """Return (1, V) logits and greedy tokens by transformers alone."""
     tensor = torch.tensor([ids], device=model.device)
     with model.lock:
         logits = model.hf(tensor).logits[:, -1].float()
@@ -188,7 +188,7 @@ def _layer0_keys(model: Model, ids: list[int]) -> Tensor:
 
 def _check_tokens(model: Model, tokens: list[int], got: list[int]) -> Check:
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(got, tokens, strict=False)))
-    # in half precision near ties may fall either way
+    # in half precision, near ties may resolve either way
     wanted = len(tokens) if model.dtype == torch.float32 else min(1, len(tokens))
     name = "ratio 1.0 = model.generate (greedy tokens)"
     return Check(name, same, wanted, same >= wanted, f"of {len(tokens)}")

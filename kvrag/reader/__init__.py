@@ -1,6 +1,6 @@
-"""The reader: a small Llama of our own that really reads, its weights, and how it was trained.
+"""The reader: a small bundled Llama that answers questions from context, with the code that trained it.
 
-`world` draws articles and questions, `prompts` pastes them as RAG chains do, `net` is the model in the form in which
-`train` trains it. What is in this folder besides is a trained model as transformers loads it; its weights are still
-those of an earlier training on an earlier world.
+`world` generates articles and questions, `prompts` formats them like RAG chains, `net` is the architecture for
+training, `train` trains it. The folder also contains a trained model in transformers' format. Its weights are from an
+earlier training on an earlier version of the world.
 """

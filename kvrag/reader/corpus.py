@@ -1,6 +1,6 @@
 """Write articles of the reader's world to files: `python -m kvrag.reader.corpus DIR`.
 
-Questions with their answers go to stdout as JSON lines.
+Questions with answers are written to stdout as JSON lines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvrag.reader.world import Question, Sample, sample
 
 
 def articles(drawn: Sample) -> Iterator[tuple[str, str]]:
-    """(subject, text) of every article that is about one subject, passages apart by a blank line."""
+    """Yield (subject, text) of every article about a single subject, with blank lines between passages."""
     name, passages = "", list[str]()
     for passage, subject in zip(drawn.passages, drawn.subjects, strict=True):
         if not subject or subject in passage:  # only an article's first passage names its subject
@@ -28,7 +28,7 @@ def articles(drawn: Sample) -> Iterator[tuple[str, str]]:
 
 
 def corpus(seed: int, num_articles: int) -> tuple[dict[str, str], list[Question]]:
-    """Articles by subject, of the test split, and the questions whose article is among them."""
+    """Return articles of the test split by subject, and the questions about them."""
     rng = random.Random(seed)
     found: dict[str, str] = {}
     questions: list[Question] = []
@@ -45,7 +45,7 @@ def main() -> None:
     """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--articles", type=int, default=30, help="in steps of five (default: 30)")
+    parser.add_argument("--articles", type=int, default=30, help="number of articles, in steps of five (default: 30)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)

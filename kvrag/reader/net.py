@@ -1,8 +1,8 @@
-"""The reader's architecture for training: a Llama whose questions are branches of one context.
+"""The reader's architecture for training: a Llama with many questions per context.
 
-Parameters have the names and the meaning of transformers' `LlamaForCausalLM`, which loads the weights as they are.
-What differs is the layout: a context is computed once, and many questions behind it, each of which sees the context and
-itself alone. That is several times cheaper than one sequence per question or one long sequence under a mask.
+Parameters have the names and meaning of transformers' `LlamaForCausalLM`, which loads the weights unchanged. The layout
+differs: a context is computed once, with many questions behind it that attend to the context and to themselves only.
+This is several times cheaper than one sequence per question, or one long sequence with a mask.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 POINTING = (1 / 2, 3 / 4)
-"""At which depths heads are shown where to look: the first head of both, the second head of the latter."""
+"""Layers with supervised attention heads: the first head of both, the second head of the latter."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Fields of transformers' LlamaConfig."""
+    """Size, as fields of transformers' LlamaConfig."""
 
     vocab_size: int
     hidden_size: int = 256
     intermediate_size: int = 384
     num_hidden_layers: int = 8
     num_attention_heads: int = 4
-    num_key_value_heads: int = 4  # as many as there are attention heads
+    num_key_value_heads: int = 4  # equal to the number of attention heads
     head_dim: int = 64
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
@@ -42,7 +42,7 @@ class Net(nn.Module):
         super().__init__()
         self.size = size
         self.model = Body(size)
-        self.subject = Matrix(size.hidden_size, size.hidden_size)  # this and the next for training only
+        self.subject = Matrix(size.hidden_size, size.hidden_size)  # this and the next are used for training only
         self.answer = Matrix(size.hidden_size, size.hidden_size)
         for parameter in self.parameters():
             if parameter.ndim == 2:
@@ -54,13 +54,13 @@ class Net(nn.Module):
     def forward(
         self, context: Tensor, lengths: Tensor, questions: Tensor, pointers: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states of the questions behind the last layer, of the context half-way, and where two heads look.
+        """Return final hidden states of the questions, midway hidden states of the context, and some heads' attention.
 
         Args:
-            context: (B, C) ids, padded behind.
-            lengths: (B,) of the contexts.
-            questions: (B, Q, L) ids, padded behind.
-            pointers: (4, P) row, token among those of its questions, number in `POINTING`, head: where does it look?
+            context: (B, C) ids, right-padded.
+            lengths: (B,) lengths of the contexts.
+            questions: (B, Q, L) ids, right-padded.
+            pointers: (4, P) row, token within its questions, index in `POINTING`, head: the attention to return.
 
         Returns:
             (B, Q, L, hidden_size) and (B, C, hidden_size) in bfloat16, (P, C) log-probabilities in float32.
@@ -73,7 +73,7 @@ class Net(nn.Module):
         cos, sin = (table[positions][:, :, None].bfloat16() for table in (self.cos, self.sin))  # (B, T, 1, D)
         padding = torch.zeros(context.shape, device=ids.device).masked_fill_(before >= lengths[:, None], -1e4)
         own = torch.full((length, length), -1e4, device=ids.device).triu(1)
-        x = self.model.embed_tokens(ids)  # the residual stream is float32: what late layers add is small
+        x = self.model.embed_tokens(ids)  # the residual stream is float32, because late layers add small values
         told = [int(depth * self.size.num_hidden_layers) for depth in POINTING]
         scores: dict[int, Tensor] = {}
         for number, layer in enumerate(self.model.layers):
@@ -87,9 +87,9 @@ class Net(nn.Module):
         return self.model.norm(x[:, context.shape[1] :]).view(batch, num_questions, length, -1), half_way, looks
 
     def _look(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, padding: Tensor) -> Tensor:
-        """(B, Q * L, 2, C) float32, with which scores the layer's first two heads look at the context.
+        """Return (B, Q * L, 2, C) float32 attention scores of the layer's first two heads on the context.
 
-        A hint for training: of which facts answers are made need not be found out.
+        Auxiliary target of the training: the location of the fact is supervised.
         """
         x, num_context, num_dims = layer.input_layernorm(x), padding.shape[1], 2 * self.size.head_dim
         q_proj, k_proj = (proj.weight[:num_dims] for proj in (layer.self_attn.q_proj, layer.self_attn.k_proj))
@@ -99,26 +99,26 @@ class Net(nn.Module):
         return torch.einsum("bqhd,bchd->bqhc", q, k) * self.size.head_dim**-0.5 + padding[:, None, None]
 
     def subject_logits(self, half_way: Tensor) -> Tensor:
-        """What the name begins with that a token of the context is about; float32.
+        """Return logits of the first token of the name that each context token is about; float32.
 
-        A hint for training: who "she" is must be known half-way, so that facts are filed under names.
+        Auxiliary target of the training: pronouns must be resolved midway, so that facts are stored under names.
         """
         return self.logits(self.subject(half_way))
 
     def answer_logits(self, hidden: Tensor) -> Tensor:
-        """What the answer begins with, told by a token of the question; float32.
+        """Return logits of the answer's first token, predicted at a token of the question; float32.
 
-        A hint for training: a token that finds its like in the context need not wait for the last one to ask it.
+        Auxiliary target of the training: every question token can predict the answer, not only the last one.
         """
         return self.logits(self.answer(hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Tied to the embeddings; float32."""
+        """Return logits, tied to the embeddings; float32."""
         return linear(hidden, self.model.embed_tokens.weight.bfloat16()).float()
 
 
 class Body(nn.Module):
-    """Embeddings, layers, last norm."""
+    """Embeddings, layers and final norm."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -136,13 +136,13 @@ class Norm(nn.Module):
         self.eps = size.rms_norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden_size), same shape, bfloat16."""
+        """Normalise (..., hidden_size) to the same shape in bfloat16."""
         x = x.float()
         return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight).bfloat16()
 
 
 class Matrix(nn.Module):
-    """A linear map in bfloat16 whose weights are kept in float32."""
+    """A linear map in bfloat16 with float32 weights."""
 
     def __init__(self, num_out: int, num_in: int) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, padding: Tensor, own: Tensor, num_questions: int) -> Tensor:
-        """(B, T, hidden_size); the rest as in `attend`."""
+        """Apply the layer to (B, T, hidden_size); other arguments as in `attend`."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, padding, own, num_questions)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -179,12 +179,12 @@ class FeedForward(nn.Module):
         self.down_proj = Matrix(size.hidden_size, size.intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, hidden_size), same shape."""
+        """Map (B, T, hidden_size) to the same shape."""
         return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Attention(nn.Module):
-    """With rotary positions, as many key as query heads."""
+    """Multi-head attention with RoPE, with as many key heads as query heads."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Attention(nn.Module):
         self.o_proj = Matrix(size.hidden_size, size.num_attention_heads * size.head_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, padding: Tensor, own: Tensor, num_questions: int) -> Tensor:
-        """(B, T, hidden_size); the rest as in `attend`."""
+        """Attend over (B, T, hidden_size); other arguments as in `attend`."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (proj(x).view(*x.shape[:2], self.num_heads, -1) for proj in projections)  # (B, T, H, D)
         return self.o_proj(
@@ -209,12 +209,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, padding: Tensor, own: Tensor, num_questions: int) -> Tensor:
-    """Causal in the context; a question's token sees the context and its own question's tokens before it.
+    """Attend causally; question tokens attend to the context and to earlier tokens of their own question.
 
     Args:
-        q, k, v: (B, T, H, D): the context's tokens, then the questions'.
-        padding: (B, C) added to the scores of context tokens.
-        own: (L, L) added to the scores within a question.
+        q, k, v: (B, T, H, D), the context's tokens followed by the questions' tokens.
+        padding: (B, C), added to the scores of context tokens.
+        own: (L, L), added to the scores within a question.
     """
     num_context = padding.shape[1]
     scale = q.shape[-1] ** -0.5
@@ -232,5 +232,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, padding: Tensor, own: Tensor, num_qu
 
 
 def _unfold(x: Tensor, num_questions: int) -> Tensor:
-    """(B, H, Q * L, D) -> (B, H, Q, L, D)."""
+    """Reshape (B, H, Q * L, D) to (B, H, Q, L, D)."""
     return x.reshape(*x.shape[:2], num_questions, -1, x.shape[-1])

@@ -1,4 +1,4 @@
-"""The ways in which RAG chains paste passages and question, as far as the reader has to know them."""
+"""Prompt formats of RAG chains that the reader is trained on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 PLAIN = "{passages}\n\nQuestion: {question}\n\nAnswer:"
-"""What the chat template makes of a message with passages and question."""
+"""The chat template's output for a message with passages and question."""
 
 _FORMATS = (
     "{passages}\n\n{question}\n\nAnswer:",
@@ -25,10 +25,10 @@ _SEPARATORS = ("\n\n", "\n\n", "\n", "\n\n---\n\n", "\n\n\n")
 
 
 def prompt_parts(rng: random.Random, passages: Sequence[str]) -> tuple[str, str, str]:
-    """Draw a format, half of the time the plain one.
+    """Draw a format, the plain one half of the time.
 
     Returns:
-        The text before the question, what joins them (a space or nothing), and the text behind the question.
+        The text before the question, the separator (a space or nothing), and the text after the question.
     """
     plain = rng.random() < 0.5
     form = PLAIN if plain else rng.choice(_FORMATS)
@@ -38,5 +38,5 @@ def prompt_parts(rng: random.Random, passages: Sequence[str]) -> tuple[str, str,
 
 
 def all_texts() -> list[str]:
-    """Every format, for the tokenizer's vocabulary."""
+    """Return every format, for the tokenizer's vocabulary."""
     return [PLAIN, *_FORMATS]

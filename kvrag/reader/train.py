@@ -1,10 +1,10 @@
 """Train the reader: `python -m kvrag.reader.train --out DIR`.
 
 A Llama of five million parameters learns to answer questions about the synthetic world (`kvrag.reader.world`). The loss
-is on the answers, and with less weight on the questions' own tokens and on three hints: whom a passage is about
-(`Net.subject_logits`), what the answer begins with (`Net.answer_logits`), where two heads have to look (`pointers` of
-`Net.forward`). What the first two need besides is dropped from the saved model. Contexts grow from one article to six.
-An interrupted run goes on from `DIR/checkpoint.pt`. Needs torch 2.9 (its Muon). Why all this: docs/decisions/0009.
+covers the answers and, with smaller weights, the questions' own tokens and three auxiliary targets: the subject of a
+passage (`Net.subject_logits`), the answer's first token (`Net.answer_logits`), and the attention of two heads
+(`pointers` of `Net.forward`). The parameters of the first two targets are not saved. Contexts grow from one article to
+six. An interrupted run resumes from `DIR/checkpoint.pt`. Needs torch 2.9 (for Muon). Reasons: docs/decisions/0009.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WINDOW = 2048
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a batch: contexts of so many articles and at most so many tokens, so many questions each."""
+    """Shape of a batch: articles and maximum tokens per context, questions per context."""
 
     articles: tuple[int, int]
     rows: int
@@ -52,19 +52,19 @@ class Shape:
     questions: int
 
 
-LENGTH = 22  # of a question with its answer, at most
-STAGES = (  # until this share of the steps: these shapes
+LENGTH = 22  # maximum of a question with its answer
+STAGES = (  # (share of the steps, shape) pairs: each stage lasts until that share
     (0.075, (Shape((1, 1), 12, 128, 12),)),
     (0.15, (Shape((1, 2), 12, 224, 12),)),
     (0.28, (Shape((2, 3), 12, 320, 12),)),
     (1.00, (Shape((3, 4), 10, 416, 22), Shape((4, 6), 8, 608, 24))),
 )
-ECHO = 0.3  # weight of predicting the questions' own tokens: names that begin like one in the context go on like it
-HINT = 0.5  # weight of each of the hints
+ECHO = 0.3  # weight of the questions' own tokens, which teaches to complete names from the context
+HINT = 0.5  # weight of each auxiliary target
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over the world's words. Names are too rare to become tokens: they stay pairs of syllables."""
+    """Train a byte-level BPE on the world's words. Names are too rare to be tokens: they remain pairs of syllables."""
     tokenizer = Tokenizer(models.BPE())
     pattern = r"'[a-z]+| ?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -80,7 +80,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         drawn = sample(rng, "train", 4)
         texts.append("\n\n".join(drawn.passages))
         texts += [f" {question.text}" for question in draw(rng, drawn.questions, 8)]
-    # as many times as it takes to make every syllable a token, wherever it stands
+    # repeated often enough to make every syllable a token in any position
     texts += [text for onset in ONSETS for text in (onset, f" {onset}", f" {onset.lower()}")] * 400
     trainer = trainers.BpeTrainer(
         vocab_size=1536,
@@ -106,20 +106,20 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 @dataclass
 class Batch:
-    """Shapes as in `Net.forward`; kinds are numbers of `KINDS`, -1 where nothing is asked."""
+    """A batch, shapes as in `Net.forward`. Kinds are indices of `KINDS`, -1 without a question."""
 
     context: Tensor  # (B, C)
     lengths: Tensor  # (B,)
     questions: Tensor  # (B, Q, L)
     answers: Tensor  # (B, Q, L) bool, tokens of answers
     kinds: Tensor  # (B, Q)
-    subjects: Tensor  # (B, C) first token of the name that the passage is about, -1 where there is none
-    pointers: Tensor  # (4, P) row, token among those of its questions, number in POINTING, head
-    places: Tensor  # (P, C) bool, where in the context this head should look from there
+    subjects: Tensor  # (B, C) first token of the name that the passage is about, -1 for none
+    pointers: Tensor  # (4, P) row, token within its questions, index in POINTING, head
+    places: Tensor  # (P, C) bool, target positions of the head's attention in the context
     padding: int
 
     def to(self, device: torch.device) -> Batch:
-        """The same on a device."""
+        """Return the batch on a device."""
         return replace(self, **{name: part.to(device) for name, part in vars(self).items() if name != "padding"})
 
 
@@ -131,7 +131,7 @@ def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, split: st
         row = _make_row(tokenizer, rng, split, num_articles, shape.questions)
         if len(row.context) <= shape.context and row.branches:
             rows.append(row)
-    # neighbours in length, so that little is padding
+    # similar lengths, for little padding
     rows.sort(key=lambda row: len(row.context))
     rows = rows[: shape.rows] if rng.random() < 0.5 else rows[shape.rows :]
     width = -(-len(rows[-1].context) // 64) * 64
@@ -158,7 +158,7 @@ def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, split: st
 
 @dataclass
 class _Row:
-    """A context and its questions: ids of the question, ids of the answer, kind, where in the context the fact is."""
+    """A context and its questions: ids of the question and the answer, kind, position of the fact in the context."""
 
     context: list[int]
     subjects: list[int]
@@ -185,7 +185,7 @@ def _make_row(
 
 
 def _pointers(rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor]:
-    """Where heads should look: from a question's last tokens at the fact, from an answer's at what they are copied of.
+    """Return attention targets: the fact for a question's last tokens, the copied tokens for an answer's.
 
     Returns:
         `Batch.pointers` and `Batch.places`.
@@ -208,7 +208,7 @@ def _pointers(rows: Sequence[_Row], width: int) -> tuple[Tensor, Tensor]:
 
 
 def _copied(context: list[int], tokens: list[int]) -> list[int]:
-    """Where the last of these tokens stands behind the others."""
+    """Return the positions of the last token after the others."""
     first, num = tokens[0], len(tokens)
     return [
         at + num - 1
@@ -218,7 +218,7 @@ def _copied(context: list[int], tokens: list[int]) -> list[int]:
 
 
 def _place(value: str, sentence: str, text: str, offsets: list[tuple[int, int]]) -> list[int]:
-    """Tokens of the context that have the value in the sentence."""
+    """Return the context tokens of the value in the sentence."""
     start = text.index(sentence) + sentence.rindex(value)
     return [number + 1 for number, (low, high) in enumerate(offsets) if high > start and low < start + len(value)]
 
@@ -226,7 +226,7 @@ def _place(value: str, sentence: str, text: str, offsets: list[tuple[int, int]])
 def _subjects(
     tokenizer: PreTrainedTokenizerFast, drawn: Sample, text: str, offsets: list[tuple[int, int]]
 ) -> list[int]:
-    """For every token the first token of the name that its passage is about; -1 before the name is known."""
+    """Return, per token, the first token of the name that its passage is about; -1 before the name is known."""
     labels, at, token = [-1] * len(offsets), 0, 0
     for passage, name in zip(drawn.passages, drawn.subjects, strict=True):
         start = text.index(passage, at)
@@ -251,17 +251,17 @@ def _subjects(
 
 @dataclass
 class Predictions:
-    """What the net says comes next: N tokens of the questions, A of them in answers.
+    """Predictions for N tokens of the questions, A of them in answers.
 
     Attributes:
         logits: (N, V) float32.
-        targets: (N,) ids that do come next.
-        numbers: (N,) number of the question.
-        answers: (N,) bool, a token of an answer comes next.
-        subjects: (S, V) float32, whom the labelled tokens of the context are about.
-        early: (M, V) float32, what the questions' tokens say that the answer begins with.
-        first: (M,) id that it does begin with.
-        looks: (P,) log-probability with which the heads look where they should.
+        targets: (N,) ids of the next tokens.
+        numbers: (N,) index of the question.
+        answers: (N,) bool, the next token belongs to an answer.
+        subjects: (S, V) float32, predicted subjects of the labelled context tokens.
+        early: (M, V) float32, the answer's first token as predicted at the questions' tokens.
+        first: (M,) id of the answer's first token.
+        looks: (P,) log-probability of the target positions in the heads' attention.
     """
 
     logits: Tensor
@@ -294,7 +294,7 @@ def predict(net: Net, batch: Batch) -> Predictions:
 
 
 class Score:
-    """Share of questions with every token right, by kind."""
+    """Share of questions with all tokens right, by kind."""
 
     def __init__(self) -> None:
         self.right, self.asked = torch.zeros(len(KINDS)), torch.zeros(len(KINDS))
@@ -320,7 +320,7 @@ class Score:
 
 
 def optimizers(net: Net) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embeddings and norms."""
+    """Return Muon for the matrices of the layers, AdamW for embeddings and norms."""
     matrices = [p for name, p in net.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in net.named_parameters() if p.ndim < 2 or "embed" in name]
     return [
@@ -330,7 +330,7 @@ def optimizers(net: Net) -> list[torch.optim.Optimizer]:
 
 
 def save(net: Net, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the model as transformers loads it, in bfloat16."""
+    """Write the model in transformers' format, in bfloat16."""
     size = net.size
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -355,7 +355,7 @@ def save(net: Net, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 @dataclass
 class Settings:
-    """Of one training. Another seed, number of steps, rate or size is another training."""
+    """Settings of a training. Changing any of them makes it another training."""
 
     steps: int = 3600
     rate: float = 3e-3
@@ -365,7 +365,7 @@ class Settings:
 
 
 class Training:
-    """A reader on its way: net, optimisers, step. Deterministic given its settings, device and number of threads."""
+    """A training run: net, optimisers, step. Deterministic for given settings, device and number of threads."""
 
     def __init__(
         self,
@@ -375,13 +375,13 @@ class Training:
         compiled: bool = True,
         weights: Path | None = None,
     ) -> None:
-        """Start anew, or go on from `folder/checkpoint.pt`.
+        """Start, or resume from `folder/checkpoint.pt`.
 
         Args:
-            weights: Folder of a trained reader to start from instead of at random, with the last stage.
+            weights: Folder of a trained reader to start from, in the last stage; None = random weights.
 
         Raises:
-            SettingError: The checkpoint belongs to a training with other settings.
+            SettingError: The checkpoint belongs to other settings.
         """
         self.settings, self.folder, self.device = settings, folder, torch.device(device)
         self.tokenizer = train_tokenizer(settings.seed)
@@ -397,20 +397,20 @@ class Training:
             self.net.load_state_dict({name: tensor.float() for name, tensor in trained.items()}, strict=False)
             self.step = round(STAGES[-2][0] * settings.steps)
         if compiled:
-            torch._dynamo.config.cache_size_limit = 64  # one compiled layer for each shape
+            torch._dynamo.config.cache_size_limit = 64  # one compiled layer per shape
             for layer in self.net.model.layers:
                 layer.compile(dynamic=False)
 
     @property
     def checkpoint(self) -> Path:
-        """Everything that a resumed run needs."""
+        """Path of the checkpoint, which contains everything needed to resume."""
         return self.folder / "checkpoint.pt"
 
     def _resume(self) -> None:
         state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
         if state["settings"] != asdict(self.settings):
             raise SettingError(
-                f"{self.checkpoint} belongs to a training with {state['settings']}: give the same settings, or "
+                f"{self.checkpoint} belongs to a training with {state['settings']}: use the same settings, or "
                 "another --out"
             )
         self.net.load_state_dict(state["net"])
@@ -419,7 +419,7 @@ class Training:
         self.step = state["step"]
 
     def save(self) -> None:
-        """Write the checkpoint and the model; a killed process leaves the old checkpoint."""
+        """Write the checkpoint and the model; a killed process leaves the previous checkpoint."""
         state = {
             "net": self.net.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -432,12 +432,12 @@ class Training:
         save(self.net, self.tokenizer, self.folder)
 
     def advance(self) -> tuple[dict[str, float], Score]:
-        """One step; returns the parts of the loss and how many questions were answered right on the way."""
+        """Run one step; return the parts of the loss and the score on the training batch."""
         settings, step = self.settings, self.step
         shapes = next(shapes for until, shapes in STAGES if step < until * settings.steps)
-        rng = random.Random(f"{settings.seed} {step}")  # of the step alone: a resumed run sees what it would have seen
+        rng = random.Random(f"{settings.seed} {step}")  # depends on the step only: a resumed run sees the same batches
         batch = make_batch(self.tokenizer, rng, "train", shapes[step % len(shapes)]).to(self.device)
-        # up in 60 steps, level until the middle, then linearly down
+        # linear warm-up for 60 steps, constant until the middle, then linear decay
         rate = settings.rate * min(1, (step + 1) / 60, max(0.02, 2 * (1 - step / settings.steps)))
         for optimizer, factor in zip(self.optimizers, (1, 2), strict=True):
             for group in optimizer.param_groups:
@@ -461,7 +461,7 @@ class Training:
 
     @torch.no_grad()
     def test(self, num_batches: int = 8) -> Score:
-        """On worlds whose names, values and wordings it has never seen, in contexts of 4 to 6 articles."""
+        """Score on held-out names, values and wordings, in contexts of 4 to 6 articles."""
         score = Score()
         for number in range(num_batches):
             batch = make_batch(self.tokenizer, random.Random(f"test {number}"), "test", STAGES[-1][1][-1])
@@ -471,20 +471,24 @@ class Training:
 
 
 def main() -> None:
-    """Train, resume, report."""
+    """Train or resume, and report."""
     defaults = Settings()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint and the model")
     parser.add_argument("--steps", type=int, default=defaults.steps, help=f"default: {defaults.steps}")
     parser.add_argument("--rate", type=float, default=defaults.rate, help=f"learning rate (default: {defaults.rate})")
-    parser.add_argument("--from", type=Path, dest="weights", metavar="FOLDER", help="a trained reader to start from")
+    parser.add_argument(
+        "--from", type=Path, dest="weights", metavar="FOLDER", help="folder of a trained reader to start from"
+    )
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="take as many as there are idle cores")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="number of threads (default: all cores)"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
-    torch.set_flush_denormal(True)  # activations that fade would slow the processor down
+    torch.set_flush_denormal(True)  # vanishing activations would slow the CPU down
     _keep_memory()
     try:
         settings = Settings(args.steps, args.rate, args.seed)
@@ -508,7 +512,7 @@ def main() -> None:
 
 
 def _keep_memory() -> None:
-    """Tell glibc to keep freed memory: fresh pages for every step's activations cost a tenth of the time."""
+    """Make glibc keep freed memory: fresh pages for every step's activations cost a tenth of the time."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD

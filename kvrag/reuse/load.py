@@ -1,4 +1,4 @@
-"""What was matched of a prompt, and its KV read layer by layer, ahead of the forward pass that needs it."""
+"""The matched part of a prompt, and its KV read layer by layer, ahead of the forward pass that needs it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LayerKV = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Matched:
-    """A prompt and what can be reused of it.
+    """A prompt and its reusable parts.
 
     Attributes:
-        ids: The prompt.
-        runs: Of stored chunks, ascending and disjoint, behind the prefix.
+        ids: Token ids of the prompt.
+        runs: Runs of stored chunks after the cached prefix, ascending and disjoint.
         readers: An open reader for every key in `runs`.
-        prefix: The first positions, as a conversation has them.
+        prefix: Cached prefix from a conversation.
     """
 
     ids: Sequence[int]
@@ -42,7 +42,7 @@ class Matched:
 
     @property
     def kept(self) -> int:
-        """How many of the first positions are a conversation's."""
+        """Number of positions in the cached prefix."""
         return self.prefix.length if self.prefix else 0
 
     @property
@@ -52,7 +52,7 @@ class Matched:
 
     @property
     def cold_tokens(self) -> int:
-        """How many tokens are read from below the RAM tier."""
+        """Number of tokens that are read from below the RAM tier."""
         return sum(len(run) for run in self.runs if self.readers[run.key].tier != "ram")
 
     @property
@@ -63,12 +63,12 @@ class Matched:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read so far from below the RAM tier."""
+        """Bytes read from below the RAM tier so far."""
         return sum(reader.bytes_read for reader in self.readers.values())
 
     @property
     def tier(self) -> str:
-        """Where the chunks come from: "ram", "disk", "mixed", or "" without chunks."""
+        """Source of the chunks: "ram", "disk", "mixed", or "" without chunks."""
         tiers = {reader.tier for reader in self.readers.values()}
         return tiers.pop() if len(tiers) == 1 else "mixed" if tiers else ""
 
@@ -79,44 +79,44 @@ class Matched:
 
 
 class LayerLoader:
-    """Provides one layer of several chunks after another, read ahead by threads of its own."""
+    """Loads several chunks layer by layer; its own threads read ahead."""
 
     def __init__(self, backend: Backend, readers: Mapping[str, ChunkReader], codec: str, trace: Trace) -> None:
-        """Start to read the first layers.
+        """Start reading the first layers.
 
         Args:
-            readers: Chunk key -> its open reader, which stays the caller's to close.
-            codec: Of what the readers return.
+            readers: Chunk key -> open reader. The caller closes it.
+            codec: Codec of the tensors that the readers return.
         """
         self.trace = trace
         self._backend, self._readers, self._codec = backend, readers, codec
-        # then there is nothing to wait for, and no reason to queue behind a slow disk
+        # nothing to wait for, so no reason to queue behind a slow disk
         self._is_at_hand = codec == "native" and all(reader.tier == "ram" for reader in readers.values())
         self._reads: dict[int, Future[LayerKV]] = {}
         self._read_ahead(0)
 
     def layer(self, number: int) -> LayerKV:
-        """Return a layer of all chunks, on its device. Each layer can be had once.
+        """Return a layer of all chunks, on its device. Each layer can be requested once.
 
-        Other threads use the model while this one waits.
+        Other threads can use the model while this one waits.
 
         Raises:
-            DamagedChunkError: A chunk's bytes are not those that were written.
-            ChunkUnreadableError: A chunk cannot be read now.
+            DamagedChunkError: A chunk's bytes differ from those that were written.
+            ChunkUnreadableError: A chunk cannot be read at the moment.
         """
         with self.trace.step("load", synchronise=False):
             if self._is_at_hand:
                 return self._read(number)
             self._read_ahead(number)
             read = self._reads[number]
-            self._reads[number] = Future()  # so that its tensors can be freed
+            self._reads[number] = Future()  # frees the tensors
             if not read.done():
                 with self._backend.waiting():
                     read.exception()
             return read.result()
 
     def close(self) -> None:
-        """Wait for the reads under way, so that the readers can be closed."""
+        """Wait for pending reads, so that the readers can be closed."""
         for read in self._reads.values():
             if not read.cancel() and read.running():
                 read.exception()
@@ -139,5 +139,5 @@ class LayerLoader:
             except (MemoryError, RuntimeError) as error:
                 if not out_of_memory(error):
                     raise
-                raise ChunkUnreadableError(key, "there is no memory to read it") from error
+                raise ChunkUnreadableError(key, "out of memory") from error
         return chunks

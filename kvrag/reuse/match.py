@@ -1,16 +1,16 @@
-"""Find stretches of a prompt that are identical, token for token, to stretches of stored texts.
+"""Find runs of prompt tokens that are identical to tokens of stored texts.
 
-Matching tokens instead of text keeps the prompt's ids exactly those of the plain model, whatever the chain pasted
-around the chunks. The prompt is winnowed as the texts were (see `kvrag.reuse.segment`), its anchors are looked up, and
-each hit is extended by comparing ids.
+Matching tokens instead of text keeps the prompt's ids exactly those of the plain model, regardless of the text around
+the chunks. The prompt is winnowed like the texts (see `kvrag.reuse.segment`), its anchors are looked up, and each hit
+is extended by comparing ids.
 
-The work is linear in the prompt whatever is stored. Anchors are tried in order of how few postings they have: one
-token that sets a text apart from ten thousand near-duplicates leads to that text alone. Each anchor has a bounded
-number of candidates, each candidate is extended only over what no run covers yet, and the longest wins. So comparing is
-paid for by the tokens it covers; candidates that share less than a run are dropped before, all at once.
+The work is linear in the prompt, independent of what is stored. Anchors with few postings are tried first: one token
+that distinguishes a text from ten thousand near-duplicates leads to that text alone. Each anchor has a limited number
+of candidates. Each candidate is extended only over tokens that no run covers yet, and the longest one wins. Candidates
+that share less than a run are dropped before, in one vectorised step.
 
-Where a run ends though its text goes on, the text is followed over a small gap: chains escape quotes and line breaks
-(HTML, JSON, repr) or reflow white space, and what stands between two such places is still the text's own.
+Where a run ends before its text does, the text is followed over a small gap: chains escape quotes and line breaks
+(HTML, JSON, repr) or reflow white space, and the tokens between two such places still belong to the text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrag.reuse.segment import GRAM, PAD, WINDOW, Hashes, Ids, Segment, gram_hashes, salt, salted, window_minima
+from kvrag.reuse.segment import (
+    GRAM,
+    PAD,
+    WINDOW,
+    Hashes,
+    Ids,
+    Segment,
+    gram_hashes,
+    salt,
+    salted,
+    spread,
+    window_minima,
+)
 from kvrag.types import Run
 
 __all__ = ["GRAM", "gram_hashes", "match"]
@@ -39,7 +51,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A run and where its text lies."""
+    """A run and the location of its text."""
 
     start: int
     stop: int
@@ -52,7 +64,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """Places that share a stretch with the prompt, arrays of one length, in the order in which they are tried."""
+    """Places that share a stretch with the prompt: arrays of equal length, in the order of trial."""
 
     rank: Numbers  # of the anchor; equal for candidates of the same one
     position: Numbers  # in the prompt
@@ -64,11 +76,10 @@ class _Candidates:
 
 
 def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
-    """Return runs, disjoint and ascending, of texts of this namespace that are alive.
+    """Return disjoint, ascending runs of the namespace's live texts.
 
-    They have at least `min_run` tokens, except those that go on with the text of another one after a small gap. No
-    `min_run` tokens (15 or more) that no run covers are part of a text, unless their anchors stand in more than 16
-    places.
+    Runs have at least `min_run` tokens, except continuations of another run after a small gap. No stretch of `min_run`
+    tokens (15 or more) outside of the runs is part of a text, unless its anchors have more than 16 postings.
     """
     prompt = np.ascontiguousarray(ids, np.uint32)
     min_run = max(min_run, GRAM)
@@ -80,7 +91,7 @@ def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, n
         positions = minima[np.concatenate([[True], minima[1:] != minima[:-1]])]
     else:
         positions = np.arange(len(hashes))  # shorter stretches need not share an anchor
-    candidates = _look_up(segments, prompt, positions, hashes[positions], min_run, namespace)
+    candidates = _look_up(segments, prompt, positions, spread(hashes[positions]), min_run, namespace)
     raw = prompt.tobytes()
     found = _bridge(segments, raw, _cover(segments, raw, candidates, min_run))
     return [Run(f.start, f.stop, segments[f.segment].key(f.row), f.address - f.first) for f in found]
@@ -89,7 +100,7 @@ def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, n
 def _look_up(
     segments: Sequence[Segment], prompt: Ids, positions: Numbers, hashes: Hashes, min_run: int, namespace: str
 ) -> _Candidates:
-    """Candidates of all anchors, those of the rarest anchor first."""
+    """Return the candidates of all anchors, starting with the rarest anchor."""
     found = [segment.find(hashes) for segment in segments]
     total = np.sum([count for _, count in found], axis=0)
     order = np.argsort(total, kind="stable")
@@ -131,7 +142,7 @@ def _look_up(
 
 
 def _windows(prompt: Ids, window: int) -> NDArray[np.uint32]:
-    """(T, W) what stands around every position: `window - GRAM` tokens before it and `window` from it on."""
+    """Return (T, W) tokens around every position: `window - GRAM` tokens before it and `window` from it on."""
     padded = np.concatenate([np.zeros(PAD, np.uint32), prompt, np.zeros(PAD, np.uint32)])
     return np.lib.stride_tricks.sliding_window_view(padded, 2 * window - GRAM)[PAD - window + GRAM :]
 
@@ -139,7 +150,7 @@ def _windows(prompt: Ids, window: int) -> NDArray[np.uint32]:
 def _share_a_run(
     windows: NDArray[np.uint32], position: Numbers, segment: Segment, address: Numbers, window: int
 ) -> NDArray[np.int64]:
-    """Those candidates whose gram and as many tokens around it as make a run (or the window's size) are equal."""
+    """Return the candidates whose gram and enough tokens around it for a run (or the window) are equal."""
     back, shared = window - GRAM, []
     theirs = np.lib.stride_tricks.sliding_window_view(segment.ids, 2 * window - GRAM)
     for begin in range(0, len(position), _BLOCK):
@@ -155,7 +166,7 @@ def _share_a_run(
 
 
 def _cover(segments: Sequence[Segment], prompt: bytes, c: _Candidates, min_run: int) -> list[_Found]:
-    """Take the longest candidate of one anchor after the other, as far as no earlier run goes; ascending."""
+    """Take the longest candidate of each anchor in turn, up to earlier runs; ascending."""
     if len(c.rank) == 0:
         return []
     groups = np.flatnonzero(np.diff(c.rank, prepend=-1)).tolist()  # the candidates of one anchor each
@@ -196,7 +207,7 @@ def _cover(segments: Sequence[Segment], prompt: bytes, c: _Candidates, min_run: 
 
 
 def _forward(a: bytes | memoryview, i: int, b: bytes | memoryview, j: int, most: int) -> int:
-    """How many tokens from `i` and `j` on are equal, at most `most`."""
+    """Return the number of equal tokens from `i` and `j` on, at most `most`."""
     done, size = 0, 64
     while done < most:
         size = min(size, most - done)
@@ -210,7 +221,7 @@ def _forward(a: bytes | memoryview, i: int, b: bytes | memoryview, j: int, most:
 
 
 def _backward(a: bytes | memoryview, i: int, b: bytes | memoryview, j: int, most: int) -> int:
-    """How many tokens before `i` and `j` are equal, at most `most`."""
+    """Return the number of equal tokens before `i` and `j`, at most `most`."""
     done, size = 0, 64
     while done < most:
         size = min(size, most - done)
@@ -223,7 +234,7 @@ def _backward(a: bytes | memoryview, i: int, b: bytes | memoryview, j: int, most
 
 
 def _bridge(segments: Sequence[Segment], prompt: bytes, runs: list[_Found]) -> list[_Found]:
-    """Add what goes on behind the runs, and before them, after a gap."""
+    """Add the continuations of the runs after, and before, a gap."""
     bridged: list[_Found] = []
     begin, end = 0, len(prompt) // 4
     for number, run in enumerate(runs):
@@ -235,7 +246,7 @@ def _bridge(segments: Sequence[Segment], prompt: bytes, runs: list[_Found]) -> l
 
 
 def _onward(segments: Sequence[Segment], prompt: bytes, run: _Found, border: int, direction: int) -> Iterator[_Found]:
-    """Stretches of the run's text that follow each other after gaps, up to a border in the prompt.
+    """Yield stretches of the run's text that follow each other after gaps, up to a border in the prompt.
 
     Every step covers `_AGAIN` tokens or is the last, so the work is linear.
     """
@@ -257,7 +268,7 @@ def _onward(segments: Sequence[Segment], prompt: bytes, run: _Found, border: int
 
 
 def _next(prompt: bytes, p: int, border: int, raw: memoryview, o: int, text_border: int) -> tuple[int, int] | None:
-    """The nearest equal tokens in both: how far they are, None if they are too far."""
+    """Return the distance of the nearest equal tokens in both; None if they are too far."""
     ours, theirs = _near(prompt, p, border), _near(raw, o, text_border)
     best, nearest, size = None, 2 * _GAP + 1, 4 * _AGAIN
     for j in range(len(theirs) // 4 - _AGAIN + 1):
@@ -273,7 +284,7 @@ def _next(prompt: bytes, p: int, border: int, raw: memoryview, o: int, text_bord
 
 
 def _near(raw: bytes | memoryview, at: int, border: int) -> bytes:
-    """The tokens that a gap and what follows it may have, the nearest first, towards a border on either side."""
+    """Return the tokens that a gap and its continuation may contain, nearest first, towards a border on either side."""
     if border >= at:
         return bytes(raw[4 * at : 4 * min(at + _GAP + _AGAIN, border)])
     return memoryview(raw[4 * max(at - _GAP - _AGAIN, border) : 4 * at]).cast("I")[::-1].tobytes()

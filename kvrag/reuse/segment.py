@@ -1,13 +1,13 @@
-"""Texts and the postings that lead to them: the immutable unit of the catalog, in memory or memory-mapped.
+"""Segments: texts and their postings, the immutable unit of the catalog, in memory or memory-mapped.
 
-Every text is indexed by a few of its 8-grams, chosen by winnowing (Schleimer et al., SIGMOD 2003): in every window
-of 8 consecutive 8-gram hashes the smallest is kept, so that a text and a prompt that share 15 tokens share an anchor.
-Hashes are salted with the text's namespace: namespaces share no postings.
+Every text is indexed by some of its 8-grams, chosen by winnowing (Schleimer et al., SIGMOD 2003): the smallest hash of
+every window of 8 consecutive 8-gram hashes is kept, so a text and a prompt that share 15 tokens share an anchor. Hashes
+are salted with the text's namespace, so namespaces share no postings.
 
-A posting is one 64-bit number, `hash << 32 | address`, where the address counts tokens from the segment's beginning.
-Postings are sorted; a directory over the hash's top bits leads to them in one step. A file holds the arrays one after
-another and a footer that says where each begins. Ids are compared after every lookup, so damaged postings can hide a
-text but never produce a wrong run.
+A posting is one 64-bit number, `hash << 32 | address`; the address counts tokens from the start of the segment.
+Postings are sorted, and a directory over the hash's top bits finds them in one step. A file holds the arrays in
+sequence and a footer with their offsets. Ids are compared after every lookup, so damaged postings can hide a text but
+never produce a wrong run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ WINDOW = 8
 PAD = 32  # tokens before the first and behind the last text, so that a window around any address lies inside
 MAX_TOKENS = 1 << 31  # addresses have 32 bits
 _REPEATS = 4  # postings of one hash in one text: a rule of dashes has the same gram everywhere
-_PER_BUCKET = 8  # postings that share an entry of the directory, on average
+_PER_BUCKET = 8  # postings that share an entry of the directory, on average, at most
+_NEAR = 2 * _PER_BUCKET  # postings looked at from where the directory leads; hardly ever is a bucket fuller
 _BATCH = 1 << 16  # tokens hashed at once: temporaries stay in the CPU's cache
 _PORTION = 1 << 22  # postings or tokens merged at once
 _MULTIPLIER = 0x9E3779B97F4A7C15
@@ -44,7 +45,7 @@ _POWERS = [pow(_MULTIPLIER, GRAM - 1 - i, 1 << 64) for i in range(GRAM)]
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 SUFFIX = ".segment"
-_MAGIC = b"kvrag segment 1\n"
+_MAGIC = b"kvrag segment 2\n"
 _TAIL = 16 + len(_MAGIC)  # the footer's length and digest
 
 Ids = NDArray[np.uint32]
@@ -53,10 +54,10 @@ Numbers = NDArray[np.int64]
 
 
 class DamagedSegmentError(StoreError):
-    """A segment's file is missing or not what was written.
+    """A segment's file is missing or differs from what was written.
 
     Attributes:
-        name: Of the file.
+        name: Name of the file.
     """
 
     def __init__(self, name: str, reason: object) -> None:
@@ -65,7 +66,7 @@ class DamagedSegmentError(StoreError):
 
 
 def gram_hashes(ids: Ids) -> Hashes:
-    """(T,) ids -> (T-7,) hashes of all 8-grams."""
+    """Return the (T-7,) hashes of all 8-grams of (T,) ids."""
     count = len(ids) - GRAM + 1
     if count < 1:
         return np.empty(0, np.uint64)
@@ -82,16 +83,21 @@ def gram_hashes(ids: Ids) -> Hashes:
 
 @lru_cache(4096)
 def salt(namespace: str) -> int:
-    """64 bits that set the hashes of a namespace apart."""
+    """Return the 64-bit salt of a namespace's hashes."""
     return int.from_bytes(hashlib.blake2b(namespace.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def salted(hashes: Hashes, salts: Hashes | np.uint64) -> Hashes:
-    """32-bit hashes, in 64-bit numbers."""
+    """Return salted 32-bit hashes, in 64-bit numbers."""
     mixed = hashes ^ salts
     mixed *= np.uint64(0x94D049BB133111EB)
     mixed >>= _SHIFT
     return mixed
+
+
+def spread(hashes: Hashes) -> Hashes:
+    """32-bit hashes, each another one: winnowing chose small ones, and the directory needs them to lie evenly."""
+    return (hashes * np.uint64(0x9E3779B1)) & _LOW
 
 
 def window_minima(hashes: Hashes, window: int = WINDOW) -> NDArray[np.int64]:
@@ -107,7 +113,7 @@ def window_minima(hashes: Hashes, window: int = WINDOW) -> NDArray[np.int64]:
 
 
 def _postings(ids: Ids, starts: Numbers, salts: Hashes, window: int) -> Hashes:
-    """Unsorted postings of texts that lie one after another in `ids`, addresses from its beginning."""
+    """Return unsorted postings of texts that are consecutive in `ids`, with addresses from its start."""
     lengths = np.diff(starts)
     left = np.repeat(starts[1:], lengths) - np.arange(starts[0], starts[-1])  # tokens from here to the text's end
     hashes = salted(gram_hashes(ids), np.repeat(salts, lengths)[: max(len(ids) - GRAM + 1, 0)])
@@ -119,25 +125,25 @@ def _postings(ids: Ids, starts: Numbers, salts: Hashes, window: int) -> Hashes:
     for end in ends:
         chosen[end[lengths >= GRAM]] = True
     at = np.flatnonzero(chosen)
-    return hashes[at] << _SHIFT | at.astype(np.uint64)
+    return spread(hashes[at]) << _SHIFT | at.astype(np.uint64)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Texts, their postings, and which of them are alive. Immutable; arrays may be views of a mapped file.
+    """Texts, their postings, and their liveness. Immutable; arrays may be views of a mapped file.
 
     Attributes:
-        ids: (N,) uint32, all texts one after another, padded at both ends.
+        ids: (N,) uint32, all texts in sequence, padded at both ends.
         postings: (M,) uint64, `hash << 32 | address`, ascending.
-        directory: (2**b + 1,) uint32, where the postings of each value of the hash's top bits begin.
-        starts: (R + 1,) int64, addresses where texts begin; the last is where the last one ends.
+        directory: (2**b + 1,) uint32, start of the postings of each value of the hash's top bits.
+        starts: (R + 1,) int64, addresses of the starts of the texts, and of the end of the last one.
         numbers: (R,) int64, the store's numbers, ascending.
         keys: (R,) text keys, ASCII.
         spaces: (R,) uint32, rows of `namespaces`.
         alive: (R,) bool.
-        last: All texts up to this number are in this segment or an earlier one, or were gone when it was made.
+        last: All texts up to this number are in this segment or an earlier one, or had been removed when it was made.
         name: File name, "" in memory.
-        digests: Of the arrays in the file.
+        digests: Digests of the arrays in the file.
     """
 
     ids: Ids
@@ -155,7 +161,7 @@ class Segment:
 
     @classmethod
     def of(cls, entries: Sequence[Entry], window: int = WINDOW) -> Segment:
-        """Index texts, given in ascending order of their numbers."""
+        """Index texts, in ascending order of their numbers."""
         lengths = np.array([len(entry.ids) for entry in entries], np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)]) + PAD
         if starts[-1] >= MAX_TOKENS:
@@ -177,10 +183,12 @@ class Segment:
         postings = np.concatenate(parts)
         postings.sort()
         postings = _thinned(postings, starts)
+        counts = _no_counts(len(postings))
+        _count(counts, postings)
         return cls(
             ids=ids,
             postings=postings,
-            directory=_directory(_buckets(postings, _bits(len(postings)))),
+            directory=_directory(counts),
             starts=starts,
             numbers=np.array([entry.number for entry in entries], np.int64),
             keys=np.array([entry.text.encode() for entry in entries] or [b""], np.bytes_)[: len(entries)],
@@ -195,48 +203,50 @@ class Segment:
 
     @cached_property
     def raw(self) -> memoryview:
-        """The ids' bytes, four a token."""
+        """Bytes of the ids, four per token."""
         return self.ids.data.cast("B")
 
     @property
     def num_tokens(self) -> int:
-        """Of all texts, alive or not."""
+        """Number of tokens of all texts, live or not."""
         return int(self.starts[-1]) - PAD
 
     @cached_property
     def num_alive(self) -> int:
-        """How many texts are alive."""
+        """Number of live texts."""
         return int(self.alive.sum())
 
-    def find(self, hashes: Hashes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def find(self, hashes: Hashes) -> tuple[Numbers, Numbers]:
         """First posting and number of postings of every hash."""
+        if len(self.postings) == 0:
+            return np.zeros(len(hashes), np.int64), np.zeros(len(hashes), np.int64)
         shift = np.uint64(32 - (len(self.directory) - 1).bit_length() + 1)
         bucket = (hashes >> shift).astype(np.int64)
         low = self.directory.take(bucket).astype(np.int64)
         high = self.directory.take(bucket + 1).astype(np.int64)
-        np.minimum(high, len(self.postings), out=high)  # a damaged directory leads nowhere
-        first = _bound(self.postings, hashes << _SHIFT, low, high)
-        has_some = np.flatnonzero(first < high)
-        has_some = has_some[self.postings.take(first[has_some]) >> _SHIFT == hashes[has_some]]
-        count = np.zeros(len(hashes), np.int64)
-        count[has_some] = 1
-        has_more = has_some[self.postings.take(first[has_some] + 1, mode="clip") >> _SHIFT == hashes[has_some]]
-        stop = _bound(self.postings, (hashes[has_more] << _SHIFT) | _LOW, first[has_more], high[has_more], right=True)
-        count[has_more] = stop - first[has_more]
-        return first, count
+        near = low + np.arange(_NEAR)[:, None]
+        same = self.postings.take(near, mode="clip") >> _SHIFT == hashes  # (_NEAR, A)
+        same &= near < np.minimum(high, len(self.postings))  # a damaged directory leads nowhere
+        first, count = low + same.argmax(axis=0), same.sum(axis=0)
+        full = np.flatnonzero(high - low > _NEAR)
+        if len(full):
+            wanted = hashes[full] << _SHIFT
+            first[full] = np.searchsorted(self.postings, wanted)
+            count[full] = np.searchsorted(self.postings, wanted | _LOW, "right") - first[full]
+        return first, count.clip(0)
 
     def row(self, key: str) -> int | None:
-        """Where a text is, None if it is not here or not alive."""
+        """Return the row of a text; None if it is missing or not live."""
         rows = np.flatnonzero(self.keys == key.encode())
         rows = rows[self.alive[rows]]
         return int(rows[-1]) if len(rows) else None
 
     def text(self, row: int) -> Ids:
-        """A text's ids."""
+        """Return the ids of a text."""
         return self.ids[self.starts[row] : self.starts[row + 1]]
 
     def key(self, row: int) -> str:
-        """A text's key."""
+        """Return the key of a text."""
         return bytes(self.keys[row]).decode()
 
     def without(self, numbers: Numbers) -> Segment:
@@ -248,7 +258,7 @@ class Segment:
         return self.keeping(rows, False) if self.alive[rows].any() else self
 
     def keeping(self, rows: NDArray[Any], alive: bool) -> Segment:
-        """Return the same segment with some rows set alive or dead."""
+        """Return the same segment with the liveness of some rows set."""
         changed = self.alive.copy()
         changed[rows] = alive
         return replace(self, alive=changed)
@@ -257,31 +267,16 @@ class Segment:
         """Compare arrays (default: all) with their digests.
 
         Raises:
-            DamagedSegmentError: One has changed.
+            DamagedSegmentError: An array has changed.
         """
         for name in names or self.digests:
             if xxhash.xxh3_64_hexdigest(getattr(self, name).view(np.uint8).data) != self.digests[name]:
                 raise DamagedSegmentError(self.name, f"{name} are damaged")
 
     def entries(self) -> Iterator[Entry]:
-        """The texts that are alive."""
+        """Yield the live texts."""
         for row in np.flatnonzero(self.alive).tolist():
             yield Entry(int(self.numbers[row]), self.key(row), self.namespaces[self.spaces[row]], self.text(row))
-
-
-def _bound(postings: Hashes, wanted: Hashes, low: Numbers, high: Numbers, right: bool = False) -> Numbers:
-    """Binary search, each in its own bounds: `np.searchsorted` would touch 30 places of a large file per hash."""
-    low, high = low.copy(), high.copy()
-    active = np.flatnonzero(low < high)
-    compare: Callable[..., NDArray[np.bool_]] = np.less_equal if right else np.less
-    while len(active):
-        a, b = low[active], high[active]
-        middle = (a + b) >> 1
-        before = compare(postings.take(middle), wanted[active])
-        a, b = np.where(before, middle + 1, a), np.where(before, b, middle)
-        low[active], high[active] = a, b
-        active = active[a < b]
-    return low
 
 
 def _thinned(postings: Hashes, starts: Numbers) -> Hashes:
@@ -296,21 +291,24 @@ def _thinned(postings: Hashes, starts: Numbers) -> Hashes:
     return np.delete(postings, again[rows == earlier])
 
 
-def _bits(count: int) -> int:
-    """How many of a hash's top bits make the directory of so many postings."""
-    return min(max(count // _PER_BUCKET, 1).bit_length(), 28)
+def _no_counts(num_postings: int) -> NDArray[np.uint32]:
+    """A 0 for each value of as many top bits of a hash as the directory of so many postings has, and one before."""
+    bits = min(max(num_postings // _PER_BUCKET, 1).bit_length(), 28)
+    return np.zeros((1 << bits) + 1, np.uint32)
 
 
-def _buckets(postings: Hashes, bits: int) -> NDArray[np.uint32]:
-    """How many postings each value of the hash's top bits has, behind a 0."""
-    counts = np.zeros((1 << bits) + 1, np.uint32)
-    buckets, sizes = np.unique((postings >> np.uint64(64 - bits)).astype(np.int64), return_counts=True)
-    counts[buckets + 1] = sizes
-    return counts
+def _count(counts: NDArray[np.uint32], postings: Hashes) -> None:
+    """Add sorted postings to the counts of the values of their hashes' top bits."""
+    if len(postings):
+        bits = (len(counts) - 1).bit_length() - 1
+        values = (postings >> np.uint64(64 - bits)).astype(np.int64)
+        sizes = np.bincount(values - values[0])
+        counts[values[0] + 1 :][: len(sizes)] += sizes.astype(np.uint32)
 
 
 def _directory(counts: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    return np.cumsum(counts, dtype=np.uint32)
+    """Where the postings of each value begin; changes `counts`."""
+    return np.cumsum(counts, dtype=np.uint32, out=counts)
 
 
 class _Merge:
@@ -327,7 +325,7 @@ class _Merge:
         for segment, alive in zip(segments, rows, strict=True):
             shift = np.zeros(len(segment) + 1, np.int64)
             shift[alive] = self.starts[begin : begin + len(alive)] - segment.starts[alive]
-            self._shifts.append(shift)
+            self._shifts.append(shift.astype(np.uint64))
             begin += len(alive)
         self.namespaces = tuple(sorted({name for segment in segments for name in segment.namespaces}))
         number = {name: i for i, name in enumerate(self.namespaces)}
@@ -336,7 +334,7 @@ class _Merge:
         self.numbers = np.concatenate([segment.numbers[alive] for segment, alive in pairs])
         self.keys = np.concatenate([segment.keys[alive] for segment, alive in pairs])
         self.spaces = np.concatenate([space[alive] for space, alive in zip(spaces, rows, strict=True)])
-        self._counts = np.zeros(3, np.uint32)
+        self._counts = _no_counts(sum(len(segment.postings) for segment in segments))
 
     def ids(self) -> Iterator[Ids]:
         """Tokens of all texts, padded."""
@@ -352,22 +350,21 @@ class _Merge:
     def postings(self) -> Iterator[Hashes]:
         """Postings in ascending order."""
         total = sum(len(segment.postings) for segment in self._segments)
-        bits = _bits(total)
-        self._counts = np.zeros((1 << bits) + 1, np.uint32)
-        borders = np.linspace(0, 1 << 32, total // _PORTION + 2).astype(np.uint64) << _SHIFT
-        begins = [0] * len(self._segments)
-        for number in range(1, len(borders)):
-            is_last, parts = number == len(borders) - 1, []
-            for i, (segment, shift) in enumerate(zip(self._segments, self._shifts, strict=True)):
-                all_of_it = len(segment.postings)
-                end = all_of_it if is_last else int(np.searchsorted(segment.postings, borders[number]))
-                portion, begins[i] = segment.postings[begins[i] : end], end
+        borders = np.linspace(0, 1 << 32, total // _PORTION + 2).astype(np.uint64)[1:-1] << _SHIFT
+        cuts = [[0, *np.searchsorted(s.postings, borders).tolist(), len(s.postings)] for s in self._segments]
+        for number in range(len(borders) + 1):
+            parts = []
+            for segment, shift, cut in zip(self._segments, self._shifts, cuts, strict=True):
+                portion = segment.postings[cut[number] : cut[number + 1]]
+                if segment.num_alive == len(segment):
+                    parts.append(portion + shift[0])
+                    continue
                 rows = np.searchsorted(segment.starts, (portion & _LOW).astype(np.int64), "right") - 1
                 alive = segment.alive.take(rows, mode="clip")
-                parts.append((portion + shift[rows].astype(np.uint64))[alive])
+                parts.append((portion + shift[rows])[alive])
             merged = np.concatenate(parts)
             merged.sort()
-            self._counts += _buckets(merged, bits)
+            _count(self._counts, merged)
             yield merged
 
     def directory(self) -> NDArray[np.uint32]:
@@ -392,8 +389,11 @@ def join(segments: Sequence[Segment]) -> Segment:
     )
 
 
-def write(segments: Sequence[Segment], folder: Path) -> str:
+def write(segments: Sequence[Segment], folder: Path, check: Callable[[], None] = lambda: None) -> str:
     """Write all texts that are alive as one file, portion by portion; returns its name.
+
+    Args:
+        check: Called before every portion; what it raises ends the writing.
 
     Raises:
         DamagedSegmentError: One of the segments is.
@@ -416,7 +416,7 @@ def write(segments: Sequence[Segment], folder: Path) -> str:
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".tmp", delete=False) as file:
         try:
             for name, (dtype, portions) in arrays.items():
-                footer["arrays"][name] = _write_array(file, dtype, portions)
+                footer["arrays"][name] = _write_array(file, dtype, portions, check)
             text = json.dumps(footer).encode()
             file.write(text + len(text).to_bytes(8, "little") + xxhash.xxh3_64_digest(text) + _MAGIC)
             file.flush()
@@ -430,10 +430,13 @@ def write(segments: Sequence[Segment], folder: Path) -> str:
     return name
 
 
-def _write_array(file: IO[bytes], dtype: str, portions: Iterable[NDArray[Any]]) -> dict[str, Any]:
+def _write_array(
+    file: IO[bytes], dtype: str, portions: Iterable[NDArray[Any]], check: Callable[[], None]
+) -> dict[str, Any]:
     file.write(bytes(-file.tell() % 64))
     begin, digest = file.tell(), xxhash.xxh3_64()
     for portion in portions:
+        check()
         raw = np.ascontiguousarray(portion, dtype).view(np.uint8).data
         file.write(raw)
         digest.update(raw)

@@ -1,8 +1,8 @@
-"""Which reused tokens to recompute. A policy scores every position; the best of the inexact ones fill the budget.
+"""Selection of the reused tokens to recompute. A policy scores every position; the best inexact ones fill the budget.
 
-Rules for all: fresh positions are computed anyway and never compete; a position whose KV is exact is never selected;
-the same positions are taken for keys and values and on every layer. To add a policy, write a function here, enter it
-in `_SCORES` and its name in `kvrag.config.POLICIES`.
+Rules for all policies: fresh positions are computed anyway and never compete; exact positions are never selected; the
+same positions are used for keys and values and on every layer. To add a policy, write a function here, add it to
+`_SCORES` and its name to `kvrag.config.POLICIES`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Selection:
 
     Attributes:
         positions: (S,) reused positions.
-        final_rows: (F,) fresh positions that the policy has computed on every layer, over the stitched KV.
+        final_rows: (F,) fresh positions that the policy has already computed on every layer, over the stitched KV.
     """
 
     positions: Tensor
@@ -39,10 +39,10 @@ class Selection:
 
 @dataclass(frozen=True)
 class Scores:
-    """A policy's verdict.
+    """Scores of a policy.
 
     Attributes:
-        values: (T,) the higher, the sooner a position is recomputed; -inf = not at all.
+        values: (T,) a position with a higher score is recomputed first; -inf = never.
         final_rows: See Selection.
     """
 
@@ -52,7 +52,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Context:
-    """What a policy may look at. It may fill layers of `stitched.cache` with better KV, never with worse."""
+    """Input of a policy. A policy may fill layers of `stitched.cache` with better KV, never with worse."""
 
     backend: Backend
     stitched: Stitched
@@ -67,19 +67,19 @@ def select(backend: Backend, stitched: Stitched, config: BlendConfig) -> Selecti
     if budget == 0 or config.policy == "none":
         return Selection(inexact[:0])
     if budget == len(inexact) and config.min_deviation == 0:
-        return Selection(inexact)  # all of them, whatever their scores
+        return Selection(inexact)  # all of them, regardless of scores
     scores = _SCORES[config.policy](Context(backend, stitched, config, budget))
     return Selection(inexact[_best(scores.values[inexact], budget)], scores.final_rows)
 
 
 def random(context: Context) -> Scores:
-    """The control: any informed policy must beat it."""
+    """Random control: every informed policy must beat it."""
     generator = torch.Generator().manual_seed(context.config.seed)
     return Scores(torch.rand(len(context.stitched.ids), generator=generator))
 
 
 def first_k(context: Context) -> Scores:
-    """The first tokens of every run, equally many of each (EPIC / LegoLink, arXiv:2410.15332, section 4)."""
+    """The first tokens of every run, the same number of each (EPIC / LegoLink, arXiv:2410.15332, section 4)."""
     scores = torch.full((len(context.stitched.ids),), -torch.inf)
     for run in context.stitched.runs:
         scores[run.start : run.stop] = -torch.arange(len(run), dtype=torch.float32)
@@ -87,7 +87,7 @@ def first_k(context: Context) -> Scores:
 
 
 def seam(context: Context) -> Scores:
-    """The tokens nearest to a seam, `seam_before` of a run's end for every `seam_after` of the next one's beginning.
+    """The tokens nearest to a seam: `seam_before` at a run's end for every `seam_after` at the next one's start.
 
     Source: KVBoost's SelectiveRecompute (before) and Hypic (both sides).
     """
@@ -103,7 +103,7 @@ def seam(context: Context) -> Scores:
 def hkvd(context: Context) -> Scores:
     """Highest KV deviation at the check layer (CacheBlend, arXiv:2405.16444, section 4.3).
 
-    The layers before it are run in full, and what they and the check layer's projection computed is kept.
+    The layers before it run in full. Their results and the check layer's fresh keys and values are kept.
     """
     rows = torch.arange(context.stitched.kept, len(context.stitched.ids))
     check = min(context.config.check_layer, context.backend.num_layers - 1)
@@ -111,11 +111,11 @@ def hkvd(context: Context) -> Scores:
 
 
 def hkvd_gradual(context: Context) -> Scores:
-    """Like `hkvd`, but what it chooses is measured again deeper down and thinned out: more tokens on the first layers,
-    fewer on the last, `ratio` of them on average (CacheBlend, arXiv:2405.16444, section 4.3, "gradual filtering").
+    """Like `hkvd`, but the selection is measured again at deeper layers and thinned out: more tokens on the first
+    layers, fewer on the last, `ratio` on average (CacheBlend, arXiv:2405.16444, section 4.3, "gradual filtering").
 
-    Tokens that are dropped keep what was recomputed of them. Every stage starts at the first layer again, since a
-    forward pass cannot lose rows on its way; that costs up to 0.8 of what the recompute costs.
+    Dropped tokens keep what was recomputed of them. Every stage restarts at the first layer, because a forward pass
+    cannot drop rows midway; this costs up to 0.8 of the recompute.
     """
     num_layers, scores = context.backend.num_layers, hkvd(context).values
     for share, depth in _STAGES:
@@ -128,7 +128,7 @@ def hkvd_gradual(context: Context) -> Scores:
 
 
 def _deviation(context: Context, layer: int, rows: Tensor) -> Tensor:
-    """(T,) deviation of the fresh KV of (S,) `rows` on a layer, -inf elsewhere. What was computed for it is kept."""
+    """Return the (T,) deviation of the fresh KV of (S,) `rows` on a layer, -inf elsewhere. The fresh KV is kept."""
     backend, stitched, config = context.backend, context.stitched, context.config
     keys, values = stitched.cache.layer(layer)
     scores = torch.full((len(stitched.ids),), -torch.inf)
@@ -148,7 +148,7 @@ def _deviation(context: Context, layer: int, rows: Tensor) -> Tensor:
 
         backend.forward_until(observe, stitched.ids[block][None], stitched.cache, positions)
 
-    if len(rows) == len(scores):  # plain prefill as far as it goes: no mask needed
+    if len(rows) == len(scores):  # plain prefill of the prefix: no mask needed
         stitched.cache.set_length(0)
         run(rows, None)
     else:
@@ -160,16 +160,16 @@ def _deviation(context: Context, layer: int, rows: Tensor) -> Tensor:
 
 
 def _best(scores: Tensor, num: int) -> Tensor:
-    """Positions of the `num` highest scores that are not -inf, ascending."""
+    """Return the positions of the `num` highest finite scores, ascending."""
     best = scores.topk(min(num, len(scores)))
     return best.indices[best.values > -torch.inf].sort().values
 
 
 def query(context: Context) -> Scores:
-    """What the tokens after the last run, the question, attend to over the stitched KV (ProphetKV, QCFuse).
+    """Attention of the question (the tokens after the last run) over the stitched KV (ProphetKV, QCFuse).
 
-    Root mean square over the heads and a band of layers, so that one head that looks at a token counts for more than
-    many that glance; smoothed over neighbours if wanted.
+    Root mean square over the heads and a band of layers, so that one head with high attention counts more than many
+    with low attention; optionally smoothed over neighbours.
     """
     backend, stitched, config = context.backend, context.stitched, context.config
     fresh = stitched.fresh
@@ -195,10 +195,10 @@ def query(context: Context) -> Scores:
 
 
 def query_hkvd(context: Context) -> Scores:
-    """Of twice the budget by `query`, those whose attention times KV deviation half-way down is highest.
+    """Among twice the budget by `query`, the highest products of attention and KV deviation half-way down.
 
-    A text that explains itself draws attention and hardly changes: recomputing it would be a waste. Measuring the
-    deviation runs half of the layers on the candidates, about as much work as the recompute itself.
+    A self-contained text draws attention but hardly changes, so recomputing it would be wasted. Measuring the deviation
+    runs half of the layers on the candidates, about as much work as the recompute itself.
     """
     inexact, attention = context.stitched.inexact, query(context)
     candidates = inexact[_best(attention.values[inexact], CANDIDATES * context.budget)]
@@ -209,37 +209,37 @@ def query_hkvd(context: Context) -> Scores:
 
 
 def hybrid(context: Context) -> Scores:
-    """The tokens at the seams first, equally many at each, then by `query`.
+    """The tokens at the seams first, the same number at each, then by `query`.
 
-    Which seams the question looks at does not matter: the first tokens of a chunk were encoded without what it is
-    about.
+    All seams count, regardless of the question's attention: the first tokens of a chunk were encoded without the text
+    before them.
     """
     config, inexact = context.config, context.stitched.inexact
     seams = torch.zeros(len(context.stitched.ids))
     for run in context.stitched.runs:
         after = torch.arange(min(config.seam_after, len(run)))
         before = torch.arange(min(config.seam_before, len(run)))
-        # attention never exceeds 1; the nearer to the seam, the earlier in line
+        # attention is at most 1; tokens nearer to the seam come first
         seams[run.start + after] += 3.0 - after / len(run)
         seams[run.stop - 1 - before] += 3.0 - before / len(run)
     if int((seams[inexact] > 0).sum()) >= context.budget:
-        return Scores(seams)  # short chunks: the seams are the whole budget
+        return Scores(seams)  # with short chunks, the seams fill the budget
     attention = query(context)
     return Scores(attention.values + seams, attention.final_rows)
 
 
 def _l2(fresh: Tensor, cached: Tensor) -> Tensor:
-    """(1, H, T, D) twice -> (T,) squared distance."""
+    """Return the (T,) squared distance of two (1, H, T, D) tensors."""
     return (fresh.float() - cached.float()).square().sum(dim=(0, 1, 3))
 
 
 def _cosine(fresh: Tensor, cached: Tensor) -> Tensor:
-    """(1, H, T, D) twice -> (T,) cosine distance, mean over heads."""
+    """Return the (T,) cosine distance of two (1, H, T, D) tensors, mean over heads."""
     return 1 - torch.cosine_similarity(fresh.float(), cached.float(), dim=-1).mean(dim=(0, 1))
 
 
 _MIN_QUERIES = 8
-_STAGES = ((1.4, 1 / 3), (1.0, 2 / 3), (0.6, 1.0))  # share of the budget, until this share of the layers; mean 1
+_STAGES = ((1.4, 1 / 3), (1.0, 2 / 3), (0.6, 1.0))  # (share of the budget, up to this share of the layers); mean 1
 _METRICS = {"l2": _l2, "cosine": _cosine}
 _SCORES: dict[str, Callable[[Context], Scores]] = {
     "hkvd": hkvd,

@@ -1,4 +1,4 @@
-"""Lay the stored KV of the matched runs out as one full-length cache, keys rotated to where they land."""
+"""Stitching: lay out the stored KV of the matched runs as one full-length cache, with keys rotated into place."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvrag.types import Run
 
 @dataclass(frozen=True)
 class Stitched:
-    """A prompt whose reused positions have KV and whose other positions wait to be computed.
+    """A prompt with KV at its reused positions; the other positions are computed later.
 
     Attributes:
-        ids: (T,) the prompt.
-        runs: Runs of chunks that are reused, ascending and disjoint.
+        ids: (T,) token ids of the prompt.
+        runs: Runs of reused chunks, ascending and disjoint.
         reused: (T,) bool.
-        exact: (T,) bool, reused positions whose KV equals full prefill's: a run right behind its preamble, if it was
-            encoded there and the codec has changed nothing.
-        cache: Each layer is stitched when a pass first reaches it.
-        prefix: The first positions, reused as a conversation has them.
+        exact: (T,) bool, reused positions whose KV equals full prefill's: a run right behind the preamble, encoded
+            there, with a lossless codec.
+        cache: Each layer is stitched when a forward pass first reaches it.
+        prefix: Cached prefix from a conversation.
     """
 
     ids: Tensor
@@ -38,7 +38,7 @@ class Stitched:
 
     @property
     def kept(self) -> int:
-        """How many of the first positions are a conversation's."""
+        """Number of positions in the cached prefix."""
         return self.prefix.length if self.prefix else 0
 
     @property
@@ -48,13 +48,13 @@ class Stitched:
 
     @property
     def inexact(self) -> Tensor:
-        """(R,) reused positions whose KV may deviate: what a policy chooses from."""
+        """(R,) reused positions whose KV may deviate; a policy selects from them."""
         inexact = self.reused & ~self.exact
-        inexact[: self.kept] = False  # blended when it was their turn
+        inexact[: self.kept] = False  # blended in their own turn
         return inexact.nonzero().squeeze(1)
 
     def num_exact(self, selected: Tensor) -> int:
-        """How many of the first positions have full prefill's KV once the `selected` ones are recomputed."""
+        """Return the number of leading positions with full prefill's KV once the `selected` ones are recomputed."""
         deviating = self.reused & ~self.exact
         deviating[selected] = False
         return int(deviating.int().argmax()) if deviating.any() else len(self.ids)
@@ -63,11 +63,11 @@ class Stitched:
 def stitch(backend: Backend, matched: Matched, loader: LayerLoader, capacity: int, codec: str = "native") -> Stitched:
     """Prepare a cache with room for `capacity` positions.
 
-    The last position is never reused: its logits are what the prompt is for.
+    The last position is never reused: its logits are needed.
 
     Args:
         loader: Provides the layers of the matched chunks.
-        codec: Of the stored chunks.
+        codec: Codec of the stored chunks.
     """
     ids, runs, prefix = matched.ids, matched.runs, matched.prefix
     num_tokens = len(ids)
@@ -108,13 +108,13 @@ def stitch(backend: Backend, matched: Matched, loader: LayerLoader, capacity: in
 
 
 def _is_exact(backend: Backend, ids: Sequence[int], run: Run, reader: ChunkReader) -> bool:
-    """Whether a run stands where its chunk was encoded: alone, right behind the preamble."""
+    """Return whether a run is where its chunk was encoded: alone, right behind the preamble."""
     behind_preamble = run.offset == 0 and tuple(ids[: run.start]) == backend.preamble
-    # where RoPE follows the length, the pass that encoded the chunk may have been longer than the prompt
+    # where RoPE depends on the length, the chunk may have been encoded in a pass longer than the prompt
     encoded = len(backend.preamble) + len(reader.ids)
     return behind_preamble and not reader.context_tokens and max(len(ids), encoded) <= backend.stable_length
 
 
 def _empty(like: Tensor, num_tokens: int, device: torch.device) -> Tensor:
-    """(1, H, num_tokens, D), undefined: fresh positions are written before any token may look at them."""
+    """Return an uninitialised (1, H, num_tokens, D) tensor: fresh positions are written before they are read."""
     return torch.empty(1, like.shape[0], num_tokens, like.shape[2], dtype=like.dtype, device=device)

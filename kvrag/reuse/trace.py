@@ -1,4 +1,4 @@
-"""How long each step of one request takes."""
+"""Trace: duration of each step of a request."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvrag.backend.protocol import Backend
 
 
 class Trace:
-    """Seconds of one request's steps, by name.
+    """Seconds per step of one request.
 
-    Steps: `match`, `select`, `blend` as the request goes through them; within `select` and `blend`, `load` (waiting for
-    the store) and `stitch` (laying out and rotating); `read` while at least one thread was reading chunks.
+    Steps: `match`, `select`, `blend` in this order; within `select` and `blend`, `load` (waiting for the store) and
+    `stitch` (layout and rotation); `read` while at least one thread was reading chunks.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -27,7 +27,7 @@ class Trace:
 
     @contextmanager
     def step(self, name: str, synchronise: bool = True) -> Iterator[None]:
-        """Add what the block takes, the device's work included, to a step."""
+        """Add the duration of the block, including the device's work, to a step."""
         started = time.perf_counter()
         try:
             yield
@@ -38,7 +38,7 @@ class Trace:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Count the block as reading; blocks of several threads that overlap count once. Thread-safe."""
+        """Count the block as reading; overlapping blocks of several threads count once. Thread-safe."""
         with self._mutex:
             if not self._readers:
                 self._reading_since = time.perf_counter()
@@ -53,5 +53,5 @@ class Trace:
 
     @property
     def is_contended(self) -> bool:
-        """Whether this thread waited for other threads' forward passes: its durations include theirs then."""
+        """True if this thread waited for other threads' forward passes, which its durations then include."""
         return self._backend.lock.waits > self._waits

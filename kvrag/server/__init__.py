@@ -1,4 +1,4 @@
-"""`kvrag serve`: OpenAI's HTTP interface to an engine, and a corpus to retrieve from."""
+"""`kvrag serve`: OpenAI's HTTP API for an engine, and a corpus to retrieve from."""
 
 from kvrag.server.app import create_app
 from kvrag.server.corpus import Corpus

@@ -1,4 +1,4 @@
-"""The admission queue: bounds how many requests work at a time and wait, and runs their work off the event loop."""
+"""The admission queue: limits running and waiting requests, and runs their work off the event loop."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ Waiting = deque[asyncio.Future[None]]
 
 
 class _End:
-    """Marks the end of a generator's pieces."""
+    """Marks the end of a generator."""
 
 
 class AdmissionQueue:
-    """Admits a number of requests at a time; lets some more wait, and rejects the others with 429.
+    """Admits a number of requests at a time, queues some more, and rejects the rest with 429.
 
-    Every namespace has a line of its own, first come, first served. A free place goes to the lines in rotation, so that
-    no namespace keeps another one out. Call all methods on the event loop.
+    Every namespace has its own FIFO queue. Free places are assigned to the queues in rotation, so that no namespace
+    blocks another one. Call all methods on the event loop.
     """
 
     def __init__(self, places: int, queue: int, name: str) -> None:
-        """Make an empty queue.
+        """Create an empty queue.
 
         Args:
-            places: Requests admitted at a time.
-            queue: Requests of one namespace that may wait.
-            name: Part of the worker threads' names.
+            places: Number of requests admitted at a time.
+            queue: Number of requests per namespace that may wait.
+            name: Prefix of the worker threads' names.
         """
         self._places, self._queue = places, queue
         self._running: Counter[str] = Counter()
-        self._waiting: dict[str, Waiting] = {}  # no line is empty; the first one is next
+        self._waiting: dict[str, Waiting] = {}  # never contains an empty queue; the first one is next
         self._pool = ThreadPoolExecutor(places, thread_name_prefix=f"kvrag-{name}")
         self._idle = asyncio.Event()
         self._idle.set()
         self.is_stopping = False
 
     def running(self, namespace: str) -> int:
-        """Return the number of the namespace's admitted requests."""
+        """Return the number of admitted requests of the namespace."""
         return self._running[namespace]
 
     def waiting(self, namespace: str) -> int:
-        """Return the number of the namespace's requests that wait to be admitted."""
+        """Return the number of waiting requests of the namespace."""
         return len(self._waiting.get(namespace, ()))
 
     async def run(
@@ -59,17 +59,17 @@ class AdmissionQueue:
         namespace: str = "",
         admitted: Callable[[float], None] | None = None,
     ) -> AsyncGenerator[T, None]:
-        """Run a generator in a thread once it is admitted, and yield its pieces.
+        """Run a generator in a thread once it is admitted, and yield its items.
 
-        Closing or cancelling this ends the work after its current step; its place is free when the thread is.
+        Closing or cancelling this stops the work after its current step. The place is freed when the thread ends.
 
         Args:
-            limit: Seconds for the whole work, waiting included.
-            namespace: The line to wait in.
-            admitted: Called with the seconds waited.
+            limit: Time limit in seconds, waiting included.
+            namespace: Queue to wait in.
+            admitted: Called with the waiting time in seconds.
 
         Raises:
-            ApiError: 429 if too many requests wait, 503 if the server is stopping, 504 if the limit has passed.
+            ApiError: 429 if too many requests wait, 503 if the server is stopping, 504 after the time limit.
         """
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -107,7 +107,7 @@ class AdmissionQueue:
             abandoned.set()
 
     async def stop(self) -> None:
-        """Reject waiting and new requests; return when the admitted ones are done."""
+        """Reject waiting and new requests; return when all admitted ones are done."""
         self.close()
         await self._idle.wait()
         self._pool.shutdown(wait=False)
@@ -128,7 +128,7 @@ class AdmissionQueue:
             self._take_place(namespace)
             return
         if self.waiting(namespace) >= self._queue:
-            raise ApiError(429, "too many requests are waiting: try again later", "queue_full")
+            raise ApiError(429, "too many requests are waiting: retry later", "queue_full")
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(namespace, deque()).append(turn)
         try:
@@ -140,7 +140,7 @@ class AdmissionQueue:
                 if not line:
                     del self._waiting[namespace]
             elif not turn.cancelled() and turn.exception() is None:
-                self._release(namespace)  # admitted and cancelled at the same moment
+                self._release(namespace)  # admitted and cancelled at the same time
             raise
 
     def _has_place(self) -> bool:
@@ -157,7 +157,7 @@ class AdmissionQueue:
             line = self._waiting.pop(following)
             turn = line.popleft()
             if line:
-                self._waiting[following] = line  # behind the others
+                self._waiting[following] = line  # moves to the end
             if not turn.done():
                 self._take_place(following)
                 turn.set_result(None)
@@ -170,8 +170,8 @@ def _timeout_as_504(limit: float) -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise ApiError(504, f"the answer took longer than {limit:g} s: ask for fewer tokens", "timeout") from None
+        raise ApiError(504, f"the answer took longer than {limit:g} s: request fewer tokens", "timeout") from None
 
 
 def _stopping() -> ApiError:
-    return ApiError(503, "the server is stopping: try again later", "stopping")
+    return ApiError(503, "the server is stopping: retry later", "stopping")

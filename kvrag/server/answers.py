@@ -1,4 +1,4 @@
-"""From a request to the engine's work, and from the engine's pieces to an HTTP response."""
+"""From requests to engine work, and from engine output to HTTP responses."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ T = TypeVar("T")
 Work = Callable[[], Generator[Piece, None, None]]
 Event = dict[str, Any] | str
 
-_KEEP_ALIVE_S = 15  # proxies close connections that are silent for longer
+_KEEP_ALIVE_S = 15  # proxies close idle connections after longer silence
 
 
-# ---------------------------------------------------------------- the engine's work
+# ---------------------------------------------------------------- engine work
 
 
 def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, request: ChatRequest) -> Work:
-    """Return the engine's work for a chat, not started.
+    """Return the work of a chat for the engine, not started yet.
 
     Raises:
-        ApiError, SettingError: The request contradicts itself or asks for too much.
+        ApiError, SettingError: The request is contradictory or exceeds a limit.
     """
     call = request.sampling(settings) | {"namespace": tenant.namespace}
     if request.tools or request.tool_choice not in (None, "auto", "none"):
@@ -52,9 +52,9 @@ def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, req
     messages: Messages = [message.plain() for message in request.messages]
     retrieves = request.model == settings.rag_name
     if request.retrieval is not None and not retrieves:
-        raise ApiError(400, f"retrieval is for the model {settings.rag_name!r}", "invalid_value", "retrieval")
+        raise ApiError(400, f"`retrieval` requires the model {settings.rag_name!r}", "invalid_value", "retrieval")
     if request.documents and retrieves:
-        raise ApiError(400, f"documents are for the model {settings.name!r}", "invalid_value", "documents")
+        raise ApiError(400, f"`documents` require the model {settings.name!r}", "invalid_value", "documents")
 
     def work() -> Generator[Piece, None, None]:
         if retrieves:
@@ -77,15 +77,17 @@ def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, req
 
 
 def completion_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, request: CompletionRequest) -> Work:
-    """Return the engine's work for a completion, not started."""
+    """Return the engine's work for a completion, not started yet."""
     if request.model == settings.rag_name:
-        raise ApiError(400, f"the model {settings.rag_name!r} is for /v1/chat/completions", "invalid_value", "model")
+        raise ApiError(
+            400, f"the model {settings.rag_name!r} supports /v1/chat/completions only", "invalid_value", "model"
+        )
     text, call = request.text(), request.sampling(settings)
     return lambda: engine.stream(text, namespace=tenant.namespace, **call)
 
 
 def place_context(messages: Messages, settings: ServerSettings, texts: list[str]) -> None:
-    """Put texts into the last user message, by the template; changes `messages`."""
+    """Insert texts into the last user message with the template. Changes `messages`."""
     question = _question(messages)
     last = _last_user(messages)
     messages[last] = {**messages[last], "content": settings.prompt(texts, question)}
@@ -95,10 +97,10 @@ def _question(messages: Messages) -> str:
     content = messages[_last_user(messages)]["content"]
     if isinstance(content, list):
         if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
-            raise PromptError("only text can be answered: the last user message has other content")
+            raise PromptError("only text is supported: the last user message has other content")
         content = "".join(part["text"] for part in content)
     if not content.strip():
-        raise PromptError("the last user message is empty: put the question there")
+        raise PromptError("the last user message is empty: put the question into it")
     return str(content)
 
 
@@ -106,16 +108,16 @@ def _last_user(messages: Messages) -> int:
     for number in range(len(messages) - 1, -1, -1):
         if messages[number]["role"] == "user":
             return number
-    raise PromptError("there is no user message: add one with the question")
+    raise PromptError("the messages contain no user message: add one with the question")
 
 
-# ---------------------------------------------------------------- the response
+# ---------------------------------------------------------------- responses
 
 
 async def respond(request: Request, state: State, tenant: Tenant, work: Work, builder: ResponseBuilder) -> Response:
-    """Return an answer as JSON, or as a stream.
+    """Return an answer as JSON or as a stream.
 
-    A stream is returned when its first delta is there, so that earlier errors have their own HTTP status.
+    A stream is returned once its first delta exists, so that earlier errors get their own HTTP status.
     """
     limit = state.settings.timeout
     deltas = _visible(_measured(state, tenant, work), builder)
@@ -132,7 +134,7 @@ async def respond(request: Request, state: State, tenant: Tenant, work: Work, bu
 
 
 async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of an answer and count them in the namespace's metrics."""
+    """Yield the pieces of an answer, counting them in the namespace's metrics."""
     metrics = tenant.metrics
     started = last = time.perf_counter()
     is_first, is_complete, status = True, False, 499
@@ -158,7 +160,7 @@ async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[
 
 
 async def _visible(pieces: AsyncGenerator[Piece, None], builder: ResponseBuilder) -> AsyncGenerator[Delta, None]:
-    """Yield the deltas that the client sees."""
+    """Yield the deltas that are visible to the client."""
     async with aclosing(pieces):
         async for piece in pieces:
             delta = builder.add(piece)
@@ -176,7 +178,7 @@ async def _events(
         async for delta in rest:
             for event in builder.events(delta):
                 yield event
-    except Exception as error:  # the status has been sent
+    except Exception as error:  # the status has already been sent
         log(error)
         _, content = describe(error)
         yield content
@@ -187,7 +189,7 @@ async def _events(
 
 
 class EventStream(EventSourceResponse):
-    """Server-sent events; a client that disconnects or stops reading ends the work behind them."""
+    """Server-sent events. A client that disconnects or stops reading ends the work."""
 
     def __init__(self, events: AsyncGenerator[Event, None], deltas: AsyncGenerator[Delta, None], limit: float) -> None:
         super().__init__(
@@ -195,14 +197,14 @@ class EventStream(EventSourceResponse):
             headers={"Cache-Control": "no-cache"},
             sep="\n",
             ping=_KEEP_ALIVE_S,
-            shutdown_grace_period=2 * limit,  # a server that stops finishes its streams
+            shutdown_grace_period=2 * limit,  # a stopping server finishes its streams
         )
         self._events, self._deltas, self._limit = events, deltas, limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
         try:
-            # the work has a limit of its own; a client that never reads would keep the connection forever
+            # the work has its own limit, but a client that never reads would keep the connection open
             with suppress(TimeoutError):
                 async with asyncio.timeout(2 * self._limit):
                     await super().__call__(scope, receive, send)
@@ -218,10 +220,10 @@ async def _encoded(events: AsyncGenerator[Event, None]) -> AsyncGenerator[dict[s
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Wait for work as long as the client is connected.
+    """Wait for work while the client is connected.
 
     Raises:
-        ClientDisconnected: The client has disconnected, and the work has been cancelled.
+        ClientDisconnected: The client disconnected, and the work was cancelled.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request.receive))

@@ -1,4 +1,4 @@
-"""The HTTP interface: OpenAI's, and the corpus."""
+"""The HTTP API: OpenAI's endpoints, and the corpus."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _KINDS = {
     "application/pdf": ".pdf",
     "application/jsonl": ".jsonl",
 }
-_ENCODING_S = 10.0  # seconds that the corpora have to reach a point where the next server can resume
+_ENCODING_S = 10.0  # seconds for the corpora to reach a point where the next server can resume
 
 
 def _state(request: Request) -> State:
@@ -57,7 +57,7 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions")
 async def chat(body: ChatRequest, request: Request, state: Server, tenant: Caller) -> Response:
-    """Answer a conversation; the model whose name ends in -rag retrieves from the corpus by itself."""
+    """Answer a conversation. The model with the suffix -rag retrieves from the corpus itself."""
     state.check_model(body.model)
     body.check()
     work = chat_work(state.engine, state.settings, tenant, body)
@@ -79,10 +79,10 @@ def _fingerprint(state: State) -> str:
 
 @router.post("/v1/embeddings")
 async def embed(body: EmbeddingRequest, request: Request, state: Server, tenant: Caller) -> Response:
-    """Embed texts with the corpus' embedder."""
+    """Embed texts with the corpus's embedder."""
     corpus = tenant.require_corpus()
     if body.model != corpus.embedder:
-        message = f"there is no embedder {body.model!r:.280}: this server has {corpus.embedder!r}"
+        message = f"unknown embedder {body.model!r:.280}: this server has {corpus.embedder!r}"
         raise ApiError(404, message, "model_not_found", "model")
     texts = body.texts()
 
@@ -114,18 +114,18 @@ async def models(state: Server) -> Response:
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, state: Server) -> Response:
-    """Show one model."""
+    """Return one model."""
     if name not in (known := state.models()):
-        raise ApiError(404, f"there is no model {name!r:.280}", "model_not_found", "model")
+        raise ApiError(404, f"unknown model {name!r:.280}: see /v1/models", "model_not_found", "model")
     return json_response(known[name])
 
 
 @router.post("/v1/corpus", status_code=202)
 async def add_document(body: NewDocument, tenant: Caller) -> Response:
-    """Add a text, encoded in the background; it replaces the document of the same id."""
+    """Add a text, to be encoded in the background. It replaces the document with the same id."""
     corpus = tenant.require_corpus()
     if not body.text.strip():
-        raise ApiError(400, "the text is empty", "invalid_value", "text")
+        raise ApiError(400, "the text is empty: send one with content", "invalid_value", "text")
     name = body.id if body.id is not None else f"doc-{time.time_ns():x}"
     status = await asyncio.to_thread(corpus.add, name, [body.text])
     return json_response(status.to_dict(), 202)
@@ -136,11 +136,11 @@ _FILE = {"requestBody": {"content": {"application/octet-stream": {"schema": {"ty
 
 @router.put("/v1/corpus/{document:path}", status_code=202, openapi_extra=_FILE)
 async def upload_document(document: str, request: Request, state: Server, tenant: Caller) -> Response:
-    """Add the file in the body: text, Markdown, HTML, PDF or JSONL, by the id's suffix or the content type."""
+    """Add the uploaded file (text, Markdown, HTML, PDF or JSONL, by the id's suffix or the content type)."""
     corpus = tenant.require_corpus()
     check_id(document)
     if tenant.uploads >= UPLOADS:
-        raise ApiError(429, "too many uploads at once: try again later", "queue_full")
+        raise ApiError(429, "too many concurrent uploads: retry later", "queue_full")
     tenant.uploads += 1
     try:
         texts = await _read_upload(document, request, state, tenant)
@@ -172,7 +172,7 @@ async def _read_upload(document: str, request: Request, state: State, tenant: Te
 async def list_documents(
     tenant: Caller, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000, after: str = ""
 ) -> Response:
-    """List the documents by id, with the progress of those that are not ready."""
+    """List the documents by id, with the progress of unfinished ones."""
     found = await asyncio.to_thread(tenant.require_corpus().statuses)
     rest = [status for status in found if status.id > after]
     data = [status.to_dict() for status in rest[:limit]]
@@ -181,21 +181,21 @@ async def list_documents(
 
 @router.get("/v1/corpus/{document:path}")
 async def show_document(document: str, tenant: Caller) -> Response:
-    """Show a document's status."""
+    """Return a document's status."""
     status = await asyncio.to_thread(tenant.require_corpus().status, document)
     return json_response(status.to_dict())
 
 
 @router.delete("/v1/corpus/{document:path}")
 async def delete_document(document: str, tenant: Caller) -> Response:
-    """Drop a document: it is no longer found from now on."""
+    """Delete a document. It is no longer retrieved from now on."""
     await asyncio.to_thread(tenant.require_corpus().remove, document)
     return json_response({"id": document, "object": "corpus.document", "deleted": True})
 
 
 @router.get("/health")
 async def health(state: Server) -> Response:
-    """Show whether the server takes requests, with 503 if it is stopping; needs no key."""
+    """Return whether the server accepts requests, with 503 if it is stopping. Needs no key."""
     queue, namespace = state.answering, state.settings.namespaces[0]
     content: dict[str, Any] = {"status": "stopping" if queue.is_stopping else "ok"}
     if not state.is_shared:
@@ -205,18 +205,18 @@ async def health(state: Server) -> Response:
 
 @router.get("/metrics")
 async def metrics(tenant: Caller) -> Response:
-    """Show the metrics of the caller's namespace to Prometheus."""
+    """Return the metrics of the caller's namespace for Prometheus."""
     return Response(tenant.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _only(pieces: AsyncGenerator[T, None]) -> T:
-    """Return the only piece."""
+    """Return the only item."""
     async with aclosing(pieces):
         return await anext(pieces)
 
 
 def _name_models(app: FastAPI, state: State) -> None:
-    """List the models in the description of the interface."""
+    """List the model names in the OpenAPI description."""
     embedding = [] if state.embedder is None else [state.embedder]
     named = {
         "ChatRequest": state.answering_models,
@@ -230,14 +230,14 @@ def _name_models(app: FastAPI, state: State) -> None:
 
 
 def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[Corpus] = ()) -> FastAPI:
-    """Return an ASGI app that answers from an engine; it closes neither the engine nor the corpora's indexes.
+    """Return an ASGI app that answers with an engine. It closes neither the engine nor the corpora's indexes.
 
     Args:
-        corpora: One for each of `settings.namespaces`, for the model that retrieves, for embeddings and `/v1/corpus`;
+        corpora: One per namespace in `settings.namespaces`, for the -rag model, for embeddings and `/v1/corpus`;
             empty = without these.
 
     Raises:
-        SettingError: The corpora are not those of the namespaces.
+        SettingError: The corpora do not match the namespaces.
     """
     state = State(engine, settings, corpora)
 
@@ -256,7 +256,9 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
     _name_models(app, state)
     app.add_middleware(Guard, settings=settings)
     if settings.hosts and not settings.api_keys:
-        hosts = [f"[{host}]" if ":" in host else host for host in settings.hosts]  # IPv6 addresses, as in URLs
+        hosts = [
+            f"[{host}]" if ":" in host else host for host in settings.hosts
+        ]  # IPv6 addresses need brackets, as in URLs
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     if settings.origins:
         app.add_middleware(

@@ -1,7 +1,7 @@
-"""The corpus that a server retrieves from: documents are added, encoded in the background, and can then be found.
+"""The corpus of a server: documents are added, encoded in the background, and can then be retrieved.
 
-Every task is a file in a folder beside the chunks until it is done, so that a server that was killed resumes. A
-document's id is a name in a database and never a path.
+Every unfinished task is a file in a folder beside the chunks, so that a server resumes after being killed. A document's
+id is a name in a database, never a path.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Task:
     """A change of a document: encode its texts, or drop its chunks.
 
     Attributes:
-        number: The order of the tasks.
-        error: Why the task failed; a failed task is kept for the document's status.
+        number: Order of the tasks.
+        error: Reason of a failure; failed tasks are kept for the document's status.
     """
 
     number: int
@@ -48,12 +48,12 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The status of a document.
+    """Status of a document.
 
     Attributes:
         status: "queued", "encoding", "ready" or "failed".
-        chunks: Number of chunks that can be found.
-        tokens_done, tokens: Progress while the document is being encoded.
+        chunks: Number of retrievable chunks.
+        tokens_done, tokens: Progress of the encoding.
     """
 
     id: str
@@ -64,16 +64,16 @@ class Status:
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the status in plain JSON types."""
+        """Return plain JSON types."""
         return {"object": "corpus.document", **asdict(self)}
 
 
 class _Stopped(Exception):
-    """The server stops while a document is being encoded."""
+    """The server stopped while a document was being encoded."""
 
 
 class Corpus:
-    """The documents of one namespace, in an engine's store and in a chunk index. Thread-safe."""
+    """Documents of one namespace, in an engine's store and in a chunk index. Thread-safe."""
 
     def __init__(
         self,
@@ -85,18 +85,18 @@ class Corpus:
         max_pending: int = 256,
         namespace: str = "",
     ) -> None:
-        """Open a corpus, with the tasks that an earlier server left undone.
+        """Open a corpus, with the unfinished tasks of an earlier server.
 
         Args:
-            folder: Folder of the tasks; created if it does not exist.
-            read: Returns the texts of a file's kind (".pdf") and content; raises KvragError if there are none.
-            split: Returns the chunks of texts.
-            max_pending: Documents that may wait.
+            folder: Folder of the tasks, created if missing.
+            read: Returns the texts of a file, given its suffix (".pdf") and content; raises KvragError without text.
+            split: Splits texts into chunks.
+            max_pending: Maximum number of waiting documents.
             namespace: Namespace of the chunks.
 
         Raises:
             StoreError: Another server uses this folder.
-            StoreReadOnlyError: The folder cannot be written.
+            StoreReadOnlyError: The folder is not writable.
         """
         self._engine, self._index, self._folder = engine, index, folder
         self.read, self._split, self._max_pending = read, split, max_pending
@@ -108,14 +108,14 @@ class Corpus:
             self._tasks = _tasks_in(folder)
         except BlockingIOError:
             raise StoreError(
-                f"another server uses the corpus in {folder}: give this one another --store, or --no-corpus"
+                f"another server uses the corpus in {folder}: use another --store, or --no-corpus"
             ) from None
         except OSError as error:
             raise StoreReadOnlyError(
-                f"{folder} cannot be written ({error.strerror}): choose another store, or serve it with --no-corpus"
+                f"{folder} is not writable ({error.strerror}): choose another store, or use --no-corpus"
             ) from error
         self._next = max(self._tasks, default=0) + 1
-        self._active = 0  # number of the task under way
+        self._active = 0  # number of the current task
         self._progress = (0, 0)
         self._changed = threading.Condition()
         self._is_stopping = False
@@ -124,23 +124,23 @@ class Corpus:
     # ---------------------------------------------------------------- documents
 
     def add(self, document: str, texts: Sequence[str]) -> Status:
-        """Queue a document to be encoded; it replaces the one of this id.
+        """Queue a document to be encoded. It replaces the document with the same id.
 
         Raises:
-            ApiError: 400 if the id is not valid, 429 if too many documents wait.
+            ApiError: 400 if the id is invalid, 429 if too many documents wait.
         """
         check_id(document)
         with self._changed:
             if len(self._undone()) >= self._max_pending:
-                raise ApiError(429, f"{self._max_pending} documents are waiting: try again later", "queue_full")
+                raise ApiError(429, f"{self._max_pending} documents are waiting: retry later", "queue_full")
             self._put("add", document, tuple(texts))
             return self._status(document)
 
     def remove(self, document: str) -> None:
-        """Drop a document: it is no longer found, and its chunks' KV is deleted in the background.
+        """Delete a document. It is no longer retrieved, and its chunks' KV is deleted in the background.
 
         Raises:
-            ApiError: 404 if there is none of this id.
+            ApiError: 404 if the document does not exist.
         """
         with self._changed:
             if not self._status(document).status:
@@ -152,7 +152,7 @@ class Corpus:
         """Return the status of a document.
 
         Raises:
-            ApiError: 404 if there is none of this id.
+            ApiError: 404 if the document does not exist.
         """
         with self._changed:
             if not (found := self._status(document)).status:
@@ -160,7 +160,7 @@ class Corpus:
             return found
 
     def statuses(self) -> list[Status]:
-        """Return the statuses of all documents, sorted by id."""
+        """Return the status of all documents, sorted by id."""
         with self._changed:
             counts = self._index.counts()
             latest = {task.document: task for task in self._tasks.values()}
@@ -180,16 +180,16 @@ class Corpus:
         return hits
 
     def count_pending(self) -> int:
-        """Return the number of tasks that are not done."""
+        """Return the number of unfinished tasks."""
         return len(self._undone())
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks that can be found."""
+        """Number of retrievable chunks."""
         return len(self._index)
 
     def embed(self, texts: Sequence[str]) -> tuple[NDArray[np.float32], int]:
-        """Return (N, E) vectors of texts, and how many tokens they have."""
+        """Return (N, E) vectors of texts, and their number of tokens."""
         return self._index.embed(texts), self._index.count_tokens(texts)
 
     @property
@@ -197,21 +197,21 @@ class Corpus:
         """Name of the embedder."""
         return self._index.embedder
 
-    # ---------------------------------------------------------------- the background
+    # ---------------------------------------------------------------- background work
 
     def start(self) -> None:
         """Start the background thread."""
         self._thread.start()
 
     def stop(self, patience: float) -> None:
-        """Stop after the current portion; leave it to the next server after `patience` seconds."""
+        """Stop after the current portion, or after `patience` seconds; the next server resumes."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(patience)
         if not self._thread.is_alive():
-            self._lock_file.close()  # releases the lock for the next server
+            self._lock_file.close()  # releases the lock
 
     def _work(self) -> None:
         while (task := self._await_task()) is not None:
@@ -219,13 +219,13 @@ class Corpus:
                 self._do(task)
             except _Stopped:
                 return
-            except Exception as error:  # one document must not stop the others
-                if self._is_stopping:  # the store may have been closed
+            except Exception as error:  # a failing document must not stop the others
+                if self._is_stopping:  # the store may be closed already
                     return
                 reason = str(error) if isinstance(error, KvragError) else f"{type(error).__name__}: {error}"
-                logger.warning("%s could not be added: %s", task.document, reason)
+                logger.warning("cannot add %s: %s", task.document, reason)
                 if not isinstance(error, KvragError):
-                    logger.error("a document failed", exc_info=error)
+                    logger.error("adding a document failed", exc_info=error)
                 self._finish(task, reason)
             else:
                 self._finish(task)
@@ -241,13 +241,13 @@ class Corpus:
 
     def _do(self, task: Task) -> None:
         if task.action == "drop":
-            self._index.remove(task.document)  # once more: it may have been added after it was removed
+            self._index.remove(task.document)  # again: it may have been added after it was removed
             self._engine.forget(task.document, namespace=self.namespace)
             return
         chunks = self._split(_read_task(self._path(task)).texts)
         if not chunks:
-            raise KvragError("it has no text")
-        # the KV first: every chunk that is found has its KV
+            raise KvragError("the document contains no text")
+        # KV first: every retrievable chunk has its KV
         self._engine.warm(chunks, document=task.document, namespace=self.namespace, progress=self._advance)
         self._index.add(chunks, document=task.document, progress=lambda done, total: self._check_stop())
 
@@ -264,7 +264,7 @@ class Corpus:
             self._active = 0
             if error and task.action == "add" and self._latest(task.document) == task:
                 self._tasks[task.number] = failed = replace(task, error=error)
-                with suppress(StoreError):  # a full disk may be the very error
+                with suppress(StoreError):  # a full disk may be the cause of the error
                     self._write(failed)
             else:
                 self._delete(task)
@@ -275,9 +275,9 @@ class Corpus:
         return [task for _, task in sorted(self._tasks.items()) if not task.error]
 
     def _put(self, action: Literal["add", "drop"], document: str, texts: tuple[str, ...] = ()) -> None:
-        """Queue a change of a document, in place of those that have not begun."""
+        """Queue a change of a document, in place of its changes that have not started."""
         before = [t for t in self._tasks.values() if t.document == document and t.number != self._active]
-        self._write(Task(self._next, action, document, texts))  # first, since this may fail
+        self._write(Task(self._next, action, document, texts))  # first, because this may fail
         self._next += 1
         for task in before:
             if task.action == "add":
@@ -294,8 +294,8 @@ class Corpus:
                 os.fsync(file.fileno())
             part.rename(path)
         except OSError as error:
-            raise StoreFullError(f"the document cannot be kept in {self._folder}: {error.strerror}") from error
-        self._tasks[task.number] = replace(task, texts=())  # many may wait, and they may be long
+            raise StoreFullError(f"cannot store the document in {self._folder}: {error.strerror}") from error
+        self._tasks[task.number] = replace(task, texts=())  # many long documents may wait
 
     def _delete(self, task: Task) -> None:
         self._path(task).unlink(missing_ok=True)
@@ -311,7 +311,7 @@ class Corpus:
         return next((task for _, task in sorted(self._tasks.items(), reverse=True) if task.document == document), None)
 
     def _status_of(self, document: str, task: Task | None, chunks: int) -> Status:
-        """Return a document's status; its `status` is "" if there is no such document."""
+        """Return a document's status; its `status` is "" if the document does not exist."""
         if task is None:
             return Status(document, "ready" if chunks else "", chunks)
         if task.action == "drop":
@@ -324,12 +324,12 @@ class Corpus:
 
 
 def check_id(document: str) -> None:
-    """Raise ApiError unless this can be a document's id."""
+    """Raise ApiError unless this is a valid document id."""
     parts = document.split("/")
     if not document or len(document) > _MAX_ID or not document.isprintable() or {".", ".."} & set(parts):
         raise ApiError(
             400,
-            f"a document's id has 1 to {_MAX_ID} printable characters, and no '.' or '..' between slashes, "
+            f"a document id needs 1 to {_MAX_ID} printable characters, without '.' or '..' between slashes, "
             f"got {document!r:.80}",
             "invalid_value",
             "id",
@@ -337,20 +337,20 @@ def check_id(document: str) -> None:
 
 
 def _unknown(document: str) -> ApiError:
-    return ApiError(404, f"there is no document {document!r:.280}", "document_not_found")
+    return ApiError(404, f"unknown document {document!r:.280}: see GET /v1/corpus", "document_not_found")
 
 
 def _tasks_in(folder: Path) -> dict[int, Task]:
-    """Return the tasks left in a folder, in order."""
+    """Return the tasks stored in a folder, in order."""
     tasks: dict[int, Task] = {}
-    for part in folder.glob("*.part"):  # a server was killed while it wrote this, before it answered
+    for part in folder.glob("*.part"):  # a server was killed while writing this, before it responded
         part.unlink()
     for path in sorted(folder.glob("*.json")):
         try:
             task = _read_task(path)
         except (ValueError, TypeError, KeyError):
             path.rename(path.with_suffix(".damaged"))
-            logger.warning("%s is damaged: add its document again", path)
+            logger.warning("%s is damaged: add the document again", path)
         else:
             tasks[task.number] = replace(task, texts=())
     return tasks

@@ -1,4 +1,4 @@
-"""Errors in the form that OpenAI's clients expect."""
+"""Errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ApiError(KvragError):
 
     Attributes:
         status: The HTTP status.
-        code: Machine-readable kind of the error.
-        param: Name of the request's field that is wrong.
+        code: Machine-readable error code.
+        param: Name of the invalid request field.
     """
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
@@ -37,16 +37,16 @@ class ApiError(KvragError):
 
 
 class ClientDisconnected(Exception):
-    """The client has disconnected before it was answered."""
+    """The client disconnected before the response."""
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a JSON response in ASCII, so that it can quote a lone surrogate that a client sent."""
+    """Return a JSON response in ASCII, so that it can quote a lone surrogate from the client."""
     return Response(json.dumps(content), status, dict(headers or {}), "application/json")
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and OpenAI's error object; internal errors are not described to clients."""
+    """Return the HTTP status and OpenAI's error object. Details of internal errors are hidden from clients."""
     code = param = None
     status, message = 500, str(error)
     if isinstance(error, ApiError):
@@ -58,12 +58,12 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     elif isinstance(error, (StoreFullError, StoreReadOnlyError)):
         status, code = 507, "store_full"
     elif not isinstance(error, KvragError):
-        message = "the server failed at this request: see its log"
+        message = "internal error: see the server's log"
     return status, {"error": {"message": message, "type": _kind(status), "param": param, "code": code}}
 
 
 def log(error: Exception) -> None:
-    """Log an internal error; errors in requests are reported to their senders only."""
+    """Log an internal error. Errors in requests are reported to their senders only."""
     if describe(error)[0] == 500:
         is_ours = isinstance(error, KvragError)
         logger.error("%s", error if is_ours else "a request failed", exc_info=None if is_ours else error)
@@ -75,7 +75,7 @@ def _kind(status: int) -> str:
 
 
 def error_response(error: Exception) -> Response:
-    """Return the response to a request that failed."""
+    """Return the response to a failed request."""
     status, content = describe(error)
     headers = {"Retry-After": str(RETRY_AFTER)} if status in (429, 503) else {}
     if status == 401:
@@ -84,27 +84,27 @@ def error_response(error: Exception) -> Response:
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Report every error of the app in this form."""
+    """Report every error of the app in OpenAI's format."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
         if first["type"] == "json_invalid":
-            return error_response(ApiError(400, "the body is not JSON", "invalid_json"))
+            return error_response(ApiError(400, "the body is not valid JSON", "invalid_json"))
         if not place and "json" not in request.headers.get("content-type", ""):
-            message = "the body must be JSON: send the header Content-Type: application/json"
+            message = "the body must be JSON: set the header Content-Type: application/json"
             return error_response(ApiError(400, message, "invalid_json"))
         message = f"{'.'.join(place) or 'the body'}: {first['msg']}"
         return error_response(ApiError(400, message, "invalid_value", place[0] if place else None))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        # FastAPI answers 400 to bodies whose bytes or depth are no JSON
+        # FastAPI returns 400 for bodies that are not JSON, or nested too deeply
         messages = {
-            400: "the body is not JSON",
-            404: f"there is no {request.url.path}",
-            405: f"{request.url.path} does not take {request.method}",
+            400: "the body is not valid JSON",
+            404: f"unknown path {request.url.path}",
+            405: f"{request.url.path} does not support {request.method}",
         }
         message = messages.get(error.status_code, str(error.detail))
         response = error_response(ApiError(error.status_code, message, _CODES.get(error.status_code)))
@@ -113,7 +113,7 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnected)
     async def disconnected(_: Request, __: ClientDisconnected) -> Response:
-        return Response(status_code=499)  # nginx's status for this; it is never sent
+        return Response(status_code=499)  # nginx's status for disconnected clients; never sent
 
     @app.exception_handler(KvragError)
     async def failed(_: Request, error: KvragError) -> Response:

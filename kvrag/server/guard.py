@@ -1,4 +1,4 @@
-"""The checks before a request is read: its key, the browser page it comes from, its size."""
+"""Checks before a request is read: API key, browser origin, size."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvrag.server.errors import ApiError, error_response
 from kvrag.server.settings import ServerSettings
 
 _OPEN = ("/health",)  # for load balancers and orchestrators
-_READING = 64  # requests of a namespace besides those that the admission queue knows: each may hold a body
+_READING = 64  # requests per namespace beyond those in the admission queue; each may hold a body
 
 
 class Guard:
     """ASGI middleware that checks API keys, origins, the number of requests, and the size and duration of bodies.
 
-    It puts the namespace of the request's key into the request's state.
+    It stores the namespace of the request's key in the request's state.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
@@ -28,7 +28,7 @@ class Guard:
         self._inside: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer it with an error."""
+        """Pass the request on, or respond with an error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -51,31 +51,33 @@ class Guard:
 
     def _check_number(self, namespace: str) -> None:
         if self._inside[namespace] >= self._settings.concurrency + self._settings.queue + _READING:
-            raise ApiError(429, "too many requests at once: try again later", "queue_full")
+            raise ApiError(429, "too many concurrent requests: retry later", "queue_full")
 
     def _check_sender(self, headers: Headers) -> str:
-        """Return the sender's namespace."""
+        """Return the sender's namespace; raise an error for a wrong key or origin."""
         if self._settings.api_keys:
             given = headers.get("authorization", "").removeprefix("Bearer ").encode()
-            # every key is compared, so that the time taken reveals nothing about them
+            # compare every key, so that the timing reveals nothing
             found = [key for key in self._settings.api_keys if hmac.compare_digest(given, key.secret.encode())]
             if not found:
-                raise ApiError(401, "wrong or no API key: send it as 'Authorization: Bearer KEY'", "invalid_api_key")
+                raise ApiError(
+                    401, "missing or wrong API key: send it as 'Authorization: Bearer KEY'", "invalid_api_key"
+                )
             return found[0].namespace
-        # without keys any page in a browser on this machine could send requests
+        # without keys, any web page in a local browser could send requests
         origin = headers.get("origin")
         if origin is not None and not {"*", origin} & set(self._settings.origins):
             message = (
-                f"requests from pages of {origin:.80} are rejected: start the server with --cors-origin or --api-key"
+                f"requests from the origin {origin:.80} are rejected: start the server with --cors-origin or --api-key"
             )
             raise ApiError(403, message)
         return self._settings.namespace
 
     def _bounded(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
-        """Return `receive` with a limit on the size of the body and on the time it takes."""
+        """Return `receive` with limits on the body's size and duration."""
         upload = scope["method"] == "PUT" and scope["path"].startswith("/v1/corpus/")
         limit = self._settings.max_upload if upload else self._settings.max_body
-        too_long = f"the body is larger than the {limit} bytes that this server allows"
+        too_long = f"the body is larger than the limit of {limit} bytes"
         announced = headers.get("content-length", "0")
         if announced.isdecimal() and int(announced) > limit:
             raise ApiError(413, too_long, "body_too_large")
@@ -88,7 +90,7 @@ class Guard:
                 async with asyncio.timeout_at(None if is_whole else deadline):
                     message = await receive()
             except TimeoutError:
-                raise HTTPException(408, f"the body did not come within {self._settings.timeout:g} s") from None
+                raise HTTPException(408, f"the body did not arrive within {self._settings.timeout:g} s") from None
             received += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
             if received > limit:

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, under names like vLLM's."""
+"""Prometheus metrics, with names like vLLM's."""
 
 from __future__ import annotations
 
@@ -14,32 +14,30 @@ _WHOLE = (0.1, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 240, 600)
 
 
 class Metrics:
-    """Counters and histograms of one namespace, in a registry of their own."""
+    """Counters and histograms of one namespace, in their own registry."""
 
     def __init__(self, *, with_process: bool = True) -> None:
-        """Make empty metrics.
+        """Create metrics.
 
         Args:
-            with_process: Add the memory and the CPU time of the whole process.
+            with_process: Add memory and CPU time of the whole process.
         """
         self._registry = registry = CollectorRegistry()
         if with_process:
             ProcessCollector(registry=registry)
-        prompt = "Prompt tokens: read from the store, read and recomputed, or computed for lack of stored KV"
+        prompt = "Prompt tokens by source: reused, reused and recomputed, or computed without stored KV"
         self._prompt = Counter("kvrag_prompt_tokens", prompt, ["source"], registry=registry)
-        self._generated = Counter("kvrag_generation_tokens", "Tokens of answers", registry=registry)
+        self._generated = Counter("kvrag_generation_tokens", "Generated tokens", registry=registry)
         self._finished = Counter("kvrag_request_success", "Answers", ["finished_reason"], registry=registry)
-        failed = "Requests without a complete answer, by HTTP status; 499 = the client disconnected"
+        failed = "Failed requests by HTTP status; 499 = the client disconnected"
         self._failed = Counter("kvrag_request_failure", failed, ["status"], registry=registry)
-        self._queued = self._histogram("request_queue_time", "Time until the request is admitted", _WHOLE)
-        self._first = self._histogram("time_to_first_token", "From the request to its first token", _FIRST_TOKEN)
-        self._between = self._histogram("inter_token_latency", "From a token to the next", _BETWEEN)
-        self._whole = self._histogram("e2e_request_latency", "From the request to the end of its answer", _WHOLE)
-        self._prefill = self._histogram(
-            "request_prefill_time", "The engine's own time to the first token", _FIRST_TOKEN
-        )
+        self._queued = self._histogram("request_queue_time", "Time from the request to its admission", _WHOLE)
+        self._first = self._histogram("time_to_first_token", "Time from the request to the first token", _FIRST_TOKEN)
+        self._between = self._histogram("inter_token_latency", "Time between tokens", _BETWEEN)
+        self._whole = self._histogram("e2e_request_latency", "Time from the request to the end of the answer", _WHOLE)
+        self._prefill = self._histogram("request_prefill_time", "Time to first token within the engine", _FIRST_TOKEN)
         for source in ("cached", "recomputed", "computed"):
-            self._prompt.labels(source)  # zero from the start, rather than absent
+            self._prompt.labels(source)  # zero from the start instead of missing
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"kvrag_{name}_seconds", about, buckets=buckets, registry=self._registry)
@@ -49,17 +47,17 @@ class Metrics:
         Gauge(f"kvrag_{name}", about, registry=self._registry).set_function(value)
 
     def queued(self, seconds: float) -> None:
-        """Count a request that waited so long to be admitted."""
+        """Count a request with its waiting time."""
         self._queued.observe(seconds)
 
     def token(self, seconds: float, count: int, is_first: bool) -> None:
-        """Count tokens that came so long after the request, if they are its first, or after the tokens before."""
+        """Count tokens with the time since the request (first token) or since the previous tokens."""
         (self._first if is_first else self._between).observe(seconds)
         self._generated.inc(count)
 
     def answered(self, report: BlendReport, finish_reason: str, seconds: float) -> None:
         """Count a complete answer."""
-        # chunks encoded for this very answer were computed, even if they came out of the store then
+        # chunks encoded for this answer were computed, even though they were then read from the store
         reused = report.reused_tokens - report.created_tokens
         recomputed = min(report.recomputed_tokens, reused)
         self._prompt.labels("cached").inc(reused - recomputed)
@@ -70,9 +68,9 @@ class Metrics:
         self._prefill.observe(report.ttft_s)
 
     def failed(self, status: int) -> None:
-        """Count a request without a complete answer."""
+        """Count a failed request."""
         self._failed.labels(str(status)).inc()
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""OpenAI's JSON for an answer: built piece by piece, returned whole or as the events of a stream."""
+"""OpenAI's JSON for an answer: built piece by piece, returned as a whole or as stream events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvrag.server.schemas import Answering, ChatRequest
 from kvrag.types import BlendReport, Delta, ToolCall
 
 Piece = Delta | list[Hit]
-"""A part of an answer: the chunks retrieved for it, if there are any, then its deltas."""
+"""A piece of an answer: first the retrieved chunks, if any, then the deltas."""
 
 
 class ResponseBuilder:
@@ -33,7 +33,7 @@ class ResponseBuilder:
         self._num_tokens = 0
 
     def add(self, piece: Piece) -> Delta:
-        """Take in a piece; return the part of it that the client sees."""
+        """Add a piece; return the part that is visible to the client."""
         if isinstance(piece, list):
             self._hits = piece
             return Delta("")
@@ -50,7 +50,7 @@ class ResponseBuilder:
         return Delta(piece.text, tool_calls=calls)
 
     def whole(self) -> dict[str, Any]:
-        """Return the body of a response that is not streamed."""
+        """Return the body of a non-streamed response."""
         assert self._report is not None
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": self._finish_reason}
         if self._is_chat:
@@ -64,13 +64,13 @@ class ResponseBuilder:
         return self._envelope("", [choice]) | extras | self._citations()
 
     def first_events(self) -> Sequence[dict[str, Any]]:
-        """Return the events that begin a stream."""
+        """Return the first events of a stream."""
         if not self._is_chat:
             return ()
         return (self._chunk({"role": "assistant", "content": ""}) | self._citations(),)
 
     def events(self, delta: Delta) -> Sequence[dict[str, Any]]:
-        """Return the events for a delta that `add` returned; none if it is empty."""
+        """Return the events of a delta from `add`; none if it is empty."""
         if not (delta.text or delta.tool_calls):
             return ()
         if not self._is_chat:
@@ -82,7 +82,7 @@ class ResponseBuilder:
         return (self._chunk(content),)
 
     def last_events(self) -> Sequence[dict[str, Any]]:
-        """Return the events that end a complete stream."""
+        """Return the last events of a complete stream."""
         assert self._report is not None
         last = self._chunk({} if self._is_chat else "", self._finish_reason) | {"kvrag": self._report.to_dict()}
         if not self._wants_usage:
@@ -96,7 +96,7 @@ class ResponseBuilder:
             "prompt_tokens": prompt,
             "completion_tokens": self._num_tokens,
             "total_tokens": prompt + self._num_tokens,
-            # chunks encoded for this very answer were not cached
+            # chunks encoded for this answer were not cached
             "prompt_tokens_details": {"cached_tokens": self._report.reused_tokens - self._report.created_tokens},
         }
 
@@ -111,13 +111,13 @@ class ResponseBuilder:
         return envelope | ({"usage": None} if self._wants_usage else {})
 
     def _envelope(self, part: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        # OpenAI's streamed completions have the same `object` as whole ones
+        # OpenAI's streamed completions have the same `object` as non-streamed ones
         kind = f"chat.completion{part}" if self._is_chat else "text_completion"
         envelope = {"id": self._id, "object": kind, "created": self._created, "model": self.request.model}
         return envelope | {"system_fingerprint": self._fingerprint, "choices": choices}
 
     def _citations(self) -> dict[str, Any]:
-        """Return the retrieved chunks, in the order in which the model reads them."""
+        """Return the retrieved chunks, in prompt order."""
         if self._hits is None:
             return {}
         cited = [

@@ -1,4 +1,4 @@
-"""A server process: its socket, its signals, its shutdown."""
+"""The server process: socket, signals, shutdown."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvrag.errors import SettingError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket that does not listen yet; port 0 = any free port.
+    """Return a bound socket that is not listening yet; port 0 = any free port.
 
     Raises:
         SettingError: The address cannot be bound.
     """
-    if not 0 <= port < 1 << 16:  # getaddrinfo would take it modulo that
-        raise SettingError(f"cannot listen on port {port}: it must be in [0, 65535]")
+    if not 0 <= port < 1 << 16:  # getaddrinfo would reduce it modulo 65536
+        raise SettingError(f"cannot listen on port {port}: choose one in [0, 65535]")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         taken = socket.socket(family, socket.SOCK_STREAM)
@@ -41,22 +41,22 @@ def url(taken: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """Rejects waiting requests as soon as it should stop, while uvicorn lets answers under way finish."""
+    """Rejects waiting requests as soon as it is stopped, while uvicorn lets pending answers finish."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         app: FastAPI = self.config.app  # type: ignore[assignment]
-        # not now: the signal may interrupt the admission of a request
+        # deferred: the signal may interrupt the admission of a request
         asyncio.get_running_loop().call_soon_threadsafe(app.state.kvrag.answering.close)
-        # uvicorn's own handler raises the signal again at the end, and nothing after `serve` would run
+        # uvicorn's own handler raises the signal again at the end, which would skip the code after `serve`
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
 
 def make_server(app: FastAPI, shutdown_timeout: float) -> uvicorn.Server:
-    """Return a server for an app of `create_app`; `.run([socket])` runs it, `should_exit` stops it.
+    """Return a server for an app of `create_app`. `.run([socket])` runs it, `should_exit` stops it.
 
     Args:
-        shutdown_timeout: Seconds that answers under way have to finish.
+        shutdown_timeout: Seconds for pending answers to finish.
     """
     config = uvicorn.Config(
         app,

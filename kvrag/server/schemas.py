@@ -1,6 +1,6 @@
-"""Requests as OpenAI's clients send them, with kvrag's additions.
+"""Request schemas of OpenAI's API, with kvrag's extensions.
 
-Unknown fields are rejected, never ignored: they might change the answer.
+Unknown fields are rejected, never ignored: they could change the answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Request(BaseModel):
-    """Base of all requests: JSON types are not converted, unknown fields are errors."""
+    """Base of all requests: no conversion of JSON types, unknown fields are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
@@ -31,7 +31,7 @@ class StreamOptions(Request):
 
 
 class Answering(Request):
-    """The fields that `/v1/chat/completions` and `/v1/completions` share."""
+    """Shared fields of `/v1/chat/completions` and `/v1/completions`."""
 
     model: str
     stream: bool | None = False
@@ -44,19 +44,19 @@ class Answering(Request):
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
 
-    # kvrag's own
+    # kvrag's extensions
     ratio: Annotated[Number, Field(ge=0, le=1)] | None = None
     policy: Literal[POLICIES] | None = None  # type: ignore[valid-type]
     controller: Literal[CONTROLLERS] | None = None  # type: ignore[valid-type]
 
-    # accepted with the values that change nothing
+    # accepted with their default values only
     n: int | None = None
     logprobs: bool | int | None = None
     logit_bias: dict[str, Any] | None = None
     frequency_penalty: Number | None = None
     presence_penalty: Number | None = None
 
-    # accepted and without effect
+    # accepted without effect
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -65,7 +65,7 @@ class Answering(Request):
     prompt_cache_key: str | None = None
 
     def check(self) -> None:
-        """Raise ApiError for a known option that is not supported."""
+        """Raise ApiError for a known but unsupported option."""
         wrong = {
             "n": self.n not in (None, 1),
             "logprobs": self.logprobs not in (None, False, 0),
@@ -73,19 +73,19 @@ class Answering(Request):
             "frequency_penalty": bool(self.frequency_penalty),
             "presence_penalty": bool(self.presence_penalty),
         }
-        ways = {"n": "send one request for each answer", "frequency_penalty": "use repetition_penalty"}
+        ways = {"n": "send one request per answer", "frequency_penalty": "use repetition_penalty"}
         ways["presence_penalty"] = ways["frequency_penalty"]
         for name in (name for name, is_wrong in wrong.items() if is_wrong):
             message = f"{name}={getattr(self, name)!r:.80} is not supported: {ways.get(name, 'leave it out')}"
             raise ApiError(400, message, "unsupported_value", name)
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options are for stream=true", "invalid_value", "stream_options")
+            raise ApiError(400, "stream_options require stream=true", "invalid_value", "stream_options")
 
     def sampling(self, settings: ServerSettings) -> dict[str, Any]:
         """Return the arguments of `BlendEngine.stream`."""
         wanted = self.longest() or settings.max_tokens
         if wanted > settings.token_limit:
-            message = f"an answer of {wanted} tokens is too long: this server allows {settings.token_limit}"
+            message = f"{wanted} tokens exceed this server's limit of {settings.token_limit}: request fewer"
             raise ApiError(400, message, "invalid_value", "max_tokens")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return {
@@ -94,7 +94,7 @@ class Answering(Request):
             "top_p": self.top_p,
             "top_k": self.top_k,
             "repetition_penalty": self.repetition_penalty,
-            "seed": None if self.seed is None else self.seed % (1 << 64),  # OpenAI's may be negative
+            "seed": None if self.seed is None else self.seed % (1 << 64),  # OpenAI allows negative seeds
             "stop": stop,
             "ratio": self.ratio,
             "policy": self.policy,
@@ -102,12 +102,12 @@ class Answering(Request):
         }
 
     def longest(self) -> int | None:
-        """Return the most tokens that the answer may have, or None."""
+        """Return the requested maximum number of tokens, or None."""
         return self.max_tokens
 
 
 class Message(BaseModel):
-    """A message; other fields that clients send are ignored."""
+    """A message; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -118,7 +118,7 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the message as chat templates take it."""
+        """Return the message in the form of chat templates."""
         said: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         said["content"] = self.content or ""
         if self.tool_calls:
@@ -129,21 +129,21 @@ class Message(BaseModel):
 
 
 class Document(Request):
-    """A chunk that the client retrieved itself."""
+    """A chunk retrieved by the client."""
 
     text: str
     id: str = ""
 
 
 class Retrieval(Request):
-    """Settings of the server's retrieval."""
+    """Settings of the server-side retrieval."""
 
     top_k: Annotated[int, Field(ge=1, le=100)] | None = None
     around: Annotated[int, Field(ge=0, le=10)] | None = None
 
 
 class TemplateVariables(Request):
-    """Variables of chat templates that a client may set."""
+    """Chat template variables that a client may set."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
@@ -161,7 +161,7 @@ class ChatRequest(Answering):
     response_format: dict[str, Any] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
 
-    # kvrag's own
+    # kvrag's extensions
     documents: Annotated[list[str | Document], Field(max_length=1000)] | None = None
     retrieval: Retrieval | None = None
     chat_template_kwargs: TemplateVariables | None = None
@@ -172,7 +172,7 @@ class ChatRequest(Answering):
 
 
 class CompletionRequest(Answering):
-    """The body of `/v1/completions`: the prompt is used unchanged, control tokens included."""
+    """The body of `/v1/completions`. The prompt is used unchanged, control tokens included."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
@@ -180,10 +180,10 @@ class CompletionRequest(Answering):
     suffix: Literal[""] | None = None
 
     def text(self) -> str:
-        """Return the one prompt."""
+        """Return the prompt."""
         prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         if len(prompts) != 1 or not isinstance(prompts[0], str):
-            raise ApiError(400, "prompt must be one string: send one request for each", "unsupported_value", "prompt")
+            raise ApiError(400, "prompt must be one string: send one request per prompt", "unsupported_value", "prompt")
         return prompts[0]
 
 
@@ -202,7 +202,7 @@ class EmbeddingRequest(Request):
         if not texts or len(texts) > 2048 or any(not isinstance(text, str) or not text for text in texts):
             raise ApiError(
                 400,
-                "input must be one to 2048 strings, none of them empty; token ids are those of another model "
+                "input must be 1 to 2048 non-empty strings; token ids are not supported "
                 "(in LangChain: check_embedding_ctx_length=False)",
                 "invalid_value",
                 "input",

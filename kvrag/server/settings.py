@@ -1,4 +1,4 @@
-"""The settings of a server: its keys, its limits, and the defaults of requests."""
+"""Server settings: API keys, limits, and request defaults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEMPLATE = "{context}\n\nQuestion: {question}"
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key, and the namespace that its requests belong to."""
+    """An API key and the namespace of its requests."""
 
     secret: str = field(repr=False)
     namespace: str = ""
@@ -20,11 +20,11 @@ class ApiKey:
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
         if not self.secret or not self.secret.isascii() or self.secret.split() != [self.secret]:
-            raise SettingError("an API key must be ASCII without white space, and not empty")
+            raise SettingError("an API key must be non-empty ASCII without white space")
 
     @classmethod
     def parse(cls, text: str, namespace: str = "") -> ApiKey:
-        """Read `NAME:KEY`, a key of the namespace NAME, or `KEY`, a key of the namespace given."""
+        """Parse `NAME:KEY`, a key of the namespace NAME, or `KEY`, a key of the given namespace."""
         name, colon, secret = text.partition(":")
         return cls(secret, name or namespace) if colon else cls(text, namespace)
 
@@ -34,25 +34,25 @@ class ServerSettings:
     """Settings of a server. Sizes are in bytes, times in seconds.
 
     Attributes:
-        name: Name of the model in requests; with a corpus, `name` + "-rag" is the model that retrieves by itself.
-        api_keys: Every request must carry one of them; empty = no key is required. Requests see the documents,
-            conversations, metrics and queue of their key's namespace, and of no other.
-        namespace: Namespace of all requests where there are no keys.
-        hosts: Host names that requests without a key may use, so that a page in a browser cannot reach the server
-            under a name of its own; empty = any.
-        origins: Web pages that may use the server from a browser, such as "http://localhost:3000"; "*" = all.
-        template: What the last user message becomes, around `{context}`, the chunks joined by blank lines, and
+        name: Name of the model in requests. With a corpus, `name` + "-rag" is the model with retrieval.
+        api_keys: Accepted keys; empty = no key is required. Requests see only the documents, conversations, metrics and
+            queue of their key's namespace.
+        namespace: Namespace of all requests without keys.
+        hosts: Host names that requests without a key may use, which prevents DNS rebinding from browser pages; empty =
+            any.
+        origins: Web origins that may use the server from a browser, such as "http://localhost:3000"; "*" = all.
+        template: Template of the last user message, with `{context}` (the chunks joined by blank lines) and
             `{question}`.
         top_k, around: Retrieval, as in `ChunkIndex.search`.
-        max_tokens: Longest answer where a request names no length ...
-        token_limit: ... and the longest that a request may ask for.
-        temperature: Default of requests; None = as the model's own generation config says.
-        concurrency: Answers computed at a time. They alternate on the model, one forward pass each.
-        queue: Requests of a namespace that wait for one of these places; more are rejected with 429.
-        timeout: For a request's body to arrive, and for its answer, waiting included.
-        max_body: Size of a request ...
+        max_tokens: Default of requests without a limit ...
+        token_limit: ... and maximum that a request may ask for.
+        temperature: Default of requests; None = the model's own generation config.
+        concurrency: Number of concurrent answers. They alternate on the model, one forward pass each.
+        queue: Waiting requests per namespace; more are rejected with 429.
+        timeout: Time limit of a request's body, and of its answer including waiting.
+        max_body: Maximum size of a request ...
         max_upload: ... and of an uploaded document.
-        max_pending: Documents of a namespace that wait to be encoded.
+        max_pending: Maximum number of waiting documents per namespace.
     """
 
     name: str
@@ -91,26 +91,26 @@ class ServerSettings:
         if self.temperature is not None and not 0 <= self.temperature <= 2:
             raise SettingError(f"temperature must be in [0, 2], got {self.temperature}")
         if not self.name:
-            raise SettingError("the model's name must not be empty")
+            raise SettingError("the model name must not be empty")
         check_namespace(self.namespace)
         if len({key.secret for key in self.api_keys}) < len(self.api_keys):
-            raise SettingError("two API keys are equal: give every key once")
+            raise SettingError("two API keys are equal: pass each key once")
         for part in ("{context}", "{question}"):
             if self.template.count(part) != 1:
-                raise SettingError(f"the prompt template must have {part} exactly once")
+                raise SettingError(f"the prompt template must contain {part} exactly once")
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """The namespaces that requests can have, each once."""
+        """All namespaces of requests, without duplicates."""
         return tuple(dict.fromkeys(key.namespace for key in self.api_keys)) or (self.namespace,)
 
     @property
     def rag_name(self) -> str:
-        """Name of the model that retrieves by itself."""
+        """Name of the model with retrieval."""
         return f"{self.name}-rag"
 
     def prompt(self, context: list[str], question: str) -> str:
         """Return the template filled in."""
         before, _, after = self.template.partition("{question}")
-        joined = "\n\n".join(context)  # a placeholder inside the question or the context is left alone
+        joined = "\n\n".join(context)  # placeholders inside the question or the context are not replaced
         return before.replace("{context}", joined) + question + after.replace("{context}", joined)

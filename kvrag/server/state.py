@@ -1,4 +1,4 @@
-"""What the requests of a server share, and what only those of one namespace share."""
+"""Shared state of all requests of a server, and of the requests of one namespace."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from kvrag.server.errors import ApiError
 from kvrag.server.metrics import Metrics
 from kvrag.server.settings import ServerSettings
 
-_READERS = 2  # files read at a time
-UPLOADS = 16  # files of a namespace received or waiting to be read
+_READERS = 2  # concurrent file readers
+UPLOADS = 16  # files of a namespace being received or waiting for a reader
 
 
 class Tenant:
-    """One namespace of a server: its corpus, its metrics, its uploads. No request sees another namespace's."""
+    """One namespace of a server: corpus, metrics, uploads. Requests never see another namespace's."""
 
     def __init__(self, namespace: str, corpus: Corpus | None, metrics: Metrics) -> None:
         self.namespace, self.corpus, self.metrics = namespace, corpus, metrics
         self.uploads = 0
 
     def require_corpus(self) -> Corpus:
-        """Return the corpus; raise ApiError if the server has none."""
+        """Return the corpus; raise ApiError without one."""
         if self.corpus is None:
-            raise ApiError(404, "this server has no corpus: start it without --no-corpus", "no_corpus")
+            raise ApiError(404, "the server has no corpus: start it without --no-corpus", "no_corpus")
         return self.corpus
 
 
 class State:
-    """The engine, the settings, the admission queues and the namespaces of one server.
+    """Engine, settings, admission queues and namespaces of one server.
 
     Attributes:
-        answering: Admits requests to the model.
-        reading: Admits uploads to the file readers.
+        answering: Admission queue of the model.
+        reading: Admission queue of the file readers.
     """
 
     def __init__(self, engine: BlendEngine, settings: ServerSettings, corpora: Iterable[Corpus]) -> None:
@@ -48,29 +48,27 @@ class State:
         self.started = int(time.time())
         by_namespace = {corpus.namespace: corpus for corpus in corpora}
         if by_namespace and set(by_namespace) != set(settings.namespaces):
-            raise SettingError(
-                f"the corpora must be those of the namespaces {', '.join(map(repr, settings.namespaces))}"
-            )
+            raise SettingError(f"the corpora must match the namespaces {', '.join(map(repr, settings.namespaces))}")
         self.is_shared = len(settings.namespaces) > 1
         self.tenants = {name: self._tenant(name, by_namespace.get(name)) for name in settings.namespaces}
 
     def _tenant(self, namespace: str, corpus: Corpus | None) -> Tenant:
-        # the process' load would show one namespace how busy the others are
+        # the process's load would reveal the activity of other namespaces
         metrics = Metrics(with_process=not self.is_shared)
-        metrics.watch("num_requests_running", "Requests admitted", partial(self.answering.running, namespace))
-        metrics.watch("num_requests_waiting", "Requests that wait", partial(self.answering.waiting, namespace))
+        metrics.watch("num_requests_running", "Admitted requests", partial(self.answering.running, namespace))
+        metrics.watch("num_requests_waiting", "Waiting requests", partial(self.answering.waiting, namespace))
         if corpus is not None:
-            metrics.watch("corpus_pending", "Documents that wait to be encoded or dropped", corpus.count_pending)
+            metrics.watch("corpus_pending", "Documents waiting to be encoded or dropped", corpus.count_pending)
         return Tenant(namespace, corpus, metrics)
 
     @property
     def corpora(self) -> list[Corpus]:
-        """The corpora of all namespaces; empty if the server has none."""
+        """Corpora of all namespaces; empty without a corpus."""
         return [tenant.corpus for tenant in self.tenants.values() if tenant.corpus is not None]
 
     @property
     def embedder(self) -> str | None:
-        """Name of the embedder, which all corpora share; None without corpora."""
+        """Name of the shared embedder; None without corpora."""
         return next((corpus.embedder for corpus in self.corpora), None)
 
     @property
@@ -88,7 +86,7 @@ class State:
         return {name: {"id": name, **entry, **more} for name, more in facts.items()}
 
     def check_model(self, name: str) -> None:
-        """Raise ApiError unless this model answers prompts."""
+        """Raise ApiError unless this is a model that answers prompts."""
         if name not in self.answering_models:
             known = ", ".join(map(repr, self.answering_models))
-            raise ApiError(404, f"there is no model {name!r:.280}: this server has {known}", "model_not_found", "model")
+            raise ApiError(404, f"unknown model {name!r:.280}: this server has {known}", "model_not_found", "model")

@@ -1,4 +1,4 @@
-"""Where chunks' KV lives: the protocol, the embedded store, the RAM tier."""
+"""Storage of chunk KV: the protocol, the embedded store, the RAM tier."""
 
 from kvrag.store.files import FileStore, StoreCheck
 from kvrag.store.memory import MemoryTier

@@ -1,10 +1,10 @@
-"""One chunk as one safetensors file: token ids, what it was encoded behind, and per layer keys and values.
+"""One chunk as one safetensors file: token ids, the context it was encoded with, and keys and values per layer.
 
 Tensors are named `000.k, 000.v, 001.k, ...`: safetensors writes by name, so a layer is one contiguous range that one
 `preadv` fetches. Ids are 64 bits wide, the widest type: safetensors puts those first, where opening reads them.
 
-Everything is under a digest: the header, lengths and padding included, under `digest` in its metadata, each layer under
-its own, and the ids under the chunk's key, which is computed again when the file is opened.
+Digests cover everything: `digest` in the metadata covers the header, lengths and padding; each layer has its own;
+the ids are covered by the chunk's key, which is recomputed when the file is opened.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BLANK = b"0" * 32
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{32})"')
 
 
-def pack(record: ChunkRecord, fingerprint: str) -> tuple[bytes, memoryview]:
+def serialise(record: ChunkRecord, fingerprint: str) -> tuple[bytes, memoryview]:
     """Return the file's content: header and body."""
     tensors: dict[str, Tensor] = {
         "context": torch.from_numpy(record.context.astype(np.int64)),
@@ -74,17 +74,17 @@ def pack(record: ChunkRecord, fingerprint: str) -> tuple[bytes, memoryview]:
 
 
 def estimate(record: ChunkRecord) -> int:
-    """Return at least how many bytes `pack` makes of a record, and not many more."""
+    """Return a tight lower bound of the bytes that `pack` returns for a record."""
     tensors = sum(keys.nbytes + values.nbytes for keys, values in record.layers)
     header = 512 + len(record.namespace.encode()) * 6 + 240 * len(record.layers)
     return tensors + header + 8 * (len(record.ids) + len(record.context))
 
 
 class ChunkFile:
-    """An open chunk file, whose content is the chunk of the key it was opened by.
+    """An open chunk file. Its content is verified to be the chunk of the requested key.
 
-    It stays readable when the file is deleted, unless this process has too many of them open: then it is opened again
-    for each layer.
+    It stays readable after the file is deleted, unless this process has too many chunk files open: then the file is
+    reopened for each layer.
 
     Attributes:
         key, namespace, ids, num_layers: See ChunkRecord.
@@ -95,15 +95,15 @@ class ChunkFile:
     tier = "disk"
 
     def __init__(self, path: Path, key: str, fingerprint: str) -> None:
-        """Open, and read all but the layers.
+        """Open the file and read everything except the layers.
 
         Args:
-            fingerprint: Digest of the fingerprint that the chunk must be of.
+            fingerprint: Digest of the fingerprint that the chunk must have.
 
         Raises:
-            FileNotFoundError: There is none.
-            DamagedChunkError: It is no chunk file, truncated, or another chunk's.
-            ChunkUnreadableError: It cannot be read just now.
+            FileNotFoundError: The file does not exist.
+            DamagedChunkError: The file is not a chunk file, is truncated, or holds another chunk.
+            ChunkUnreadableError: The file cannot be read at the moment.
         """
         self.key, self._path = key, path
         self.bytes_read = 0
@@ -120,7 +120,7 @@ class ChunkFile:
                 os.close(self._file)
 
     def _open(self) -> int:
-        for wait in (0.0, 0.01, 0.05, 0.2, 0.0):  # others may be closing theirs
+        for wait in (0.0, 0.01, 0.05, 0.2, 0.0):  # other readers may be about to close theirs
             time.sleep(wait)
             try:
                 return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -152,17 +152,17 @@ class ChunkFile:
         self.namespace, self.num_layers = self._metadata["namespace"], len(self._digests)
         end = self._start + max(tensor["data_offsets"][1] for tensor in tensors.values())
         if size != end:
-            raise DamagedChunkError(self.key, f"it is {size} bytes long instead of {end}")
+            raise DamagedChunkError(self.key, f"the file has {size} bytes instead of {end}")
 
     def _read_tokens(self, fingerprint: str) -> None:
         self.context, self.ids = (self._tokens(name) for name in ("context", "ids"))
         self.context_tokens = len(self.context)
         del self._beginning
         if self._metadata["fingerprint"] != fingerprint:
-            raise DamagedChunkError(self.key, "it was written by another model")
+            raise DamagedChunkError(self.key, "it was written for another model")
         found = chunk_key(fingerprint, self.ids.tolist(), self.context.tolist(), self.namespace)
         if found != self.key:
-            raise DamagedChunkError(self.key, f"its content is that of chunk {found}")
+            raise DamagedChunkError(self.key, f"its content belongs to chunk {found}")
 
     def _tokens(self, name: str) -> NDArray[np.uint32]:
         start, stop = (self._start + offset for offset in self._tensors[name]["data_offsets"])
@@ -171,8 +171,8 @@ class ChunkFile:
             content = self._read(self._file, start, stop).numpy().tobytes()
         wide = np.frombuffer(content, "<i8")
         ids = wide.astype(np.uint32)
-        if not np.array_equal(ids, wide):  # the key covers 32 bits of each
-            raise DamagedChunkError(self.key, f"its {name} are no token ids")
+        if not np.array_equal(ids, wide):  # the key covers only 32 bits of each id
+            raise DamagedChunkError(self.key, f"its {name} are not token ids")
         return ids
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
@@ -189,7 +189,7 @@ class ChunkFile:
 
     @contextlib.contextmanager
     def _descriptor(self) -> Iterator[int]:
-        """The file, not closed before the last read has ended: its number may be another file's then."""
+        """Yield the file descriptor, kept open until the last read ends: another file could get its number."""
         with self._lock:
             keeps = self._keeps
             self._reading += keeps
@@ -215,17 +215,17 @@ class ChunkFile:
 
     @contextlib.contextmanager
     def _noticing_faults(self) -> Iterator[None]:
-        """Tell what is wrong with the file from what passes."""
+        """Raise DamagedChunkError for a damaged file and ChunkUnreadableError for a passing error."""
         try:
             yield
-        except FileNotFoundError as error:  # it was deleted meanwhile
+        except FileNotFoundError as error:  # deleted in the meantime
             raise ChunkUnreadableError(self.key, "its file has been deleted") from error
         except (OSError, MemoryError) as error:
             raise ChunkUnreadableError(self.key, getattr(error, "strerror", None) or "out of memory") from error
         except (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError, struct.error) as error:
             if out_of_memory(error):
                 raise ChunkUnreadableError(self.key, "out of memory") from error
-            raise DamagedChunkError(self.key, f"its header makes no sense ({error!s:.80})") from error
+            raise DamagedChunkError(self.key, f"its header is invalid ({error!s:.80})") from error
 
     def _read(self, descriptor: int, start: int, stop: int) -> Tensor:
         content = torch.empty(stop - start, dtype=torch.uint8)
@@ -233,12 +233,12 @@ class ChunkFile:
         while view:
             count = os.preadv(descriptor, [view], position)
             if count == 0:
-                raise DamagedChunkError(self.key, "it ends too early")
+                raise DamagedChunkError(self.key, "the file is truncated")
             view, position = view[count:], position + count
         return content
 
     def close(self) -> None:
-        """Close the file once nobody reads it."""
+        """Close the file once no read is under way."""
         with self._lock:
             if not self._keeps:
                 return
@@ -248,7 +248,7 @@ class ChunkFile:
 
 
 class _OpenFiles:
-    """How many files readers may keep open: a quarter of what the process may have, sockets and threads need theirs."""
+    """Counter of the files that readers keep open: a quarter of the limit, sockets and threads need some too."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,8 +1,8 @@
-"""How a chunk's keys and values are written down: as they are, or in 8 or 4 bits.
+"""Codecs of stored keys and values: native, 8 bits or 4 bits.
 
-A packed tensor is a plain row of bytes: its shape and dtype, a lowest value and a scale per group, a code per element;
-an element is `low + scale * code`. Keys share a scale per channel, since a few channels are far larger than the rest
-in every token, values per token (KIVI, arXiv:2402.02750, section 3.2).
+A packed tensor is a row of bytes: shape and dtype, a minimum and a scale per group, and a code per element;
+an element is `low + scale * code`. Keys share a scale per channel because a few channels are far larger than the rest
+in every token; values share one per token (KIVI, arXiv:2402.02750, section 3.2).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from kvrag.errors import ModelError
 Layer = tuple[Tensor, Tensor]
 """Keys and values of a chunk on one layer, each (H, T, D), or packed into (N,) uint8."""
 
-# largest code, most elements of a group; int4 loses its accuracy where more of them share a scale
+# largest code, largest group; int4 loses its accuracy when more elements share a scale
 _FORMATS = {"int8": (255, 1 << 30), "int4": (15, 64)}
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HEADER = 16  # H, T, D and the dtype's number, int32 each
 
 
 def pack(layers: Sequence[Layer], codec: str, chunk: str) -> list[Layer]:
-    """Every layer of a chunk as it is stored.
+    """Return every layer of a chunk in stored form.
 
     Args:
         codec: One of `kvrag.config.CODECS`; "native" leaves the tensors as they are.
-        chunk: How to name it in an error.
+        chunk: Name of the chunk in error messages.
 
     Raises:
-        ModelError: There is an infinity or a NaN among them, which would spoil every answer that they are part of.
+        ModelError: The KV contains an infinity or a NaN, which would spoil every answer that uses the chunk.
     """
     for number, layer in enumerate(layers):
         ranges = [high.float() - low.float() for low, high in (tensor.aminmax() for tensor in layer)]
@@ -47,7 +47,7 @@ def pack(layers: Sequence[Layer], codec: str, chunk: str) -> list[Layer]:
 
 
 def unpack(layer: Layer, codec: str, device: torch.device) -> Layer:
-    """Keys and values of a layer as `pack` took them, each (H, T, D); packed ones travel to `device` as bytes."""
+    """Return keys and values as `pack` took them, each (H, T, D). Packed ones move to `device` as bytes."""
     if codec == "native":
         return layer
     keys, values = layer
@@ -55,12 +55,12 @@ def unpack(layer: Layer, codec: str, device: torch.device) -> Layer:
 
 
 def tokens_of(keys: Tensor) -> int:
-    """T of a layer's keys, packed or not."""
+    """Return T of a layer's keys, packed or not."""
     return keys.shape[1] if keys.dim() == 3 else int(keys[:_HEADER].clone().view(torch.int32)[1])
 
 
 def share(codec: str, num_tokens: int, head_dim: int, dtype: torch.dtype) -> float:
-    """Bytes of a chunk of that many tokens, relative to those of the native codec."""
+    """Return the size of a chunk of that many tokens, relative to the native codec."""
     example = torch.zeros(8, num_tokens, head_dim, dtype=dtype)
     return sum(tensor.nbytes for tensor in pack([(example, example)], codec, "")[0]) / (2 * example.nbytes)
 
@@ -69,21 +69,21 @@ def _pack(tensor: Tensor, codec: str, along: int) -> Tensor:
     levels, largest = _FORMATS[codec]
     shape, length = tensor.shape, tensor.shape[along]
     groups, size = _groups(length, largest)
-    if groups * size > length:  # the last one fills its group up
+    if groups * size > length:  # pad the last group
         tensor = tensor.index_select(along, torch.arange(groups * size).clamp(max=length - 1))
     x = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     x = x.view(*shape[:along], groups, size, *shape[along + 1 :])
     low, high = x.aminmax(dim=along + 1, keepdim=True)  # (H, groups, 1, D) or (H, T, groups, 1)
-    # rounded up, or the highest value would need a code beyond the last
+    # rounded up: otherwise the highest value would need a code beyond the largest
     scale = ((high / levels - low / levels) * (1 + torch.finfo(tensor.dtype).eps)).to(tensor.dtype)
-    per_step = scale.to(x.dtype).reciprocal().nan_to_num(posinf=0.0)  # nothing to divide by: all are the lowest
+    per_step = scale.to(x.dtype).reciprocal().nan_to_num(posinf=0.0)  # a scale of 0: all elements are the minimum
     codes = (x - low).mul_(per_step).round_().clamp_(max=levels).to(torch.uint8)
     if codec == "int4":
         codes = codes.flatten()
         first, second = torch.cat([codes, codes.new_zeros(len(codes) % 2)]).chunk(2)
         codes = first | second << 4
     header = torch.tensor([*shape, _DTYPES.index(tensor.dtype)], dtype=torch.int32)
-    parts = header, low.to(tensor.dtype), scale, codes  # the lowest value is one of the tensor's: it stays as it was
+    parts = header, low.to(tensor.dtype), scale, codes  # the minimum is an element of the tensor, so casting is exact
     return torch.cat([part.flatten().view(torch.uint8) for part in parts])
 
 
@@ -100,11 +100,11 @@ def _unpack(packed: Tensor, codec: str, along: int, device: torch.device) -> Ten
         codes = torch.cat([codes & 15, codes >> 4])[: torch.Size(grouped).numel()]
     x = codes.view(grouped).to(low.dtype).mul_(scale).add_(low)
     if dtype == torch.float16:
-        x.clamp_(max=torch.finfo(dtype).max)  # half a step beyond it would be infinite
+        x.clamp_(max=torch.finfo(dtype).max)  # half a step above the maximum would be infinite
     return x.to(dtype).flatten(along, along + 1).narrow(along, 0, shape[along])
 
 
 def _groups(length: int, largest: int) -> tuple[int, int]:
-    """How many groups of which size, all alike, so that little is filled up: 80 in 2 groups of 40."""
+    """Return the number and size of equal groups with little padding: 80 elements make 2 groups of 40."""
     groups = -(-length // largest)
     return groups, -(-length // groups)

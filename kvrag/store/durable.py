@@ -1,4 +1,4 @@
-"""Files that are either absent or whole."""
+"""Durable file writes: a file is either absent or complete."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import uuid
 from pathlib import Path
 
 TEMPORARY = ".*.tmp"
-"""Pattern of the files that a killed writer leaves behind."""
+"""Glob pattern of the files that a killed writer leaves behind."""
 
 
 def write_file(path: Path, *parts: bytes | memoryview, replace: bool = True) -> int:
-    """Write the parts under a temporary name, flush them to the disk, rename; returns how many bytes they are.
+    """Write the parts under a temporary name, flush them to disk and rename; return the number of bytes.
 
     Args:
-        replace: False = the first writer of this name wins.
+        replace: False = the first writer of a name wins.
 
     Raises:
-        FileExistsError: There is one, and it is not to be replaced.
-        OSError: It cannot be written; nothing is left behind.
+        FileExistsError: The file exists and `replace` is False.
+        OSError: The file cannot be written; no partial file is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     tmp = path.with_name(f".{os.getpid()}.{uuid.uuid4().hex}.tmp")

@@ -1,9 +1,9 @@
 """The embedded store: a folder with one safetensors file per chunk and a SQLite manifest.
 
-Chunks are content-addressed: a chunk's KV is a function of its key, so writers need no lock and a lost file is a miss
-that is encoded again. Every writing makes a file of its own name, which the chunk's row records: whoever deletes a row
-may delete its file at any later time, whatever others have stored under the key since. Order of writing: file under a
-temporary name, fsync, rename, then the row. A process killed in between leaves a file without a row, for `gc`.
+Chunks are content-addressed: a chunk's KV is a function of its key. Writers need no lock, and a lost file is a miss
+that is encoded again. Every write creates a file with a new name, which the chunk's row records. A process that deletes
+a row may therefore delete the file at any later time, even if the key has been stored again. Order of writing: file
+under a temporary name, fsync, rename, row. A process killed in between leaves a file without a row; `gc` deletes it.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ logger = logging.getLogger("kvrag")
 OWNER = "fingerprint.json"
 MANIFEST = "manifest.sqlite"
 _LOW_WATERMARK = 0.8  # evict down to this share of the budget, so that not every put evicts
-_EVICT = 500  # chunks in one transaction
+_EVICT = 500  # chunks per transaction
 _TOUCH_EVERY = 1.0  # seconds
-_STALE = 3600.0  # seconds after which a file without a row belongs to nobody
+_STALE = 3600.0  # seconds after which a file without a row is a leftover
 UNUSED_DAYS = 7.0
-"""Days after which texts that came with requests are collected."""
+"""Days after which unused texts of requests are collected."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreCheck:
-    """What `FileStore.check` found.
+    """Result of `FileStore.check`.
 
     Attributes:
-        sound: Chunks that are whole, `adopted` and `repaired` ones among them.
-        damaged: Chunks put into quarantine.
-        adopted: Whole files that had no row.
-        repaired: Chunks whose row said something else than their file.
-        unreadable: Chunks that could not be read just now; they stay.
+        sound: Intact chunks, including `adopted` and `repaired` ones.
+        damaged: Chunks moved to quarantine.
+        adopted: Intact files that had no row.
+        repaired: Chunks whose row did not match their file.
+        unreadable: Chunks that could not be read at the moment; they are kept.
     """
 
     sound: int
@@ -73,14 +73,14 @@ class FileStore:
     """Chunk KV in a folder. Several processes may share it."""
 
     def __init__(self, path: str | Path, max_bytes: int | None = None, min_free_bytes: int = 1 << 30) -> None:
-        """Open or create.
+        """Open or create the store.
 
         Args:
-            max_bytes: Least recently used chunks are evicted beyond this; None = no budget of its own.
-            min_free_bytes: Writing stops before the disk has less than this left.
+            max_bytes: Byte budget; least recently used chunks are evicted beyond it. None = no budget.
+            min_free_bytes: Writing stops before less than this is free on the disk.
 
         Raises:
-            StoreError: The folder cannot be created or opened, or another version wrote it.
+            StoreError: The folder cannot be created or opened, or has another version's format.
         """
         if max_bytes is not None and max_bytes <= 0:
             raise SettingError(f"max_bytes must be positive, got {max_bytes}")
@@ -88,8 +88,8 @@ class FileStore:
         self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
         check_layout(self.path)
         try:
-            for folder in (self.path, self._chunks):  # what is in it is as confidential as the documents
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # parents have the usual mode
+            for folder in (self.path, self._chunks):  # the content is as confidential as the documents
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # parents keep the default mode
         except OSError as error:
             if not (self.path / MANIFEST).exists():
                 raise StoreError(
@@ -97,10 +97,10 @@ class FileStore:
                 ) from error
         self._manifest = Manifest(self.path / MANIFEST)
         self._bound = ""
-        self._lock = threading.Lock()  # of the next two
+        self._lock = threading.Lock()  # guards the next two attributes
         self._touched: set[str] = set()
         self._flushing: threading.Timer | None = None
-        self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvrag-write")  # fsync waits, cores do not
+        self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvrag-write")  # fsync only waits
         if not self._manifest.read_only:
             self._sweep()
             if self._manifest.is_new:
@@ -111,9 +111,14 @@ class FileStore:
         return self.path / "chunks"
 
     @property
-    def catalog_folder(self) -> Path | None:
-        """See KVStore."""
-        return None if self._manifest.read_only else self.path / "catalog"
+    def read_only(self) -> bool:
+        """See KVStore.read_only."""
+        return self._manifest.read_only
+
+    @property
+    def catalog_folder(self) -> Path:
+        """See KVStore.catalog_folder."""
+        return self.path / "catalog"
 
     def _file(self, name: str) -> Path:
         # a manifest that is damaged, or somebody's, must not lead to other files
@@ -123,7 +128,7 @@ class FileStore:
 
     @property
     def _fingerprint(self) -> str:
-        """Digest of what is stored here, bound or not."""
+        """Return the fingerprint digest that the store is bound to or claimed for."""
         if not self._bound:
             with contextlib.suppress(StoreError):
                 self._bound = self._owner().get("digest", "")
@@ -136,9 +141,9 @@ class FileStore:
         if theirs["digest"] != mine["digest"]:
             different = [name for name in mine if name not in ("digest", "model") and mine[name] != theirs.get(name)]
             held, loaded = json.loads(theirs["model"]), json.loads(mine["model"])
-            way_out = "load the model as it was then, use another store folder, or delete this one"
+            way_out = "load the model with the same settings, use another store folder, or delete this one"
             if different == ["codec"]:
-                way_out = f"open it with codec {_codec(theirs)} instead of {_codec(mine)}, or {way_out}"
+                way_out = f"use codec {_codec(theirs)} instead of {_codec(mine)}, or {way_out}"
             raise FingerprintMismatchError(
                 f"the store {self.path} holds KV of {held}, not of {loaded} as it is loaded now "
                 f"(different: {', '.join(different)}): {way_out}"
@@ -146,7 +151,7 @@ class FileStore:
         self._bound = fingerprint.digest
 
     def _owner(self) -> dict[str, str]:
-        """The fingerprint's parts, in a file of its own, so that it outlives a damaged manifest; empty if unclaimed."""
+        """Return the fingerprint's parts, {} if unclaimed. Their own file survives a damaged manifest."""
         return read_owner(self.path)
 
     def _claim(self, parts: dict[str, str]) -> dict[str, str]:
@@ -156,7 +161,7 @@ class FileStore:
 
     def _durably(self, path: Path, *parts: bytes | memoryview, replace: bool = True) -> int:
         if self._manifest.read_only:
-            raise StoreReadOnlyError(f"{self.path} cannot be written: choose another store folder")
+            raise StoreReadOnlyError(f"{self.path} is not writable: choose another store folder")
         try:
             return write_file(path, *parts, replace=replace)
         except OSError as error:
@@ -174,12 +179,12 @@ class FileStore:
     def put(self, records: Sequence[ChunkRecord]) -> int:
         """See KVStore.put."""
         if self._manifest.read_only:
-            raise StoreReadOnlyError(f"{self.path} cannot be written: choose another store folder")
+            raise StoreReadOnlyError(f"{self.path} is not writable: choose another store folder")
         new = {record.key: record for record in records}
         wanted = [new[key] for key in self.missing(list(new))]
         self._make_room(sum(map(chunkfile.estimate, wanted)))
         writing = [self._writers.submit(self._write, record) for record in wanted]
-        wait(writing)  # all of them: after an error no writer is left at work
+        wait(writing)  # wait for all of them, so that no writer is still running after an error
         rows = [written.result() for written in writing if not written.exception()]
         try:
             for written in writing:
@@ -188,13 +193,13 @@ class FileStore:
         except BaseException:
             self._unlink(row.file for row in rows)
             raise
-        self._unlink(row.file for row in known)  # somebody else was quicker
+        self._unlink(row.file for row in known)  # another writer was faster
         return sum(row.num_bytes for row in rows) - sum(row.num_bytes for row in known)
 
     def _write(self, record: ChunkRecord) -> Row:
-        """Write a file of a name that no other has."""
+        """Write a record to a file with a unique name."""
         name = f"{record.key}-{uuid.uuid4().hex[:8]}{SUFFIX}"
-        size = self._durably(self._file(name), *chunkfile.pack(record, self._fingerprint))
+        size = self._durably(self._file(name), *chunkfile.serialise(record, self._fingerprint))
         ids = record.ids.astype("<u4")
         text = text_key(record.namespace, ids.tolist())
         return Row(record.key, text, record.namespace, ids.tobytes(), len(record.context), name, size)
@@ -202,10 +207,10 @@ class FileStore:
     def _explain(self, error: OSError) -> StoreError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return StoreFullError(
-                f"the disk of {self.path} is full: free space, set a smaller max_bytes or choose another store folder"
+                f"the disk of {self.path} is full: free space, set a smaller max_bytes, or choose another store folder"
             )
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            return StoreReadOnlyError(f"{self.path} cannot be written ({error.strerror}): choose another store folder")
+            return StoreReadOnlyError(f"{self.path} is not writable ({error.strerror}): choose another store folder")
         return StoreError(f"cannot write to {self.path}: {error}")
 
     def _make_room(self, needed: int) -> None:
@@ -215,7 +220,7 @@ class FileStore:
             used = self._manifest.num_bytes()
             if needed > self.max_bytes:
                 raise StoreFullError(
-                    f"{needed} bytes do not fit into the store's budget of {self.max_bytes}: raise max_bytes"
+                    f"{needed} bytes exceed the store's budget of {self.max_bytes} bytes: raise max_bytes"
                 )
             if used + needed > self.max_bytes:
                 keep = max(0, int(self.max_bytes * _LOW_WATERMARK) - needed)
@@ -227,8 +232,8 @@ class FileStore:
             raise self._explain(error) from error
         if free - needed < self.min_free_bytes:
             raise StoreFullError(
-                f"{self.path}: {free / 1e9:.1f} GB free, {needed / 1e9:.3f} GB needed and "
-                f"{self.min_free_bytes / 1e9:.1f} GB kept free: make room, set max_bytes or choose another folder"
+                f"the disk of {self.path} has {free / 1e9:.1f} GB free; {needed / 1e9:.3f} GB are needed and "
+                f"{self.min_free_bytes / 1e9:.1f} GB must stay free: free space, or choose another folder"
             )
 
     def open(self, key: str) -> ChunkReader | None:
@@ -237,9 +242,9 @@ class FileStore:
         while (name := self._manifest.file(key)) is not None:
             try:
                 return ChunkFile(self._file(name), key, self._fingerprint)
-            except FileNotFoundError:  # removed since, and maybe stored again
+            except FileNotFoundError:  # removed since, and possibly stored again
                 if name == seen:
-                    raise DamagedChunkError(key, "its file is gone") from None
+                    raise DamagedChunkError(key, "its file is missing") from None
                 seen = name
         return None
 
@@ -249,16 +254,16 @@ class FileStore:
             self._unlink(self._manifest.remove(keys[i : i + _EVICT]))
 
     def _unlink(self, names: Iterable[str]) -> None:
-        """Delete files without a row; nobody waits for it. What cannot be deleted is left to `gc`."""
+        """Delete files without a row in the background. `gc` deletes those that cannot be deleted now."""
         for name in names:
             try:
                 self._file(name).unlink(missing_ok=True)
             except OSError as error:
-                logger.warning("%s was not deleted: %s", self._file(name), error.strerror)
+                logger.warning("cannot delete %s: %s", self._file(name), error.strerror)
 
     def quarantine(self, key: str) -> None:
-        """See KVStore.quarantine. The file goes to the folder `quarantine`."""
-        logger.warning("chunk %s is damaged: moved to quarantine, it will be encoded again when it is needed", key)
+        """See KVStore.quarantine. The file is moved to the folder `quarantine`."""
+        logger.warning("chunk %s is damaged: moved to quarantine, it is encoded again when needed", key)
         if not self._manifest.read_only:
             for name in self._manifest.remove([key], counter="damaged"):
                 self._put_aside(self._file(name))
@@ -269,11 +274,11 @@ class FileStore:
             aside.mkdir(exist_ok=True, mode=0o700)
             os.replace(path, aside / path.name)
         except FileNotFoundError:
-            pass  # gone altogether, or another process was quicker
+            pass  # already gone, or another process was faster
         except OSError as error:
             raise self._explain(error) from error
 
-    # ---------------------------------------------------------------- texts and who holds them
+    # ---------------------------------------------------------------- texts and their holders
 
     def look_up(self, texts: Sequence[str]) -> dict[str, TextState]:
         """See KVStore.look_up."""
@@ -306,7 +311,7 @@ class FileStore:
     # ---------------------------------------------------------------- times of use
 
     def touch(self, keys: Sequence[str]) -> None:
-        """See KVStore.touch. Written once a second at most."""
+        """See KVStore.touch. Times are written at most once a second."""
         with self._lock:
             self._touched.update(keys)
             if self._touched and self._flushing is None and not self._manifest.read_only:
@@ -321,13 +326,13 @@ class FileStore:
         if touched and not self._manifest.read_only:
             try:
                 self._manifest.touch(touched)
-            except StoreError as error:  # a disk that is full must not cost an answer
-                logger.warning("times of use were not written: %s", error)
+            except StoreError as error:  # a full disk must not fail a request
+                logger.warning("cannot write times of use: %s", error)
 
     # ---------------------------------------------------------------- small texts
 
     def read_text(self, name: str) -> str | None:
-        """See KeepsTexts.read_text. A text is a file of that name in the store folder."""
+        """See KeepsTexts.read_text. A text is a file with that name in the store folder."""
         try:
             return (self.path / name).read_text("utf-8")
         except FileNotFoundError:
@@ -339,7 +344,7 @@ class FileStore:
         """See KeepsTexts.write_text."""
         self._durably(self.path / name, text.encode())
 
-    # ---------------------------------------------------------------- looking after it
+    # ---------------------------------------------------------------- maintenance
 
     def stats(self) -> StoreStats:
         """See KVStore.stats."""
@@ -359,10 +364,10 @@ class FileStore:
         )
 
     def check(self, progress: Callable[[int, int], None] = lambda done, total: None) -> StoreCheck:
-        """Read everything and compare it with the manifest.
+        """Read all chunks and compare them with the manifest.
 
-        What is damaged goes to quarantine, whole files without a row get one, rows that say something else than their
-        file are repaired, and a damaged manifest is replaced.
+        Damaged chunks are moved to quarantine, intact files without a row get one, rows that do not match their file
+        are repaired, and a damaged manifest is rebuilt.
         """
         if not self._manifest.read_only and not self._manifest.is_sound():
             self._manifest.rebuild()
@@ -370,11 +375,11 @@ class FileStore:
         return self._check(progress)
 
     def _recover(self, progress: Callable[[int, int], None] = lambda done, total: None) -> StoreCheck:
-        """Fill an empty manifest from the chunk files.
+        """Rebuild an empty manifest from the chunk files.
 
-        They do not say which documents held them. Chunks encoded alone are held without a name, and are served as
-        before, also instead of their other variants. Those that were encoded behind a source's words are held by
-        nobody, so that nobody gets them before their documents are warmed again, which encodes nothing.
+        The files do not record which documents held them. Chunks encoded alone get an anonymous holder and are served
+        as before, also in place of their other variants. Chunks encoded with context get no holder, so they are not
+        served until their documents are warmed again, which encodes nothing.
         """
         return self._check(progress, hold=True)
 
@@ -393,7 +398,7 @@ class FileStore:
         return StoreCheck(**counts)
 
     def _check_chunk(self, name: str, key: str, row: Row | None, hold: bool) -> list[str]:
-        """What the chunk in this file counts as, once something has been done about it."""
+        """Check one chunk file, repair what is possible, and return the StoreCheck counters that it adds to."""
         path = self._file(name)
         try:
             chunk = ChunkFile(path, key, self._fingerprint)
@@ -411,7 +416,7 @@ class FileStore:
             if row:
                 self.quarantine(key)
             elif path.exists() and not self._manifest.read_only:
-                logger.warning("%s is damaged and has no entry: moved to quarantine", path)
+                logger.warning("%s is damaged and has no row: moved to quarantine", path)
                 self._put_aside(path)
             return ["damaged"]
         ids, text = chunk.ids.astype("<u4").tobytes(), text_key(chunk.namespace, chunk.ids.tolist())
@@ -421,30 +426,34 @@ class FileStore:
         self._manifest.correct(found)
         if hold and not chunk.context_tokens:
             self._manifest.hold("", [Holding(text, key, "")], chunk.namespace, replace=False)
-        if not path.exists():  # removed meanwhile, by somebody who deleted no row since there was none
+        if not path.exists():  # removed in the meantime, without deleting a row because there was none
             self._manifest.remove([key], file=name)
         return ["sound", "repaired" if row else "adopted"]
 
     def gc(self, unused_days: float = UNUSED_DAYS) -> tuple[int, int]:
-        """Delete what nobody needs; returns (chunks, files) deleted.
+        """Delete unneeded chunks and files; return (chunks, files) deleted.
 
-        That are chunks that no document relies on, among them those that came with requests and have not been used for
-        so many days, files without a row, and quarantined ones.
+        Unneeded are chunks that no document relies on, including chunks of requests unused for `unused_days`, files
+        without a row, and quarantined files. Token ids of deleted texts are deleted from the manifest's log and from
+        the catalog, which is built anew.
         """
         self._flush_touched()
         self._manifest.drop_requests(time.time() - unused_days * 86400)
         unheld = self._manifest.unheld()
         self.remove(unheld)
         paths = [path for path in self._chunks.glob("*/*") if _is_stale(path)]
-        known = self._manifest.files()  # read after the folder: what was written since is not stale
+        known = self._manifest.files()  # read after listing the folder: files written since are not stale
         leftovers = [path for path in paths if path.name not in known]
         leftovers += [path for path in (self.path / "quarantine").glob("*") if _is_stale(path)]
         for path in leftovers:
             path.unlink(missing_ok=True)
+        if self._manifest.purge():
+            for path in self.catalog_folder.glob("*"):
+                path.unlink(missing_ok=True)
         return len(unheld), len(leftovers)
 
     def _sweep(self) -> None:
-        """Temporary files of writers that were killed."""
+        """Delete temporary files of killed writers."""
         for path in [*self.path.glob(TEMPORARY), *self._chunks.glob(f"*/{TEMPORARY}")]:
             if _is_stale(path):
                 path.unlink(missing_ok=True)
@@ -461,15 +470,15 @@ class FileStore:
 
 
 def read_owner(folder: Path) -> dict[str, str]:
-    """Return the parts of the fingerprint that a store's folder is claimed for, see `Fingerprint.parts`, or nothing.
+    """Return the parts of the fingerprint that a store folder is claimed for, {} if unclaimed; see `Fingerprint.parts`.
 
     Raises:
-        StoreError: They cannot be read.
+        StoreError: The file cannot be read.
     """
     try:
         parts: dict[str, str] = json.loads((folder / OWNER).read_text())
         if not (isinstance(parts, dict) and {"digest", "model"} <= set(parts)):
-            raise ValueError("no fingerprint in it")
+            raise ValueError("it contains no fingerprint")
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
@@ -480,21 +489,21 @@ def read_owner(folder: Path) -> dict[str, str]:
 
 
 def check_layout(folder: Path) -> None:
-    """Refuse a folder that another version wrote.
+    """Raise StoreError if another version wrote the folder.
 
     Raises:
-        StoreError: Says how to encode it again.
+        StoreError: The message says how to encode it again.
     """
     try:
         written = json.loads(read_owner(folder).get("format", str(FORMAT)))
-    except (StoreError, ValueError):  # damaged: that is reported when it is bound
+    except (StoreError, ValueError):  # a damaged file is reported by `bind`
         return
     if written != FORMAT:
         raise old_format(folder, written)
 
 
 def _codec(parts: dict[str, str]) -> str:
-    """Under its name in the settings."""
+    """Return the name of the codec in the settings."""
     return str(json.loads(parts.get("codec", '"none"'))).replace("none", "native")
 
 
@@ -502,4 +511,4 @@ def _is_stale(path: Path) -> bool:
     try:
         return time.time() - path.stat().st_mtime > _STALE
     except FileNotFoundError:
-        return False  # its writer has just finished
+        return False  # its writer has just finished and renamed it

@@ -1,4 +1,4 @@
-"""The manifest: one SQLite file that says which texts and chunks there are, who holds them and when they were used."""
+"""The manifest: one SQLite file with the texts, chunks, holders and times of use."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from kvrag.store.protocol import ON_REQUEST, Entry, Holding, NamespaceStats, Tex
 
 logger = logging.getLogger("kvrag")
 
-_LOG = 100_000  # removals remembered
-_PAGE = 2000  # rows read or written at a time
+_LOG = 100_000  # number of removals kept
+_PAGE = 2000  # rows per read or write
 
-# A text row lives as long as one of its chunks, and the triggers see to that: no code path can forget it.
+# A text row lives as long as one of its chunks. Triggers guarantee it on every code path.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS totals (
@@ -90,7 +90,7 @@ INSERT INTO totals (namespace, texts, chunks, tokens, bytes)
 
 
 class Row(NamedTuple):
-    """A chunk as the manifest knows it. `ids` are little-endian uint32, `file` is a name without its folder."""
+    """A chunk's row. `ids` are little-endian uint32; `file` is a name without its folder."""
 
     key: str
     text: str
@@ -102,26 +102,26 @@ class Row(NamedTuple):
 
 
 class Manifest:
-    """SQLite in WAL mode: readers never wait, writers of several processes take turns.
+    """SQLite in WAL mode: readers never wait, writers of several processes are serialised.
 
     Attributes:
-        read_only: The folder cannot be written.
-        is_new: The file was not there, or was damaged and has been moved aside: the caller fills the new one from the
+        read_only: The folder is not writable.
+        is_new: The file did not exist, or was damaged and has been moved aside. The caller fills the new one from the
             chunk files.
     """
 
     def __init__(self, path: Path, read_only: bool = False) -> None:
-        """Open or create.
+        """Open or create the manifest.
 
         Args:
-            read_only: Create and change nothing, not even beside it.
+            read_only: Do not create or change any file.
 
         Raises:
-            StoreError: It cannot be opened, or was written in another format.
+            StoreError: The file cannot be opened, or has another format.
         """
         self._path = path
-        self._lock = threading.RLock()  # of the one connection that writes
-        self._idle: deque[sqlite3.Connection] = deque()  # connections that read
+        self._lock = threading.RLock()  # guards the one writing connection
+        self._idle: deque[sqlite3.Connection] = deque()  # reading connections
         self.read_only, self.is_new, self._closed = read_only, False, False
         with _translated(path):
             if read_only:
@@ -136,7 +136,7 @@ class Manifest:
                     self._replace(error)
 
     def _open(self) -> sqlite3.Connection:
-        # SQLite itself complains only when it has something to write
+        # SQLite reports a read-only file only on the first write
         if self._path.exists() and not all(os.access(path, os.W_OK) for path in (self._path, self._path.parent)):
             self.read_only = True
             return self._open_to_read()
@@ -144,10 +144,11 @@ class Manifest:
             connection = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
             self.is_new = not _check_format(self._path, connection)
             connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, its file is found again
+            connection.execute("PRAGMA secure_delete=ON")  # a deleted text's ids are overwritten
+            connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, and `check` finds its file again
             connection.execute(f"PRAGMA user_version={FORMAT}")
             connection.executescript(_SCHEMA)
-            # positions never come again, also when a damaged manifest is built anew
+            # positions are never reused, even when a damaged manifest is rebuilt
             connection.execute(
                 "INSERT INTO sqlite_sequence SELECT 'removed', ?"
                 " WHERE NOT EXISTS (SELECT 1 FROM sqlite_sequence WHERE name = 'removed')",
@@ -163,9 +164,9 @@ class Manifest:
         return connection
 
     def _open_to_read(self) -> sqlite3.Connection:
-        """With what its writer has not yet moved out of the log, if that is there to be read."""
+        """Open for reading, including the write-ahead log if it is readable."""
         uri = f"{self._path.as_uri()}?mode=ro"
-        # without the files of a log SQLite would create them
+        # SQLite would create missing log files
         has_log = all(self._path.with_name(self._path.name + suffix).exists() for suffix in ("-wal", "-shm"))
         for way in ("", "&immutable=1") if has_log else ("&immutable=1",):
             connection = sqlite3.connect(uri + way, uri=True, timeout=60, isolation_level=None, check_same_thread=False)
@@ -188,7 +189,7 @@ class Manifest:
         self._writer = self._open()
 
     def is_sound(self) -> bool:
-        """Return whether SQLite finds nothing wrong with the file; reads all of it."""
+        """Return whether SQLite's integrity check passes; reads the whole file."""
         try:
             with self._reading() as connection:
                 return bool(connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)])
@@ -196,33 +197,33 @@ class Manifest:
             return False
 
     def rebuild(self) -> None:
-        """Move the file aside and begin a new one; the caller fills it from the chunk files."""
+        """Move the file aside and start a new one, which the caller fills from the chunk files."""
         with self._lock, _alone(self._path), _translated(self._path):
             self._writer.close()
             while self._idle:
                 self._idle.pop().close()
-            self._replace("found by a check")
+            self._replace("the integrity check failed")
 
     # ---------------------------------------------------------------- connections
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction."""
+        """Run one write transaction."""
         if self.read_only:
-            raise StoreReadOnlyError(f"{self._path.parent} cannot be written: choose another store folder")
+            raise StoreReadOnlyError(f"{self._path.parent} is not writable: choose another store folder")
         with self._lock, _translated(self._path):
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
                 self._writer.execute("COMMIT")
             except BaseException:
-                if self._writer.in_transaction:  # a full disk ends it by itself
+                if self._writer.in_transaction:  # SQLite rolls back by itself on a full disk
                     self._writer.execute("ROLLBACK")
                 raise
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection of this thread's own, at one moment of the file: it waits for no writer."""
+        """Yield a connection for this thread with a consistent snapshot; it does not wait for writers."""
         with _translated(self._path):
             try:
                 connection = self._idle.pop()
@@ -258,7 +259,7 @@ class Manifest:
         with self._reading() as connection:
             return connection.execute(query, values).fetchall()
 
-    # ---------------------------------------------------------------- what a prompt asks
+    # ---------------------------------------------------------------- lookups of a request
 
     def look_up(self, texts: Sequence[str]) -> dict[str, TextState]:
         """See KVStore.look_up."""
@@ -272,18 +273,18 @@ class Manifest:
                         variants[text][key] = context_tokens
             for part, marks in _parts(list(variants)):
                 rows = connection.execute(f"SELECT text, source, key FROM holders WHERE text IN ({marks})", part)
-                for text, source, key in rows:  # whoever can name a source could else put words before its texts
+                for text, source, key in rows:  # a source can be named by anyone: several keys, no choice
                     if text in sources:
                         sources[text][source] = key if sources[text].get(source, key) == key else ""
         return {text: TextState(variants[text], sources[text]) for text in variants}
 
     def file(self, key: str) -> str | None:
-        """Return the name of a chunk's file, None if it is not stored."""
+        """Return the name of a chunk's file; None if the chunk is not stored."""
         rows = self._all("SELECT file FROM chunks WHERE key = ?", key)
         return rows[0][0] if rows else None
 
     def known(self, keys: Sequence[str]) -> set[str]:
-        """Return those of `keys` that have a row."""
+        """Return the keys that have a row."""
         found: set[str] = set()
         with self._reading() as connection:
             for part, marks in _parts(keys):
@@ -293,7 +294,7 @@ class Manifest:
         return found
 
     def counter(self, name: str) -> int:
-        """Return a counter of the store."""
+        """Return the value of a counter."""
         rows = self._all("SELECT value FROM counters WHERE name = ?", name)
         return int(rows[0][0]) if rows else 0
 
@@ -328,7 +329,7 @@ class Manifest:
     # ---------------------------------------------------------------- changes
 
     def add(self, rows: Iterable[Row]) -> list[Row]:
-        """Insert chunks and their texts, in one transaction; returns those that were known, under another file."""
+        """Insert chunks and their texts in one transaction; return the rows whose key had another file already."""
         now, rows, known = time.time(), iter(rows), []
         with self._writing() as connection:
             while page := list(islice(rows, _PAGE)):
@@ -348,7 +349,7 @@ class Manifest:
         return known
 
     def correct(self, row: Row) -> None:
-        """Make a chunk's rows say this."""
+        """Replace a chunk's rows by this one."""
         with self._writing() as connection:
             connection.execute("DELETE FROM chunks WHERE key = ?", (row.key,))
             connection.execute(
@@ -357,11 +358,11 @@ class Manifest:
         self.add([row])
 
     def remove(self, keys: Sequence[str], counter: str | None = None, file: str | None = None) -> list[str]:
-        """Delete rows of chunks; returns the names of their files.
+        """Delete rows of chunks; return the names of their files.
 
         Args:
-            counter: Counts them as well.
-            file: Only if it is this one.
+            counter: Name of a counter to add the deleted chunks to.
+            file: Delete only rows with this file.
         """
         with self._writing() as connection:
             removed = _remove(connection, keys, file)
@@ -373,7 +374,7 @@ class Manifest:
         return [name for _, name in removed]
 
     def touch(self, keys: Sequence[str]) -> None:
-        """These chunks have been used now."""
+        """Record that these chunks were used now."""
         now = time.time()
         with self._writing() as connection:
             connection.executemany(
@@ -381,7 +382,7 @@ class Manifest:
             )
 
     def hold(self, document: str, holdings: Sequence[Holding], namespace: str, replace: bool) -> list[tuple[str, str]]:
-        """Record what a document holds; returns (key, file) of the chunks removed since nobody relies on them now."""
+        """Record a document's holdings; return (key, file) of the chunks removed because no document relies on them."""
         name = (namespace, document)
         with self._writing() as connection:
             if replace:
@@ -407,7 +408,7 @@ class Manifest:
             return _remove(connection, unheld)
 
     def drop_requests(self, unused_since: float) -> None:
-        """Let go of texts that came with requests and have not been used since."""
+        """Remove the holders of request texts that have not been used since."""
         with self._writing() as connection:
             connection.execute(
                 "DELETE FROM holders WHERE document = ? AND NOT EXISTS"
@@ -415,17 +416,28 @@ class Manifest:
                 (ON_REQUEST, unused_since),
             )
 
+    def purge(self) -> bool:
+        """Empty the log that SQLite keeps beside the file; return whether chunks were removed since the last time."""
+        with self._lock, _translated(self._path):
+            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        removals = self.counter("removals")
+        if removals == self.counter("purged"):
+            return False
+        with self._writing() as connection:
+            connection.execute("INSERT OR REPLACE INTO counters VALUES ('purged', ?)", (removals,))
+        return True
+
     def recount(self) -> None:
-        """Make the totals anew, which a damaged file may have wrong."""
+        """Recompute the totals, which may be wrong in a damaged file."""
         with self._writing() as connection:
             for statement in _RECOUNT.strip().split(";\n"):
                 connection.execute(statement)
 
-    # ---------------------------------------------------------------- for people and cleaning up
+    # ---------------------------------------------------------------- listings and maintenance
 
     def documents(self, prefix: str, namespace: str) -> dict[str, list[str]]:
         """See KVStore.documents."""
-        # a range, for which SQLite uses the index
+        # a range condition, so that SQLite uses the index
         rows = self._all(
             "SELECT DISTINCT document, key FROM holders WHERE namespace = ?1"
             " AND document > '' AND document >= ?2 AND document < ?2 || char(1114111) AND document != ?3"
@@ -455,11 +467,11 @@ class Manifest:
         return keys
 
     def num_bytes(self) -> int:
-        """Return what all chunks take."""
+        """Return the total size of all chunks."""
         return int(self._all("SELECT total(bytes) FROM totals")[0][0])
 
     def namespaces(self) -> list[NamespaceStats]:
-        """Return what is in each namespace that has anything."""
+        """Return the statistics of each namespace that is not empty."""
         with self._reading() as connection:
             documents = dict(
                 connection.execute(
@@ -496,7 +508,7 @@ class Manifest:
 
 
 def _remove(connection: sqlite3.Connection, keys: Sequence[str], file: str | None = None) -> list[tuple[str, str]]:
-    """Delete rows in the transaction under way; returns (key, file) of those that there were."""
+    """Delete rows within the current transaction; return (key, file) of the deleted ones."""
     removed = []
     for key in keys:
         row = connection.execute("SELECT file FROM chunks WHERE key = ?", (key,)).fetchone()
@@ -510,49 +522,49 @@ def _remove(connection: sqlite3.Connection, keys: Sequence[str], file: str | Non
 
 
 def old_format(folder: Path, written: object) -> StoreError:
-    """Return the error about a store that another version wrote."""
+    """Return the error for a store in another version's format."""
     return StoreError(
-        f"the store {folder} was written in format {written}, which this version does not read: "
+        f"the store {folder} has format {written}, which this version cannot read: "
         "encode it again with `kvrag warm --store NEW_FOLDER DOCS`"
     )
 
 
 def _check_format(path: Path, connection: sqlite3.Connection) -> bool:
-    """Refuse a manifest of the first format; any other that is not ours is damaged. Returns whether it has tables."""
+    """Raise StoreError for the first format and DatabaseError for an unknown one. Return whether tables exist."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     columns = "SELECT count(*), total(name = 'anchors') FROM pragma_table_info('chunks')"
     num_columns, is_first = connection.execute(columns).fetchone()
     if is_first:
         raise old_format(path.parent, 1)
     if num_columns and version != FORMAT:
-        raise sqlite3.DatabaseError(f"it says that its format is {version}")
+        raise sqlite3.DatabaseError(f"unknown format {version}")
     return bool(num_columns)
 
 
 def _parts(keys: Sequence[str]) -> Iterator[tuple[Sequence[str], str]]:
-    """Keys in parts, with as many question marks: SQLite limits parameters."""
+    """Split keys into parts, each with its SQL placeholders: SQLite limits the number of parameters."""
     for i in range(0, len(keys), 500):
         part = keys[i : i + 500]
         yield part, ",".join("?" * len(part))
 
 
-_DAMAGED = (sqlite3.DatabaseError, UnicodeDecodeError)  # SQLite's messages repeat what is in the file
+_DAMAGED = (sqlite3.DatabaseError, UnicodeDecodeError)  # SQLite's messages repeat file content
 _UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_FULL)
 
 
 def _primary(error: sqlite3.Error) -> int:
-    """Return SQLite's error code without what it adds in the upper bits."""
+    """Return SQLite's primary error code, without the extended code in the upper bits."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process at a time opens a manifest: creating it and moving a damaged one aside take several steps."""
+    """Let one process at a time open a manifest: creating it or moving a damaged one aside takes several steps."""
     lock = FileLock(path.with_name(f"{path.name}.lock"), mode=0o600)
     try:
         lock.acquire()
     except OSError:
-        yield  # a folder that cannot be written: nothing to create or to move
+        yield  # a read-only folder: nothing to create or move
         return
     try:
         yield
@@ -569,10 +581,10 @@ def _translated(path: Path) -> Iterator[None]:
     except sqlite3.OperationalError as error:
         if _primary(error) == sqlite3.SQLITE_FULL:
             raise StoreFullError(
-                f"the disk of {path.parent} is full: free space or choose another store folder"
+                f"the disk of {path.parent} is full: free space, or choose another store folder"
             ) from error
         if _primary(error) == sqlite3.SQLITE_READONLY:
-            raise StoreReadOnlyError(f"{path.parent} cannot be written: choose another store folder") from error
+            raise StoreReadOnlyError(f"{path.parent} is not writable: choose another store folder") from error
         raise StoreError(f"{path}: {error}") from error
     except _DAMAGED as error:
         raise StoreError(f"{path}: {error}; `kvrag store check` repairs a damaged manifest") from error

@@ -1,4 +1,4 @@
-"""The RAM tier: chunks that were read lately, bounded in bytes."""
+"""The RAM tier: recently read chunks, bounded in bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Chunk:
 
 
 class MemoryTier:
-    """An LRU of whole chunks, in front of a store. Never stale: a chunk's KV is a function of its key. Thread-safe."""
+    """LRU cache of whole chunks in front of a store. Never stale: the key determines the KV. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._chunks: LRUCache[str, _Chunk] = LRUCache(max_bytes, getsizeof=lambda chunk: chunk.nbytes)
@@ -43,27 +43,27 @@ class MemoryTier:
 
     @property
     def max_bytes(self) -> int:
-        """The bound."""
+        """Maximum size in bytes."""
         return int(self._chunks.maxsize)
 
     @property
     def bytes(self) -> int:
-        """What is in it."""
+        """Current size in bytes."""
         return int(self._chunks.currsize)
 
     def open(self, key: str) -> ChunkReader | None:
-        """Return a reader of the chunk, or None."""
+        """Return a reader of the chunk, or None if it is not cached."""
         with self._lock:
             chunk = self._chunks.get(key)
         return None if chunk is None else _MemoryReader(chunk)
 
     def keys(self) -> list[str]:
-        """Return the keys of what is in it."""
+        """Return the keys of the cached chunks."""
         with self._lock:
             return list(self._chunks)
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Forget chunks, also those that are being read now."""
+        """Drop chunks, including those that are being read."""
         dropped = set(keys)
         with self._lock:
             for key in dropped:
@@ -72,7 +72,7 @@ class MemoryTier:
                 reader.keeps = reader.keeps and reader.key not in dropped
 
     def keeping(self, reader: ChunkReader) -> ChunkReader:
-        """Return a reader that takes the chunk in when it is closed, once all of its layers have been read."""
+        """Wrap a reader: the chunk is cached when the reader is closed, if all of its layers were read."""
         if self.max_bytes == 0 or reader.tier == "ram":
             return reader
         keeping = _KeepingReader(self, reader)

@@ -1,4 +1,4 @@
-"""The stores around one: what was warmed for another model, dtype or codec lies there. Nothing is written to them."""
+"""Other stores nearby, written for another model, dtype or codec. They are read only."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from kvrag.store.files import MANIFEST, OWNER, check_layout, read_owner
 from kvrag.store.manifest import Manifest
 from kvrag.store.protocol import Entry
 
-_MOST = 20  # folders, the latest
+_MOST = 20  # folders, the most recent first
 
 
 @dataclass(frozen=True)
 class OtherStore:
-    """A store that is not ours."""
+    """A store other than the engine's own."""
 
     path: Path
 
     @cached_property
     def parts(self) -> dict[str, str]:
-        """Parts of its fingerprint; see `Fingerprint.parts`.
+        """Return the parts of its fingerprint; see `Fingerprint.parts`.
 
         Raises:
-            StoreError: They cannot be read.
+            StoreError: The fingerprint cannot be read.
         """
         return read_owner(self.path)
 
     def entries(self) -> list[Entry]:
-        """Return all its texts, of all namespaces.
+        """Return all texts of all namespaces.
 
         Raises:
-            StoreError: It cannot be opened, or another version wrote it.
+            StoreError: The store cannot be opened, or has another version's format.
         """
         check_layout(self.path)
         with closing(Manifest(self.path / MANIFEST, read_only=True)) as manifest:
@@ -42,7 +42,7 @@ class OtherStore:
 
 
 def other_stores(path: Path) -> Iterator[OtherStore]:
-    """Yield those in the folder that holds the store `path`, and those that are used where no store is given."""
+    """Yield the other stores in the parent folder of `path` and in the default store folder."""
     roots = {path.parent, Path.home() / ".cache" / "kvrag"}
     owners = [owner for root in roots for owner in root.glob(f"*/{OWNER}") if owner.parent != path]
     for owner in sorted(owners, key=lambda owner: (-owner.stat().st_mtime, owner))[:_MOST]:

@@ -1,4 +1,4 @@
-"""What a store of chunk KV must do, and the rule that picks what it serves."""
+"""Protocol of a store of chunk KV, and the rule that picks the variant to serve."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch import Tensor
 from kvrag.fingerprint import Fingerprint
 
 ON_REQUEST = "\x01on request"
-"""The document that holds texts which came with a request; not among `documents`, and collected when unused."""
+"""Document that holds the texts of requests; not listed by `documents`, and collected when unused."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """A chunk as it is stored: one variant of a text.
+    """A stored chunk: one variant of a text.
 
     Attributes:
         key: `Fingerprint.chunk_key(ids, context, namespace)`; it determines everything else.
-        namespace: Where the text is visible.
+        namespace: Namespace in which the text is visible.
         ids: (T,) token ids.
-        context: (C,) token ids between the preamble and the chunk when it was encoded; empty = it was encoded alone.
+        context: (C,) token ids between the preamble and the chunk when it was encoded; empty = encoded alone.
         layers: Per layer keys (position-free) and values on the CPU: (H, T, D) each, or packed by `kvrag.store.codec`.
     """
 
@@ -38,7 +38,7 @@ class ChunkRecord:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A text that has a stored variant. `number` rises with every text; one that comes back gets a new number."""
+    """A text with a stored variant. `number` rises with every text; a text that comes back gets a new number."""
 
     number: int
     text: str
@@ -48,7 +48,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A document holds a text as a piece of `source` ("" = of nothing known) and relies on the variant `key`."""
+    """A piece of a document: it holds a text from `source` ("" = unknown) and relies on the variant `key`."""
 
     text: str
     key: str
@@ -57,12 +57,12 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class TextState:
-    """What is durably recorded of a text.
+    """Durable state of a text.
 
     Attributes:
-        variants: Keys of the stored variants, and how many tokens each was encoded behind.
-        sources: All sources of all documents that hold the text, and the variant that each relies on; "" = several,
-            as documents have it that only say that they are of one source.
+        variants: Key of each stored variant, and the number of context tokens it was encoded with.
+        sources: Every source of every document that holds the text, and the variant that it relies on; "" where
+            documents that name the same source rely on different variants.
     """
 
     variants: Mapping[str, int]
@@ -72,8 +72,8 @@ class TextState:
 def serve(state: TextState, alone_only: bool) -> str | None:
     """Return the key of the variant that a prompt gets; None = the text is computed with the prompt.
 
-    The words of one document must not reach the readers of another: only a text with a single source is served as it
-    was encoded behind that source. `alone_only`: not even then.
+    Words of one document must not reach readers of another. The variant with context is served only if the text has a
+    single source, and never if `alone_only` is set.
     """
     if len(state.sources) == 1 and not alone_only:
         ((source, key),) = state.sources.items()
@@ -84,7 +84,7 @@ def serve(state: TextState, alone_only: bool) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceStats:
-    """What is in one namespace of a store. `texts` may have several `chunks` each: one per variant."""
+    """Contents of one namespace. A text may have several chunks, one per variant."""
 
     namespace: str
     texts: int
@@ -96,9 +96,9 @@ class NamespaceStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """What is in a store, all namespaces together and one by one.
+    """Contents of a store, in total and per namespace.
 
-    `damaged` counts chunks quarantined since it was created.
+    `damaged` counts the chunks quarantined since the store was created.
     """
 
     path: str
@@ -115,17 +115,17 @@ class StoreStats:
 
 
 class ChunkReader(Protocol):
-    """One open chunk, readable from any thread.
+    """An open chunk, readable from any thread.
 
-    It stays readable when the chunk is deleted, unless too many files are open already.
+    It stays readable after the chunk is deleted, unless too many files are open.
 
     Attributes:
-        key: As asked for, and as the file's content says.
-        namespace: Where its text is visible.
+        key: The requested key, verified against the file's content.
+        namespace: Namespace of its text.
         ids: (T,) token ids.
-        context_tokens: How many tokens it was encoded behind.
+        context_tokens: Number of context tokens it was encoded with.
         tier: "disk" or "ram".
-        num_layers: How many layers the chunk has.
+        num_layers: Number of layers.
     """
 
     key: str
@@ -137,18 +137,18 @@ class ChunkReader(Protocol):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that came from below the RAM tier so far."""
+        """Bytes read from below the RAM tier so far."""
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer as they were put, on the CPU, not to be changed.
+        """Return keys and values of a layer as they were stored, on the CPU. Do not change them.
 
         Raises:
-            DamagedChunkError: The bytes are not those that were written.
-            ChunkUnreadableError: They cannot be read just now.
+            DamagedChunkError: The bytes differ from those that were written.
+            ChunkUnreadableError: The bytes cannot be read at the moment.
         """
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Release the file."""
 
 
 class KVStore(Protocol):
@@ -158,115 +158,120 @@ class KVStore(Protocol):
     `entries`, `removed`, `removals`, `touch`) never waits for a writer.
 
     Attributes:
-        catalog_folder: Where what was derived from the entries may be kept; None = nowhere.
+        read_only: Nothing can be written, not even into `catalog_folder`.
+        catalog_folder: Folder for data derived from the entries; None = keep it in memory.
     """
 
     @property
+    def read_only(self) -> bool:
+        """See the class."""
+
+    @property
     def catalog_folder(self) -> Path | None:
-        """See above."""
+        """See the class."""
 
     def bind(self, fingerprint: Fingerprint) -> None:
-        """Claim the store for a model, or check that it is that model's.
+        """Claim the store for a model, or check that it belongs to that model.
 
         Raises:
-            FingerprintMismatchError: It holds another model's KV, or that of another codec.
+            FingerprintMismatchError: The store holds KV of another model or codec.
         """
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        """Return those of `keys` that are not stored, in order."""
+        """Return the keys that are not stored, in order."""
 
     def put(self, records: Sequence[ChunkRecord]) -> int:
-        """Store chunks durably, known ones once; returns the bytes they take.
+        """Store chunks durably, each key once; return the bytes they take.
 
         Raises:
-            StoreFullError: No room; what was stored before stays.
-            StoreReadOnlyError: Cannot be written.
+            StoreFullError: There is no room; chunks stored before are kept.
+            StoreReadOnlyError: The store is not writable.
         """
 
     def open(self, key: str) -> ChunkReader | None:
-        """Open a chunk; None if it is not stored (any more).
+        """Open a chunk; None if it is not stored.
 
         Raises:
-            DamagedChunkError: The file is truncated, no chunk, or not the chunk of this key.
-            ChunkUnreadableError: It cannot be read just now.
+            DamagedChunkError: The file is truncated, not a chunk, or another chunk.
+            ChunkUnreadableError: The file cannot be read at the moment.
         """
 
     def look_up(self, texts: Sequence[str]) -> dict[str, TextState]:
-        """Return what is durably recorded of these texts, all of them, at one moment."""
+        """Return the durable state of all of these texts from one snapshot."""
 
     def entries(self, after: int) -> Iterable[Entry]:
-        """Return the texts with a number above `after`, ascending."""
+        """Return the texts with a number above `after`, in ascending order."""
 
     def removed(self, after: int) -> tuple[int, Sequence[int]] | None:
-        """Return the numbers of texts that have gone since the position `after`, and the position now.
+        """Return the current position of the removal log and the numbers of the texts removed since `after`.
 
         Args:
-            after: An earlier position, or 0 from whoever knows no entries yet: that returns the position alone.
+            after: An earlier position. 0 = return the current position only.
 
         Returns:
-            None: That is too long ago. Read all entries again.
+            None if the log no longer reaches back to `after`: read all entries again.
         """
 
     def removals(self) -> int:
-        """Return a count that changes when chunks have been removed, by any process."""
+        """Return a counter that changes when any process removes chunks."""
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Delete chunks, whoever relies on them."""
+        """Delete chunks, even if documents rely on them."""
 
     def quarantine(self, key: str) -> None:
-        """Take a damaged chunk out of use, keeping its bytes for inspection."""
+        """Take a damaged chunk out of use and keep its bytes for inspection."""
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Note that these chunks have been used. Written later, by another thread."""
+        """Record that these chunks were used. The write happens later, in another thread."""
 
     def set_document(
         self, document: str, holdings: Sequence[Holding], namespace: str = "", replace: bool = True
     ) -> list[str]:
-        """Record what a document consists of.
+        """Record the texts of a document.
 
         Args:
-            document: Its name. "" and `ON_REQUEST` collect: what they held before they hold on to.
-            replace: It consists of nothing else any more. False = these are added.
+            document: Its name. "" and `ON_REQUEST` accumulate: earlier holdings are kept.
+            replace: True = these are all texts of the document. False = add them.
 
         Returns:
-            Keys of the chunks that were removed because no document relies on them any more.
+            Keys of the chunks removed because no document relies on them any more.
         """
 
     def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:
-        """Return the namespace's documents whose names begin so, sorted, each with the keys that it relies on."""
+        """Return the namespace's documents with this prefix, sorted, each with the keys that it relies on."""
 
     def stats(self) -> StoreStats:
-        """Return counts, for people and tests."""
+        """Return counts for reports and tests."""
 
     def close(self) -> None:
-        """Write what is pending and release files. Open readers stay valid."""
+        """Write pending data and release files. Open readers stay valid."""
 
 
 @runtime_checkable
 class KeepsTexts(Protocol):
-    """What a store may offer besides: a place for small texts that belong to its chunks, such as a calibration.
+    """Optional part of a store: small texts kept beside its chunks, such as a calibration.
 
-    For a store without these methods the engine remembers such texts as long as it lives.
+    For a store without these methods, the engine keeps such texts in memory.
     """
 
     def read_text(self, name: str) -> str | None:
-        """Return the text kept under `name`, None if there is none.
+        """Return the text stored under `name`; None if there is none.
 
         Raises:
-            StoreError: It is there but cannot be read.
+            StoreError: The text exists but cannot be read.
         """
 
     def write_text(self, name: str, text: str) -> None:
-        """Keep a text, whole or not at all; it replaces the one of that name.
+        """Store a text atomically, replacing the one under the same name.
 
         Raises:
-            StoreFullError: No room.
-            StoreReadOnlyError: Cannot be written.
+            StoreFullError: There is no room.
+            StoreReadOnlyError: The store is not writable.
         """
 
 
 class Texts:
-    """Texts in memory, for stores that keep none."""
+    """In-memory texts, for stores without KeepsTexts."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}

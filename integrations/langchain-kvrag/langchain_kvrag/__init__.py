@@ -1,4 +1,4 @@
-"""LangChain on kvrag: faster RAG answers from pre-encoded chunks."""
+"""LangChain integration of kvrag: faster RAG answers from pre-encoded chunks."""
 
 from langchain_kvrag.chat import ChatBlend
 from langchain_kvrag.embeddings import SentenceTransformerEmbeddings

@@ -1,4 +1,4 @@
-"""ChatBlend: messages in, a message out."""
+"""ChatBlend: LangChain chat model on kvrag."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ _Method = Literal["json_schema", "function_calling", "json_mode"]
 class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     """Chat model that answers from pre-encoded chunks.
 
-    Chunks are found in the finished prompt by their tokens: chains need no change. Every answer reports in
-    `response_metadata["kvrag"]` what was reused. The settings of answers can be given per call, and so can `model`,
-    `documents`, `tools`, `tool_choice`, `response_format`, `grammar` and `template` (see `BlendEngine.stream`).
+    Chunks are found in the final prompt by their tokens, so chains need no change. `response_metadata["kvrag"]` of
+    every answer reports what was reused. Answer settings can be given per call, and so can `model`, `documents`,
+    `tools`, `tool_choice`, `response_format`, `grammar` and `template` (see `BlendEngine.stream`).
 
     Example:
         ```python
@@ -58,12 +58,12 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     """
 
     streaming: bool = False
-    """LangChain's setting: True = `invoke` streams for the callbacks; an explicit False switches `stream` off."""
+    """LangChain's setting: True = `invoke` streams for the callbacks; an explicit False disables `stream`."""
 
     timeout: float | None = Field(default=None, exclude=True)
     max_retries: int | None = Field(default=None, exclude=True)
     api_key: SecretStr | None = Field(default=None, exclude=True)
-    """LangChain's standard parameters of services: accepted, without effect on a local model."""
+    """LangChain's standard parameters for services: accepted, without effect on a local model."""
 
     @property
     def _llm_type(self) -> str:
@@ -76,7 +76,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         return params
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
-        # LangChain's own uses the serialised form, in which a given engine does not appear
+        # LangChain's default uses the serialised form, which omits a given engine
         return str(sorted({**self._get_invocation_params(stop=stop, **kwargs), **kwargs}.items()))
 
     def _resolve_model_profile(self) -> ModelProfile:
@@ -105,11 +105,11 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         return engine
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Return the length of the prompt that the chat template makes of messages."""
+        """Return the length of the prompt that the chat template renders from messages."""
         described = [convert_to_openai_tool(tool) for tool in tools or ()]
         try:
             return self._open().count_tokens(template_messages(messages), tools=described)
-        except PromptError:  # trimming counts parts of conversations, which need not be prompts
+        except PromptError:  # trimming counts parts of conversations, which need not be valid prompts
             return super().get_num_tokens_from_messages(messages)
 
     def bind_tools(
@@ -124,11 +124,11 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
 
         Args:
             tools: Tools, functions, Pydantic classes, or dicts in OpenAI's form.
-            tool_choice: "auto" or None = it may call them, "none" = it may not, "any", "required" or True = it must
-                call one, a name = that one. A forced call is certain, and its arguments keep to the schema; needs the
-                extra `kvrag[grammar]`.
-            strict: Accepted for compatibility: a forced call is always strict.
-            kwargs: Bound as well.
+            tool_choice: "auto" or None = the model may call them, "none" = it may not, "any", "required" or True = it
+                must call one, a name = it must call that one. Forced calls are guaranteed, with arguments that match
+                the schema; this needs the extra `kvrag[grammar]`.
+            strict: Accepted for compatibility: forced calls are always strict.
+            kwargs: Further arguments to bind.
         """
         if not tools:
             return self.bind(**kwargs)
@@ -144,23 +144,23 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """Answer in the form of a schema, guaranteed by a grammar; needs the extra `kvrag[grammar]`.
+        """Answer in the form of a schema, enforced by a grammar; needs the extra `kvrag[grammar]`.
 
-        An answer that `max_tokens` cuts off is an error.
+        An answer cut off by `max_tokens` raises an error.
 
         Args:
-            schema: A Pydantic class, a TypedDict, or a JSON schema. The answer is an object of the class, else a dict.
-            include_raw: The answer is a dict of `raw`, `parsed` and `parsing_error`.
-            method: "json_schema" = the answer is JSON of this schema; the prompt stays as it is. "function_calling" =
-                a call of a tool with this schema, which the model reads in the prompt. "json_mode" = any JSON object,
-                whose form the prompt asks for.
-            strict: Accepted for compatibility: all methods but "json_mode" are strict.
+            schema: A Pydantic class, a TypedDict, or a JSON schema. Returns an instance of the class, else a dict.
+            include_raw: Return a dict of `raw`, `parsed` and `parsing_error`.
+            method: "json_schema" = JSON of this schema, with an unchanged prompt. "function_calling" = a call of a tool
+                with this schema, which the prompt contains. "json_mode" = any JSON object; the prompt describes its
+                form.
+            strict: Accepted for compatibility: all methods except "json_mode" are strict.
 
         Raises:
-            SettingError: An unknown method or argument, or no schema.
+            SettingError: Unknown method or argument, or missing schema.
         """
         if kwargs:
-            raise SettingError(f"with_structured_output takes no {', '.join(kwargs)}")
+            raise SettingError(f"with_structured_output does not support {', '.join(kwargs)}: leave it out")
         if method not in ("json_schema", "function_calling", "json_mode"):
             raise SettingError(f"method must be json_schema, function_calling or json_mode, got {method!r}")
         if schema is None and method != "json_mode":
@@ -254,7 +254,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
 
 
 class PromptOverflowError(ContextWindowError, ContextOverflowError):
-    """A prompt that does not fit into the model's window; an error that LangChain's middleware can handle."""
+    """A prompt that does not fit into the model's window; LangChain's middleware can handle this error."""
 
 
 @contextmanager
@@ -284,7 +284,7 @@ class _ChunkBuilder:
         self._num_calls += len(calls)
         message = AIMessageChunk(content=delta.text, tool_call_chunks=calls)
         if delta.report is not None:
-            # only here: LangChain adds up the chunks' usage and joins their names
+            # only on the last chunk: LangChain adds up the usage of chunks and concatenates names
             message.usage_metadata = _usage(delta.report, self._num_tokens)
             message.response_metadata = _metadata(
                 delta.report, self._model_name, _finish_reason(delta, self._num_calls)
@@ -328,7 +328,7 @@ def _usage(report: BlendReport, num_tokens: int) -> UsageMetadata:
 
 
 def _whole(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
-    """Pass pieces on; raise if the answer was cut off, which parsers do not notice."""
+    """Pass chunks on; raise an error if the answer was cut off, which parsers do not detect."""
     for message in messages:
         yield _not_cut_off(message)
 
@@ -341,7 +341,7 @@ async def _awhole(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage
 def _not_cut_off(message: AIMessage) -> AIMessage:
     if message.response_metadata.get("finish_reason") == "length":
         raise OutputParserException(
-            "the answer was cut off before it was complete: raise max_tokens, or bound what is long in the schema",
+            "the answer was cut off: raise max_tokens, or limit the length of strings and lists in the schema",
             llm_output=message.text,
         )
     return message

@@ -1,4 +1,4 @@
-"""SentenceTransformerEmbeddings: vectors from any sentence-transformers model, by default one that needs no network."""
+"""SentenceTransformerEmbeddings: embeddings of any sentence-transformers model; the default needs no network."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvrag.retrieval.index import DEFAULT_EMBEDDER, load_embedder
 
 
 class SentenceTransformerEmbeddings(Embeddings):
-    """Embeds with a sentence-transformers model, which is loaded at once. Thread-safe.
+    """Embeddings of a sentence-transformers model, loaded on construction. Thread-safe.
 
     Attributes:
-        model: What it was loaded from.
+        model: Name or folder of the model.
     """
 
     def __init__(
@@ -31,25 +31,25 @@ class SentenceTransformerEmbeddings(Embeddings):
         """Load the model.
 
         Args:
-            model: A hub name or a folder; the default is all-MiniLM-L6-v2, which comes as a package.
-            normalize: Vectors have length 1.
-            settings: Passed on to `SentenceTransformer`, such as `device`, `revision` or `prompts`.
+            model: A hub name or a folder; default: all-MiniLM-L6-v2, which is installed as a package.
+            normalize: Return vectors of length 1.
+            settings: Passed to `SentenceTransformer`, such as `device`, `revision` or `prompts`.
 
         Raises:
-            KvragError: It cannot be loaded, or the extra `sentence-transformers` is not installed.
+            KvragError: The model cannot be loaded, or the extra `sentence-transformers` is not installed.
         """
         if batch_size < 1:
             raise SettingError(f"batch_size must be at least 1, got {batch_size}")
         self.model, self.batch_size, self.normalize = str(model), batch_size, normalize
         self._encoder = load_embedder(self.model, "langchain-kvrag[sentence-transformers]", **settings)
-        self._lock = threading.Lock()  # a fast tokenizer that one thread is setting up refuses another
+        self._lock = threading.Lock()  # a fast tokenizer fails if two threads use it at once
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """One vector per text, with the model's prompt for documents if it has one."""
+        """Return one vector per text, using the model's prompt for documents if it has one."""
         return self._embed(self._encoder.encode_document, list(texts)) if texts else []
 
     def embed_query(self, text: str) -> list[float]:
-        """The text's vector, with the model's prompt for queries if it has one."""
+        """Return the text's vector, using the model's prompt for queries if it has one."""
         (vector,) = self._embed(self._encoder.encode_query, [text])
         return vector
 

@@ -1,4 +1,4 @@
-"""FaissVectorStore: LangChain's vector store on faiss, in memory, saved without pickle."""
+"""FaissVectorStore: a LangChain vector store on faiss, in memory, saved without pickle."""
 
 from __future__ import annotations
 
@@ -23,54 +23,54 @@ from kvrag.retrieval.index import import_faiss
 from langchain_kvrag.texts import AddsAllTexts
 
 Filter = dict[str, Any] | Callable[[Document], bool]
-"""Metadata that a document must have, or a function that says whether it is wanted."""
+"""Metadata that a document must have, or a function that returns whether a document matches."""
 
 _DOCUMENTS = "documents.json"
 _FORMAT = 1
 
 
 class FaissVectorStore(AddsAllTexts):
-    """Exact search by cosine similarity among all documents, or those that pass a filter. Thread-safe.
+    """Exact search by cosine similarity among all documents, or those matching a filter. Thread-safe.
 
-    Adding a document with a known id replaces it. Every search takes `k` and `filter`: metadata that a document must
-    have, or a function that is given each document. Scores are cosine similarities.
+    Adding a document with a known id replaces it. Every search takes `k` and `filter`: required metadata, or a function
+    of a document. Scores are cosine similarities.
     """
 
     def __init__(self, embedding: Embeddings) -> None:
-        """Begin empty.
+        """Create an empty store.
 
         Raises:
             KvragError: The extra `faiss` is not installed.
         """
         self._embedding = embedding
         self._faiss = import_faiss("langchain-kvrag[faiss]")
-        self._index: Any = None  # made for the first vectors, which say how long they are
-        self._documents: dict[int, Document] = {}  # under the numbers that faiss has for their vectors
-        self._numbers: dict[str, int] = {}  # by the documents' ids
+        self._index: Any = None  # created with the first vectors, which determine the dimension
+        self._documents: dict[int, Document] = {}  # by the number of their vector in faiss
+        self._numbers: dict[str, int] = {}  # by document id
         self._next = 0
         self._lock = threading.RLock()
 
     @property
     def embeddings(self) -> Embeddings:
-        """What documents and queries are embedded with."""
+        """Embedding of documents and queries."""
         return self._embedding
 
     @property
     def ids(self) -> list[str]:
-        """Those of all documents."""
+        """Ids of all documents."""
         with self._lock:
             return list(self._numbers)
 
     # ---------------------------------------------------------------- adding and deleting
 
     def add_documents(self, documents: list[Document], ids: list[str] | None = None, **kwargs: Any) -> list[str]:
-        """Add documents, replace those whose ids are known; returns their ids.
+        """Add documents, replacing those with known ids; return their ids.
 
         Args:
-            ids: Instead of the documents' own; those that have none get one.
+            ids: Replace the documents' own ids; documents without an id get one.
 
         Raises:
-            SettingError: There are not as many ids as documents, or vectors are not like those before.
+            SettingError: The numbers of ids and documents differ, or vectors have another dimension than before.
         """
         named = _named(documents, ids)
         return self._put(named, self._embedding.embed_documents([document.page_content for document in named]))
@@ -85,8 +85,8 @@ class FaissVectorStore(AddsAllTexts):
         if not documents:
             return []
         if len(vectors) != len(documents):
-            raise SettingError(f"the embedding made {len(vectors)} vectors of {len(documents)} documents")
-        latest = {str(document.id): row for row, document in enumerate(documents)}  # of equal ids the last one counts
+            raise SettingError(f"the embedding returned {len(vectors)} vectors for {len(documents)} documents")
+        latest = {str(document.id): row for row, document in enumerate(documents)}  # of equal ids, the last one wins
         with self._lock:
             rows = self._normalized(vectors)[list(latest.values())]
             self._remove(latest)
@@ -100,7 +100,7 @@ class FaissVectorStore(AddsAllTexts):
         return [str(document.id) for document in documents]
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
-        """Delete documents, None = all; unknown ids are no error."""
+        """Delete documents (None = all); unknown ids are ignored."""
         with self._lock:
             self._remove(self.ids if ids is None else ids)
         return True
@@ -115,14 +115,14 @@ class FaissVectorStore(AddsAllTexts):
             self._index.remove_ids(np.array(numbers, np.int64))
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """The documents that have these ids, in this order; unknown ids are left out."""
+        """Return the documents with these ids, in this order; unknown ids are skipped."""
         with self._lock:
             return [_copy(self._documents[self._numbers[known]]) for known in ids if known in self._numbers]
 
     # ---------------------------------------------------------------- searching
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        """The documents nearest to a question, best first."""
+        """Return the documents nearest to a question, best first."""
         return self.similarity_search_by_vector(self._embedding.embed_query(query), k, **kwargs)
 
     async def asimilarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
@@ -130,11 +130,11 @@ class FaissVectorStore(AddsAllTexts):
         return await self.asimilarity_search_by_vector(await self._embedding.aembed_query(query), k, **kwargs)
 
     def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
-        """The documents nearest to a vector, best first."""
+        """Return the documents nearest to a vector, best first."""
         return [document for document, _, _ in self._search(embedding, k, **kwargs)]
 
     def similarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> list[tuple[Document, float]]:
-        """The documents nearest to a question, best first, with their cosine similarities."""
+        """Return the documents nearest to a question, best first, with their cosine similarities."""
         found = self._search(self._embedding.embed_query(query), k, **kwargs)
         return [(document, score) for document, score, _ in found]
 
@@ -149,7 +149,7 @@ class FaissVectorStore(AddsAllTexts):
     def max_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
-        """Documents near a question and unlike each other; see `max_marginal_relevance_search_by_vector`."""
+        """Return diverse documents near a question; see `max_marginal_relevance_search_by_vector`."""
         vector = self._embedding.embed_query(query)
         return self.max_marginal_relevance_search_by_vector(vector, k, fetch_k, lambda_mult, **kwargs)
 
@@ -163,7 +163,7 @@ class FaissVectorStore(AddsAllTexts):
     def max_marginal_relevance_search_by_vector(
         self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
-        """`k` of the `fetch_k` documents nearest to a vector; `lambda_mult` 1 = the nearest, 0 = the most diverse."""
+        """Return `k` of the `fetch_k` nearest documents; `lambda_mult` 1 = the nearest, 0 = the most diverse."""
         found = self._search(embedding, max(k, fetch_k), **kwargs)
         query, vectors = np.array(embedding, np.float32), [vector.tolist() for _, _, vector in found]
         return [found[row][0] for row in maximal_marginal_relevance(query, vectors, lambda_mult, k)]
@@ -171,7 +171,7 @@ class FaissVectorStore(AddsAllTexts):
     def _search(
         self, vector: list[float], k: int, *, filter: Filter | None = None
     ) -> list[tuple[Document, float, NDArray[np.float32]]]:
-        """Documents, cosine similarities and (D,) vectors."""
+        """Return documents, cosine similarities and (D,) vectors."""
         if k < 1:
             raise SettingError(f"k must be at least 1, got {k}")
         with self._lock:
@@ -189,21 +189,21 @@ class FaissVectorStore(AddsAllTexts):
             ]
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
-        return lambda score: min(max(score, 0.0), 1.0)  # LangChain wants no negative ones, and rounding exceeds 1
+        return lambda score: min(max(score, 0.0), 1.0)  # LangChain requires [0, 1]; rounding exceeds 1
 
     def _normalized(self, vectors: list[list[float]]) -> NDArray[np.float32]:
-        """(n, D), each of length 1."""
+        """Return (n, D) vectors, each of length 1."""
         rows = np.array(vectors, np.float32)
         if not np.isfinite(rows).all():
-            raise SettingError("the embedding made vectors that are not all finite numbers")
+            raise SettingError("the embedding returned vectors with NaN or infinite values")
         if self._index is not None and rows.shape[1] != self._index.d:
             raise SettingError(
-                f"the embedding makes vectors of {rows.shape[1]} numbers, this store holds vectors of {self._index.d}: "
-                "use the one it was filled with"
+                f"the embedding returns vectors of {rows.shape[1]} numbers, this store has vectors of {self._index.d}: "
+                "use the embedding that the store was filled with"
             )
         return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), np.finfo(np.float32).tiny)
 
-    # ---------------------------------------------------------------- making, saving and loading
+    # ---------------------------------------------------------------- creating, saving and loading
 
     @classmethod
     def from_texts(
@@ -215,7 +215,7 @@ class FaissVectorStore(AddsAllTexts):
         ids: list[str] | None = None,
         **kwargs: Any,
     ) -> Self:
-        """A store of these texts."""
+        """Create a store of these texts."""
         store = cls(embedding, **kwargs)
         store.add_texts(texts, metadatas, ids=ids)
         return store
@@ -236,11 +236,11 @@ class FaissVectorStore(AddsAllTexts):
         return store
 
     def save(self, folder: str | Path) -> None:
-        """Write everything into a folder, where `load` finds it; what was saved there before is replaced as a whole.
+        """Write everything into a folder for `load`; an earlier save in it is replaced atomically.
 
         Raises:
-            SettingError: A document's metadata cannot be written as JSON.
-            StoreError: The folder cannot be written.
+            SettingError: A document's metadata cannot be serialised as JSON.
+            StoreError: The folder is not writable.
         """
         folder = Path(folder)
         with self._lock:
@@ -252,7 +252,7 @@ class FaissVectorStore(AddsAllTexts):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _write(folder / name, content)
-            _write(folder / _DOCUMENTS, described.encode())  # from now on the new ones count
+            _write(folder / _DOCUMENTS, described.encode())  # from now on, the new files are used
             for old in folder.glob("*.faiss"):
                 if old.name != name:
                     old.unlink(missing_ok=True)
@@ -261,19 +261,19 @@ class FaissVectorStore(AddsAllTexts):
 
     @classmethod
     def load(cls, folder: str | Path, embedding: Embeddings) -> Self:
-        """What was saved into a folder.
+        """Load a saved store.
 
         Args:
-            embedding: The one that it was filled with.
+            embedding: The embedding that the store was filled with.
 
         Raises:
-            StoreError: There is nothing, or a file is damaged; the message names it.
+            StoreError: No store was saved there, or a file is damaged; the message names it.
         """
         store, path = cls(embedding), Path(folder) / _DOCUMENTS
         try:
             described = json.loads(path.read_text("utf-8"))
             if described["format"] != _FORMAT:
-                raise ValueError(f"its format is {described['format']}, not {_FORMAT}")
+                raise ValueError(f"unknown format {described['format']}, expected {_FORMAT}")
             for row in described["documents"]:
                 document = Document(id=row["id"], page_content=row["page_content"], metadata=row["metadata"])
                 store._documents[int(row["number"])] = document
@@ -282,7 +282,7 @@ class FaissVectorStore(AddsAllTexts):
         except OSError as error:
             raise StoreError(f"no vector store can be read from {path}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
-            reason = " ".join(repr(error).split())  # pydantic's have several lines
+            reason = " ".join(repr(error).split())  # pydantic's messages have several lines
             raise StoreError(f"{path} is damaged ({reason:.120}): index the documents again") from error
         store._read_index(index)
         held = [] if store._index is None else store._faiss.vector_to_array(store._index.id_map).tolist()
@@ -307,7 +307,7 @@ def _named(documents: Sequence[Document], ids: Sequence[str | None] | None) -> l
     if ids is None:
         ids = [document.id for document in documents]
     if len(ids) != len(documents):
-        raise SettingError(f"{len(documents)} documents need as many ids, got {len(ids)}")
+        raise SettingError(f"got {len(ids)} ids for {len(documents)} documents: pass one per document")
     pairs = zip(documents, ids, strict=True)
     return [
         document.model_copy(update={"id": known or document.id or str(uuid.uuid4())}, deep=True)

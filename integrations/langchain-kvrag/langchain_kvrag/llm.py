@@ -1,4 +1,4 @@
-"""BlendLLM: text in, text out."""
+"""BlendLLM: LangChain text LLM on kvrag."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _OF_THE_RUN = ("callbacks", "tags", "metadata", "run_name", "run_id")
 
 
 class BlendLLM(BlendSettings, LLM, extra="forbid"):
-    """LLM that answers from pre-encoded chunks: the text is one user message for the chat template.
+    """LLM that answers from pre-encoded chunks. The text becomes one user message of the chat template.
 
     A model without a template gets the text unchanged.
 
-    For chains that want a string; `ChatBlend` is the better choice for others. Streams carry the report on their last
-    piece, in `generation_info["kvrag"]`.
+    For chains that need a string; otherwise prefer `ChatBlend`. The last chunk of a stream has the report in
+    `generation_info["kvrag"]`.
     """
 
     _of_the_call: dict[str, Any] = PrivateAttr(default_factory=dict)
@@ -38,13 +38,13 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
         return super()._identifying_params | self._of_the_call
 
     def _called_with(self, call: dict[str, Any]) -> Self:
-        """Return a copy for one call: LangChain's cache key identifies the object, and ignores the call's arguments."""
+        """Return a copy for one call: LangChain's cache key covers the object but not the call's arguments."""
         copy = self.model_copy()
         copy._of_the_call = {name: value for name, value in call.items() if name not in _OF_THE_RUN}
         return copy
 
     def generate(self, prompts: list[str], stop: list[str] | None = None, *args: Any, **kwargs: Any) -> LLMResult:
-        """Answer several texts; see LangChain's."""
+        """Answer several texts, as in LangChain."""
         return super(BlendLLM, self._called_with(kwargs)).generate(prompts, stop, *args, **kwargs)
 
     async def agenerate(
@@ -61,7 +61,7 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
 
     def _asked(self, stop: list[str] | None, call: dict[str, Any]) -> tuple[LLMSettings, dict[str, Any]]:
         if call.get("tools"):
-            raise SettingError("BlendLLM answers with text alone: use ChatBlend for tools")
+            raise SettingError("BlendLLM supports text only: use ChatBlend for tools")
         return super()._asked(stop, call)
 
     def _call(

@@ -1,4 +1,4 @@
-"""LangChain's messages as chat templates take them."""
+"""Convert LangChain's messages to the form of chat templates."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, Functio
 from kvrag import PromptError
 
 _ROLES = {"system": "system", "human": "user", "ai": "assistant", "tool": "tool", "function": "tool"}
-# a template writes calls from `tool_calls`
+# templates render calls from `tool_calls`
 _NOT_SAID = ("reasoning", "thinking", "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use")
 
 
 def template_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
-    """Dicts of role, content and what belongs to tools.
+    """Return dicts of role, content and tool fields.
 
     Raises:
-        PromptError: A message that no model can be told, such as a RemoveMessage.
+        PromptError: A message type that has no place in a prompt, such as a RemoveMessage.
     """
     return [_template_message(message) for message in messages]
 
@@ -30,7 +30,7 @@ def _kind(message: BaseMessage) -> str:
 def _template_message(message: BaseMessage) -> dict[str, Any]:
     role = message.role if isinstance(message, ChatMessage) else _ROLES.get(_kind(message))
     if role is None:
-        raise PromptError(f"a model cannot be told a {type(message).__name__}")
+        raise PromptError(f"prompts cannot contain a {type(message).__name__}: remove it")
     content = message.content
     if isinstance(content, list):
         content = [part for part in content if not (isinstance(part, dict) and part.get("type") in _NOT_SAID)]

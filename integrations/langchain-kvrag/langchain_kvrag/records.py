@@ -1,4 +1,4 @@
-"""SQLiteRecordManager: what `langchain_core.indexing.index` has indexed and when, in one SQLite file."""
+"""SQLiteRecordManager: record manager of `langchain_core.indexing.index` in one SQLite file."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ ON CONFLICT (namespace, key) DO UPDATE SET updated_at = excluded.updated_at
 
 
 class SQLiteRecordManager(RecordManager):
-    """A record manager in a SQLite file, which threads and processes may share."""
+    """A record manager in a SQLite file, safe for several threads and processes."""
 
     def __init__(self, namespace: str, path: str | Path) -> None:
-        """Open or create the file, its schema included.
+        """Open or create the file with its schema.
 
         Args:
-            namespace: Keeps the records of several vector stores apart.
+            namespace: Separates the records of several vector stores.
 
         Raises:
-            StoreError: The file cannot be opened, or is none of SQLite's.
+            StoreError: The file cannot be opened, or is not a SQLite file.
         """
         super().__init__(namespace)
         self.path = Path(path)
@@ -53,12 +53,12 @@ class SQLiteRecordManager(RecordManager):
         self.create_schema()
 
     def create_schema(self) -> None:
-        """Done already; here because the interface asks for it."""
+        """Do nothing: the constructor creates the schema. Required by the interface."""
         with self._lock, self._translated():
             self._db.executescript(_SCHEMA)
 
     def get_time(self) -> float:
-        """Seconds since 1970; later than every time given or stored before, even if the clock is put back."""
+        """Return seconds since 1970, later than every earlier time, even if the clock is set back."""
         ((stored,),) = self._read("SELECT max(updated_at) FROM records WHERE namespace = ?", self.namespace)
         with self._lock:
             self._latest = max(time.time(), math.nextafter(max(self._latest, stored or 0.0), math.inf))
@@ -71,26 +71,26 @@ class SQLiteRecordManager(RecordManager):
         group_ids: Sequence[str | None] | None = None,
         time_at_least: float | None = None,
     ) -> None:
-        """Insert records, or renew their times.
+        """Insert records, or update their times.
 
         Args:
-            group_ids: One for each key; None = known records keep theirs.
+            group_ids: One per key; None = known records keep theirs.
 
         Raises:
-            ValueError: There are not as many groups as keys, or `time_at_least` is in the future.
+            ValueError: The numbers of groups and keys differ, or `time_at_least` is in the future.
         """
         if group_ids is not None and len(keys) != len(group_ids):
-            raise ValueError(f"{len(keys)} keys need as many group_ids, got {len(group_ids)}")
+            raise ValueError(f"got {len(group_ids)} group_ids for {len(keys)} keys: pass one per key")
         upsert = _UPSERT if group_ids is None else f"{_UPSERT}, group_id = excluded.group_id"
         with self._transaction() as db:
             now = self.get_time()
             if time_at_least is not None and time_at_least > now:
-                raise ValueError(f"time_at_least must be in the past: it is {time_at_least}, now is {now}")
+                raise ValueError(f"time_at_least must be in the past, got {time_at_least} at {now}")
             groups = [None] * len(keys) if group_ids is None else group_ids
             db.executemany(upsert, [(self.namespace, *pair, now) for pair in zip(keys, groups, strict=True)])
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        """Whether there is a record of each key."""
+        """Return whether each key has a record."""
         known = "SELECT key FROM records WHERE namespace = ? AND key IN (SELECT value FROM json_each(?))"
         found = {key for (key,) in self._read(known, self.namespace, json.dumps(list(keys)))}
         return [key in found for key in keys]
@@ -103,7 +103,7 @@ class SQLiteRecordManager(RecordManager):
         group_ids: Sequence[str] | None = None,
         limit: int | None = None,
     ) -> list[str]:
-        """Keys updated before and after these times and in these groups, the oldest first; None = all."""
+        """Return the keys updated before and after these times in these groups, oldest first; None = any."""
         conditions: dict[str, object] = {"namespace = ?": self.namespace}
         if before is not None:
             conditions["updated_at < ?"] = before
@@ -115,7 +115,7 @@ class SQLiteRecordManager(RecordManager):
         return [key for (key,) in self._read(query, *conditions.values(), -1 if limit is None else limit)]
 
     def delete_keys(self, keys: Sequence[str]) -> None:
-        """Delete records; unknown keys are no error."""
+        """Delete records; unknown keys are ignored."""
         with self._transaction() as db:
             db.executemany("DELETE FROM records WHERE namespace = ? AND key = ?", [(self.namespace, k) for k in keys])
 
@@ -168,7 +168,7 @@ class SQLiteRecordManager(RecordManager):
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock, self._translated():
-            self._db.execute("BEGIN IMMEDIATE")  # so that times rise from one process's update to another's
+            self._db.execute("BEGIN IMMEDIATE")  # so that times increase across processes
             try:
                 yield self._db
                 self._db.execute("COMMIT")
@@ -181,7 +181,7 @@ class SQLiteRecordManager(RecordManager):
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, UnicodeEncodeError) as error:  # the latter of file names that are no text
+        except (sqlite3.Error, UnicodeEncodeError) as error:  # the latter for file names that are not valid text
             is_closed = isinstance(error, sqlite3.ProgrammingError) and "closed" in str(error)
             why = "is closed" if is_closed else f"cannot be used: {error}"
             raise StoreError(f"the record manager {self.path} {why}") from error

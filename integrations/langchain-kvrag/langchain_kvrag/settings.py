@@ -1,4 +1,4 @@
-"""The fields that both LangChain classes have, and what follows from them."""
+"""Shared fields of the LangChain classes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _VERSION = version("langchain-kvrag")
 
 
 def source_name(document: Document | str, collection: str = "default") -> str:
-    """Return the source that LangChain's loaders write into a document's metadata; "" = unknown."""
+    """Return the source in a document's metadata, as written by LangChain's loaders; "" = unknown."""
     source = document.metadata.get("source") if isinstance(document, Document) else None
     return "" if source is None else f"langchain/{quote(collection, safe='')}/{source}"
 
 
 class BlendSettings(BaseLanguageModel[Any], LLMBase):
-    """An engine, or the model and the store to build one from, and the settings of its answers.
+    """An engine, or a model and a store to create one, and the settings of its answers.
 
-    The settings are the fields of `kvrag.LLMSettings`. Making an object is cheap: the model is loaded for the first
-    answer, and shared with all objects that have equal settings.
+    The settings are the fields of `kvrag.LLMSettings`. Creating an object is cheap: the model is loaded on the first
+    answer and shared by all objects with equal settings.
 
     Attributes:
-        engine: An engine already built, instead of the settings that choose a model and a store.
+        engine: An existing engine, instead of the settings that select a model and a store.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -52,7 +52,7 @@ class BlendSettings(BaseLanguageModel[Any], LLMBase):
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
-        """Return True: settings can be written and read, unless they hold an engine."""
+        """Return True: settings can be serialised, unless they hold an engine."""
         return True
 
     def to_json(self) -> SerializedConstructor | SerializedNotImplemented:
@@ -73,7 +73,7 @@ class BlendSettings(BaseLanguageModel[Any], LLMBase):
     def _asked(self, stop: list[str] | None, call: dict[str, Any]) -> tuple[LLMSettings, dict[str, Any]]:
         """Return the settings of the engine for a call, and the arguments for its `stream`."""
         settings, asked = LLMSettings.of(self), dict(call)
-        asked.pop("stream", None)  # LangChain has acted upon it
+        asked.pop("stream", None)  # already handled by LangChain
         asked["documents"] = self._texts(asked.get("documents"))
         model = LLMSettings.plain(asked.pop("model", None))
         if model is not None and model != settings.model_name:
@@ -89,5 +89,5 @@ class BlendSettings(BaseLanguageModel[Any], LLMBase):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         identity = LLMSettings.of(self).identity()
-        # LangChain overwrites the name `stop` with the stop strings of the call in the key of its cache
+        # in its cache key, LangChain overwrites `stop` with the stop strings of the call
         return identity | {"stop_sequences": identity.pop("stop")}

@@ -1,4 +1,4 @@
-"""`add_texts` without the faults of LangChain's own."""
+"""Corrected versions of LangChain's `add_texts` and `aadd_texts`."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ class AddsAllTexts(VectorStore):
 def _listed(texts: Iterable[str], ids: Sequence[str] | None) -> list[str]:
     listed = list(texts)
     if ids is not None and len(ids) != len(listed):
-        raise SettingError(f"{len(listed)} texts need as many ids, got {len(ids)}")
+        raise SettingError(f"got {len(ids)} ids for {len(listed)} texts: pass one per text")
     return listed

@@ -1,4 +1,4 @@
-"""KVWarmVectorStore: chunks are encoded when they are added to a vector store, and dropped with their vectors."""
+"""KVWarmVectorStore: encodes chunks when they are added to a vector store, and drops their KV with their vectors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from langchain_kvrag.texts import AddsAllTexts
 logger = logging.getLogger("kvrag")
 
 _T = TypeVar("_T")
-_BATCH = 256  # documents asked for at a time
+_BATCH = 256  # documents per request
 
 
 class _PassedOn:
-    """A method of the wrapped store."""
+    """A method delegated to the wrapped store."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -37,24 +37,23 @@ class _PassedOn:
 
 
 class KVWarmVectorStore(AddsAllTexts):
-    """A vector store whose documents an LLM has encoded beforehand.
+    """A vector store that pre-encodes its documents for an LLM.
 
-    KV is written before the vectors and dropped after them, so that every document that is found has its KV. A text
-    in several documents is encoded once and kept as long as one of them has it. If the wrapped store fails half-way,
-    the KV of what it did not add is dropped again. `langchain_core.indexing.index` works as with the wrapped store:
-    unchanged documents are not encoded again.
+    KV is written before the vectors and dropped after them, so that every retrievable document has its KV. A text in
+    several documents is encoded once and kept while one of them has it. If the wrapped store fails midway, the KV of
+    documents that it did not add is dropped. `langchain_core.indexing.index` works as with the wrapped store: unchanged
+    documents with an unchanged context are not encoded again.
 
-    Concurrent changes of one document may leave it without KV until the next change, which costs time and nothing
-    else.
+    Concurrent changes of one document may leave it without KV until the next change. This costs time, not correctness.
 
-    All other attributes are the wrapped store's. Its own methods for adding and deleting, beyond those of
+    All other attributes are delegated to the wrapped store. Its own methods for adding and deleting, beyond those of
     `VectorStore`, bypass the KV: call `warm_existing` after them.
 
     Attributes:
-        vectorstore: Any vector store; it gets all calls.
+        vectorstore: Any vector store; it receives all calls.
         llm: A `ChatBlend`, a `BlendLLM` or a `BlendEngine`.
-        namespace: Where the chunks are visible: prompts of another namespace never reuse them. None = the LLM's.
-        collection: Name that distinguishes vector stores that share a store of KV.
+        namespace: Namespace of the chunks: prompts of other namespaces never reuse them. None = the LLM's.
+        collection: Name that distinguishes vector stores with a shared KV store.
 
     Example:
         ```python
@@ -93,7 +92,7 @@ class KVWarmVectorStore(AddsAllTexts):
     embeddings: Any = _PassedOn()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "vectorstore":  # asked for while a copy is being made
+        if name.startswith("_") or name == "vectorstore":  # accessed while a copy is created
             raise AttributeError(name)
         return getattr(self.vectorstore, name)
 
@@ -138,10 +137,10 @@ class KVWarmVectorStore(AddsAllTexts):
         """Delete documents, then drop their KV.
 
         Args:
-            ids: Documents to delete; None and other arguments mean what they mean to the wrapped store.
+            ids: Documents to delete; None and other arguments have the wrapped store's meaning.
 
         Raises:
-            SettingError: No ids are given, and the wrapped store cannot report what it has left.
+            SettingError: No ids are given, and the wrapped store cannot list its remaining documents.
         """
         ids = None if ids is None else list(ids)
         asked = self._asked_for(ids)
@@ -172,19 +171,19 @@ class KVWarmVectorStore(AddsAllTexts):
         if ids is not None:
             return ids
         if not self._can_tell:
-            raise SettingError(f"{type(self.vectorstore).__name__} cannot report what is left after this: give ids")
+            raise SettingError(f"{type(self.vectorstore).__name__} cannot list its remaining documents: pass ids")
         return self._held.ids()
 
-    # ---------------------------------------------------------------- what the wrapped store has
+    # ---------------------------------------------------------------- existing documents
 
     def warm_existing(self, ids: Iterable[str] | None = None) -> WarmReport:
         """Encode the documents that are already in the wrapped store.
 
         Args:
-            ids: Documents to encode; None = all, and the KV of documents that are gone from there is dropped.
+            ids: Documents to encode; None = all, and the KV of documents missing from the wrapped store is dropped.
 
         Raises:
-            SettingError: The wrapped store cannot be listed, or cannot get documents by their ids.
+            SettingError: The wrapped store cannot list documents, or cannot return documents by id.
         """
         asked = self._listed(ids)
         found: list[Document] = []
@@ -203,27 +202,27 @@ class KVWarmVectorStore(AddsAllTexts):
     def _listed(self, ids: Iterable[str] | None) -> list[str]:
         name = type(self.vectorstore).__name__
         if not self._can_tell:
-            raise SettingError(f"{name} cannot get documents by their ids: warm their texts with llm.warm(texts)")
+            raise SettingError(f"{name} cannot return documents by id: warm their texts with llm.warm(texts)")
         if ids is not None:
             return list(ids)
         if isinstance(self.vectorstore, FaissVectorStore):
             return self.vectorstore.ids
         if isinstance(self.vectorstore, InMemoryVectorStore):
             return list(self.vectorstore.store)
-        raise SettingError(f"LangChain has no way to list what is in {name}: give ids")
+        raise SettingError(f"LangChain cannot list the documents of {name}: pass ids")
 
     @property
     def _can_tell(self) -> bool:
         return type(self.vectorstore).get_by_ids is not VectorStore.get_by_ids
 
     def _present(self, ids: list[str]) -> dict[str, str] | None:
-        """Return texts by their ids, after a failure; None if the store cannot report them."""
+        """Return texts by id, after a failure; None if the store cannot return them."""
         present: dict[str, str] = {}
         try:
             for start in range(0, len(ids), _BATCH):
                 present |= _texts(self.vectorstore.get_by_ids(ids[start : start + _BATCH]))
-        except Exception as error:  # what failed once may fail again; the first error is the one to raise
-            logger.warning("%s cannot report what it has: %s", type(self.vectorstore).__name__, error)
+        except Exception as error:  # it may fail again; the first error is raised
+            logger.warning("%s cannot return its documents: %s", type(self.vectorstore).__name__, error)
             return None
         return present
 
@@ -233,11 +232,11 @@ class KVWarmVectorStore(AddsAllTexts):
             for start in range(0, len(ids), _BATCH):
                 present |= _texts(await self.vectorstore.aget_by_ids(ids[start : start + _BATCH]))
         except Exception as error:
-            logger.warning("%s cannot report what it has: %s", type(self.vectorstore).__name__, error)
+            logger.warning("%s cannot return its documents: %s", type(self.vectorstore).__name__, error)
             return None
         return present
 
-    # ---------------------------------------------------------------- making
+    # ---------------------------------------------------------------- creating
 
     @classmethod
     def from_texts(
@@ -253,7 +252,7 @@ class KVWarmVectorStore(AddsAllTexts):
         vectorstore_class: type[VectorStore] = InMemoryVectorStore,
         **kwargs: Any,
     ) -> Self:
-        """Make a vector store of these texts, warmed.
+        """Create a vector store of these texts, and encode them.
 
         Args:
             llm: Required; see the class, as for `namespace` and `collection`.
@@ -300,12 +299,12 @@ class KVWarmVectorStore(AddsAllTexts):
 
 @dataclass(frozen=True)
 class _Adding:
-    """Documents about to be added.
+    """Documents to be added.
 
     Attributes:
-        ids: The ids known beforehand.
-        names: Name of the KV document of each text; provisional where there is no id yet.
-        sources: Name of the source that each text is a piece of.
+        ids: Ids known in advance.
+        names: Name of the KV document of each text; provisional without an id.
+        sources: Source of each text.
         before: KV documents of these ids before the change.
     """
 
@@ -317,10 +316,10 @@ class _Adding:
 
 
 class _Held:
-    """The KV that is held for a vector store's documents.
+    """KV held for a vector store's documents.
 
-    Every id is a document of its own in the store of KV, so that it can be dropped alone. The digest of the text in its
-    name keeps the old and the new version apart until the vector store has the new one.
+    Every id is a document of its own in the KV store, so that it can be dropped individually. Its name contains the
+    text's digest, which separates the old and the new version until the vector store has the new one.
     """
 
     def __init__(self, llm: BlendEngine | BlendSettings, namespace: str | None, collection: str) -> None:
@@ -331,9 +330,9 @@ class _Held:
 
     @classmethod
     def of(cls, llm: BlendEngine | BlendSettings | None, namespace: str | None, collection: str) -> _Held:
-        """Like the constructor; raise SettingError if there is no LLM."""
+        """Like the constructor, but raise SettingError without an LLM."""
         if llm is None:
-            raise SettingError("no llm: give llm=, which encodes the texts")
+            raise SettingError("no llm: pass llm=, which encodes the texts")
         return cls(llm, namespace, collection)
 
     @property
@@ -347,11 +346,11 @@ class _Held:
         return "" if isinstance(self.llm, BlendEngine) else self.llm.namespace
 
     def plan(self, documents: Sequence[Document], ids: Sequence[str | None] | None) -> _Adding:
-        """Return what adding these documents means; change nothing."""
+        """Return the plan for adding these documents, without changing anything."""
         if ids is None:
             ids = [None] * len(documents)
         if len(ids) != len(documents):
-            raise SettingError(f"{len(documents)} documents need as many ids, got {len(ids)}")
+            raise SettingError(f"got {len(ids)} ids for {len(documents)} documents: pass one per document")
         given = [known or document.id for known, document in zip(ids, documents, strict=True)]
         texts = [document.page_content for document in documents]
         known = [one for one in given if one is not None]
@@ -367,27 +366,27 @@ class _Held:
         return report
 
     def settle(self, adding: _Adding, ids: Sequence[str]) -> None:
-        """File the texts under their final ids; drop the old texts of these ids."""
+        """Store the texts under their final ids; drop the old texts of these ids."""
         pieces = zip(adding.texts, adding.sources, strict=True)
-        final = dict(zip(ids, pieces, strict=True))  # of equal ids the last one counts
+        final = dict(zip(ids, pieces, strict=True))  # of equal ids, the last one wins
         names = [self._name(one, text) for one, (text, _) in final.items()]
-        if not {*names} <= {*adding.names}:  # ids that the vector store made
+        if not {*names} <= {*adding.names}:  # ids generated by the vector store
             texts, sources = zip(*final.values(), strict=True)
             self._warm(texts, names, sources)
         self._forget({*adding.names, *adding.before} - {*names})
 
     def undo(self, adding: _Adding, present: dict[str, str] | None) -> None:
-        """Hold only what the vector store has; if that is unknown, what was held before."""
+        """Hold only the texts in the vector store; if these are unknown, the texts held before."""
         now = adding.before if present is None else {self._name(*pair) for pair in present.items()}
         self._forget({*adding.names, *adding.before} - now)
 
     def drop(self, ids: Iterable[str], left: dict[str, str] | None) -> None:
-        """Drop the KV of the ids that are not left; nothing if that is unknown."""
+        """Drop the KV of the ids that are not left; nothing if these are unknown."""
         if left is not None:
             self._forget(self._of(one for one in ids if one not in left))
 
     def replace(self, documents: Sequence[Document], ids: Sequence[str] | None) -> WarmReport:
-        """Hold exactly these documents under these ids, None = under all ids."""
+        """Hold exactly these documents under these ids (None = all ids)."""
         present = _texts(documents)
         sources = {_id(document): source_name(document, self._collection) for document in documents}
         before = self._of(self.ids() if ids is None else ids)
@@ -397,7 +396,7 @@ class _Held:
         return report
 
     def ids(self) -> list[str]:
-        """Return the ids for which KV is held."""
+        """Return the ids with KV."""
         names = self._documents(self._prefix)
         return list(dict.fromkeys(unquote(name.removeprefix(self._prefix).split("/")[0]) for name in names))
 
@@ -431,24 +430,24 @@ def _as_documents(
 def _checked(added: list[str], adding: _Adding, vectorstore: VectorStore) -> list[str]:
     if len(added) != len(adding.texts):
         name = type(vectorstore).__name__
-        raise KvragError(f"{name} returned {len(added)} ids for {len(adding.texts)} documents: their KV is not kept")
+        raise KvragError(f"{name} returned {len(added)} ids for {len(adding.texts)} documents: their KV was dropped")
     return added
 
 
 def _texts(documents: Iterable[Document]) -> dict[str, str]:
-    """Return texts by their ids."""
+    """Return texts by id."""
     return {_id(document): document.page_content for document in documents}
 
 
 def _id(document: Document) -> str:
-    one = document.metadata.get("_id") if document.id is None else document.id  # Qdrant's are in the metadata
+    one = document.metadata.get("_id") if document.id is None else document.id  # Qdrant keeps ids in the metadata
     if one is None:
-        raise SettingError("this vector store returns documents without ids: warm their texts with llm.warm(texts)")
+        raise SettingError("the vector store returns documents without ids: warm their texts with llm.warm(texts)")
     return str(one)
 
 
 async def _whole(work: Awaitable[_T]) -> _T:
-    """Wait until work is done even if the caller is cancelled: its thread cannot be stopped half-way."""
+    """Wait until work is done even if the caller is cancelled: its thread cannot be stopped."""
     step = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(step)

@@ -31,6 +31,7 @@ from langchain_kvrag import BlendLLM, ChatBlend
 from langchain_kvrag.messages import template_messages
 
 from kvrag import BlendConfig, BlendEngine, ContextWindowError, Grammar, Model, PromptError, SettingError
+from kvrag.answer import Answering
 
 QUESTION = "Question: Who likes curry?"
 STRICT = (
@@ -212,7 +213,7 @@ def test_stop_strings_of_a_call_are_a_list(chat: ChatBlend, stop: Any) -> None:
         ({"model": "reader", "temprature": 0}, "temprature"),
         ({"model": "reader", "ratio": 1.5}, "ratio must be a number in"),
         ({"model": "reader", "policy": "best"}, "unknown policy 'best'"),
-        ({"model": "reader", "max_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"model": "reader", "max_tokens": 0}, "max_new_tokens must be an integer of at least 1"),
         ({}, "no model"),
         ({"store": "kv"}, "no model"),
     ],
@@ -360,12 +361,12 @@ def test_text_in_parts_is_the_same_prompt(chat: ChatBlend) -> None:
 
 def test_images_are_refused(chat: ChatBlend) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    with pytest.raises(PromptError, match="only text can be answered"):
+    with pytest.raises(PromptError, match="only text is supported"):
         chat.invoke([HumanMessage([{"type": "text", "text": "What is this?"}, image])])
 
 
 def test_messages_that_are_not_for_a_model_are_refused(chat: ChatBlend) -> None:
-    with pytest.raises(PromptError, match="cannot be told a RemoveMessage"):
+    with pytest.raises(PromptError, match="cannot contain a RemoveMessage"):
         chat.invoke([HumanMessage(QUESTION), RemoveMessage(id="1")])
 
 
@@ -435,7 +436,7 @@ async def test_the_event_loop_runs_while_the_model_loads_and_computes(
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """One entry per answer of an engine that has ended, however it did."""
     endings: list[str] = []
-    inner = BlendEngine._stream
+    inner = Answering.stream
 
     def watched(*args: Any) -> Any:
         try:
@@ -443,7 +444,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         finally:
             endings.append("closed")
 
-    monkeypatch.setattr(BlendEngine, "_stream", watched)
+    monkeypatch.setattr(Answering, "stream", watched)
     return endings
 
 

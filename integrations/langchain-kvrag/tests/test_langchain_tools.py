@@ -213,7 +213,7 @@ def test_tools_and_a_response_format_go_together(chat: ChatBlend) -> None:
     [
         ({"schema": None}, "needs a schema"),
         ({"schema": Count, "method": "yaml"}, "method must be"),
-        ({"schema": Count, "tools": []}, "takes no tools"),
+        ({"schema": Count, "tools": []}, "does not support tools"),
     ],
 )
 def test_wrong_arguments_of_structured_output_are_refused(chat: ChatBlend, wrong: Any, why: str) -> None:

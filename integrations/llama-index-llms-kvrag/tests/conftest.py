@@ -15,7 +15,8 @@ import torch
 from llama_index.llms.kvrag import BlendLLM
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvrag import BlendEngine, Model
+from kvrag import Model
+from kvrag.answer import Answering
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -104,7 +105,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """One entry per answer of an engine that has ended, however it did."""
     endings: list[str] = []
-    inner = BlendEngine._stream
+    inner = Answering.stream
 
     def watched(*args: Any) -> Any:
         try:
@@ -112,5 +113,5 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         finally:
             endings.append("closed")
 
-    monkeypatch.setattr(BlendEngine, "_stream", watched)
+    monkeypatch.setattr(Answering, "stream", watched)
     return endings

@@ -12,7 +12,7 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
 from llama_index.llms.kvrag.testing import LLMTests
 
-from kvrag import BlendEngine
+from kvrag.answer import Answering
 
 
 class TestBlendLLM(LLMTests):
@@ -32,13 +32,13 @@ class TestBlendLLM(LLMTests):
     @pytest.fixture
     def heard(self, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         prompts: list[list[int]] = []
-        prefill = BlendEngine.prefill
+        prefill = Answering.prefill
 
-        def listening(self: BlendEngine, ids: list[int], *args: Any, **settings: Any) -> Any:
+        def listening(self: Answering, ids: list[int], *args: Any, **settings: Any) -> Any:
             prompts.append(ids)
             return prefill(self, ids, *args, **settings)
 
-        monkeypatch.setattr(BlendEngine, "prefill", listening)
+        monkeypatch.setattr(Answering, "prefill", listening)
         return prompts
 
     def vector_store(self, llm: Any, **changes: Any) -> KVWarmVectorStore:

@@ -282,7 +282,7 @@ def test_every_kind_of_message_becomes_a_template_message() -> None:
 
 def test_images_are_refused(llm: BlendLLM) -> None:
     message = ChatMessage(role="user", blocks=[TextBlock(text="What is this?"), ImageBlock(image=b"png")])
-    with pytest.raises(PromptError, match="has content of type 'image'"):
+    with pytest.raises(PromptError, match="content of type 'image'"):
         llm.chat([message])
 
 

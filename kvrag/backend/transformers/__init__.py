@@ -1,9 +1,9 @@
-"""The transformers backend, the only folder that imports transformers.
+"""The transformers backend; no other folder imports transformers.
 
-It loads, renders, tokenises, runs forward passes, makes rotary tables and keeps the cache.
+It loads models, renders and tokenises prompts, runs forward passes, makes rotary tables and implements the cache.
 
-Nothing here re-implements a layer. What differs between architectures (where RoPE is applied and to how many
-dimensions, which layers have a window, which have no RoPE) is read off the loaded model.
+No layer is re-implemented. Differences between architectures (where RoPE is applied and to how many dimensions, which
+layers have a window, which have no RoPE) are read from the loaded model.
 """
 
 from kvrag.backend.transformers.cache import BlendCache

@@ -1,8 +1,8 @@
-"""Attention of scattered prompt rows through transformers' own attention interface.
+"""Attention of scattered prompt rows, through transformers' own attention interface.
 
-While a pass over scattered rows runs, the model's `config` names a function of ours instead of "sdpa" or "eager". It
-splits the rows into blocks, masks each block by the true positions of its rows, and can report the attention that the
-last rows pay. No hook sits in the layers, and no mask over all rows and keys is ever built.
+During a pass over scattered rows, the model's `config` names kvrag's function in place of "sdpa" or "eager". It splits
+the rows into blocks, masks each block by the true positions of its rows, and can report the attention of the last rows.
+The layers have no hooks, and no mask over all rows and keys is built.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _NAME = "kvrag"
-_CPU_ROWS = 128  # rows of a block on a CPU
-_ROWS = 1024  # rows of a block elsewhere
-_PACKED = 256  # rows of a matrix product: those of all query heads that share a KV head
-_SAMPLED = 16  # every 16th key bounds how high a row's scores may be
-_KEPT_MASKS = 64 << 20  # bytes of masks kept from one layer to the next
+_CPU_ROWS = 128  # rows per block on a CPU
+_ROWS = 1024  # rows per block elsewhere
+_PACKED = 256  # rows of a matrix product: all query heads that share a KV head
+_SAMPLED = 16  # every 16th key gives a bound of a row's scores
+_KEPT_MASKS = 64 << 20  # bytes of masks kept between layers
 
 
 @dataclass(frozen=True)
 class AttentionObserver:
-    """Observes the attention that the last rows of a forward pass pay.
+    """Observer of the attention of the last rows of a forward pass.
 
-    `observe(layer, attention)` gets (K,) float32 for each of `layers`: squared attention weights, summed over the last
-    `num_queries` rows, mean over heads.
+    `observe(layer, attention)` is called for each of `layers` with (K,) float32: squared attention weights, summed over
+    the last `num_queries` rows, mean over heads.
     """
 
     num_queries: int
@@ -42,7 +42,7 @@ class AttentionObserver:
 
 
 class _Block(NamedTuple):
-    """Rows `start` to `end`. They see keys from `low` to `stop`, and all of them see those before `hidden`."""
+    """Rows `start` to `end`. They attend to keys from `low` to `stop`; all of them to keys before `hidden`."""
 
     start: int
     end: int
@@ -53,7 +53,7 @@ class _Block(NamedTuple):
 
 @dataclass
 class _Pass:
-    """The forward pass of one thread: the positions of its rows, the layers' windows."""
+    """State of one thread's forward pass: positions of its rows, windows of the layers."""
 
     rows: Tensor
     positions: list[int]
@@ -90,7 +90,7 @@ class _Pass:
         return mask
 
     def room(self, like: Tensor, num_rows: int, num_keys: int) -> tuple[Tensor, Tensor]:
-        """Return two undefined matrices, in the same memory every time: fresh memory takes longer to fill."""
+        """Return two uninitialised matrices in the same memory every time: fresh memory is slower to fill."""
         size = num_rows * num_keys
         if self.scratch is None or self.scratch.shape[1] < size:
             self.scratch = like.new_empty(2, size)
@@ -100,17 +100,17 @@ class _Pass:
 
 _current = threading.local()
 _usual: dict[int, str] = {}
-"""id of a config -> the attention implementation that it names when no pass of ours runs."""
+"""id of a config -> its attention implementation outside of kvrag's passes."""
 
 
 @contextmanager
 def attention_at(
     config: Any, rows: Tensor, windows: Sequence[int | None], observer: AttentionObserver | None = None
 ) -> Iterator[None]:
-    """Run one forward pass of (S,) ascending `rows` with our attention, on layers of these `windows`.
+    """Run one forward pass of (S,) ascending `rows` with kvrag's attention, on layers with these `windows`.
 
-    Only one thread at a time may do so for a `config`. Another thread that runs the same transformers model meanwhile
-    gets its usual attention.
+    Only one thread at a time may do so per `config`. Other threads that run the same transformers model meanwhile get
+    its usual attention.
     """
     usual = _usual[id(config)] = config._attn_implementation
     _current.state = _Pass(rows, rows.tolist(), windows, observer)
@@ -124,7 +124,7 @@ def attention_at(
 
 @contextmanager
 def suspended(config: Any) -> Iterator[None]:
-    """Give `config` its usual attention back while this thread waits in the middle of its pass."""
+    """Restore the usual attention of `config` while this thread waits during its pass."""
     if getattr(_current, "state", None) is None:
         yield
         return
@@ -143,13 +143,15 @@ def _attend(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as `config._attn_implementation` names it: (1, HG, S, D) queries -> (1, S, HG, D)."""
+    """Attend like `config._attn_implementation`: (1, HG, S, D) queries -> (1, S, HG, D)."""
     now: _Pass | None = getattr(_current, "state", None)
     usual = _usual[id(module.config)]
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(usual, eager)
     if now is None:  # another thread's pass
         return attend(module, query, key, value, attention_mask, **kwargs)
+    if attention_mask is None or attention_mask.numel() != 1:
+        raise ValueError("its attention uses custom masks")  # rejected when the model is loaded
     layer, scaling = cast(int, module.layer_idx), kwargs.get("scaling")
     observer = now.observer if now.observer is not None and layer in now.observer.layers else None
     on_cpu = usual == "sdpa" and query.device.type == "cpu"
@@ -174,8 +176,8 @@ def _attend(
 def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, now: _Pass, layer: int) -> Tensor:
     """Attend block by block: each KV head is read once for all of its query heads.
 
-    transformers copies keys and values per query head when there is a mask, which CUDA kernels need and CPU ones do
-    not. See docs/decisions/0003.
+    With a mask, transformers copies keys and values per query head. CUDA kernels need this, CPU kernels do not. See
+    docs/decisions/0003.
 
     Returns:
         (1, S, HG, D).
@@ -197,13 +199,13 @@ def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
 def _by_products(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, now: _Pass, layer: int, num_queries: int
 ) -> tuple[Tensor, Tensor]:
-    """Like `_in_blocks`, but by plain matrix products, which in bfloat16 take half as long as torch's CPU kernel.
+    """Like `_in_blocks`, but with plain matrix products, which in bfloat16 take half as long as torch's CPU kernel.
 
-    They round the scores. So an upper bound of each row's scores is subtracted inside of the product, which does not
-    change the softmax: the scores that count are near zero then, and keep their digits. See docs/decisions/0003.
+    They round the scores. An upper bound of each row's scores is therefore subtracted inside the product, which does
+    not change the softmax: the relevant scores are then near zero and keep their precision. See docs/decisions/0003.
 
     Returns:
-        (1, S, HG, D), and what an `AttentionObserver` gets of the last `num_queries` rows.
+        (1, S, HG, D), and the input of `AttentionObserver.observe` for the last `num_queries` rows.
     """
     num_heads, num_rows, dim = query.shape[1:]
     group, scaling = num_heads // key.shape[1], scaling or dim**-0.5
@@ -230,12 +232,12 @@ def _by_products(
 
 
 def _received(query: Tensor, key: Tensor, now: _Pass, layer: int, num_queries: int, kwargs: dict[str, Any]) -> Tensor:
-    """(1, HG, S, D) queries, (1, H, K, D) keys -> (K,) what an `AttentionObserver` gets of the last rows."""
+    """Return the (K,) input of `AttentionObserver.observe` from (1, HG, S, D) queries and (1, H, K, D) keys."""
     num_heads, num_rows = query.shape[1:3]
     cap, scaling = kwargs.get("softcap"), kwargs.get("scaling") or key.shape[3] ** -0.5
     total = torch.zeros(key.shape[2], device=query.device)
     group = num_heads // key.shape[1]
-    size = 1 if query.device.type == "cpu" else group  # on a CPU the scores of one head stay in the cache
+    size = 1 if query.device.type == "cpu" else group  # on a CPU, the scores of one head fit into the cache
     for block in now.blocks(layer, _CPU_ROWS if query.device.type == "cpu" else _ROWS):
         first = max(block.start, num_rows - num_queries)
         if first >= block.end:
@@ -243,7 +245,7 @@ def _received(query: Tensor, key: Tensor, now: _Pass, layer: int, num_queries: i
         mask = now.mask(layer, block, block.low, query.dtype, query.device)[first - block.start :].float()
         keys = slice(block.low, block.stop)
         for start in range(0, num_heads, size):
-            queries = query[0, start : start + size, first : block.end] * scaling  # fewer than there are scores
+            queries = query[0, start : start + size, first : block.end] * scaling  # there are fewer queries than scores
             scores = (queries @ key[0, start // group, keys].T).float()  # (size, R, K)
             if cap is not None:
                 scores = scores.div_(cap).tanh_().mul_(cap)

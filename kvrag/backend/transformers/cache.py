@@ -1,4 +1,4 @@
-"""The transformers cache that makes blending the model's own forward pass on a subset of rows."""
+"""The transformers cache that lets blending use the model's own forward pass on a subset of rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StopForward(Exception):
 
 
 class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer: full length whatever the layer's window, with room to grow in place."""
+    """Keys and values of one layer at full length, regardless of the layer's window, with room to grow in place."""
 
     is_sliding = False
 
@@ -27,10 +27,10 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor | None, value_states: Tensor | None) -> None:
-        """Take the stitched tensors, or empty ones shaped like the first ones written."""
+        """Use the stitched tensors, or allocate tensors shaped like the first ones written."""
         if self._source is not None:
             self.keys, self.values = self._source(self._number)
-            self._source = None  # it keeps chunks and the conversation alive
+            self._source = None  # it would keep chunks and the conversation in memory
         else:
             assert key_states is not None
             assert value_states is not None
@@ -39,7 +39,7 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append, as a DynamicLayer does, but without copying what is there."""
+        """Append, like a DynamicLayer, but without copying earlier positions."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, self.length = self.length, self.length + key_states.shape[2]
@@ -50,7 +50,7 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def write(self, key_states: Tensor, value_states: Tensor, rows: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-        """Write at positions `rows`, return everything before `stop`."""
+        """Write at positions `rows`; return everything before `stop`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows = rows.to(key_states.device)
@@ -59,15 +59,15 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
     def get_seq_length(self) -> int:
-        """Return how many positions the next token follows."""
+        """Return the number of positions before the next token."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the keys that `query_length` appended tokens see."""
+        """Return length and offset of the keys that `query_length` appended tokens attend to."""
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """Return that masks need no bound."""
+        """Return -1: masks need no bound."""
         return -1
 
 
@@ -80,13 +80,13 @@ def _grown(tensor: Tensor, used: int, needed: int) -> Tensor:
 class BlendCache(Cache):  # type: ignore[misc]
     """A cache whose `update` can write at given positions of full-length tensors that are already filled.
 
-    With `rows` set, the keys and values of a forward pass land at those positions (blending); without, they are
+    With `rows` set, the keys and values of a forward pass are written at those positions (blending); otherwise they are
     appended (prefill, decode). `source` provides a layer when a pass first reaches it.
 
     Attributes:
         rows: (S,) ascending positions, or None to append.
-        stop: With `rows`: keys from `stop` on are not shown.
-        observer: Called with every layer's fresh keys and values; may end the pass.
+        stop: With `rows`: keys from `stop` on are hidden.
+        observer: Called with every layer's fresh keys and values; can end the pass.
     """
 
     def __init__(self, num_layers: int, capacity: int, source: LayerSource | None = None) -> None:
@@ -98,7 +98,7 @@ class BlendCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write one layer's new keys and values, return all that the new tokens may attend to."""
+        """Write one layer's new keys and values; return everything that the new tokens may attend to."""
         if self.observer is not None and self.observer(layer_idx, key_states, value_states):
             raise StopForward
         layer: BlendLayer = self.layers[layer_idx]
@@ -107,7 +107,7 @@ class BlendCache(Cache):  # type: ignore[misc]
         return layer.write(key_states, value_states, self.rows, self.stop)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of one layer at full capacity; stitched now if no pass has reached the layer yet."""
+        """Return keys and values of one layer at full capacity; stitched now if no pass has reached it yet."""
         layer: BlendLayer = self.layers[number]
         if not layer.is_initialized:
             layer.lazy_initialization(None, None)
@@ -115,11 +115,11 @@ class BlendCache(Cache):  # type: ignore[misc]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the layers that a pass has reached so far, with their room to grow."""
+        """Bytes of the layers reached so far, including their room to grow."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
 
     def set_length(self, length: int) -> None:
-        """Declare the positions before `length` complete: from here on the cache grows like a DynamicCache."""
+        """Declare the positions before `length` complete: from now on the cache grows like a DynamicCache."""
         self.rows = None
         for layer in self.layers:
             layer.length = length

@@ -1,4 +1,4 @@
-"""Control tokens in messages stay text, also on transformers before 5.20, which has no `sanitize_control_tokens`."""
+"""Keep control tokens in messages as text, also on transformers before 5.20, which has no `sanitize_control_tokens`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-_START, _END = "\U000f0000", "\U000f0001"  # private use: no text has a reason to contain them
+_START, _END = "\U000f0000", "\U000f0001"  # private use: not expected in any text
 
 
 def apply_chat_template(hf: Any, messages: list[dict[str, Any]], **template: Any) -> list[int]:
-    """Render and tokenise messages; only control tokens that the template itself writes become control tokens.
+    """Render and tokenise messages. Only control tokens written by the template itself become control tokens.
 
     Args:
         hf: A transformers tokenizer with a chat template.
-        template: For `apply_chat_template` of `hf`.
+        template: Arguments for `apply_chat_template` of `hf`.
     """
     if "sanitize_control_tokens" in inspect.signature(hf.apply_chat_template).parameters:
         rendered = partial(hf.apply_chat_template, tokenize=True, return_dict=False, sanitize_control_tokens=True)
@@ -25,7 +25,7 @@ def apply_chat_template(hf: Any, messages: list[dict[str, Any]], **template: Any
 
 
 def _apply_marked(hf: Any, messages: list[dict[str, Any]], template: Mapping[str, Any]) -> list[int]:
-    """Mark the control tokens in the input, render, and encode what is marked as text; as transformers 5.20 does."""
+    """Mark the control tokens in the input, render, and encode the marked ones as text, like transformers 5.20."""
     source = hf.get_chat_template(tools=template.get("tools"))
     tokens = [
         token.content
@@ -48,24 +48,24 @@ def _marked(value: Any, control: re.Pattern[str]) -> Any:
 
 
 def _pieces(hf: Any, text: str, control: str) -> Iterator[list[int]]:
-    """Ids of the pieces between the marks. A lone mark, whose partner the template cut off, is dropped."""
-    pieces = re.split(f"{_START}({control}){_END}|[{_START}{_END}]", text)  # every second one was marked
+    """Yield the ids of the pieces between the marks. A lone mark, cut off by the template, is dropped."""
+    pieces = re.split(f"{_START}({control}){_END}|[{_START}{_END}]", text)  # every second piece was marked
     yield hf.encode(pieces[0], add_special_tokens=False)
     newline = hf.encode("\n", add_special_tokens=False)
     for number, piece in enumerate(pieces[1:], start=1):
         if not piece:
             continue
         encode = partial(_encode_as_text, hf) if number % 2 else partial(hf.encode, add_special_tokens=False)
-        # behind a line break, so that SentencePiece puts no space before the piece
+        # after a line break, so that SentencePiece adds no space before the piece
         ids = encode("\n" + piece)
         ids = ids[len(newline) :] if ids[: len(newline)] == newline else encode(piece)
         if number % 2 and hf.convert_tokens_to_ids(piece) in ids:
-            raise ValueError(f"the tokenizer has no way to write {piece!r} as text")
+            raise ValueError(f"the tokenizer cannot encode {piece!r} as text")
         yield ids
 
 
 def _encode_as_text(hf: Any, text: str) -> list[int]:
-    """Ids of the text alone; no added token is recognised in it, special or not."""
+    """Return the ids of the text without recognising any added token."""
     backend = getattr(hf, "backend_tokenizer", None)
     if backend is None:
         return list(hf.encode(text, add_special_tokens=False, split_special_tokens=True))

@@ -1,4 +1,4 @@
-"""From a name to a transformers model that can be blended, or an error that says why not."""
+"""Loading: from a name to a transformers model that can be blended, or an error with the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from kvrag.errors import KvragError, ModelLoadError, SettingError, UnsupportedModelError, out_of_memory
 
 READER = "reader"
-"""Name of the small model that comes with the package."""
+"""Name of the small bundled model."""
 
 # fmt: off
 FAMILIES = frozenset(
@@ -35,7 +35,7 @@ ATTENTION_KINDS = {"full_attention": False, "sliding_attention": True}
 
 
 def reader_path() -> str:
-    """Folder of the bundled model."""
+    """Return the folder of the bundled model."""
     return str(files("kvrag") / "reader")
 
 
@@ -53,9 +53,9 @@ def load(
     """Load model and tokenizer.
 
     Raises:
-        ModelLoadError: Unknown name, no network, damaged files, or too little memory.
-        UnsupportedModelError: The configuration alone shows that it cannot be blended.
-        SettingError: There is no such dtype or device.
+        ModelLoadError: Unknown name, no network, damaged files, or out of memory.
+        UnsupportedModelError: The configuration shows that the model cannot be blended.
+        SettingError: Unknown dtype or device.
     """
     if attn_implementation is not None:
         refuse_attention(attn_implementation)
@@ -72,7 +72,7 @@ def load(
             model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except UnsupportedModelError:
         raise
-    except Exception as error:  # transformers, huggingface_hub, safetensors and torch each raise their own
+    except Exception as error:  # transformers, huggingface_hub, safetensors and torch raise different types
         raise ModelLoadError(_explain(name, path, error)) from error
     return model, tokenizer
 
@@ -80,7 +80,7 @@ def load(
 def load_config(
     name: str, revision: str | None = None, trust_remote_code: bool = False, local_files_only: bool = False
 ) -> Any:
-    """A model's configuration, its weights left where they are; raises like `load`."""
+    """Load a model's configuration without its weights; raises like `load`."""
     path = reader_path() if name == READER else name
     where = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
     try:
@@ -92,7 +92,7 @@ def load_config(
 
 
 def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """A model's tokenizer alone; raises like `load`."""
+    """Load a model's tokenizer only; raises like `load`."""
     path = reader_path() if name == READER else name
     try:
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
@@ -101,55 +101,55 @@ def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bo
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype | None = None) -> int:
-    """KV bytes that one token takes, all layers; `dtype` defaults to the configuration's own, else to bfloat16."""
+    """Return the KV bytes per token, all layers; `dtype` defaults to the configuration's own, else to bfloat16."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return int(2 * text.num_hidden_layers * heads * head_dim(config) * (dtype or kv_dtype(config)).itemsize)
 
 
 def head_dim(config: Any) -> int:
-    """Elements of one key."""
+    """Return the head dimension."""
     text = config.get_text_config()
     return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def kv_dtype(config: Any) -> torch.dtype:
-    """The configuration's own dtype, else bfloat16."""
+    """Return the configuration's own dtype, else bfloat16."""
     dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
     return dtype or torch.bfloat16
 
 
 def silence() -> None:
-    """Keep transformers' own progress bars off the terminal, for the rest of the process."""
+    """Disable transformers' progress bars for the rest of the process."""
     transformers_logging.disable_progress_bar()
 
 
 def _refuse_settings(dtype: str | torch.dtype, device: str | None) -> None:
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise SettingError(f"there is no dtype {dtype!r}: give auto, bfloat16, float16 or float32")
+        raise SettingError(f"unknown dtype {dtype!r}: use auto, bfloat16, float16 or float32")
     if device is None:
         return
     try:
         kind = torch.device(device).type
     except RuntimeError:
-        raise SettingError(f"there is no device {device!r}: give cuda, cuda:1, cpu, ...") from None
+        raise SettingError(f"unknown device {device!r}: use cuda, cuda:1, cpu, ...") from None
     if kind == "cuda" and not torch.cuda.is_available():
-        raise SettingError(f"torch finds no GPU for device {device!r}: leave it out to compute on the CPU")
+        raise SettingError(f"torch finds no GPU for device {device!r}: leave it out to use the CPU")
 
 
 def _explain(name: str, path: str, error: Exception) -> str:
     if out_of_memory(error):
-        hint = "it does not fit into memory: take a smaller one, or another dtype or device"
+        hint = "it does not fit into memory: use a smaller model, or another dtype or device"
     elif "accelerate" in str(error):
         hint = "device_map needs accelerate: pip install accelerate"
     elif "gated repo" in str(error):
-        hint = "accept its licence on its page on the model hub, and log in with `hf auth login`"
+        hint = "accept its licence on the model hub, and log in with `hf auth login`"
     elif os.path.isdir(path):
         hint = "check the files in that folder"
     elif os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
-        hint = "it is not in the local cache and HF_HUB_OFFLINE is set: give a folder, or unset it and try again"
+        hint = "it is not in the local cache and HF_HUB_OFFLINE is set: unset it, or pass a folder"
     else:
-        hint = "is the name right, and the model hub reachable? A folder with the model's files works as well"
+        hint = "check the name and the connection to the hub, or pass a folder with the model's files"
     return f"cannot load model {name!r}: {hint} ({type(error).__name__}: {_first_line(error):.160})"
 
 
@@ -158,45 +158,45 @@ def _first_line(error: Exception) -> str:
 
 
 def refuse_unsupported(config: Any, allow_unverified: bool = False) -> None:
-    """Raise UnsupportedModelError if the configuration shows that recomputing single tokens cannot be exact."""
+    """Raise UnsupportedModelError if the configuration shows that selective recompute cannot be exact."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     reason = ""
     if config.is_encoder_decoder:
-        reason = "it is an encoder-decoder model; only causal language models keep one KV per token"
+        reason = "it is an encoder-decoder model; only causal language models are supported"
     elif other := kinds - set(ATTENTION_KINDS):
-        reason = f"it has {', '.join(sorted(other))} layers, whose state is not a KV per token that could be recomputed"
+        reason = f"it has {', '.join(sorted(other))} layers, which keep no KV per token"
     elif getattr(text, "kv_lora_rank", None):
-        reason = "it uses multi-head latent attention (MLA), which is not solved yet"
+        reason = "it uses multi-head latent attention (MLA), which is not supported yet"
     elif getattr(text, "alibi", False) or getattr(text, "position_embedding_type", "") == "alibi":
-        reason = "it uses ALiBi: a stored key has no position of its own to be put at"
+        reason = "it uses ALiBi instead of RoPE"
     elif getattr(text, "use_bidirectional_attention", False):
         reason = "its attention is bidirectional"
     elif getattr(text, "num_kv_shared_layers", 0):
-        reason = "its layers share each other's KV"
+        reason = "its layers share KV"
     elif text.model_type not in FAMILIES and not allow_unverified:
-        reason = "this family has not been tested; `kvrag verify --allow-unverified` tests it on your model"
+        reason = "this family is untested; test your model with `kvrag verify --allow-unverified`"
     if reason:
         raise UnsupportedModelError(f"{config.model_type} models cannot be blended: {reason}")
 
 
 def refuse_offload(hf: Any) -> None:
-    """Raise ModelLoadError if accelerate keeps weights in CPU memory or on the disk until their layer runs."""
+    """Raise ModelLoadError if accelerate offloads weights to CPU memory or disk."""
     if any(parameter.device.type == "meta" for parameter in hf.parameters()):
         raise ModelLoadError(
-            "device_map has offloaded weights to CPU memory or disk, which cannot be blended: "
-            "give more GPU memory, a smaller dtype or model, or device='cpu'"
+            "device_map offloaded weights to CPU memory or disk, which is not supported: "
+            "use more GPU memory, a smaller dtype or model, or device='cpu'"
         )
 
 
 @contextmanager
 def refuse_failures(config: Any) -> Iterator[None]:
-    """Raise UnsupportedModelError in place of whatever a trial forward pass of an unknown architecture raises."""
+    """Convert errors of a trial forward pass of an unknown architecture to UnsupportedModelError."""
     try:
         yield
     except KvragError:
         raise
-    except Exception as error:  # every architecture has its own way to fail
+    except Exception as error:  # architectures fail in different ways
         if out_of_memory(error):
             raise
         reason = f"{type(error).__name__}: {_first_line(error):.160}"
@@ -207,16 +207,16 @@ def refuse_failures(config: Any) -> Iterator[None]:
 
 
 def refuse_attention(name: str) -> None:
-    """Raise UnsupportedModelError unless this attention implementation takes a mask by true positions."""
+    """Raise UnsupportedModelError unless this attention implementation supports custom masks."""
     if name not in ("sdpa", "eager"):
         raise UnsupportedModelError(
-            f"attention implementation {name!r} takes no mask of its own: "
+            f"attention implementation {name!r} does not support custom masks: "
             "load the model with attn_implementation='sdpa' or 'eager'"
         )
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Per layer: how many keys a token sees, itself included; None = all."""
+    """Return the number of keys that a token attends to, itself included, per layer; None = all."""
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -225,20 +225,20 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """The model's RoPE settings, one dict, or one per layer type."""
+    """Return the model's RoPE settings: one dict, or one per layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [part for part in parameters.values() if isinstance(part, dict) and "rope_type" in part]
     return nested or ([parameters] if parameters else [])
 
 
 def context_window(config: Any) -> int:
-    """How many tokens the model can see, RoPE scaling included."""
+    """Return the context window in tokens, RoPE scaling included."""
     window = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
     parts = rope_parameters(config)
     for part in parts:
         factor = float(part.get("factor") or 1.0)
         if part.get("rope_type") == "linear" and len(parts) > 1:
-            continue  # gemma3 has counted the scaling of its full-attention layers already, as vLLM notes too
+            continue  # gemma3 already includes the scaling of its full-attention layers; vLLM does the same
         if part.get("rope_type") in ("linear", "dynamic"):
             window = max(window, int(config.max_position_embeddings * factor))
         elif part.get("rope_type") == "yarn" and part.get("original_max_position_embeddings"):
@@ -247,7 +247,7 @@ def context_window(config: Any) -> int:
 
 
 def stable_length(rope: list[dict[str, Any]], window: int) -> int:
-    """Up to how many tokens RoPE frequencies do not depend on the length of the prompt."""
+    """Return the number of tokens up to which RoPE frequencies do not depend on the prompt length."""
     for part in rope:
         if part.get("rope_type") == "dynamic":
             window = min(window, int(window / float(part.get("factor") or 1.0)))
@@ -256,7 +256,7 @@ def stable_length(rope: list[dict[str, Any]], window: int) -> int:
     return window
 
 
-def starts_over_at(config: Any, stable_length: int) -> int | None:
-    """After how many tokens the family's `prepare_inputs_for_generation` drops the cache, to change its frequencies."""
+def recompute_threshold(config: Any, stable_length: int) -> int | None:
+    """Return the length at which the family's `generate` drops the cache to change RoPE frequencies; None = never."""
     original: int | None = getattr(config, "original_max_position_embeddings", None)
     return stable_length if config.model_type in ("phi3", "phimoe") and original is not None else None

@@ -1,4 +1,4 @@
-"""The backend on a transformers model: forward passes over scattered rows, without re-implementing a layer."""
+"""Backend for transformers models: forward passes over scattered rows, without re-implementing a layer."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _loading: dict[str, threading.Lock] = {}
 
 
 class Model:
-    """A transformers causal LM that can be blended; implements `kvrag.backend.protocol.Backend`.
+    """A transformers causal LM for blending; implements `kvrag.backend.protocol.Backend`.
 
-    Forward passes are serialised: threads take turns, one pass each.
+    Forward passes are serialised: threads alternate, one pass each.
 
     Attributes:
         name: Display name.
         num_layers, context_window, vocab_size, dtype: Facts about the model.
         fingerprint: Identifies the KV of this model in a store.
-        windows: Per layer how many keys a token sees; None = all.
-        rope_follows_length: RoPE frequencies depend on the length of the prompt (dynamic NTK, longrope) ...
-        stable_length: ... but not up to this many tokens.
-        starts_over_at: After this many tokens `model.generate` computes everything anew; None = never.
+        windows: Number of keys that a token attends to, per layer; None = all.
+        rope_follows_length: RoPE frequencies depend on the prompt length (dynamic NTK, longrope) ...
+        stable_length: ... but not up to this number of tokens.
+        recompute_threshold: Length at which `model.generate` recomputes all KV; None = never.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Model:
 
         Args:
             allow_unverified: Accept a family that is not in `loading.FAMILIES`; check it with `kvrag verify`.
-            preamble: False = encode chunks with nothing before them, for comparison.
+            preamble: False = encode chunks without a preamble, for comparison.
 
         Raises:
-            UnsupportedModelError: It cannot be blended exactly.
+            UnsupportedModelError: The model cannot be blended exactly.
         """
         loading.refuse_unsupported(hf.config, allow_unverified)
         loading.refuse_offload(hf)
@@ -82,7 +82,7 @@ class Model:
         self.windows = loading.layer_windows(self.config)
         loading.refuse_attention(self.config._attn_implementation)
         self.stable_length = loading.stable_length(rope, self.context_window)
-        self.starts_over_at = loading.starts_over_at(self.config, self.stable_length)
+        self.recompute_threshold = loading.recompute_threshold(self.config, self.stable_length)
         with loading.refuse_failures(hf.config):
             self._rotary, self._devices = probe(hf, self.num_layers, shift=min(37, self.stable_length // 4))
             self._check_attention()
@@ -109,20 +109,20 @@ class Model:
         allow_unverified: bool = False,
         preamble: bool = True,
     ) -> Model:
-        """Load by hub name or path; equal settings share one model as long as anyone uses it.
+        """Load a model by hub name or path. Equal settings share one model while it is in use.
 
         Args:
-            name_or_path: A model id, a folder, or `"reader"` for the small model that comes with the package.
-            dtype: As transformers takes it; "auto" = as stored.
+            name_or_path: A model id, a folder, or `"reader"` for the small bundled model.
+            dtype: As in transformers; "auto" = as stored.
             device: "cuda", "cpu", ...; None = a GPU if there is one.
-            device_map: Spread over devices by accelerate; excludes `device`.
-            revision, attn_implementation, trust_remote_code: As transformers takes them.
-            allow_unverified: Accept a family that has not been tested.
-            preamble: False = encode chunks with nothing before them, for comparison.
+            device_map: Distribute over devices with accelerate; excludes `device`.
+            revision, attn_implementation, trust_remote_code: As in transformers.
+            allow_unverified: Accept an untested model family.
+            preamble: False = encode chunks without a preamble, for comparison.
 
         Raises:
             ModelLoadError: Unknown name, no network, or damaged files.
-            UnsupportedModelError: It cannot be blended exactly.
+            UnsupportedModelError: The model cannot be blended exactly.
         """
         settings: dict[str, Any] = {
             "dtype": dtype,
@@ -142,7 +142,7 @@ class Model:
         return model
 
     def _check_attention(self) -> None:
-        """Refuse a model whose layers do not all attend through transformers' attention interface."""
+        """Raise UnsupportedModelError unless all layers use transformers' attention interface."""
         ids, seen = torch.arange(_TRIAL_TOKENS) % self.vocab_size, set[int]()
         observer = AttentionObserver(1, range(self.num_layers), lambda number, received: seen.add(number))
         with torch.inference_mode():
@@ -150,22 +150,22 @@ class Model:
         if len(seen) < self.num_layers:
             raise UnsupportedModelError(
                 f"{self.config.model_type} models cannot be blended: their layers do not use transformers' attention "
-                "interface, so no row can be masked by its true position"
+                "interface, so rows cannot be masked by their true positions"
             )
 
     @property
     def preamble(self) -> tuple[int, ...]:
-        """Token ids that every chunk is encoded behind."""
+        """Token ids in front of every encoded chunk."""
         return self.tokenizer.preamble
 
     @property
     def hidden_size(self) -> int:
-        """Width of the model."""
+        """Hidden size of the model."""
         return int(self.config.hidden_size)
 
     @property
     def bytes_per_token(self) -> int:
-        """KV bytes that one token takes, all layers."""
+        """KV bytes per token, all layers."""
         return loading.bytes_per_token(self.config, self.dtype)
 
     def layer_device(self, number: int) -> torch.device:
@@ -178,13 +178,13 @@ class Model:
         if over > 0:
             raise ContextWindowError(
                 f"{what} has {num_tokens} tokens, {over} too many for the window of {self.name} "
-                f"({self.context_window}, one kept for the answer): use fewer or shorter chunks"
+                f"({self.context_window}, one for the answer): use fewer or shorter chunks"
             )
 
     # ---------------------------------------------------------------- rotary
 
     def tables(self, positions: Tensor) -> list[Tables]:
-        """Return each layer's own cos and sin for (T,) positions; layers that share them share the tensors."""
+        """Return cos and sin of each layer for (T,) positions; layers with equal tables share the tensors."""
         made: dict[Any, tuple[Tensor, Tensor]] = {}
         with self.lock, torch.inference_mode():
             self._reset_rotary()
@@ -204,7 +204,7 @@ class Model:
             rotate(keys, cos, sin, rotary.pairs, out)
 
     def unrotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
-        """Return the (B, H, T, D) keys that a layer caches without their position."""
+        """Return the (B, H, T, D) cached keys of a layer without their position."""
         rotary = self._rotary[number]
         if rotary is None or tables is None:
             return keys
@@ -212,7 +212,7 @@ class Model:
         return unrotate(keys, cos, sin, rotary.pairs)
 
     def _reset_rotary(self) -> None:
-        """Reset dynamic NTK, which keeps the longest prompt so far: no answer may depend on earlier prompts."""
+        """Reset dynamic NTK, which remembers the longest prompt: answers must not depend on earlier prompts."""
         for module in {rotary.module for rotary in self._rotary if rotary is not None}:
             if module.rope_type == "dynamic":
                 module.max_seq_len_cached = module.original_max_seq_len
@@ -226,7 +226,7 @@ class Model:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let other threads run their passes while this one waits for a disk, also in the middle of its own."""
+        """Release the model while this thread waits for a disk, even during a forward pass."""
         if not self.lock.held:
             yield
             return
@@ -234,12 +234,12 @@ class Model:
             yield
 
     def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:
-        """Run the model's own forward pass; changes `cache`.
+        """Run the model's own forward pass. Changes `cache`.
 
         Args:
             ids: (B, S) token ids; (1, S) with `rows`.
             cache: One of `new_cache`.
-            rows: (S,) ascending positions: the tokens are written there and see every key at or before their own
+            rows: (S,) ascending positions: the tokens are written there and attend to every key at or before their own
                 position. None: they are appended, as in prefill and decode.
 
         Returns:
@@ -249,14 +249,14 @@ class Model:
             return self._forward(ids, cache, rows)
 
     def forward_all(self, ids: Tensor, cache: KVCache) -> Tensor:
-        """Like `forward` of appended tokens, but (B, S, V) logits, after every one of them."""
+        """Like `forward` without `rows`, but return (B, S, V) logits, after every token."""
         with self.lock, torch.inference_mode():
             return self._forward(ids, cache, None, every=True)
 
     def forward_until(self, observe: Observer, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> None:
         """Like `forward`, but end the pass when `observe(layer, fresh keys, fresh values)` returns True.
 
-        The layers before stay written, the one that ended it is not.
+        Earlier layers stay written; the layer that ended the pass is not.
         """
         assert isinstance(cache, BlendCache)
         cache.observer = observe
@@ -269,10 +269,11 @@ class Model:
     def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
         """Return the squared attention that every position receives from the last `num_queries` of these tokens.
 
-        Runs `forward(ids, cache, rows)` up to the last of the layers, which is written, and changes `cache` likewise.
+        Runs `forward(ids, cache, rows)` up to the last of the layers, which is written, and changes `cache`
+        accordingly.
 
         Returns:
-            (K,) float32 with K = the last row + 1: summed over the queries, mean over heads and `layers`.
+            (K,) float32, K = the last row + 1: summed over the queries, mean over heads and `layers`.
         """
         total = torch.zeros(int(rows[-1]) + 1)
 
@@ -317,7 +318,7 @@ class Model:
 
     @functools.cached_property
     def _no_mask(self) -> Tensor | dict[str, Tensor]:
-        """A mask that keeps transformers from making one; `attention_at` masks by true positions."""
+        """Return a placeholder mask, so that transformers makes none; `attention_at` masks by true positions."""
         mask = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device)
         kinds = set(getattr(self.config, "layer_types", None) or [])
         return dict.fromkeys(kinds, mask) if len(kinds) > 1 else mask
@@ -326,14 +327,14 @@ class Model:
     def _last_logits_only(self) -> dict[str, int]:
         return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.hf.forward).parameters else {}
 
-    # ---------------------------------------------------------------- generate's machinery
+    # ---------------------------------------------------------------- processors of generate
 
     def logits_processor(
         self, sampling: Sampling, num_prompt_tokens: int, extra: Sequence[Any] = ()
     ) -> tuple[Callable[[Tensor, Tensor], Tensor], bool]:
         """Return `model.generate`'s own processing, `(ids (1, T), logits (1, V)) -> logits`, and whether to sample.
 
-        Unset fields come from the model's generation config; temperature 0 means greedy.
+        Unset fields come from the model's generation config; temperature 0 = greedy.
         """
         wanted: dict[str, Any] = {
             "top_p": sampling.top_p,
@@ -356,7 +357,7 @@ class Model:
 
     @functools.cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
+        """Ids of the tokens that end an answer."""
         eos = self.hf.generation_config.eos_token_id
         if eos is None:
             eos = self.tokenizer.hf.eos_token_id

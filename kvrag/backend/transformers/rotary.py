@@ -1,8 +1,8 @@
-"""Probe how each layer rotates its keys, by watching the loaded model run.
+"""Detect how each layer rotates its keys, by observing the loaded model.
 
-Two short passes at different positions: hooks record which rotary module feeds which layer, and the cached keys show
-which layers rotate at all (some have no RoPE) and how many dimensions. Undoing the rotation must give the same keys in
-both passes; a model for which it does not is refused. That covers what no table of families could know.
+Two short passes run at different positions. Hooks record which rotary module feeds which layer; the cached keys show
+which layers rotate (some have no RoPE) and how many dimensions. Undoing the rotation must give the same keys in both
+passes, otherwise the model is rejected. This also covers families that no table lists.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _TOKENS = 16
 
 
 Form = Literal["half_split", "interleaved", "once"]
-"""Layout of a model's table: all pairs twice in a row, each pair twice, or each pair once."""
+"""Layout of a model's table: all pairs twice in sequence, each pair twice, or each pair once."""
 
 
 @dataclass(frozen=True)
 class LayerRotary:
-    """How one layer's keys are rotated; `module(x, positions, *extra)` gives its tables."""
+    """Rotation of one layer's keys; `module(x, positions, *extra)` gives its tables."""
 
     module: nn.Module
     extra: tuple[Any, ...]
@@ -36,13 +36,13 @@ class LayerRotary:
 
     def tables(self, positions: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the model's own cos and sin for (T,) positions, each (T, R) float32, one entry per pair."""
-        like = torch.empty(0, dtype=dtype, device=device)  # the module reads dtype and device off it
+        like = torch.empty(0, dtype=dtype, device=device)  # the module takes dtype and device from it
         cos, sin = self.module(like, positions[None].to(device), *self.extra)
         return _once(cos, self.form), _once(sin, self.form)
 
 
 def _once(table: Tensor, form: Form) -> Tensor:
-    """(1, T, 2R) or (1, T, R) as the model has it -> (T, R) float32."""
+    """Convert the model's (1, T, 2R) or (1, T, R) table to (T, R) float32."""
     table = table[0].float()
     if form == "interleaved":
         table = table[:, 0::2]
@@ -52,7 +52,7 @@ def _once(table: Tensor, form: Form) -> Tensor:
 
 
 def probe(hf: Any, num_layers: int, shift: int) -> tuple[list[LayerRotary | None], list[torch.device]]:
-    """Return per layer how its keys are rotated, None where they are not, and the device it runs on.
+    """Return the rotation of each layer's keys (None = not rotated), and the device of each layer.
 
     Raises:
         UnsupportedModelError: Keys of this model cannot be made position-free.
@@ -66,11 +66,11 @@ def probe(hf: Any, num_layers: int, shift: int) -> tuple[list[LayerRotary | None
 
 @dataclass
 class _Seen:
-    """Observations of one layer in one pass."""
+    """Observations of one layer during one pass."""
 
     keys: Tensor | None = None  # (1, H, T, D), as cached
     rotary: tuple[nn.Module, tuple[Any, ...]] | None = None
-    tables: tuple[Tensor, Tensor] | None = None  # cos and sin as the attention received them
+    tables: tuple[Tensor, Tensor] | None = None  # cos and sin as received by the attention
 
 
 def _refuse(reason: str) -> NoReturn:
@@ -80,7 +80,7 @@ def _refuse(reason: str) -> NoReturn:
 @torch.inference_mode()
 def _watch(hf: Any, num_layers: int, start: int) -> list[_Seen]:
     layers = [_Seen() for _ in range(num_layers)]
-    made: list[tuple[Tensor, nn.Module, tuple[Any, ...]]] = []  # cos tables and who made them
+    made: list[tuple[Tensor, nn.Module, tuple[Any, ...]]] = []  # cos tables and the modules that made them
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if isinstance(output, tuple) and len(output) == 2 and "otary" in type(module).__name__:
@@ -103,7 +103,7 @@ def _watch(hf: Any, num_layers: int, start: int) -> list[_Seen]:
     device = hf.get_input_embeddings().weight.device
     ids = torch.arange(_TOKENS, device=device) * 7 + 3
     try:
-        hf(  # models that take other arguments are caught by the table of families
+        hf(  # models with other arguments are caught by the table of families
             input_ids=(ids % hf.config.get_text_config().vocab_size)[None],
             position_ids=torch.arange(start, start + _TOKENS, device=device)[None],
             past_key_values=cache,
@@ -135,15 +135,17 @@ def _one_layer(number: int, first: _Seen, second: _Seen) -> LayerRotary | None:
 
 
 def _rotated(first: Tensor, second: Tensor) -> bool:
-    """Return whether any single dimension changed with the position: RoPE rotates the fast ones by whole circles, while
-    the slow ones, which may hold most of the norm, hardly move."""
+    """Return whether any dimension changed with the position.
+
+    RoPE rotates the fast dimensions by full turns, while the slow ones, which may hold most of the norm, hardly change.
+    """
     a, b = first.float(), second.float()
     change = (a - b).square().mean(dim=(0, 1, 2)) / a.square().mean(dim=(0, 1, 2)).clamp_min(1e-12)  # (D,)
     return bool(change.max() > 0.1)
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
-    """Return whether keys are equal for the median token: in half precision, expert routing may flip for a few."""
+    """Return whether keys are equal for the median token: in half precision, expert routing may differ for a few."""
     a, b = first.float(), second.float()
     error = (a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-12)  # (B, H, T)
     return bool(error.median() < (1e-3 if first.dtype == torch.float32 else 0.1))

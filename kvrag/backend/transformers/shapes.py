@@ -1,4 +1,4 @@
-"""Models of a real shape with random weights: right for speed, useless for answers."""
+"""Models with real shapes and random weights: valid for speed, useless for answers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_model(shape: str, num_layers: int | None = None, dtype: torch.dtype = torch.bfloat16) -> Model:
-    """A qwen2 model of that shape, or of its first `num_layers` layers, with the bundled reader's tokenizer.
+    """Return a qwen2 model of that shape, or of its first `num_layers` layers, with the bundled reader's tokenizer.
 
     Raises:
-        SettingError: No such shape.
+        SettingError: Unknown shape.
     """
     if shape not in SHAPES:
         raise SettingError(f"unknown shape {shape!r}; choose one of {', '.join(SHAPES)}")

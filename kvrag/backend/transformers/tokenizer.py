@@ -1,4 +1,4 @@
-"""Text to ids and back, exactly as the plain model does it."""
+"""Text to ids and back, identical to the plain model."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from kvrag.backend.transformers.control_tokens import apply_chat_template
 from kvrag.errors import PromptError
 from kvrag.types import Messages
 
-_LONGEST_CHARACTER = 8  # tokens: four bytes, and room for tokens without text
-_PREAMBLE_TOKENS = 8  # enough for a sink; longer ones would run into what changes, such as a template's date
+_LONGEST_CHARACTER = 8  # tokens: four bytes, with room for tokens without text
+_PREAMBLE_TOKENS = 8  # enough for a sink; longer preambles would include variable text, such as a template's date
 
-# transformers warns about texts longer than the window that are only counted; check_window refuses long prompts
+# transformers warns about long texts even if they are only counted; check_window rejects long prompts
 logging.getLogger("transformers.tokenization_utils_base").addFilter(
     lambda record: "sequence length is longer than" not in record.getMessage()
 )
 
 
 class Tokenizer:
-    """A transformers tokenizer with the rules that reuse depends on.
+    """A transformers tokenizer with the rules that reuse requires.
 
     Attributes:
-        preamble: Token ids that every chunk is encoded behind: what the chat template puts before everything, or BOS.
-            Without it a chunk's first tokens would become an attention sink that no stitched prompt has.
-            Empty if it is not wanted.
+        preamble: Token ids in front of every encoded chunk: the common prefix of the chat template, or BOS. Without it,
+            a chunk's first tokens would become an attention sink that stitched prompts do not have. Empty if switched
+            off.
     """
 
     def __init__(self, hf: Any, model_name: str, preamble: bool = True) -> None:
         self.hf, self._name = hf, model_name
-        self._lock = threading.Lock()  # whether control tokens are text is kept in the tokenizer: one thread at a time
+        self._lock = threading.Lock()  # the tokenizer keeps state about control tokens: one thread at a time
         self._renders_tools: dict[str, bool] = {}
         self.preamble = self._find_preamble() if preamble else ()
 
@@ -46,20 +46,20 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether messages can be rendered."""
+        """True if messages can be rendered."""
         return self.hf.chat_template is not None
 
     def render(self, prompt: str | Messages, **template: Any) -> list[int]:
-        """Return prompt ids, tokenised once.
+        """Return the ids of a prompt, tokenised once.
 
-        A string is taken as it is, with the tokenizer's own BOS. Messages go through the chat template, which writes
-        all control tokens itself: those that appear in a message stay text. `template` is passed on to it. If it
-        refuses them, it is tried on the same text in fewer messages: consecutive messages of one role joined, then the
-        system message at the head of the first user message.
+        A string is used as it is, with the tokenizer's own BOS. Messages are rendered with the chat template, which
+        writes all control tokens itself: control tokens in a message stay text. `template` is passed to it. If the
+        template rejects the messages, they are merged and tried again: first consecutive messages of one role, then the
+        system message into the first user message.
 
         Raises:
-            PromptError: Nothing to answer, text that cannot be encoded, content other than text, or messages that the
-                template refuses.
+            PromptError: The prompt is empty, cannot be encoded, contains anything but text, or is rejected by the
+                template.
         """
         if isinstance(prompt, str):
             _check_text(prompt)
@@ -68,13 +68,13 @@ class Tokenizer:
             with self._lock:
                 ids = list(self.hf(prompt)["input_ids"])
             if not ids:
-                raise PromptError("the prompt is empty: nothing is left of it after tokenisation")
+                raise PromptError("the prompt is empty after tokenisation: pass a text")
             return ids
         if not isinstance(prompt, (list, tuple)):
-            raise PromptError(f"a prompt is one string or a list of messages, got {prompt!r:.80}")
+            raise PromptError(f"a prompt must be one string or a list of messages, got {prompt!r:.80}")
         messages = [_checked(message) for message in prompt]
         if not messages:
-            raise PromptError("the prompt is empty: no messages")
+            raise PromptError("the prompt is empty: pass at least one message")
         if not any(message.get("content") or message.get("tool_calls") for message in messages):
             raise PromptError("the prompt is empty: no message has content")
         refusal: PromptError | None = None
@@ -86,27 +86,27 @@ class Tokenizer:
         assert refusal is not None
         raise refusal
 
-    def opening(self, **template: Any) -> int:
+    def generation_prompt_length(self, **template: Any) -> int:
         """Return the length of the generation prompt: tokens that end a prompt and are absent from a history."""
         messages = [{"role": "user", "content": "a"}]
         try:
-            opened, closed = (self._apply_template(messages, template, opening) for opening in (True, False))
+            with_prompt, without = (self._apply_template(messages, template, prompt) for prompt in (True, False))
         except PromptError:
-            return 0  # it takes no single message: unknown
-        common = takewhile(lambda pair: pair[0] == pair[1], zip(opened, closed, strict=False))
-        return len(opened) - len(list(common))
+            return 0  # unknown: the template rejects a single message
+        common = takewhile(lambda pair: pair[0] == pair[1], zip(with_prompt, without, strict=False))
+        return len(with_prompt) - len(list(common))
 
-    def _apply_template(self, messages: Messages, template: Mapping[str, Any], opening: bool = True) -> list[int]:
+    def _apply_template(self, messages: Messages, template: Mapping[str, Any], prompt: bool = True) -> list[int]:
         if self.hf.chat_template is None:
             raise PromptError(f"{self._name} has no chat template: pass the prompt as one string")
         try:
             with self._lock:
-                return apply_chat_template(self.hf, messages, add_generation_prompt=opening, **template)
-        except Exception as error:  # jinja2 errors, the template's own refusals, TypeErrors
-            raise PromptError(f"the chat template of {self._name} refuses these messages: {error}") from error
+                return apply_chat_template(self.hf, messages, add_generation_prompt=prompt, **template)
+        except Exception as error:  # jinja2 errors, errors raised by the template, TypeErrors
+            raise PromptError(f"the chat template of {self._name} rejects these messages: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a chunk's text alone: no BOS, and control tokens in it stay text.
+        """Return the ids of a chunk's text: without BOS, control tokens as text.
 
         Raises:
             PromptError: The text cannot be encoded.
@@ -129,13 +129,13 @@ class Tokenizer:
         return next((number for number, name in _control_tokens(self.hf).items() if name == text), None)
 
     def template_text(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """Return the source of the chat template for prompts with these tools, or ""."""
+        """Return the source of the chat template for prompts with these tools; "" without one."""
         return str(self.hf.get_chat_template(tools=tools)) if self.has_chat_template else ""
 
     def renders_tools(self) -> bool:
-        """Whether the chat template renders tools; some name them differently or only render calls in the history."""
-        source = self.template_text([{}])  # which may be another one than without tools
-        if source not in self._renders_tools:  # asked for every prompt
+        """True if the chat template renders tools; some name them differently or render only calls in the history."""
+        source = self.template_text([{}])  # may differ from the template without tools
+        if source not in self._renders_tools:  # needed for every prompt
             self._renders_tools[source] = self._ask_template()
         return self._renders_tools[source]
 
@@ -144,25 +144,25 @@ class Tokenizer:
         try:
             with self._lock:
                 text = self.hf.apply_chat_template([{"role": "user", "content": ""}], tools=[probe], tokenize=False)
-        except Exception:  # of any kind; rendering the prompt will raise it again
+        except Exception:  # of any type; rendering the prompt will raise it again
             return False
         return "probe" in text
 
     @property
     def has_response_parser(self) -> bool:
-        """Whether the tokenizer has a response template, which describes the model's answers."""
+        """True if the tokenizer has a response template, which describes the format of answers."""
         return getattr(self.hf, "response_template", None) is not None
 
     def response_parser(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Any:
-        """Return transformers' own parser of an answer to this prompt; it needs the control tokens in the text."""
+        """Return transformers' own parser for an answer to this prompt; it needs the control tokens in the text."""
         return self.hf.get_response_parser(prefix=self.decode(ids, control_tokens=True), tools=list(tools))
 
     @property
     def digest(self) -> str:
-        """Hash of what turns text into ids."""
+        """Hash of everything that determines the ids of a text."""
         backend = getattr(self.hf, "backend_tokenizer", None) or getattr(self.hf, "_tokenizer", None)
         state = backend.to_str() if backend is not None else repr(sorted(self.hf.get_vocab().items()))
-        # what stands before are the truncation and padding of the last call
+        # exclude the truncation and padding settings of the last call
         state = state[max(state.find('"added_tokens"'), 0) :]
         return xxhash.xxh3_128(state.encode()).hexdigest()
 
@@ -179,7 +179,7 @@ class Tokenizer:
                 try:
                     prompts.append(self._apply_template(messages, {}))
                 except PromptError:
-                    continue  # this template refuses a system message
+                    continue  # this template rejects a system message
         if len(prompts) > 1:
             common = [ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, zip(*prompts, strict=False))]
             if common:
@@ -191,22 +191,22 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text of one answer, token by token, as `Tokenizer.decode` gives it for all of them at once.
+    """Incremental text of one answer, equal to `Tokenizer.decode` of all tokens.
 
-    A token is decoded together with those of the piece before it, never with the whole answer.
+    A token is decoded together with those of the previous piece, never with the whole answer.
     """
 
     def __init__(self, hf: Any, control_tokens: bool = False) -> None:
         self._hf, self._skip = hf, not control_tokens
         self._skipped = _control_tokens(hf) if self._skip else {}
-        # slow tokenizers have no backend, and some fast ones decode in their own way
+        # slow tokenizers have no backend, and some fast ones override decoding
         is_plain = isinstance(hf, TokenizersBackend) and type(hf)._decode is TokenizersBackend._decode
         self._fast = DecodeStream(skip_special_tokens=self._skip) if is_plain else None
-        self._shown: list[int] = []  # tokens of the last piece: whether a space comes next depends on them
-        self._pending: list[int] = []  # tokens that have not become text yet
+        self._shown: list[int] = []  # tokens of the last piece: they determine whether a space follows
+        self._pending: list[int] = []  # tokens without complete text yet
 
     def push(self, token: int) -> str:
-        """Add a token, return the text that is now complete: whole characters."""
+        """Add a token; return the text that is now complete, in whole characters."""
         if token in self._skipped:
             return ""
         self._pending.append(token)
@@ -215,7 +215,7 @@ class TextStream:
         return text
 
     def rest(self) -> str:
-        """Return the text of what is incomplete; for the end of the answer."""
+        """Return the incomplete text, at the end of the answer."""
         before = self._decode(self._shown)
         return self._decode([*self._shown, *self._pending])[len(before) :]
 
@@ -223,9 +223,9 @@ class TextStream:
         if self._fast is not None and len(self._pending) < _LONGEST_CHARACTER:
             try:
                 return self._fast.step(self._hf.backend_tokenizer, token) or ""
-            except Exception:  # "Invalid prefix": bytes that are not UTF-8 changed the text before them
+            except Exception:  # "Invalid prefix": bytes that are not UTF-8 changed the earlier text
                 pass
-        self._fast = None  # it would decode a longer and longer run of invalid bytes, or fail for good
+        self._fast = None  # it would decode an ever longer run of invalid bytes, or keep failing
         text = self.rest()
         is_complete = not text.endswith("\ufffd") or len(self._pending) >= _LONGEST_CHARACTER
         return text if is_complete else ""
@@ -241,9 +241,9 @@ def _control_tokens(hf: Any) -> dict[int, str]:
 
 
 def _checked(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its content as one string, or without any."""
+    """Return the message with its content as one string, or without content."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise PromptError(f"a message is a dict with role and content, got {message!r:.80}")
+        raise PromptError(f"a message must be a dict with role and content, got {message!r:.80}")
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_text_of(part) for part in content)
@@ -261,11 +261,11 @@ def _text_of(part: Any) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise PromptError(f"only text can be answered, and a message has content of type {kind!r}")
+    raise PromptError(f"only text is supported, got message content of type {kind!r}")
 
 
 def _variants(messages: Messages) -> Iterator[Messages]:
-    """The messages, then with alternating roles, then without a system message, for templates that require it."""
+    """Yield the messages, then with alternating roles, then without a system message, for templates that require it."""
     yield messages
     joined = _join_neighbours(messages)
     if joined != messages:
@@ -279,7 +279,7 @@ def _join_neighbours(messages: Messages) -> Messages:
     joined: Messages = []
     for message in messages:
         last = joined[-1] if joined else {}
-        # results of tools and calls of them belong to an id of their own
+        # tool results and messages with calls belong to a call id
         if set(message) == set(last) == {"role", "content"} and message["role"] == last["role"] != "tool":
             joined[-1] = {**last, "content": _paragraphs(last["content"], message["content"])}
         else:

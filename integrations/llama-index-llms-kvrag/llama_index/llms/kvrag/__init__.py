@@ -1,4 +1,4 @@
-"""LlamaIndex on kvrag: RAG answers several times sooner from pre-encoded chunks."""
+"""LlamaIndex integration of kvrag: faster RAG answers from pre-encoded chunks."""
 
 from llama_index.llms.kvrag.base import BlendLLM
 from llama_index.llms.kvrag.vector_store import KVWarmVectorStore

@@ -1,4 +1,4 @@
-"""BlendLLM: messages or text in, a response out."""
+"""BlendLLM: LlamaIndex LLM on kvrag."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _Prompt = str | list[dict[str, Any]]
 
 
 def source_name(node: BaseNode | NodeWithScore | str, collection: str = "default") -> str:
-    """Return the document that a node is a piece of; "" = unknown."""
+    """Return the name of a node's document; "" = unknown."""
     node = node.node if isinstance(node, NodeWithScore) else node
     source = node.ref_doc_id if isinstance(node, BaseNode) else None
     return f"llama_index/{quote(collection, safe='')}/{quote(source, safe='')}/" if source else ""
@@ -47,16 +47,16 @@ def source_name(node: BaseNode | NodeWithScore | str, collection: str = "default
 class BlendLLM(FunctionCallingLLM, LLMBase):
     """LLM that answers from pre-encoded chunks.
 
-    Chunks are found in the finished prompt by their tokens: query engines need no change. Making an object is cheap:
-    the model is loaded for the first answer, and shared with all objects that have equal settings.
+    Chunks are found in the final prompt by their tokens, so query engines need no change. Creating an object is cheap:
+    the model is loaded on the first answer and shared by all objects with equal settings.
 
-    The settings are the fields of `kvrag.LLMSettings`. The settings of answers can be given per call, and so can
-    `documents`, `tools`, `tool_choice`, `response_format`, `grammar` and `template` (see `kvrag.LLMSettings.request`).
-    Every response reports in `raw["kvrag"]` what was reused, and `raw["usage"]` is OpenAI's. Where LlamaIndex wants an
-    object of some class, a grammar restricts the model to it.
+    The settings are the fields of `kvrag.LLMSettings`. Answer settings can be given per call, and so can `documents`,
+    `tools`, `tool_choice`, `response_format`, `grammar` and `template` (see `kvrag.LLMSettings.request`).
+    `raw["kvrag"]` of every response reports what was reused; `raw["usage"]` has OpenAI's form. Where LlamaIndex
+    requests an object of a class, a grammar enforces its schema.
 
     Attributes:
-        engine: An engine already built, instead of the settings that choose a model and a store.
+        engine: An existing engine, instead of the settings that select a model and a store.
 
     Example:
         ```python
@@ -80,24 +80,24 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
 
     @classmethod
     def class_name(cls) -> str:
-        """Name in serialised form."""
+        """Return the name in serialised form."""
         return "kvrag_blend_llm"
 
     @property
     def metadata(self) -> LLMMetadata:
-        """The model's own window; loads no weights."""
+        """The model's own window, without loading weights."""
         settings = LLMSettings.of(self)
         window, takes_messages = settings.window()
         return LLMMetadata(
             context_window=window,
             num_output=self.max_tokens,
-            is_chat_model=takes_messages,  # without a chat template, query engines send finished text
+            is_chat_model=takes_messages,  # without a chat template, query engines send plain text
             is_function_calling_model=takes_messages,
             model_name=settings.model_name,
         )
 
     def to_payload(self) -> dict[str, Any]:
-        """Return the fields for events. Reads no files, since the event loop waits for it."""
+        """Return the fields for events. Reads no files, because it runs on the event loop."""
         return {"class_name": self.class_name(), **LLMSettings.of(self).identity()}
 
     def encode(self, text: str) -> list[int]:
@@ -116,12 +116,12 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """Answer messages piece by piece."""
+        """Stream the answer to messages."""
         return (_chat(response) for response in self._stream(template_messages(messages), kwargs))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        """Answer messages piece by piece, off the event loop."""
+        """Stream the answer to messages, off the event loop."""
         pieces = await self._astream(template_messages(messages), kwargs)
         return (_chat(response) async for response in pieces)
 
@@ -138,7 +138,7 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        """Like `complete`, piece by piece."""
+        """Like `complete`, as a stream."""
         return (_completion(response) for response in self._stream(self._prompt(prompt, formatted), kwargs))
 
     @llm_completion_callback()
@@ -154,13 +154,17 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
         """Return the tool calls in a response.
 
         Raises:
-            ValueError: There is none, and `error_on_no_tool_call`.
+            ValueError: There is none, and `error_on_no_tool_call` is set.
         """
         calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
         if error_on_no_tool_call and not calls:
             cut_off = isinstance(response.raw, dict) and response.raw.get("finish_reason") == "length"
-            way_out = "; it was cut off: raise max_tokens, or bound what is long in the schema" if cut_off else ""
-            raise ValueError(f"the model called no tool, it answered {response.message.content!r:.200}{way_out}")
+            way_out = (
+                "; it was cut off: raise max_tokens, or limit the length of strings and lists in the schema"
+                if cut_off
+                else ""
+            )
+            raise ValueError(f"the model called no tool but answered {response.message.content!r:.200}{way_out}")
         return [
             ToolSelection.model_validate(
                 {"tool_id": call.tool_call_id or "", "tool_name": call.tool_name, "tool_kwargs": call.tool_kwargs}
@@ -200,7 +204,7 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
             response.message = assistant_message(response.message.content or "", calls[:1])
         return response
 
-    # LlamaIndex forces the tool call for whole objects, but not for streamed ones
+    # LlamaIndex forces the tool call for complete objects, but not for streamed ones
 
     def _structured_stream_call(
         self,
@@ -261,7 +265,7 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
 
 @dataclass(frozen=True, slots=True)
 class _Response:
-    """A response so far, with its latest delta."""
+    """The response so far, with its latest delta."""
 
     text: str = ""
     delta: str | None = None

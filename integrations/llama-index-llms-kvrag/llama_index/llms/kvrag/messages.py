@@ -1,4 +1,4 @@
-"""LlamaIndex's messages as chat templates take them."""
+"""Convert LlamaIndex's messages to the form of chat templates."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _ROLES = {
     MessageRole.MODEL: "assistant",
     MessageRole.FUNCTION: "tool",
 }
-# a template writes calls from `tool_calls`, and a CachePoint is a hint for services
+# templates render calls from `tool_calls`; a CachePoint is a hint for services
 _NO_OTHERS = (TextBlock, ThinkingBlock, ToolCallBlock, CachePoint)
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Dicts of role, content and what belongs to tools."""
+    """Return dicts of role, content and tool fields."""
     return [_template_message(message) for message in messages]
 
 
 def assistant_message(text: str, calls: Sequence[ToolCallBlock]) -> ChatMessage:
-    """What the model said and what it wants called, the latter also in OpenAI's form, which some programs read."""
+    """Return the model's text and tool calls as a message; the calls also in OpenAI's form for compatibility."""
     blocks = [*([TextBlock(text=text)] if text or not calls else []), *calls]
     return ChatMessage(
         role=MessageRole.ASSISTANT,
@@ -51,7 +51,7 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
     said: dict[str, Any] = {"role": _ROLES.get(message.role, message.role.value), "content": message.content}
     others = [block for block in message.blocks if not isinstance(block, _NO_OTHERS)]
     if others:
-        said["content"] = [{"type": block.block_type} for block in others]  # the engine says what it does not read
+        said["content"] = [{"type": block.block_type} for block in others]  # the engine rejects unsupported types
     calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if calls:
         said["tool_calls"] = [_template_call(call) for call in calls]

@@ -1,6 +1,6 @@
-"""What an application expects of any LlamaIndex LLM, as tests: a suite to run on a class of your own.
+"""Conformance tests for any LlamaIndex LLM, as a suite to subclass.
 
-It knows LlamaIndex only. The model may be tiny or random, as long as it is greedy and does not stop by itself.
+The suite depends on LlamaIndex only. The model may be tiny or random, but must be greedy and must not stop by itself.
 
     class TestMyLLM(LLMTests):
         context_window = 2048
@@ -90,24 +90,24 @@ class Numbers(BaseModel):
 
 
 class Events(BaseEventHandler):
-    """Remembers them."""
+    """Event handler that records all events."""
 
     seen: list[Any] = Field(default_factory=list)
 
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
-        """Take one."""
+        """Record an event."""
         self.seen.append(event)
 
     def of(self, *kinds: type[BaseEvent]) -> list[Any]:
-        """Those of some kinds."""
+        """Return the recorded events of these types."""
         return [event for event in self.seen if isinstance(event, kinds)]
 
     def answers(self) -> list[Any]:
-        """Calls of the LLM that have ended well."""
+        """Return the completed calls of the LLM."""
         return self.of(LLMChatEndEvent, LLMCompletionEndEvent)
 
     def check_balance(self, calls: int) -> None:
-        """Every call of the LLM that has begun has ended, well or not."""
+        """Check that every started call of the LLM has ended, successfully or not."""
         starts = [event.span_id for event in self.of(LLMChatStartEvent, LLMCompletionStartEvent)]
         ends = [event.span_id for event in [*self.answers(), *self.of(ExceptionEvent, SpanDropEvent)]]
         assert len(starts) >= calls
@@ -115,7 +115,7 @@ class Events(BaseEventHandler):
 
 
 def paragraph(number: int) -> str:
-    """Some sentences about a person."""
+    """Return some sentences about a person."""
     name, thing = PEOPLE[number], THINGS[number]
     return (
         f"{name} was born in a small town by the sea in {1950 + number}. "
@@ -128,19 +128,19 @@ def paragraph(number: int) -> str:
 
 
 def a_node(number: int) -> TextNode:
-    """With metadata, which prompts show."""
+    """Return a node with metadata, which prompts contain."""
     return TextNode(text=paragraph(number), id_=f"node {number}", metadata={"file_path": f"/data/{number}.txt"})
 
 
 def template(tokenizer: Any, **messages: str) -> list[int]:
-    """Token ids of a prompt of one message of each role."""
+    """Return the token ids of a prompt with one message per role."""
     said = [{"role": role, "content": content} for role, content in messages.items()]
     ids = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=True, return_dict=False)
     return list(ids)
 
 
 def in_time(function: Callable[[], Any]) -> None:
-    """Call what may hang for ever."""
+    """Call a function that may hang, with a time limit."""
     errors: list[BaseException] = []
 
     def calling() -> None:
@@ -159,7 +159,7 @@ def in_time(function: Callable[[], Any]) -> None:
 
 
 async def ask(engine: Callable[[bool], Any], question: str, way: str) -> str:
-    """Query an engine, which is built with streaming or without."""
+    """Query an engine, built with or without streaming."""
     streaming = way in ("stream", "astream")
     if way in ("sync", "stream"):
         answer = engine(streaming).query(question)
@@ -169,7 +169,7 @@ async def ask(engine: Callable[[bool], Any], question: str, way: str) -> str:
 
 
 async def say(engine: Any, message: str, way: str) -> str:
-    """One turn of a chat."""
+    """Send one chat message and return the answer."""
     if way == "sync":
         return str(engine.chat(message))
     if way == "stream":
@@ -180,12 +180,12 @@ async def say(engine: Any, message: str, way: str) -> str:
 
 
 class LLMTests:
-    """Override `make`, `tokenizer`, `heard` and `context_window`, and the rest where it applies.
+    """Override `make`, `tokenizer`, `heard` and `context_window`, and the other attributes where they apply.
 
     Attributes:
-        context_window: The model's own.
-        reuses: The LLM finds the nodes of `vector_store` in its prompts: it has `encode`, and its responses tell
-            `reused_tokens` and `conversation_tokens` in `raw["kvrag"]`.
+        context_window: Context window of the model.
+        reuses: The LLM reuses the nodes of `vector_store` in its prompts: it has `encode`, and `raw["kvrag"]` of its
+            responses contains `reused_tokens` and `conversation_tokens`.
     """
 
     context_window: int
@@ -193,36 +193,36 @@ class LLMTests:
 
     @pytest.fixture
     def make(self) -> Callable[[int], LLM]:
-        """Makes an LLM whose answers have so many tokens at most, and are that long if nothing else ends them."""
+        """Return a function that makes an LLM with a maximum answer length, which its answers reach."""
         raise NotImplementedError("override the fixture make")
 
     @pytest.fixture
     def tokenizer(self) -> Any:
-        """That of the model, by transformers."""
+        """Return the model's transformers tokenizer."""
         raise NotImplementedError("override the fixture tokenizer")
 
     @pytest.fixture
     def heard(self) -> list[list[int]]:
-        """Grows by the token ids of every prompt that gets to the model."""
+        """Return a list to which the token ids of every prompt are appended as it reaches the model."""
         raise NotImplementedError("override the fixture heard")
 
     @pytest.fixture
     def llm(self, make: Callable[[int], LLM]) -> LLM:
-        """With short answers."""
+        """Return an LLM with short answers."""
         return make(16)
 
     @pytest.fixture
     def wordy(self, make: Callable[[int], LLM]) -> LLM:
-        """With room for an object or a call."""
+        """Return an LLM with room for an object or a call."""
         return make(160)
 
     def vector_store(self, llm: Any, **settings: Any) -> BasePydanticVectorStore:
-        """Where an application of this LLM keeps its nodes."""
+        """Return the vector store in which an application of this LLM keeps its nodes."""
         return SimpleVectorStore()
 
     @pytest.fixture(autouse=True)
     def _defaults(self, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """LlamaIndex counts tokens as this model does."""
+        """Make LlamaIndex count tokens like this model."""
         for name in ("_llm", "_tokenizer", "_prompt_helper", "_callback_manager"):
             monkeypatch.setattr(Settings, name, None)
         monkeypatch.setattr(Settings, "_embed_model", MockEmbedding(embed_dim=4))
@@ -231,19 +231,19 @@ class LLMTests:
 
     @pytest.fixture
     def events(self) -> Iterator[Events]:
-        """All events while the test runs."""
+        """Record all events during the test."""
         handler, dispatcher = Events(), get_dispatcher()
         dispatcher.add_event_handler(handler)
         yield handler
         dispatcher.event_handlers.remove(handler)
 
     def index(self, llm: LLM, nodes: Sequence[BaseNode], **settings: Any) -> VectorStoreIndex:
-        """An index of these nodes."""
+        """Return an index of these nodes."""
         context = StorageContext.from_defaults(vector_store=self.vector_store(llm, **settings))
         return VectorStoreIndex(list(nodes), storage_context=context)
 
     def check_coverage(self, llm: Any, events: Events, least: float) -> None:
-        """Most tokens that LlamaIndex pasted from the nodes were reused, conversations not counted."""
+        """Check that most tokens pasted from nodes were reused, conversations not counted."""
         if not self.reuses:
             return
         pasted = reused = 0
@@ -252,16 +252,16 @@ class LLMTests:
             pasted += len(llm.encode(given.get("context_str") or given.get("context_msg") or ""))
         for call in events.answers():
             told = call.response.raw["kvrag"]
-            assert told["conversation_tokens"] == 0  # template and question would count as well
+            assert told["conversation_tokens"] == 0  # tokens of template and question would be included
             reused += told["reused_tokens"]
         assert pasted > 0
-        logger.info("%.1f %% of what was pasted from nodes was reused", 100 * reused / pasted)
+        logger.info("%.1f %% of the tokens pasted from nodes were reused", 100 * reused / pasted)
         assert reused / pasted >= least
 
     # ---------------------------------------------------------------- the eight methods
 
     def test_metadata_are_the_models(self, llm: LLM) -> None:
-        """Window, room for the answer and kind."""
+        """Window, maximum answer length and kind are correct."""
         assert llm.metadata.context_window == self.context_window
         assert llm.metadata.num_output == 16
         assert llm.metadata.is_chat_model
@@ -269,7 +269,7 @@ class LLMTests:
 
     @pytest.mark.asyncio
     async def test_all_methods_say_the_same(self, llm: LLM) -> None:
-        """Sync and async."""
+        """Sync and async methods return the same answer."""
         chat = llm.chat(USER).message
         assert chat.role == MessageRole.ASSISTANT
         assert chat.content
@@ -280,7 +280,7 @@ class LLMTests:
 
     @pytest.mark.asyncio
     async def test_pieces_of_a_stream_add_up(self, llm: LLM) -> None:
-        """Text is cumulative, deltas are what has been added."""
+        """The text of a stream is cumulative; deltas are the added pieces."""
         chat, complete = llm.chat(USER).message.content, llm.complete(QUESTION).text
         streams: list[tuple[Any, list[tuple[Any, Any]]]] = [
             (chat, [(piece.message.content, piece.delta) for piece in llm.stream_chat(USER)]),
@@ -299,31 +299,31 @@ class LLMTests:
     def test_messages_are_what_the_template_makes_of_them(
         self, llm: LLM, tokenizer: Any, heard: list[list[int]]
     ) -> None:
-        """Token by token, with one BOS."""
+        """Prompts equal the chat template's output, with one BOS."""
         llm.chat(USER)
         assert heard == [template(tokenizer, user=QUESTION)]
 
     def test_a_text_is_a_message_of_the_users(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
-        """Unless it is formatted."""
+        """A text is one user message, unless it is formatted."""
         llm.complete(QUESTION)
         assert heard == [template(tokenizer, user=QUESTION)]
 
     def test_a_formatted_prompt_is_taken_as_it_is(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
-        """It has been through a template."""
+        """A formatted prompt is used unchanged."""
         llm.complete(QUESTION, formatted=True)
         assert heard == [tokenizer(QUESTION)["input_ids"]]
 
     def test_the_system_prompt_is_heard(
         self, make: Callable[[int], LLM], tokenizer: Any, heard: list[list[int]]
     ) -> None:
-        """That of the object, where prompts are templates."""
+        """The LLM's system prompt is used where prompts are templates."""
         llm = make(16)
         llm.system_prompt = "Speak of plums and pears only."
         llm.predict(PromptTemplate("{question}"), question=QUESTION)
         assert heard == [template(tokenizer, system=llm.system_prompt, user=QUESTION)]
 
     def test_stop_strings_end_the_answer(self, llm: LLM) -> None:
-        """Wherever tokens begin and end, whole and in pieces."""
+        """Stop strings end the answer regardless of token boundaries, complete and streamed."""
         text = llm.complete(QUESTION).text
         stop = text[len(text) // 2 :][:3]
         expected = text[: text.find(stop)]
@@ -331,14 +331,14 @@ class LLMTests:
         assert "".join(piece.delta or "" for piece in llm.stream_complete(QUESTION, stop=[stop])) == expected
 
     def test_a_call_can_say_how_long_its_answer_is(self, llm: LLM) -> None:
-        """`max_tokens`, as everywhere."""
+        """`max_tokens` can be given per call."""
         text = llm.complete(QUESTION).text
         short = llm.complete(QUESTION, max_tokens=4).text
         assert text.startswith(short)
         assert len(short) < len(text)
 
     def test_all_kinds_of_messages_are_heard(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
-        """Several of a role, calls of tools and their results, in order."""
+        """Several messages of a role, tool calls and tool results reach the model in order."""
         call = ToolCallBlock(tool_call_id="abc123def", tool_name="look_up", tool_kwargs={"name": "Mira"})
         conversation = [
             ChatMessage(role="system", content="You help."),
@@ -358,18 +358,18 @@ class LLMTests:
         assert at == sorted(at)
 
     def test_images_are_refused(self, llm: LLM) -> None:
-        """An answer would be one to another question."""
+        """Images raise an error instead of being ignored."""
         blocks = [TextBlock(text="What is this?"), ImageBlock(image=b"png")]
         with pytest.raises(Exception, match="image"):
             llm.chat([ChatMessage(role="user", blocks=blocks)])
 
     def test_a_prompt_that_does_not_fit_is_refused(self, llm: LLM) -> None:
-        """An answer would be noise, or one to half of it."""
+        """A prompt that is too long raises an error instead of being cut."""
         with pytest.raises(Exception, match=str(self.context_window)):
             llm.complete("harp " * self.context_window)
 
     def test_control_tokens_in_a_message_are_text(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
-        """A document cannot end the prompt, or speak as the system."""
+        """A document cannot end the prompt or act as the system."""
         end = tokenizer.eos_token
         llm.complete("He said so."), llm.complete(f"He said {end} so.")
         assert [prompt.count(tokenizer.eos_token_id) for prompt in heard] == [
@@ -378,7 +378,7 @@ class LLMTests:
         assert f"He said {end} so." in tokenizer.decode(heard[1])
 
     def test_usage_is_told(self, make: Callable[[int], LLM]) -> None:
-        """Where LlamaIndex's own counter looks for it."""
+        """Usage is reported where LlamaIndex's token counter reads it."""
         llm = make(16)
         counter = TokenCountingHandler(tokenizer=lambda text: [])
         llm.callback_manager = CallbackManager([counter])
@@ -394,7 +394,7 @@ class LLMTests:
 
     @pytest.mark.asyncio
     async def test_whatever_begins_ends(self, make: Callable[[int], LLM], events: Events) -> None:
-        """Events and callbacks of answers, whole and in pieces."""
+        """Events and callbacks of answers end, complete and streamed."""
         llm, debug = make(4), LlamaDebugHandler(print_trace_on_end=False)
         llm.callback_manager = CallbackManager([debug])
         llm.chat(USER), llm.complete(QUESTION)
@@ -407,7 +407,7 @@ class LLMTests:
 
     @pytest.mark.asyncio
     async def test_whatever_fails_ends(self, llm: LLM, events: Events) -> None:
-        """An empty prompt is an error, and the events tell of it."""
+        """An empty prompt raises an error, and its events end."""
         debug = LlamaDebugHandler(print_trace_on_end=False)
         llm.callback_manager = CallbackManager([debug])
         with pytest.raises(Exception, match=r"\w"):
@@ -423,7 +423,7 @@ class LLMTests:
 
     @pytest.mark.asyncio
     async def test_whatever_is_dropped_ends(self, llm: LLM, events: Events) -> None:
-        """A consumer that has heard enough closes the stream: events end, and so does the work."""
+        """Closing a stream ends its events and its work."""
         before = set(threading.enumerate())
         for stream in (llm.stream_chat(USER), llm.stream_complete(QUESTION)):
             next(stream)
@@ -437,7 +437,7 @@ class LLMTests:
     @pytest.mark.asyncio
     @pytest.mark.parametrize("method", ["achat", "acomplete", "astream_chat", "astream_complete"])
     async def test_the_event_loop_goes_on(self, llm: LLM, method: str) -> None:
-        """While the model computes."""
+        """The event loop is not blocked while the model computes."""
         ticks = 0
 
         async def tick() -> None:
@@ -451,11 +451,11 @@ class LLMTests:
         if "stream" in method:
             assert [piece async for piece in answer]
         ticking.cancel()
-        assert ticks > 16  # one for each token
+        assert ticks > 16  # one per token
 
     @pytest.mark.asyncio
     async def test_answers_at_once_do_not_disturb_each_other(self, llm: LLM) -> None:
-        """Whole ones, and streams whose pieces are taken in turn."""
+        """Concurrent answers, complete and streamed, do not affect each other."""
         questions = [f"Who plays the {thing}?" for thing in THINGS[:4]]
         expected = [llm.complete(question).text for question in questions]
         answers = await asyncio.gather(*[llm.acomplete(question) for question in questions])
@@ -470,7 +470,7 @@ class LLMTests:
         assert said == expected
 
     def test_it_can_be_pickled_and_serialised(self, llm: LLM) -> None:
-        """Without the model."""
+        """The LLM can be pickled and serialised without the model."""
         text = llm.complete(QUESTION).text
         pickled = pickle.dumps(llm)
         assert len(pickled) < 100_000
@@ -499,10 +499,10 @@ class LLMTests:
     async def test_every_response_mode(
         self, llm: LLM, events: Events, heard: list[list[int]], mode: ResponseMode, calls: int
     ) -> None:
-        """One answer, however it is asked for."""
+        """Every response mode gives the same answer with every method."""
         nodes = [a_node(number) for number in range(3)]
         index = self.index(llm, nodes)
-        Settings.llm = llm  # modes without an LLM want one all the same
+        Settings.llm = llm  # modes without an LLM still require one
 
         def engine(streaming: bool) -> Any:
             return index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=3, streaming=streaming)
@@ -511,10 +511,10 @@ class LLMTests:
         assert len(heard) == calls
         if calls:
             assert answer not in ("", "Empty Response")
-        if calls and mode not in (ResponseMode.GENERATION, ResponseMode.SIMPLE_SUMMARIZE):  # which pastes a Python list
+        if calls and mode not in (ResponseMode.GENERATION, ResponseMode.SIMPLE_SUMMARIZE):  # it pastes a Python list
             self.check_coverage(llm, events, 0.99)
         assert await ask(engine, QUESTION, "async") == answer
-        if calls and mode not in (ResponseMode.ACCUMULATE, ResponseMode.COMPACT_ACCUMULATE):  # which cannot stream
+        if calls and mode not in (ResponseMode.ACCUMULATE, ResponseMode.COMPACT_ACCUMULATE):  # it cannot stream
             assert await ask(engine, QUESTION, "stream") == answer
             assert await ask(engine, QUESTION, "astream") == answer
 
@@ -522,7 +522,7 @@ class LLMTests:
     def test_nodes_that_do_not_fit_into_one_prompt(
         self, llm: LLM, events: Events, heard: list[list[int]], mode: ResponseMode
     ) -> None:
-        """LlamaIndex splits them anew, by the window and the tokenizer it is told."""
+        """LlamaIndex splits long nodes by the LLM's window and tokenizer."""
         size = sum(len(Settings.tokenizer(paragraph(number))) for number in range(len(PEOPLE)))
         times = self.context_window // size + 1
         nodes = [a_node(number) for number in range(len(PEOPLE))]
@@ -534,18 +534,18 @@ class LLMTests:
         assert len(heard) > 1
         assert max(map(len, heard)) <= self.context_window
         events.check_balance(2)
-        if mode == ResponseMode.COMPACT:  # summaries of summaries are nobody's chunks
+        if mode == ResponseMode.COMPACT:  # summaries of summaries are not stored chunks
             self.check_coverage(llm, events, 0.95)
 
     def test_citations(self, llm: LLM, events: Events) -> None:
-        """Nodes are split anew and numbered."""
+        """Citations split nodes again and number them."""
         index = self.index(llm, [a_node(number) for number in range(3)])
         engine = CitationQueryEngine.from_args(index, llm=llm, similarity_top_k=3, citation_chunk_size=512)
         assert str(engine.query(QUESTION)) not in ("", "Empty Response")
         self.check_coverage(llm, events, 0.95)
 
     def test_sentences_in_their_windows(self, llm: LLM, events: Events) -> None:
-        """Sentences are found, and the prompt has what stands around them."""
+        """Sentences are retrieved, and the prompt contains their windows."""
         parser = SentenceWindowNodeParser.from_defaults(sentence_splitter=lambda text: re.split(r"(?<=\.) ", text))
         nodes = parser.get_nodes_from_documents([Document(text=paragraph(number)) for number in range(3)])
         index = self.index(llm, nodes, target_metadata_key="window")
@@ -556,7 +556,7 @@ class LLMTests:
         self.check_coverage(llm, events, 0.99)
 
     def test_leaves_are_merged(self, llm: LLM, events: Events) -> None:
-        """Small nodes are found, and the prompt has the larger one that they are parts of."""
+        """Leaf nodes are retrieved, and the prompt contains their parent."""
         text = " ".join(paragraph(number) for number in range(3))
         parser = HierarchicalNodeParser.from_defaults(chunk_sizes=[2048, 128], chunk_overlap=0)
         nodes = parser.get_nodes_from_documents([Document(text=text)])
@@ -574,7 +574,7 @@ class LLMTests:
     @pytest.mark.asyncio
     @pytest.mark.parametrize("mode", ["simple", "context", "condense_question", "condense_plus_context"])
     async def test_chat_engines(self, llm: LLM, events: Events, mode: Any) -> None:
-        """Two turns, the same however they are asked for."""
+        """Two turns give the same answers with every method."""
         nodes = [a_node(number) for number in range(3)]
         index = self.index(llm, nodes)
         said: dict[str, tuple[str, str]] = {}
@@ -587,13 +587,13 @@ class LLMTests:
         assert all(said["sync"])
         assert said["async"] == said["sync"]
         assert said["stream"][0] == said["sync"][0]
-        assert said["astream"] == said["stream"]  # the second turn hears the first one stripped
+        assert said["astream"] == said["stream"]  # the second turn contains the stripped first answer
 
     # ---------------------------------------------------------------- objects and tools
 
     @pytest.mark.asyncio
     async def test_objects_of_a_class(self, wordy: LLM) -> None:
-        """Whatever the model would rather say."""
+        """Structured output returns an object of the class."""
         prompt = PromptTemplate("Describe {name}.")
         person = wordy.structured_predict(Person, prompt, name="Mira")
         assert isinstance(person, Person)
@@ -605,7 +605,7 @@ class LLMTests:
         assert isinstance(said.raw, Person)
 
     def test_a_query_engine_can_answer_with_an_object(self, wordy: LLM, events: Events) -> None:
-        """From the nodes it has found."""
+        """Query engines can return an object."""
         index = self.index(wordy, [a_node(number) for number in range(3)])
         answer: Any = index.as_query_engine(llm=wordy, output_cls=Person, response_mode="compact").query(QUESTION)
         assert isinstance(answer.response, Person)
@@ -614,7 +614,7 @@ class LLMTests:
     @pytest.mark.asyncio
     @pytest.mark.parametrize("streaming", [False, True])
     async def test_agents_call_tools(self, wordy: LLM, streaming: bool) -> None:
-        """One that must is called with what it takes, and the agent goes on with what it gives."""
+        """A forced tool gets valid arguments, and the agent continues with its result."""
         called = []
 
         def look_up(name: str, is_new: bool) -> str:
@@ -639,7 +639,7 @@ class LLMTests:
         assert response.response.content
 
     def test_tools_can_be_called_without_an_agent(self, wordy: Any) -> None:
-        """And only one at a time, unless more are wanted."""
+        """Tools can be called without an agent, one at a time unless more are allowed."""
 
         def add(a: int, b: int) -> int:
             """Add numbers."""

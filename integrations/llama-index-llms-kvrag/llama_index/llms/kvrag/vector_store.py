@@ -1,4 +1,4 @@
-"""KVWarmVectorStore: chunks are encoded when they are added to a vector store, and dropped with its vectors."""
+"""KVWarmVectorStore: encodes chunks when they are added to a vector store, and drops their KV with their vectors."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ logger = logging.getLogger("kvrag")
 
 
 class KVWarmVectorStore(BasePydanticVectorStore):
-    """A vector store whose nodes an LLM has encoded beforehand.
+    """A vector store that pre-encodes its nodes for an LLM.
 
-    KV is written before the vectors and dropped after them, so that every node that is found has its KV. If the vector
-    store fails in between, repeat the call or delete the nodes. LlamaIndex updates a document by deleting and adding
-    its nodes: only those that have changed are encoded again. Concurrent changes of one node may leave it without KV
-    until the next change, which costs time and nothing else.
+    KV is written before the vectors and dropped after them, so that every retrievable node has its KV. If the vector
+    store fails in between, repeat the call or delete the nodes. LlamaIndex updates a changed document by deleting and
+    adding all its nodes, so all of them are encoded again; unchanged documents are not. Concurrent changes of one node
+    may leave it without KV until the next change. This costs time, not correctness.
 
     Attributes:
-        vector_store: Any vector store; it gets all calls.
-        llm: Encodes the nodes, as prompts will have them: `node.get_content(MetadataMode.LLM)`.
-        namespace: Where the chunks are visible: prompts of another namespace never reuse them. None = the LLM's.
-        collection: Name that distinguishes vector stores that share a store of KV.
-        target_metadata_key: As in `MetadataReplacementPostProcessor`: what will stand in the place of a node's text.
+        vector_store: Any vector store; it receives all calls.
+        llm: LLM that encodes the nodes as prompts will contain them: `node.get_content(MetadataMode.LLM)`.
+        namespace: Namespace of the chunks: prompts of other namespaces never reuse them. None = the LLM's.
+        collection: Name that distinguishes vector stores with a shared KV store.
+        target_metadata_key: As in `MetadataReplacementPostProcessor`: metadata that replaces a node's text in prompts.
 
     Example:
         ```python
@@ -75,20 +75,20 @@ class KVWarmVectorStore(BasePydanticVectorStore):
 
     @classmethod
     def class_name(cls) -> str:
-        """Name in serialised form."""
+        """Return the name in serialised form."""
         return "kvrag_warm_vector_store"
 
     @property
     def client(self) -> Any:
-        """The client of the wrapped vector store."""
+        """Client of the wrapped vector store."""
         return self.vector_store.client
 
     def warm(self, nodes: Sequence[BaseNode], *, whole: bool = False) -> WarmReport:
         """Encode nodes that are already in the vector store.
 
         Args:
-            whole: True = these are all its nodes: the KV of all others is dropped. Use it with vector stores in memory,
-                which lose their nodes when the program ends, while the store of KV keeps its chunks.
+            whole: True = these are all nodes: the KV of all others is dropped. Use it with in-memory vector stores,
+                which lose their nodes when the program ends, while the KV store keeps its chunks.
         """
         before = self._documents() if whole else None
         report, outdated = self._encode(nodes, before)
@@ -128,7 +128,7 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         """Delete nodes, then their KV.
 
         Raises:
-            SettingError: Filters are given, and the vector store has no `get_nodes` to resolve them.
+            SettingError: Filters are given, but the vector store has no `get_nodes` to resolve them.
         """
         found = None
         if filters is not None:
@@ -184,11 +184,11 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         return await self.vector_store.aquery(query, **kwargs)
 
     def persist(self, persist_path: str, fs: Any = None) -> None:
-        """Delegate to the vector store; KV is in its own store already."""
+        """Delegate to the vector store; the KV is already in its own store."""
         self.vector_store.persist(persist_path, fs)
 
     def _encode(self, nodes: Sequence[BaseNode], before: list[str] | None = None) -> tuple[WarmReport, list[str]]:
-        """Encode; return the report and the outdated documents among those `before`, None = those of these nodes."""
+        """Encode; return the report and the outdated documents among `before` (None = those of these nodes)."""
         texts = [self._text(node) for node in nodes]
         documents = [self._document(node, text) for node, text in zip(nodes, texts, strict=True)]
         if before is None:
@@ -206,8 +206,8 @@ class KVWarmVectorStore(BasePydanticVectorStore):
             node.set_content(node.metadata[self.target_metadata_key])
         return node.get_content(MetadataMode.LLM)
 
-    # Every node is a document of its own in the store of KV, so that it can be dropped alone. The digest in its name
-    # keeps the old and the new version of a node apart until the vector store has the new one.
+    # Every node is a document of its own in the KV store, so that it can be dropped individually. Its name contains the
+    # text's digest, which separates the old and the new version until the vector store has the new one.
 
     def _document(self, node: BaseNode, text: str) -> str:
         digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
@@ -220,7 +220,7 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         return self.llm.documents(self._prefix(*ref_doc_id), namespace=self.namespace)
 
     def _documents_of(self, node_ids: Sequence[str] | None, found: Sequence[BaseNode] | None = None) -> list[str]:
-        """Return the documents of the nodes found, else of those with these ids, else of all."""
+        """Return the documents of the nodes found, else of those with these ids, else all."""
         if found is not None:
             node_ids = [node.node_id for node in found]
         if node_ids is None:
@@ -235,5 +235,5 @@ class KVWarmVectorStore(BasePydanticVectorStore):
     def _cannot_filter(self) -> SettingError:
         name = type(self.vector_store).__name__
         return SettingError(
-            f"{name} has no get_nodes to find the nodes of a filter, so their KV would stay: delete them by node_ids"
+            f"{name} has no get_nodes to resolve a filter, so their KV would remain: delete them by node_ids"
         )

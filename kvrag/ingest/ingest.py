@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvrag.backend.transformers import Model
-from kvrag.config import BlendConfig
+from kvrag.config import BlendConfig, check_names
 from kvrag.control.tuning import Tuning
 from kvrag.errors import SettingError
 from kvrag.fingerprint import Fingerprint, text_key
@@ -146,6 +146,7 @@ class Ingestion:
             raise SettingError(
                 f"{len(sources)} sources for {len(given.ids)} texts: give one per text, or a single string"
             )
+        check_names(*{*names, *sources})
         if on_request:
             document, names = ON_REQUEST, [ON_REQUEST] * len(given.ids)
         pieces = self._pieces(given, names, sources, namespace)

@@ -190,6 +190,7 @@ class Ingestion:
         """See BlendEngine.forget; returns the keys of the removed chunks."""
         if not document:
             raise SettingError("forget needs the name of a document")
+        check_names(document)
         return self._store.set_document(document, [], namespace)
 
     def _pieces(self, given: Texts, names: Sequence[str], sources: Sequence[str], namespace: str) -> list[_Piece]:

@@ -79,6 +79,13 @@ def check_namespace(namespace: str) -> str:
     return namespace
 
 
+def check_names(*names: str) -> None:
+    """Raise SettingError unless all of them can name a document or a source."""
+    for name in names:
+        ok = isinstance(name, str) and not any("\ud800" <= letter <= "\udfff" for letter in name)
+        _require(ok, f"names of documents and sources must be strings of valid Unicode, got {name!r:.80}")
+
+
 @dataclass(frozen=True, slots=True)
 class BlendConfig:
     """Recompute settings: how much of the stitched KV, and which tokens.

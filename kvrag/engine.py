@@ -14,7 +14,7 @@ from typing import Any
 
 from kvrag.answer import Answering, Question, join
 from kvrag.backend.transformers import Model
-from kvrag.config import BlendConfig, Grammar, Sampling, check_bytes, check_codec, check_namespace
+from kvrag.config import BlendConfig, Grammar, Sampling, check_bytes, check_codec, check_names, check_namespace
 from kvrag.control import calibrate
 from kvrag.control.calibrate import Calibration
 from kvrag.control.tuning import Tuning
@@ -163,6 +163,7 @@ class BlendEngine:
 
     def documents(self, prefix: str = "", *, namespace: str = "") -> list[str]:
         """Return the names of the namespace's documents that start with `prefix` and have chunks, sorted."""
+        check_names(prefix)
         return list(self.store.documents(prefix, check_namespace(namespace)))
 
     async def awarm(

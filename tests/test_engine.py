@@ -893,6 +893,18 @@ def test_a_namespace_is_a_short_printable_string(namespace: Any, engine: BlendEn
             use()
 
 
+def test_a_name_is_valid_unicode(engine: BlendEngine) -> None:
+    name = "a\ud800"
+    for use in (
+        lambda: engine.warm(CHUNKS, document=name),
+        lambda: engine.warm(CHUNKS, sources=name),
+        lambda: engine.forget(name),
+        lambda: engine.documents(name),
+    ):
+        with pytest.raises(SettingError, match="valid Unicode"):
+            use()
+
+
 @pytest.mark.parametrize("same_namespace", [True, False])
 def test_hijacked_text_does_not_reach_the_victim(same_namespace: bool, model: Model, tmp_path: Path) -> None:
     """HijackKV (arXiv 2607.19957): an attacker warms the victim's public text behind words of his own."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvrag.backend.transformers import Model
-from kvrag.config import BlendConfig
+from kvrag.config import BlendConfig, check_names
 from kvrag.control.tuning import Tuning
 from kvrag.errors import SettingError
 from kvrag.fingerprint import Fingerprint, text_key
@@ -146,6 +146,7 @@ class Ingestion:
             raise SettingError(
                 f"{len(sources)} sources for {len(given.ids)} texts: give one per text, or a single string"
             )
+        check_names(*{*names, *sources})
         if on_request:
             document, names = ON_REQUEST, [ON_REQUEST] * len(given.ids)
         pieces = self._pieces(given, names, sources, namespace)
@@ -189,6 +190,7 @@ class Ingestion:
         """See BlendEngine.forget; returns the keys of the removed chunks."""
         if not document:
             raise SettingError("forget needs the name of a document")
+        check_names(document)
         return self._store.set_document(document, [], namespace)
 
     def _pieces(self, given: Texts, names: Sequence[str], sources: Sequence[str], namespace: str) -> list[_Piece]:
@@ -222,7 +224,11 @@ class Ingestion:
     def _choose(
         self, pieces: Sequence[_Piece], states: Mapping[str, TextState], namespace: str, shared: set[str]
     ) -> list[_Choice]:
+<<<<<<< HEAD
         """Choose the variant of each piece: with context, or encoded alone if the text is held elsewhere too.
+=======
+        """Choose the variant of each piece: with context, or encoded alone if the text stands elsewhere too.
+>>>>>>> attack
 
         Args:
             shared: Texts held elsewhere with another context under the same source; adds to them.

@@ -224,11 +224,7 @@ class Ingestion:
     def _choose(
         self, pieces: Sequence[_Piece], states: Mapping[str, TextState], namespace: str, shared: set[str]
     ) -> list[_Choice]:
-<<<<<<< HEAD
         """Choose the variant of each piece: with context, or encoded alone if the text is held elsewhere too.
-=======
-        """Choose the variant of each piece: with context, or encoded alone if the text stands elsewhere too.
->>>>>>> attack
 
         Args:
             shared: Texts held elsewhere with another context under the same source; adds to them.

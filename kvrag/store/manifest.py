@@ -273,13 +273,8 @@ class Manifest:
                         variants[text][key] = context_tokens
             for part, marks in _parts(list(variants)):
                 rows = connection.execute(f"SELECT text, source, key FROM holders WHERE text IN ({marks})", part)
-<<<<<<< HEAD
                 for text, source, key in rows:
                     if text in sources:  # one source, two contexts: anybody can name a source, so neither is trusted
-=======
-                for text, source, key in rows:  # a source can be named by anyone: several keys, no choice
-                    if text in sources:
->>>>>>> attack
                         sources[text][source] = key if sources[text].get(source, key) == key else ""
         return {text: TextState(variants[text], sources[text]) for text in variants}
 

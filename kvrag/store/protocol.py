@@ -59,15 +59,10 @@ class Holding:
 class TextState:
     """Durable state of a text.
 
-        Attributes:
-            variants: Key of each stored variant, and the number of context tokens it was encoded with.
-    <<<<<<< HEAD
-            sources: Every source of every document that holds the text, and the variant that it relies on; "" = documents
-                of that source rely on several.
-    =======
-            sources: Every source of every document that holds the text, and the variant that it relies on; "" where
-                documents that name the same source rely on different variants.
-    >>>>>>> attack
+    Attributes:
+        variants: Key of each stored variant, and the number of context tokens it was encoded with.
+    sources: Every source of every document that holds the text, and the variant that it relies on; "" where
+        documents that name the same source rely on different variants.
     """
 
     variants: Mapping[str, int]

@@ -61,8 +61,8 @@ class TextState:
 
     Attributes:
         variants: Key of each stored variant, and the number of context tokens it was encoded with.
-    sources: Every source of every document that holds the text, and the variant that it relies on; "" where
-        documents that name the same source rely on different variants.
+        sources: Every source of every document that holds the text, and the variant that it relies on; "" where
+            documents that name the same source rely on different variants.
     """
 
     variants: Mapping[str, int]

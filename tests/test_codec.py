@@ -404,7 +404,7 @@ def test_the_benchmark_compares_every_codec(tmp_path: Path, capsys: pytest.Captu
     for name in ("smaller", "keys", "values", "attention", "kl"):
         assert 0 <= native[name] < int8[name] < int4[name], name
     assert main(["bench", "codec", str(paths[0]), *settings]) == 1
-    assert "1 files that are long enough cannot make 2 prompts of 2" in capsys.readouterr().err
+    assert "1 long enough files are too few for 2 prompts of 2" in capsys.readouterr().err
 
 
 def test_verify_with_a_codec(capsys: pytest.CaptureFixture[str]) -> None:

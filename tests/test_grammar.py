@@ -188,7 +188,7 @@ def test_other_kinds_of_tokenizers(make: Callable[[], Any], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({}, "one of json_schema, regex and lark, got none"),
+        ({}, "needs json_schema, regex or lark, got none"),
         ({"regex": "a", "lark": "b"}, "got regex, lark"),
         ({"regex": 3}, "regex must be a string, got 3"),
         ({"json_schema": "{}"}, "json_schema must be a dict"),

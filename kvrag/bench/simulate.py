@@ -266,6 +266,7 @@ def _throttled(engine: BlendEngine, bytes_per_s: float | None) -> Iterator[None]
     class Slow:
         def __init__(self, reader: Any) -> None:
             self._reader, self.tier, self.num_layers = reader, reader.tier, reader.num_layers
+            self.key, self.namespace = reader.key, reader.namespace
             self.ids, self.context_tokens = reader.ids, reader.context_tokens
 
         @property

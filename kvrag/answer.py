@@ -178,18 +178,19 @@ def is_reference(config: BlendConfig) -> bool:
 
 def join(deltas: Iterable[Delta]) -> Answer:
     """Join the deltas of an answer."""
-    text, last = "", None
+    text, last, num_tokens = "", None, 0
     token_ids: list[int] = []
     calls: list[ToolCall] = []
     for delta in deltas:
         text += delta.text
         token_ids += delta.token_ids
+        num_tokens += delta.num_tokens
         calls += delta.tool_calls
         last = delta
     assert last is not None
     assert last.finish_reason is not None
     assert last.report is not None
-    return Answer(text, tuple(token_ids), last.finish_reason, last.report, tuple(calls))
+    return Answer(text, tuple(token_ids), last.finish_reason, last.report, tuple(calls), num_tokens)
 
 
 def _with_created(report: BlendReport, created: set[str]) -> BlendReport:

@@ -267,6 +267,19 @@ class BlendEngine:
         finally:
             await deltas.aclose()
 
+    def as_prompt(self, text: str) -> str | Messages:
+        """Return a text as one user message, or unchanged if the model has no chat template."""
+        return self.model.tokenizer.as_prompt(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a chunk's text: without BOS, control tokens as text."""
+        return self.model.tokenizer.encode(text)
+
+    @property
+    def context_window(self) -> int:
+        """Size of the model's context window in tokens."""
+        return self.model.context_window
+
     def count_tokens(self, prompt: str | Messages, *, tools: Sequence[dict[str, Any]] | None = None) -> int:
         """Return the length of the prompt that `stream` would answer, in tokens.
 
@@ -274,8 +287,12 @@ class BlendEngine:
             PromptError: The prompt cannot be answered.
             SettingError: The tools are not in OpenAI's form.
         """
+        return len(self.tokenize(prompt, tools=tools))
+
+    def tokenize(self, prompt: str | Messages, *, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+        """Return the token ids of the prompt that `stream` would answer; raises as `count_tokens`."""
         prepared = prepare(self.model.tokenizer, prompt, tools)
-        return len(self.model.tokenizer.render(prepared.prompt, **prepared.template))
+        return self.model.tokenizer.render(prepared.prompt, **prepared.template)
 
     def explain(
         self,

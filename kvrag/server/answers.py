@@ -14,16 +14,15 @@ from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvrag.config import Grammar
 from kvrag.engine import BlendEngine
 from kvrag.errors import PromptError
 from kvrag.retrieval.index import Hit
 from kvrag.server.errors import ApiError, ClientDisconnected, describe, json_response, log
 from kvrag.server.response import Piece, ResponseBuilder
-from kvrag.server.schemas import ChatRequest, CompletionRequest, Document
+from kvrag.server.schemas import ChatRequest, CompletionRequest, Document, NewChunks
 from kvrag.server.settings import ServerSettings
 from kvrag.server.state import State, Tenant
-from kvrag.types import Delta, Messages
+from kvrag.types import Delta, Messages, WarmReport
 
 T = TypeVar("T")
 
@@ -45,8 +44,6 @@ def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, req
     call = request.sampling(settings) | {"namespace": tenant.namespace}
     if request.tools or request.tool_choice not in (None, "auto", "none"):
         call |= {"tools": request.tools, "tool_choice": request.tool_choice}
-    if request.response_format is not None:
-        call["grammar"] = Grammar.of_response_format(request.response_format)
     if request.chat_template_kwargs is not None:
         call["template"] = request.chat_template_kwargs.model_dump(exclude_none=True)
     messages: Messages = [message.plain() for message in request.messages]
@@ -55,6 +52,8 @@ def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, req
         raise ApiError(400, f"`retrieval` requires the model {settings.rag_name!r}", "invalid_value", "retrieval")
     if request.documents and retrieves:
         raise ApiError(400, f"`documents` require the model {settings.name!r}", "invalid_value", "documents")
+    if request.chunks and retrieves:
+        raise ApiError(400, f"`chunks` require the model {settings.name!r}", "invalid_value", "chunks")
 
     def work() -> Generator[Piece, None, None]:
         if retrieves:
@@ -71,6 +70,7 @@ def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, req
         texts = [hit.text for hit in hits]
         if texts:
             place_context(messages, settings, texts)
+        texts += request.chunks or []
         yield from engine.stream(messages, documents=None if retrieves else texts, **call)
 
     return work
@@ -83,7 +83,28 @@ def completion_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenan
             400, f"the model {settings.rag_name!r} supports /v1/chat/completions only", "invalid_value", "model"
         )
     text, call = request.text(), request.sampling(settings)
-    return lambda: engine.stream(text, namespace=tenant.namespace, **call)
+    return lambda: engine.stream(text, namespace=tenant.namespace, documents=request.chunks, **call)
+
+
+def warm_work(
+    engine: BlendEngine, tenant: Tenant, chunks: NewChunks, is_left: Callable[[], bool]
+) -> Callable[[], Generator[WarmReport, None, None]]:
+    """Return the engine's work of encoding chunks. It ends after the portion in which `is_left` becomes true."""
+
+    def check(done: int, total: int) -> None:
+        if is_left():
+            raise ClientDisconnected
+
+    def work() -> Generator[WarmReport, None, None]:
+        yield engine.warm(
+            chunks.texts,
+            document=chunks.document,
+            sources=chunks.sources,
+            namespace=tenant.namespace,
+            progress=check,
+        )
+
+    return work
 
 
 def place_context(messages: Messages, settings: ServerSettings, texts: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -20,12 +21,19 @@ from starlette.responses import Response
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError
-from kvrag.server.answers import chat_work, completion_work, respond, while_connected
+from kvrag.server.answers import chat_work, completion_work, respond, warm_work, while_connected
 from kvrag.server.corpus import Corpus, check_id
 from kvrag.server.errors import ApiError, handle_errors, json_response
 from kvrag.server.guard import Guard
 from kvrag.server.response import ResponseBuilder
-from kvrag.server.schemas import ChatRequest, CompletionRequest, EmbeddingRequest, NewDocument
+from kvrag.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    NewChunks,
+    NewDocument,
+    TokenizeRequest,
+)
 from kvrag.server.settings import ServerSettings
 from kvrag.server.state import UPLOADS, State, Tenant
 
@@ -191,6 +199,49 @@ async def delete_document(document: str, tenant: Caller) -> Response:
     """Delete a document. It is no longer retrieved from now on."""
     await asyncio.to_thread(tenant.require_corpus().remove, document)
     return json_response({"id": document, "object": "corpus.document", "deleted": True})
+
+
+@router.post("/v1/chunks")
+async def warm_chunks(body: NewChunks, request: Request, state: Server, tenant: Caller) -> Response:
+    """Encode the chunks that the store lacks, and return the report. They are not retrieved by the -rag model."""
+    left = threading.Event()
+    work = warm_work(state.engine, tenant, body, left.is_set)
+    pieces = state.answering.run(work, state.settings.timeout, tenant.namespace)
+    try:
+        report = await while_connected(request, _only(pieces))
+    finally:
+        left.set()
+    return json_response(report.to_dict())
+
+
+@router.get("/v1/chunks")
+async def list_chunks(state: Server, tenant: Caller, prefix: str = "") -> Response:
+    """Return the names of the documents that start with `prefix` and have chunks, sorted."""
+    found = await asyncio.to_thread(state.engine.documents, prefix, namespace=tenant.namespace)
+    return json_response({"documents": found})
+
+
+@router.delete("/v1/chunks/{document:path}")
+async def forget_chunks(document: str, state: Server, tenant: Caller) -> Response:
+    """Delete a document's chunks unless another document has them."""
+    removed = await asyncio.to_thread(state.engine.forget, document, namespace=tenant.namespace)
+    return json_response({"document": document, "removed": removed})
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, state: Server) -> Response:
+    """Return the token ids of a prompt, as vLLM does; `add_special_tokens=false`: of a chunk's text."""
+    body.check()
+    engine = state.engine
+
+    def ids() -> list[int]:
+        if body.messages is not None:
+            return engine.tokenize([message.plain() for message in body.messages], tools=body.tools)
+        assert body.prompt is not None
+        return engine.encode(body.prompt) if body.add_special_tokens is False else engine.tokenize(body.prompt)
+
+    tokens = await asyncio.to_thread(ids)
+    return json_response({"count": len(tokens), "max_model_len": engine.context_window, "tokens": tokens})
 
 
 @router.get("/health")

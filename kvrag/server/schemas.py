@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from kvrag.config import CONTROLLERS, POLICIES
+from kvrag.config import CONTROLLERS, POLICIES, Grammar
 from kvrag.server.errors import ApiError
 from kvrag.server.settings import ServerSettings
 
@@ -43,11 +43,13 @@ class Answering(Request):
     repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    response_format: dict[str, Any] | None = None
 
     # kvrag's extensions
     ratio: Annotated[Number, Field(ge=0, le=1)] | None = None
     policy: Literal[POLICIES] | None = None  # type: ignore[valid-type]
     controller: Literal[CONTROLLERS] | None = None  # type: ignore[valid-type]
+    chunks: Annotated[list[str], Field(max_length=1000)] | None = None
 
     # accepted with their default values only
     n: int | None = None
@@ -82,12 +84,17 @@ class Answering(Request):
             raise ApiError(400, "stream_options require stream=true", "invalid_value", "stream_options")
 
     def sampling(self, settings: ServerSettings) -> dict[str, Any]:
-        """Return the arguments of `BlendEngine.stream`."""
+        """Return the arguments of `BlendEngine.stream`.
+
+        Raises:
+            ApiError, SettingError: A value is out of range.
+        """
         wanted = self.longest() or settings.max_tokens
         if wanted > settings.token_limit:
             message = f"{wanted} tokens exceed this server's limit of {settings.token_limit}: request fewer"
             raise ApiError(400, message, "invalid_value", "max_tokens")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        format_ = self.response_format
         return {
             "max_new_tokens": wanted,
             "temperature": settings.temperature if self.temperature is None else self.temperature,
@@ -99,6 +106,7 @@ class Answering(Request):
             "ratio": self.ratio,
             "policy": self.policy,
             "controller": self.controller,
+            "grammar": None if format_ is None else Grammar.of_response_format(format_),
         }
 
     def longest(self) -> int | None:
@@ -158,7 +166,6 @@ class ChatRequest(Answering):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
 
     # kvrag's extensions
@@ -185,6 +192,23 @@ class CompletionRequest(Answering):
         if len(prompts) != 1 or not isinstance(prompts[0], str):
             raise ApiError(400, "prompt must be one string: send one request per prompt", "unsupported_value", "prompt")
         return prompts[0]
+
+
+class TokenizeRequest(Request):
+    """The body of `/tokenize`, in vLLM's form."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+
+    def check(self) -> None:
+        """Raise ApiError unless there is either a prompt or messages."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "send either prompt or messages", "invalid_value", "prompt")
+        if self.prompt is not None and self.tools:
+            raise ApiError(400, "tools need messages", "invalid_value", "tools")
 
 
 class EmbeddingRequest(Request):
@@ -215,3 +239,11 @@ class NewDocument(Request):
 
     text: str
     id: str | None = None
+
+
+class NewChunks(Request):
+    """The body of `POST /v1/chunks`; see `BlendEngine.warm`."""
+
+    texts: list[str]
+    document: str | list[str] = ""
+    sources: str | list[str] | None = None

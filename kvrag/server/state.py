@@ -79,8 +79,9 @@ class State:
     def models(self) -> dict[str, dict[str, Any]]:
         """Return the entries of `/v1/models` by name."""
         entry = {"object": "model", "created": self.started, "owned_by": "kvrag"}
-        window = {"max_model_len": self.engine.model.context_window}
-        facts: dict[str, dict[str, Any]] = dict.fromkeys(self.answering_models, window)
+        model = self.engine.model
+        about = {"max_model_len": model.context_window, "has_chat_template": model.tokenizer.has_chat_template}
+        facts: dict[str, dict[str, Any]] = dict.fromkeys(self.answering_models, about)
         if self.embedder is not None:
             facts[self.embedder] = {}
         return {name: {"id": name, **entry, **more} for name, more in facts.items()}

@@ -13,6 +13,7 @@ from kvrag.errors import (
     ModelError,
     ModelLoadError,
     PromptError,
+    ServerError,
     SettingError,
     StoreError,
     StoreFullError,
@@ -24,6 +25,7 @@ from kvrag.types import Answer, BlendReport, Delta, Run, ToolCall, WarmReport
 
 if TYPE_CHECKING:
     from kvrag.backend.transformers import Model
+    from kvrag.client import RemoteEngine
     from kvrag.engine import BlendEngine
     from kvrag.llm import LazyEngine, LLMBase, LLMSettings
     from kvrag.store import FileStore, KVStore
@@ -53,8 +55,10 @@ __all__ = [
     "ModelError",
     "ModelLoadError",
     "PromptError",
+    "RemoteEngine",
     "Run",
     "Sampling",
+    "ServerError",
     "SettingError",
     "StoreError",
     "StoreFullError",
@@ -73,6 +77,7 @@ _HEAVY = {
     "LLMSettings": "kvrag.llm",
     "LazyEngine": "kvrag.llm",
     "Model": "kvrag.backend.transformers",
+    "RemoteEngine": "kvrag.client",
 }
 
 

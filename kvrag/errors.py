@@ -7,6 +7,7 @@ KvragError
  ├─ ModelError
  │   ├─ ModelLoadError         unknown name, no network, damaged files
  │   └─ UnsupportedModelError  the architecture cannot be blended; the message gives the reason
+ ├─ ServerError             a server cannot be reached, refuses a request, or fails
  └─ StoreError
      ├─ FingerprintMismatchError  KV of another model, tokenizer, dtype or RoPE setting
      ├─ StoreFullError            no room on the disk or in the byte budget
@@ -49,6 +50,18 @@ class ModelLoadError(ModelError):
 
 class UnsupportedModelError(ModelError):
     """The model's architecture cannot be blended exactly; the message gives the reason."""
+
+
+class ServerError(KvragError):
+    """A server cannot be reached, refuses a request, or fails; the message gives the way out.
+
+    Attributes:
+        status: The HTTP status; None without a response.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class StoreError(KvragError):

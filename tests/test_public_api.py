@@ -35,8 +35,10 @@ PUBLIC = [
     "ModelError",
     "ModelLoadError",
     "PromptError",
+    "RemoteEngine",
     "Run",
     "Sampling",
+    "ServerError",
     "SettingError",
     "StoreError",
     "StoreFullError",
@@ -102,7 +104,7 @@ def test_the_methods_people_call(name: str, method: str) -> None:
 
 def test_all_errors_have_one_base() -> None:
     errors = [getattr(kvrag, name) for name in PUBLIC if name.endswith("Error")]
-    assert len(errors) == 13
+    assert len(errors) == 14
     assert all(issubclass(error, kvrag.KvragError) for error in errors)
     assert issubclass(kvrag.SettingError, ValueError)
     assert not issubclass(kvrag.PromptError, ValueError)  # pydantic and parsers would take it for one of theirs

@@ -1,0 +1,312 @@
+"""The two kinds of servers: what each one calls the settings, and where its reports are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import quote
+
+from kvrag.client.answer import report_of
+from kvrag.client.connection import Body, Connection
+from kvrag.client.texts import Texts, batches, prompt_of, whole_documents
+from kvrag.config import Grammar, Sampling
+from kvrag.errors import (
+    ContextWindowError,
+    KvragError,
+    PromptError,
+    ServerError,
+    SettingError,
+    StoreFullError,
+    StoreReadOnlyError,
+)
+from kvrag.types import BlendReport, Messages, WarmReport
+
+_REQUEST_BYTES = 256 << 10  # of texts per request: a few minutes of work at most on a slow server
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt and the settings of its answer, as in `BlendEngine.stream`."""
+
+    prompt: str | Messages
+    sampling: Sampling
+    documents: Sequence[str]
+    namespace: str
+    blend: Body
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any] | None
+    grammar: Grammar | None
+    template: Body
+
+
+class Server(Protocol):
+    """Protocol: a kind of server, with one of its models.
+
+    Attributes:
+        model: Name of the model in requests.
+        window: Size of its context window in tokens.
+        has_chat_template: True if it answers messages.
+    """
+
+    model: str
+    window: int
+    has_chat_template: bool
+
+    def check(self, namespace: str) -> None:
+        """Raise SettingError if requests cannot name this namespace."""
+
+    def request(self, question: Question, tag: str) -> Body:
+        """Return the arguments of the SDK's `create`; `tag` is the name of this answer if it is streamed, else ""."""
+
+    def report(self, extras: Body, usage: Body, tag: str) -> BlendReport:
+        """Return the report of a complete answer, given what came with it."""
+
+    def warm(self, texts: Texts, document: str | None, namespace: str, progress: Progress) -> Iterator[WarmReport]:
+        """Encode texts; yield a report per request. `document` is the name of the only one, or None."""
+
+    def forget(self, document: str, namespace: str) -> int:
+        """See `BlendEngine.forget`."""
+
+    def documents(self, prefix: str, namespace: str) -> list[str]:
+        """See `BlendEngine.documents`."""
+
+
+class KvragServe:
+    """`kvrag serve`: reports come with the answers, and namespaces with the API key."""
+
+    def __init__(self, connection: Connection, entry: Body) -> None:
+        """Take over the entry of a model in `/v1/models`."""
+        self._connection, self.model = connection, str(entry["id"])
+        if "max_model_len" not in entry:
+            raise ServerError(f"{self.model} of {connection.root} only embeds: choose a model that answers")
+        self.window = int(entry["max_model_len"])
+        self.has_chat_template = bool(entry.get("has_chat_template", True))
+
+    def check(self, namespace: str) -> None:
+        """See `Server`."""
+        if namespace:
+            raise SettingError(
+                f"kvrag serve takes the namespace from the API key: leave out namespace={namespace!r}, and pass the "
+                "key of that namespace as api_key="
+            )
+
+    def request(self, question: Question, tag: str) -> Body:
+        """See `Server`."""
+        self.check(question.namespace)
+        grammar = question.grammar
+        if grammar is not None and grammar.json_schema is None:
+            raise SettingError("kvrag serve supports grammars as a json_schema only: convert this one")
+        extra: Body = {**question.blend, "chunks": list(question.documents)}
+        return _request(self.model, question, bool(tag), extra)
+
+    def report(self, extras: Body, usage: Body, tag: str) -> BlendReport:
+        """See `Server`."""
+        return report_of(extras.get("kvrag"), usage, "the server sent no report")
+
+    def warm(self, texts: Texts, document: str | None, namespace: str, progress: Progress) -> Iterator[WarmReport]:
+        """See `Server`."""
+        self.check(namespace)
+        done = 0
+        for part in whole_documents(texts, _REQUEST_BYTES):
+            body = {
+                "texts": part.texts,
+                "document": part.documents if document is None else document,
+                "sources": part.sources,
+            }
+            yield _warm_report(self._connection.call("POST", "/v1/chunks", body), self._connection)
+            progress(done := done + len(part), len(texts))
+
+    def forget(self, document: str, namespace: str) -> int:
+        """See `Server`."""
+        self.check(namespace)
+        # dots as well: "a/../b" would be shortened on the way
+        path = quote(document, safe="").replace(".", "%2E")
+        return int(self._connection.call("DELETE", f"/v1/chunks/{path}")["removed"])
+
+    def documents(self, prefix: str, namespace: str) -> list[str]:
+        """See `Server`."""
+        self.check(namespace)
+        return list(self._connection.call("GET", "/v1/chunks", params={"prefix": prefix})["documents"])
+
+
+class Vllm:
+    """vLLM with kvrag's KV connector, which has no endpoints: everything goes through `kv_transfer_params`.
+
+    Answers are those of vLLM. Texts are encoded by completions whose prompts contain them, since the connector needs
+    pages for their KV.
+    """
+
+    def __init__(self, connection: Connection, entry: Body) -> None:
+        """Take over the entry of a model in `/v1/models`."""
+        self._connection, self.model = connection, str(entry["id"])
+        self.has_chat_template = True
+        body = {"model": self.model, "messages": [{"role": "user", "content": "a"}]}
+        try:
+            probed = connection.call("POST", "/tokenize", body)
+        except PromptError:
+            self.has_chat_template = False
+            probed = connection.call("POST", "/tokenize", {"model": self.model, "prompt": "a"})
+        window = entry.get("max_model_len") or probed.get("max_model_len")
+        if not window:
+            raise ServerError(f"{connection.root} does not name the window of {self.model}: update vLLM")
+        self.window = int(window)
+
+    def check(self, namespace: str) -> None:
+        """See `Server`: any namespace can be named."""
+
+    def request(self, question: Question, tag: str) -> Body:
+        """See `Server`."""
+        if question.documents:
+            texts = Texts.of(question.documents, "", None)
+            for _ in self.warm(texts, "", question.namespace, lambda done, total: None):
+                pass
+        asked = {**question.blend, "namespace": question.namespace, "tag": tag}
+        extra: Body = {"kv_transfer_params": {"kvrag": {"mode": "blend", **_given(asked)}}}
+        grammar = question.grammar
+        if grammar is not None and grammar.json_schema is None:
+            wanted = {"grammar": grammar.lark} if grammar.regex is None else {"regex": grammar.regex}
+            extra["structured_outputs"] = wanted
+        return _request(self.model, question, bool(tag), extra)
+
+    def report(self, extras: Body, usage: Body, tag: str) -> BlendReport:
+        """See `Server`."""
+        missing = f"{self._connection.root} sent no report: start vLLM with kvrag's KV connector"
+        content = (extras.get("kv_transfer_params") or {}).get("kvrag")
+        if content is None and tag:  # vLLM sends it with complete answers only
+            try:
+                content = self._control({"mode": "report", "tag": tag})
+            except KvragError as error:  # the answer is there, and must not be lost
+                missing = f"no report: {error}"
+        return report_of(content, usage, missing)
+
+    def warm(self, texts: Texts, document: str | None, namespace: str, progress: Progress) -> Iterator[WarmReport]:
+        """See `Server`."""
+        done = 0
+        for batch in batches(texts, self.window, self._count):
+            asked: Body = {
+                "mode": "warm",
+                "texts": batch.part.texts,
+                "document": batch.part.documents if document is None else document,
+                "sources": batch.part.sources,
+                "namespace": namespace,
+            }
+            if not batch.replace:
+                asked["replace"] = False
+            if batch.before:
+                asked["before"] = batch.before
+            yield _warm_report(self._control(asked, prompt_of(batch.part)), self._connection)
+            progress(done := done + len(batch.part), len(texts))
+
+    def forget(self, document: str, namespace: str) -> int:
+        """See `Server`."""
+        asked = {"mode": "forget", "document": document, "namespace": namespace}
+        return int(self._control(asked).get("removed") or 0)
+
+    def documents(self, prefix: str, namespace: str) -> list[str]:
+        """See `Server`."""
+        asked = {"mode": "documents", "prefix": prefix, "namespace": namespace}
+        return list(self._control(asked).get("documents") or ())
+
+    def _count(self, prompt: str) -> int:
+        return int(self._connection.call("POST", "/tokenize", {"model": self.model, "prompt": prompt})["count"])
+
+    def _control(self, asked: Body, prompt: str = " ") -> Body:
+        """Send a request to the connector, on a prompt that reserves its pages; return the connector's response."""
+        request = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
+        extra = {"kv_transfer_params": {"kvrag": asked}}
+        response = self._connection.answer({**request, "extra_body": extra})
+        content = (response.get("kv_transfer_params") or {}).get("kvrag")
+        if not isinstance(content, dict):
+            raise ServerError(
+                f"vLLM at {self._connection.root} has no KV connector of kvrag: start it with --kv-transfer-config"
+            )
+        if "error" in content:
+            raise _ERRORS.get(str(content.get("type")), ServerError)(str(content["error"]))
+        return content
+
+
+_ERRORS: dict[str, type[KvragError]] = {
+    kind.__name__: kind for kind in (ContextWindowError, PromptError, SettingError, StoreFullError, StoreReadOnlyError)
+}
+
+
+def _request(model: str, question: Question, is_stream: bool, extra: Body) -> Body:
+    """Return the arguments that both kinds of servers have in common, and `extra`, which OpenAI does not have."""
+    sampling, grammar = question.sampling, question.grammar
+    is_text = isinstance(question.prompt, str)
+    if is_text and question.tools:
+        raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
+    request: Body = {"prompt": question.prompt} if is_text else {"messages": messages_of(question.prompt)}
+    seed = sampling.seed
+    if seed is not None and seed >= 1 << 63:
+        seed -= 1 << 64  # servers take signed numbers
+    request |= {
+        "model": model,
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": seed,
+        "stop": list(sampling.stop),
+        "tools": list(question.tools),
+        "tool_choice": _choice(question.tool_choice),
+    }
+    if is_stream:
+        request |= {"stream": True, "stream_options": {"include_usage": True}}
+    extra |= {"top_k": sampling.top_k, "repetition_penalty": sampling.repetition_penalty}
+    if grammar is not None and grammar.json_schema is not None:
+        described = {"name": "answer", "schema": dict(grammar.json_schema)}
+        extra["response_format"] = {"type": "json_schema", "json_schema": described}
+    if not is_text:
+        extra["chat_template_kwargs"] = question.template
+    return {**_given(request), "extra_body": _given(extra)}
+
+
+def _given(settings: Body) -> Body:
+    return {name: value for name, value in settings.items() if value is not None and value != [] and value != {}}
+
+
+def _choice(choice: str | Mapping[str, Any] | None) -> Any:
+    if not isinstance(choice, str) or choice in ("auto", "none", "required"):
+        return choice
+    return "required" if choice == "any" else {"type": "function", "function": {"name": choice}}
+
+
+def messages_of(messages: Any) -> Messages:
+    """Return messages for chat templates in OpenAI's form, in which arguments of tool calls are JSON texts.
+
+    Raises:
+        PromptError: These are no messages.
+    """
+    if not isinstance(messages, (list, tuple)) or not all(isinstance(message, Mapping) for message in messages):
+        raise PromptError(f"a prompt must be one string or a list of messages, got {messages!r:.80}")
+    if not messages:
+        raise PromptError("the prompt is empty: pass at least one message")
+    return [_message(message) for message in messages]
+
+
+def _message(message: Mapping[str, Any]) -> Body:
+    said = dict(message)
+    if isinstance(content := said.get("content"), list):
+        said["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    if calls := said.get("tool_calls"):
+        said["tool_calls"] = [_call(call) for call in calls]
+    return said
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
+        return call  # the server refuses what is malformed
+    arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _warm_report(content: Any, connection: Connection) -> WarmReport:
+    try:
+        return WarmReport.from_dict(content)
+    except (AttributeError, TypeError):
+        raise ServerError(f"{connection.root} sent no valid report of the encoding: update the server") from None

@@ -1,0 +1,154 @@
+"""Division of texts into requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvrag.config import check_names
+from kvrag.errors import ContextWindowError, SettingError
+
+_SURE, _LIKELY = 1, 3  # UTF-8 bytes per token: at least, and usually more than this
+_BEFORE = 2 * 256 * 6  # characters of context: twice the default number of tokens, six characters each
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Texts with the name of a document and of a source each; "" = none."""
+
+    texts: list[str]
+    documents: list[str]
+    sources: list[str]
+
+    @classmethod
+    def of(cls, texts: Iterable[str], document: str | Sequence[str], sources: str | Sequence[str] | None) -> Texts:
+        """Return the arguments of `BlendEngine.warm`, one name per text.
+
+        Raises:
+            SettingError: They do not fit together.
+        """
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            given = "one string" if isinstance(texts, str) else repr(texts)
+            raise SettingError(f"texts must be a list of strings, not {given:.80}")
+        listed = list(texts)
+        for number, text in enumerate(listed):
+            if not isinstance(text, str):
+                raise SettingError(f"chunk {number} must be a string, got {type(text).__name__}")
+        names = [document] * len(listed) if isinstance(document, str) else list(document)
+        if isinstance(sources, str):
+            sources = [sources] * len(listed)
+        sources = names if sources is None else list(sources)
+        for what, given_names in (("document names", names), ("sources", sources)):
+            if len(given_names) != len(listed):
+                raise SettingError(
+                    f"{len(given_names)} {what} for {len(listed)} texts: give one per text, or a single string"
+                )
+        check_names(*{*names, *sources}, *([document] if isinstance(document, str) else []))
+        return cls(listed, names, sources)
+
+    def __getitem__(self, part: slice) -> Texts:
+        return Texts(self.texts[part], self.documents[part], self.sources[part])
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+def whole_documents(texts: Texts, size: int) -> Iterator[Texts]:
+    """Yield parts of about this many bytes. No document and no source is divided, whatever its size."""
+    last = {name: number for names in (texts.documents, texts.sources) for number, name in enumerate(names) if name}
+    last |= {name: max(last[name], number) for number, name in enumerate(texts.documents) if name}
+    start = filled = open_until = 0
+    for number, text in enumerate(texts.texts):
+        if filled >= size and number > open_until:
+            yield texts[start:number]
+            start, filled = number, 0
+        filled += len(text.encode(errors="surrogatepass"))
+        for name in (texts.documents[number], texts.sources[number]):
+            open_until = max(open_until, last.get(name, 0))
+    yield texts[start:]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A part of the texts that fits into one prompt.
+
+    Attributes:
+        replace: Its documents are replaced; False = they have chunks from earlier batches.
+        before: The texts that precede the first one in its source, as far as they can be its context.
+    """
+
+    part: Texts
+    replace: bool
+    before: list[str]
+
+
+def prompt_of(part: Texts) -> str:
+    """Return the prompt that reserves room for the texts; it is never empty."""
+    return "\n\n".join(part.texts) or " "
+
+
+def batches(texts: Texts, window: int, count: Callable[[str], int]) -> Iterator[Batch]:
+    """Divide texts into prompts that leave room for one more token in the window.
+
+    Args:
+        count: Returns the number of tokens of a prompt; asked only when the prompt may be too long.
+
+    Raises:
+        ContextWindowError: A text is too long.
+    """
+    begun: set[str] = set()
+    sources: set[str] = set()
+    start = 0
+    while start < len(texts) or start == 0:
+        stop = _reach(texts, start, window, begun, sources)
+        while not _fits(texts[start:stop], window, count):
+            if stop - start == 1:
+                raise ContextWindowError(
+                    f"chunk {start} is too long for the server's window of {window} tokens: split it"
+                )
+            stop = start + (stop - start) // 2
+        part = texts[start:stop]
+        yield Batch(part, not begun & {*part.documents}, _before(texts, start))
+        begun |= {name for name in part.documents if name}
+        sources |= {name for name in part.sources if name}
+        start = max(stop, 1)
+
+
+def _reach(texts: Texts, start: int, window: int, begun: set[str], sources: set[str]) -> int:
+    """Return the end of a batch that probably fits.
+
+    Its documents are all new or all begun, and only its first text's source can have begun in an earlier batch: one
+    batch has one `replace` and one `before`.
+    """
+    filled, is_begun = 0, None
+    for number in range(start, len(texts)):
+        document, source = texts.documents[number], texts.sources[number]
+        filled += len(texts.texts[number].encode(errors="surrogatepass"))
+        if document:
+            is_begun = (document in begun) if is_begun is None else is_begun
+            if (document in begun) != is_begun:
+                return number
+        goes_on = source in sources and source != texts.sources[start]
+        if number > start and (filled > _LIKELY * window or goes_on):
+            return number
+    return len(texts)
+
+
+def _fits(part: Texts, window: int, count: Callable[[str], int]) -> bool:
+    prompt = prompt_of(part)
+    if len(prompt.encode(errors="surrogatepass")) + 4 <= _SURE * window:  # a few control tokens and the answer
+        return True
+    return count(prompt) + 1 <= window
+
+
+def _before(texts: Texts, start: int) -> list[str]:
+    source = texts.sources[start] if start < len(texts) else ""
+    found: list[str] = []
+    length = 0
+    for number in range(start - 1, -1, -1):
+        if not source or length >= _BEFORE:
+            break
+        if texts.sources[number] == source:
+            found.append(texts.texts[number])
+            length += len(texts.texts[number])
+    return found[::-1]

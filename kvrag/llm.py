@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from hashlib import scrypt
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
+from kvrag.client.connection import KEY_VARIABLE, root_of
 from kvrag.config import (
     CODECS,
     CONTROLLERS,
@@ -27,9 +30,12 @@ from kvrag.config import (
 from kvrag.errors import KvragError, SettingError
 
 if TYPE_CHECKING:  # the command line reads the table, and importing torch takes seconds
+    from kvrag.client import RemoteEngine
     from kvrag.engine import BlendEngine
     from kvrag.inspect.explanation import Explanation
     from kvrag.types import BlendReport, Messages, WarmReport
+
+    Engine = BlendEngine | RemoteEngine
 
 T = TypeVar("T")
 
@@ -55,6 +61,7 @@ class EngineSettings:
     revision: str | None = _row(None, "branch, tag or commit of the model on the hub")
     attn_implementation: str | None = _row(None, "transformers' attn_implementation")
     trust_remote_code: bool = _row(False, "run the Python code that a model repository ships")
+    base_url: str | None = _row(None, "URL of `kvrag serve`, or of vLLM with kvrag's KV connector, instead of a store")
 
 
 @dataclass(kw_only=True)
@@ -103,34 +110,44 @@ class LLMSettings(EngineSettings, AnswerSettings):
 
     Attributes:
         engine: An existing engine; excludes the settings that select a model and a store.
+        api_key, timeout, max_retries: As in `RemoteEngine`; without effect unless `base_url` is given.
     """
 
     engine: BlendEngine | None = None
+    api_key: str | None = field(default=None, repr=False)
+    timeout: float | None = None
+    max_retries: int | None = None
 
     def __post_init__(self) -> None:
+        read = getattr(self.api_key, "get_secret_value", None)  # pydantic's SecretStr
+        self.api_key = read() if read else self.api_key
         if self.engine is None and self.model is None:
             raise SettingError("no model: pass model= (a hub name or a folder) or engine= (an existing engine)")
         if self.engine is not None and self.engine_settings():
             names = ", ".join(f"{name}=" for name in self.engine_settings())
             raise SettingError(f"engine= already has a model and a store: leave out {names}")
         check_codec(self.codec)
+        if self.base_url is not None:
+            root_of(self.base_url)
+            if local := [name for name in self.engine_settings() if name not in ("model", "base_url")]:
+                names = ", ".join(f"{name}=" for name in local)
+                raise SettingError(f"base_url= answers with the model and the store of the server: leave out {names}")
         self.request()
 
     @classmethod
     def of(cls, llm: object) -> LLMSettings:
         """Read the settings from an object's attributes.
 
-        SettingError: A value is out of range, or both or neither of model and engine are given.
-            SettingError: One is out of range, or both or neither of model and engine are given.
+        Raises:
+            SettingError: A value is out of range, or both or neither of model and engine are given.
         """
         return cls(**{row.name: getattr(llm, row.name) for row in fields(cls)})
 
     @staticmethod
     def plain(value: Any) -> Any:
         """Return folders and dtypes as strings, so that settings can be serialised; other values are unchanged."""
-        import torch
-
-        if isinstance(value, torch.dtype):
+        torch = sys.modules.get("torch")  # otherwise no value can be a dtype
+        if torch is not None and isinstance(value, torch.dtype):
             return str(value).removeprefix("torch.")
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
@@ -175,14 +192,30 @@ class LLMSettings(EngineSettings, AnswerSettings):
         """Name of the model, without loading it."""
         return self.engine.model.name if self.engine is not None else str(self.model)
 
+    @property
+    def _key(self) -> str:
+        return self.api_key or os.environ.get(KEY_VARIABLE, "")
+
+    def remote(self) -> RemoteEngine:
+        """Return the engine for `base_url`, shared by all objects with equal settings. Sends nothing."""
+        from kvrag.client import RemoteEngine
+
+        settings = {"api_key": self._key, "timeout": self.timeout, "max_retries": self.max_retries}
+        return RemoteEngine.shared(str(self.base_url), self.model, **settings)
+
     def window(self) -> tuple[int, bool]:
         """Return the context window in tokens, and whether the model has a chat template, without loading weights."""
+        if self.base_url is not None:
+            engine = self.remote()
+            return engine.context_window, engine.has_chat_template
         if self.engine is None:
             return _window(str(self.model), self.revision, self.trust_remote_code)
         return self.engine.model.context_window, self.engine.model.tokenizer.has_chat_template
 
     def window_on_disk(self) -> int | None:
         """Return the context window, or None if the model's configuration is not available locally."""
+        if self.base_url is not None:
+            return None
         if self.engine is not None:
             return self.engine.model.context_window
         try:
@@ -196,7 +229,17 @@ class LLMSettings(EngineSettings, AnswerSettings):
         identity["model_name"] = self.model_name
         if self.engine is not None:
             identity["engine"] = {"model": self.engine.fingerprint.digest, **asdict(self.engine.config)}
+        if self.base_url is not None:
+            # a server's corpus and namespace depend on the key
+            identity["api_key"] = _digest(self._key, self.base_url)
         return identity
+
+
+@functools.lru_cache(maxsize=64)
+def _digest(api_key: str, base_url: str) -> str:
+    """Return a digest of an API key, too slow to be reversed by guessing: it appears in traces and cache keys."""
+    made = scrypt(api_key.encode(), salt=base_url.encode(), n=1 << 13, r=8, p=1, dklen=16)
+    return made.hex() if api_key else ""
 
 
 @functools.lru_cache(maxsize=64)
@@ -223,14 +266,20 @@ class LazyEngine:
     """
 
     def __init__(self) -> None:
-        self._engines: dict[str, BlendEngine] = {}  # a call can name another model
+        self._engines: dict[str, Engine] = {}  # a call can name another model
 
-    def open(self, settings: LLMSettings) -> BlendEngine:
-        """Return the given engine, or the one shared by all objects with equal settings."""
-        from kvrag.engine import BlendEngine
+    def open(self, settings: LLMSettings) -> Engine:
+        """Return the given engine, or the one shared by all objects with equal settings.
 
+        It is a RemoteEngine for settings with a `base_url`.
+        """
         if settings.engine is not None:
             return settings.engine
+        if settings.base_url is not None:
+            remote = self._engines[settings.model_name] = settings.remote()
+            return remote
+        from kvrag.engine import BlendEngine
+
         # looked up on every call: the fields may have changed, and the engine may have been closed
         known = settings.engine_settings()
         engine = self._engines[settings.model_name] = BlendEngine.shared(known.pop("model"), **known)
@@ -252,7 +301,7 @@ class LLMBase(EngineSettings, AnswerSettings):
     implements `_open`, `_text` and `_source`.
     """
 
-    def _open(self) -> BlendEngine:
+    def _open(self) -> Engine:
         raise NotImplementedError
 
     @staticmethod
@@ -321,7 +370,7 @@ class LLMBase(EngineSettings, AnswerSettings):
         """
         engine = self._open()
         if isinstance(prompt, str):
-            prompt = engine.model.tokenizer.as_prompt(prompt)
+            prompt = engine.as_prompt(prompt)
         return engine.explain(
             prompt,
             retrieved=self._texts(retrieved),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import uuid
-import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from contextlib import aclosing, closing
 from dataclasses import fields
@@ -26,9 +26,6 @@ from kvrag.config import (
 )
 from kvrag.errors import ServerError, SettingError
 from kvrag.types import Answer, Delta, Messages, WarmReport
-
-_sharing = threading.Lock()
-_shared: weakref.WeakValueDictionary[tuple[Any, ...], RemoteEngine] = weakref.WeakValueDictionary()
 
 
 class RemoteEngine:
@@ -69,13 +66,8 @@ class RemoteEngine:
 
     @classmethod
     def shared(cls, base_url: str, model: str | None = None, **settings: Any) -> RemoteEngine:
-        """Return an engine that is shared by all with equal settings, and its connections with it."""
-        key = (base_url, model, *sorted(settings.items()))
-        with _sharing:
-            engine = _shared.get(key)
-            if engine is None:
-                engine = _shared[key] = cls(base_url, model, **settings)
-        return engine
+        """Like the constructor, but equal settings share one engine and its connections."""
+        return _shared(base_url, model, **settings)
 
     # ---------------------------------------------------------------- the server
 
@@ -275,6 +267,8 @@ class RemoteEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+
+_shared = functools.lru_cache(maxsize=64)(RemoteEngine)
 
 _SAMPLING = {row.name for row in fields(Sampling)} - {"stop"}
 

@@ -237,10 +237,13 @@ _ERRORS: dict[str, type[KvragError]] = {
 def _request(model: str, question: Question, is_stream: bool, extra: Body) -> Body:
     """Return the arguments that both kinds of servers have in common, and `extra`, which OpenAI does not have."""
     sampling, grammar = question.sampling, question.grammar
-    is_text = isinstance(question.prompt, str)
+    prompt = question.prompt
+    is_text = isinstance(prompt, str)
     if is_text and question.tools:
         raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
-    request: Body = {"prompt": question.prompt} if is_text else {"messages": messages_of(question.prompt)}
+    if isinstance(prompt, str) and not prompt.strip():
+        raise PromptError("the prompt is empty")
+    request: Body = {"prompt": prompt} if is_text else {"messages": messages_of(prompt)}
     seed = sampling.seed
     if seed is not None and seed >= 1 << 63:
         seed -= 1 << 64  # servers take signed numbers
@@ -266,7 +269,7 @@ def _request(model: str, question: Question, is_stream: bool, extra: Body) -> Bo
 
 
 def _given(settings: Body) -> Body:
-    return {name: value for name, value in settings.items() if value is not None and value != [] and value != {}}
+    return {name: value for name, value in settings.items() if value is not None and value not in ("", [], {})}
 
 
 def _choice(choice: str | Mapping[str, Any] | None) -> Any:

@@ -24,7 +24,6 @@ from langchain_core.runnables import Runnable, RunnableGenerator, RunnableMap, R
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
-from pydantic import Field, SecretStr
 
 from kvrag import (
     Answer,
@@ -34,6 +33,7 @@ from kvrag import (
     Delta,
     LLMSettings,
     PromptError,
+    RemoteEngine,
     SettingError,
 )
 from langchain_kvrag.messages import template_messages
@@ -55,15 +55,12 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         llm.warm(documents)
         llm.invoke("What is a chunk?")
         ```
+
+    With `base_url=` instead of `store=`, a server answers: `kvrag serve`, or vLLM with kvrag's KV connector.
     """
 
     streaming: bool = False
     """LangChain's setting: True = `invoke` streams for the callbacks; an explicit False disables `stream`."""
-
-    timeout: float | None = Field(default=None, exclude=True)
-    max_retries: int | None = Field(default=None, exclude=True)
-    api_key: SecretStr | None = Field(default=None, exclude=True)
-    """LangChain's standard parameters for services: accepted, without effect on a local model."""
 
     @property
     def _llm_type(self) -> str:
@@ -80,7 +77,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         return str(sorted({**self._get_invocation_params(stop=stop, **kwargs), **kwargs}.items()))
 
     def _resolve_model_profile(self) -> ModelProfile:
-        can_force = find_spec("llguidance") is not None
+        can_force = self.base_url is not None or find_spec("llguidance") is not None
         profile = ModelProfile(
             text_inputs=True,
             image_inputs=False,
@@ -98,10 +95,10 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
             profile["max_input_tokens"] = window
         return profile
 
-    def _open(self) -> BlendEngine:
+    def _open(self) -> BlendEngine | RemoteEngine:
         engine = super()._open()
-        if self.profile is not None:
-            self.profile.setdefault("max_input_tokens", engine.model.context_window)
+        if self.profile is not None and "max_input_tokens" not in self.profile:
+            self.profile["max_input_tokens"] = engine.context_window
         return engine
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
@@ -274,7 +271,7 @@ class _ChunkBuilder:
 
     def add(self, delta: Delta) -> ChatGenerationChunk:
         """Return the chunk for the next delta."""
-        self._num_tokens += len(delta.token_ids)
+        self._num_tokens += delta.num_tokens
         calls = [
             tool_call_chunk(
                 name=call.name, args=json.dumps(call.arguments, ensure_ascii=False), id=call.id, index=index
@@ -297,7 +294,7 @@ def _result(answer: Answer, model_name: str) -> ChatResult:
     message = AIMessage(
         content=answer.text,
         tool_calls=[tool_call(name=call.name, args=call.arguments, id=call.id) for call in answer.tool_calls],
-        usage_metadata=_usage(answer.report, len(answer.token_ids)),
+        usage_metadata=_usage(answer.report, answer.num_tokens),
         response_metadata=_metadata(answer.report, model_name, _finish_reason(answer, len(answer.tool_calls))),
     )
     return ChatResult(generations=[ChatGeneration(message=message)])

@@ -73,7 +73,7 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
     ) -> str:
         settings, request = self._asked(stop, kwargs)
         engine = self._lazy.open(settings)
-        return engine.generate(engine.model.tokenizer.as_prompt(prompt), **request).text
+        return engine.generate(engine.as_prompt(prompt), **request).text
 
     async def _acall(
         self,
@@ -84,7 +84,7 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
     ) -> str:
         settings, request = self._asked(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
-        return (await engine.agenerate(engine.model.tokenizer.as_prompt(prompt), **request)).text
+        return (await engine.agenerate(engine.as_prompt(prompt), **request)).text
 
     def _stream(
         self,
@@ -95,7 +95,7 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
     ) -> Iterator[GenerationChunk]:
         settings, request = self._asked(stop, kwargs)
         engine = self._lazy.open(settings)
-        with closing(engine.stream(engine.model.tokenizer.as_prompt(prompt), **request)) as deltas:
+        with closing(engine.stream(engine.as_prompt(prompt), **request)) as deltas:
             for delta in deltas:
                 chunk = _chunk(delta)
                 if run_manager:
@@ -111,7 +111,7 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
     ) -> AsyncIterator[GenerationChunk]:
         settings, request = self._asked(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
-        async with aclosing(engine.astream(engine.model.tokenizer.as_prompt(prompt), **request)) as deltas:
+        async with aclosing(engine.astream(engine.as_prompt(prompt), **request)) as deltas:
             async for delta in deltas:
                 chunk = _chunk(delta)
                 if run_manager:

@@ -10,9 +10,9 @@ from urllib.parse import quote
 from langchain_core.documents import Document
 from langchain_core.language_models import BaseLanguageModel
 from langchain_core.load.serializable import SerializedConstructor, SerializedNotImplemented
-from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, field_validator, model_validator
 
-from kvrag import BlendEngine, LazyEngine, LLMBase, LLMSettings
+from kvrag import BlendEngine, LazyEngine, LLMBase, LLMSettings, RemoteEngine
 
 _VERSION = version("langchain-kvrag")
 
@@ -31,11 +31,17 @@ class BlendSettings(BaseLanguageModel[Any], LLMBase):
 
     Attributes:
         engine: An existing engine, instead of the settings that select a model and a store.
+        timeout, max_retries, api_key: Of the server in `base_url`; without effect on a local model. Without an
+            `api_key`, the environment variable KVRAG_API_KEY is used.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     engine: BlendEngine | None = Field(default=None, exclude=True, repr=False)
+
+    timeout: float | None = Field(default=None, exclude=True)
+    max_retries: int | None = Field(default=None, exclude=True)
+    api_key: SecretStr | None = Field(default=None, exclude=True)
 
     _lazy: LazyEngine = PrivateAttr(default_factory=LazyEngine)
     _plain = field_validator("model", "store", "dtype", mode="before")(LLMSettings.plain)
@@ -59,7 +65,7 @@ class BlendSettings(BaseLanguageModel[Any], LLMBase):
         """Return the serialised form for LangChain's `dumps` and for traces."""
         return super().to_json() if self.engine is None else self.to_json_not_implemented()
 
-    def _open(self) -> BlendEngine:
+    def _open(self) -> BlendEngine | RemoteEngine:
         return self._lazy.open(LLMSettings.of(self))
 
     @staticmethod
@@ -84,7 +90,7 @@ class BlendSettings(BaseLanguageModel[Any], LLMBase):
         """Return the token ids of the model's own tokenizer."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
-        return self._open().model.tokenizer.encode(text)
+        return self._open().encode(text)
 
     @property
     def _identifying_params(self) -> dict[str, Any]:

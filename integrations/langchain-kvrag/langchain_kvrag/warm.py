@@ -15,7 +15,7 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from kvrag import BlendEngine, KvragError, SettingError, WarmReport
+from kvrag import BlendEngine, KvragError, RemoteEngine, SettingError, WarmReport
 from langchain_kvrag.faiss import FaissVectorStore
 from langchain_kvrag.settings import BlendSettings, source_name
 from langchain_kvrag.texts import AddsAllTexts
@@ -51,7 +51,7 @@ class KVWarmVectorStore(AddsAllTexts):
 
     Attributes:
         vectorstore: Any vector store; it receives all calls.
-        llm: A `ChatBlend`, a `BlendLLM` or a `BlendEngine`.
+        llm: A `ChatBlend`, a `BlendLLM`, a `BlendEngine` or a `RemoteEngine`.
         namespace: Namespace of the chunks: prompts of other namespaces never reuse them. None = the LLM's.
         collection: Name that distinguishes vector stores with a shared KV store.
 
@@ -65,7 +65,7 @@ class KVWarmVectorStore(AddsAllTexts):
     def __init__(
         self,
         vectorstore: VectorStore,
-        llm: BlendEngine | BlendSettings,
+        llm: BlendEngine | RemoteEngine | BlendSettings,
         *,
         namespace: str | None = None,
         collection: str = "default",
@@ -246,7 +246,7 @@ class KVWarmVectorStore(AddsAllTexts):
         metadatas: list[dict[str, Any]] | None = None,
         *,
         ids: list[str] | None = None,
-        llm: BlendEngine | BlendSettings | None = None,
+        llm: BlendEngine | RemoteEngine | BlendSettings | None = None,
         namespace: str | None = None,
         collection: str = "default",
         vectorstore_class: type[VectorStore] = InMemoryVectorStore,
@@ -278,7 +278,7 @@ class KVWarmVectorStore(AddsAllTexts):
         metadatas: list[dict[str, Any]] | None = None,
         *,
         ids: list[str] | None = None,
-        llm: BlendEngine | BlendSettings | None = None,
+        llm: BlendEngine | RemoteEngine | BlendSettings | None = None,
         namespace: str | None = None,
         collection: str = "default",
         vectorstore_class: type[VectorStore] = InMemoryVectorStore,
@@ -322,28 +322,32 @@ class _Held:
     text's digest, which separates the old and the new version until the vector store has the new one.
     """
 
-    def __init__(self, llm: BlendEngine | BlendSettings, namespace: str | None, collection: str) -> None:
-        if not isinstance(llm, (BlendEngine, BlendSettings)):
-            raise SettingError(f"llm must be a ChatBlend, a BlendLLM or a BlendEngine, got {type(llm).__name__}")
+    def __init__(self, llm: BlendEngine | RemoteEngine | BlendSettings, namespace: str | None, collection: str) -> None:
+        if not isinstance(llm, (BlendEngine, RemoteEngine, BlendSettings)):
+            raise SettingError(
+                f"llm must be a ChatBlend, a BlendLLM, a BlendEngine or a RemoteEngine, got {type(llm).__name__}"
+            )
         self.llm, self._given = llm, namespace
         self._collection, self._prefix = collection, f"langchain/{quote(collection, safe='')}/"
 
     @classmethod
-    def of(cls, llm: BlendEngine | BlendSettings | None, namespace: str | None, collection: str) -> _Held:
+    def of(
+        cls, llm: BlendEngine | RemoteEngine | BlendSettings | None, namespace: str | None, collection: str
+    ) -> _Held:
         """Like the constructor, but raise SettingError without an LLM."""
         if llm is None:
             raise SettingError("no llm: pass llm=, which encodes the texts")
         return cls(llm, namespace, collection)
 
     @property
-    def _engine(self) -> BlendEngine:
-        return self.llm if isinstance(self.llm, BlendEngine) else self.llm._open()
+    def _engine(self) -> BlendEngine | RemoteEngine:
+        return self.llm._open() if isinstance(self.llm, BlendSettings) else self.llm
 
     @property
     def _namespace(self) -> str:
         if self._given is not None:
             return self._given
-        return "" if isinstance(self.llm, BlendEngine) else self.llm.namespace
+        return self.llm.namespace if isinstance(self.llm, BlendSettings) else ""
 
     def plan(self, documents: Sequence[Document], ids: Sequence[str | None] | None) -> _Adding:
         """Return the plan for adding these documents, without changing anything."""

@@ -21,7 +21,14 @@ from llama_index.core.base.llms.types import (
     MessageRole,
     ToolCallBlock,
 )
-from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from llama_index.core.bridge.pydantic import (
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
@@ -32,7 +39,7 @@ from llama_index.core.tools.types import BaseTool
 from llama_index.core.types import BasePydanticProgram, Model
 from llama_index.llms.kvrag.messages import assistant_message, template_messages
 
-from kvrag import Answer, BlendEngine, BlendReport, Delta, LazyEngine, LLMBase, LLMSettings, ToolCall
+from kvrag import Answer, BlendEngine, BlendReport, Delta, LazyEngine, LLMBase, LLMSettings, RemoteEngine, ToolCall
 
 _Prompt = str | list[dict[str, Any]]
 
@@ -57,6 +64,8 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
 
     Attributes:
         engine: An existing engine, instead of the settings that select a model and a store.
+        timeout, max_retries, api_key: Of the server in `base_url`; without effect on a local model. Without an
+            `api_key`, the environment variable KVRAG_API_KEY is used.
 
     Example:
         ```python
@@ -64,11 +73,17 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
         llm.warm(nodes)
         VectorStoreIndex(nodes).as_query_engine(llm=llm).query("What is a chunk?")
         ```
+
+    With `base_url=` instead of `store=`, a server answers: `kvrag serve`, or vLLM with kvrag's KV connector.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     engine: BlendEngine | None = Field(default=None, exclude=True, repr=False)
+
+    timeout: float | None = Field(default=None, exclude=True)
+    max_retries: int | None = Field(default=None, exclude=True)
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
 
     _lazy: LazyEngine = PrivateAttr(default_factory=LazyEngine)
     _plain = field_validator("model", "store", "dtype", mode="before")(LLMSettings.plain)
@@ -102,7 +117,7 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of the model's own tokenizer; set `Settings.tokenizer = llm.encode` to count with it."""
-        return self._open().model.tokenizer.encode(text)
+        return self._open().encode(text)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -227,7 +242,7 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
     def _program(self, output_cls: type[Model], prompt: PromptTemplate) -> BasePydanticProgram[Model]:
         return get_program_for_llm(output_cls, prompt, self, self.pydantic_program_mode, tool_choice="required")
 
-    def _open(self) -> BlendEngine:
+    def _open(self) -> BlendEngine | RemoteEngine:
         return self._lazy.open(LLMSettings.of(self))
 
     @staticmethod
@@ -239,7 +254,7 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
         return source_name(chunk)
 
     def _prompt(self, text: str, formatted: bool) -> _Prompt:
-        return text if formatted else self._open().model.tokenizer.as_prompt(text)
+        return text if formatted else self._open().as_prompt(text)
 
     def _request(self, call: dict[str, Any]) -> dict[str, Any]:
         return LLMSettings.of(self).request(**{**call, "documents": self._texts(call.get("documents"))})
@@ -275,11 +290,11 @@ class _Response:
 
     @classmethod
     def all_of(cls, answer: Answer) -> _Response:
-        raw = _raw(answer.report, len(answer.token_ids), answer.finish_reason)
-        return cls(answer.text, None, answer.tool_calls, len(answer.token_ids), raw)
+        raw = _raw(answer.report, answer.num_tokens, answer.finish_reason)
+        return cls(answer.text, None, answer.tool_calls, answer.num_tokens, raw)
 
     def add(self, delta: Delta) -> _Response:
-        num_tokens = self.num_tokens + len(delta.token_ids)
+        num_tokens = self.num_tokens + delta.num_tokens
         raw = None if delta.report is None else _raw(delta.report, num_tokens, delta.finish_reason)
         return _Response(self.text + delta.text, delta.text, self.calls + delta.tool_calls, num_tokens, raw)
 

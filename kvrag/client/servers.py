@@ -170,7 +170,8 @@ class Vllm:
         if grammar is not None and grammar.json_schema is None:
             wanted = {"grammar": grammar.lark} if grammar.regex is None else {"regex": grammar.regex}
             extra["structured_outputs"] = wanted
-        return _request(self.model, question, bool(tag), extra)
+        request = _request(self.model, question, bool(tag), extra)
+        return {**request, "max_tokens": self._room(request)}
 
     def report(self, extras: Body, usage: Body, tag: str) -> BlendReport:
         """See `Server`."""
@@ -211,8 +212,27 @@ class Vllm:
         asked = {"mode": "documents", "prefix": prefix, "namespace": namespace}
         return list(self._control(asked).get("documents") or ())
 
+    def _room(self, request: Body) -> int:
+        """Return the length of the longest answer: vLLM refuses a prompt if the answer might not fit behind it."""
+        wanted = int(request["max_tokens"])
+        prompt = {name: request[name] for name in ("prompt", "messages", "tools") if name in request}
+        # a token has at least one byte; tools and messages are surrounded by a template's own text
+        template = 0 if "prompt" in prompt else 1000 + 20 * len(prompt["messages"])
+        if (
+            len(json.dumps(prompt, ensure_ascii=False).encode(errors="surrogatepass")) + template + wanted
+            <= self.window
+        ):
+            return wanted
+        if kwargs := request["extra_body"].get("chat_template_kwargs"):
+            prompt["chat_template_kwargs"] = kwargs
+        room = self.window - self._tokenize(prompt)
+        return min(wanted, room) if room > 0 else wanted  # vLLM describes the error
+
     def _count(self, prompt: str) -> int:
-        return int(self._connection.call("POST", "/tokenize", {"model": self.model, "prompt": prompt})["count"])
+        return self._tokenize({"prompt": prompt})
+
+    def _tokenize(self, prompt: Body) -> int:
+        return int(self._connection.call("POST", "/tokenize", {"model": self.model, **prompt})["count"])
 
     def _control(self, asked: Body, prompt: str = " ") -> Body:
         """Send a request to the connector, on a prompt that reserves its pages; return the connector's response."""

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,15 +23,21 @@ from kvrag.cli.common import (
     require_extra,
     say,
 )
+from kvrag.client.connection import KEY_VARIABLE
 from kvrag.config import DEFAULT_CONTEXT
-from kvrag.errors import KvragError, StoreFullError
+from kvrag.errors import KvragError, SettingError, StoreFullError
 from kvrag.fingerprint import text_key
 
 if TYPE_CHECKING:
+    from kvrag.client import RemoteEngine
     from kvrag.engine import BlendEngine
     from kvrag.retrieval.index import ChunkIndex
 
 _NAMED = 3  # documents named in a message
+_TOTALS = ("chunks", "new", "reused", "skipped", "tokens", "bytes")
+_LOCAL = ("store", "codec", "dtype", "device", "context_tokens", "embedder")
+_PROBE = "Déjà vu: 3.14 quick brown foxes (or 27) jumped, unbelievably; def f(x):\n\treturn x  # 漢字"
+_INTERRUPTED = "interrupted; encoded chunks are kept: run the command again to resume"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "paths", nargs="+", metavar="PATH", help="files and folders with " + " ".join(documents.SUFFIXES)
     )
     add_engine_arguments(parser)
+    parser.set_defaults(model=None)  # with --server, the server's
     parser.add_argument(
         "--chunk-tokens", type=int, default=256, metavar="N", help="maximum tokens per chunk (default: 256)"
     )
@@ -61,6 +68,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prune", action="store_true", help="drop documents whose files no longer exist in the folders in PATH"
     )
+    server = parser.add_argument_group("on a server")
+    server.add_argument(
+        "--server",
+        metavar="URL",
+        help="encode on this server, `kvrag serve` or vLLM with kvrag's KV connector; --model is then a name there "
+        "(default: its first model)",
+    )
+    server.add_argument(
+        "--api-key", metavar="KEY", help=f"the server's API key; also read from the environment variable {KEY_VARIABLE}"
+    )
+    server.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help="hub name or folder of the tokenizer that measures chunks for the server (default: --model)",
+    )
 
 
 @dataclass(frozen=True)
@@ -78,16 +100,17 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     require_extra()
     documents.find(args.paths)  # report mistakes before loading the model
+    if args.server is not None:
+        return _finish(warm_on_server(args), args, started)
+    if args.api_key is not None or args.tokenizer is not None:
+        raise SettingError("--api-key and --tokenizer need --server URL")
+    args.model = args.model or "reader"
     config = {"context_tokens": args.context_tokens}
     with open_engine(args, **config) as engine, open_index(engine, args.namespace, args.embedder) as index:
         gone = find_gone(engine, index, args.paths, args.namespace)
         # first: otherwise a chunk moved to another file would temporarily belong to two documents
         dropped = drop(engine, index, gone, args.namespace) if args.prune else 0
         plan = make_plan(engine, args)
-        for name, reason in plan.unreadable.items():
-            say(f"skipped {name}: {reason}")
-        if not plan.chunks:
-            raise KvragError(f"no text to warm: none of {len(plan.unreadable)} files could be read")
         needed = plan.new_tokens * _bytes_per_token(engine, args.chunk_tokens)
         say(
             f"{len(plan.chunks)} documents, {plan.tokens} tokens, {plan.new_tokens} of them new: "
@@ -97,10 +120,66 @@ def run(args: argparse.Namespace) -> int:
         try:
             result = warm(engine, index, plan, args.json, args.namespace)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("interrupted; encoded chunks are kept: run the command again to resume") from None
-        result |= {"gone": gone, "dropped": dropped}
+            raise KeyboardInterrupt(_INTERRUPTED) from None
+        result |= {"gone": gone, "dropped": dropped, "skipped_files": plan.unreadable}
         result |= {"store": str(folder(engine).path), "model": engine.model.name}
-    result |= {"skipped_files": plan.unreadable, "seconds": time.perf_counter() - started}
+    return _finish(result, args, started)
+
+
+def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
+    """Split the files here, and encode their chunks on the server in `args.server`."""
+    from kvrag.client import RemoteEngine
+
+    for option in _LOCAL:
+        if getattr(args, option) != args.parser.get_default(option):
+            raise SettingError(f"--{option.replace('_', '-')} is for a local store: leave it out with --server")
+    with RemoteEngine(args.server, args.model, api_key=args.api_key) as engine:
+        inside = _folders(args.paths)
+        known = {name for prefix in inside for name in engine.documents(prefix, namespace=args.namespace)}
+        gone = sorted(name for name in known if not os.path.lexists(name))
+        dropped = sum(engine.forget(name, namespace=args.namespace) for name in gone) if args.prune else 0
+        encode = _tokenizer(args.tokenizer or engine.model_name, engine)
+        chunks, unreadable = read_chunks(args, encode)
+        lengths = {name: sum(len(encode(text)) for text in texts) for name, texts in chunks.items()}
+        say(f"{len(chunks)} documents, {sum(lengths.values())} tokens, for {engine.model_name} on {args.server}")
+        totals: dict[str, Any] = dict.fromkeys(_TOTALS, 0)
+        warnings: dict[str, None] = {}
+        done = 0
+        try:
+            with progress("encoding", args.json) as report:
+                for name, texts in chunks.items():
+                    warmed = engine.warm(texts, document=name, namespace=args.namespace)
+                    for field in totals:
+                        totals[field] += getattr(warmed, field)
+                    # those about short chunks differ in their number only, which is summed up below
+                    warnings |= dict.fromkeys(warmed.warnings if not warmed.skipped else ())
+                    report(done := done + lengths[name], sum(lengths.values()))
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(_INTERRUPTED) from None
+        if totals["skipped"]:
+            warnings[f"{totals['skipped']} chunks are too short: they can be retrieved but not reused"] = None
+        result = totals | {"files": len(chunks), "warnings": list(warnings), "gone": gone, "dropped": dropped}
+        return result | {"server": args.server, "model": engine.model_name, "skipped_files": unreadable}
+
+
+def _tokenizer(name: str, engine: RemoteEngine) -> Callable[[str], list[int]]:
+    """Load a tokenizer, without its model, and make sure that it is the server's."""
+    from kvrag.backend.transformers.loading import load_tokenizer
+    from kvrag.backend.transformers.tokenizer import Tokenizer
+
+    try:
+        encode = Tokenizer(load_tokenizer(name), name).encode
+    except KvragError as error:
+        raise SettingError(f"no tokenizer {name!r} to measure chunks with ({error}): pass --tokenizer NAME") from error
+    if encode(_PROBE) != engine.encode(_PROBE):
+        raise SettingError(f"the server's tokenizer is not that of {name!r}: pass --tokenizer NAME")
+    return encode
+
+
+def _finish(result: dict[str, Any], args: argparse.Namespace, started: float) -> int:
+    """Print the result."""
+    result |= {"seconds": time.perf_counter() - started}
+    gone = result["gone"]
     if args.json:
         print(json.dumps(result))
     else:
@@ -108,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
             say(warning)
         if gone:
             names = ", ".join(gone[:_NAMED]) + (f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else "")
-            done = f"{dropped} chunks were dropped" if args.prune else "pass --prune to drop them"
+            done = f"{result['dropped']} chunks were dropped" if args.prune else "pass --prune to drop them"
             say(f"the files of {len(gone)} documents no longer exist ({names}): {done}")
         print(
             f"{result['chunks']} chunks: {result['new']} new, {result['reused']} reused; {result['tokens']} tokens and "
@@ -120,31 +199,46 @@ def run(args: argparse.Namespace) -> int:
 def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
     """Read and split all files without encoding."""
     encode = engine.model.tokenizer.encode
+    chunks, unreadable = read_chunks(args, encode)
+    lengths: dict[str, int] = {}
+    for texts in chunks.values():
+        for ids in map(encode, texts):
+            if len(ids) >= engine.config.min_run:
+                lengths[text_key(args.namespace, ids)] = len(ids)
+    stored = engine.store.look_up(list(lengths))
+    new = sum(length for text, length in lengths.items() if not stored[text].variants)
+    return Plan(chunks, unreadable, sum(lengths.values()), new)
+
+
+def read_chunks(
+    args: argparse.Namespace, encode: Callable[[str], list[int]]
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Return the chunks of all readable files, and the reasons for the others, which are reported.
+
+    Raises:
+        KvragError: No file could be read.
+    """
     split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, args.chunk_overlap)
     paths = documents.find(args.paths)
     chunks: dict[str, list[str]] = {}
     unreadable: dict[str, str] = {}
-    lengths: dict[str, int] = {}
     with progress("reading", args.json) as report:
         for number, path in enumerate(paths, 1):
             try:
                 chunks[str(path)] = split(documents.read(path, args.text_field))
             except documents.UnreadableError as error:
                 unreadable[str(path)] = str(error)
-            else:
-                for chunk in chunks[str(path)]:
-                    ids = encode(chunk)
-                    if len(ids) >= engine.config.min_run:
-                        lengths[text_key(args.namespace, ids)] = len(ids)
             report(number, len(paths))
-    stored = engine.store.look_up(list(lengths))
-    new = sum(length for text, length in lengths.items() if not stored[text].variants)
-    return Plan(chunks, unreadable, sum(lengths.values()), new)
+    for name, reason in unreadable.items():
+        say(f"skipped {name}: {reason}")
+    if not chunks:
+        raise KvragError(f"no text to warm: none of {len(unreadable)} files could be read")
+    return chunks, unreadable
 
 
 def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool, namespace: str = "") -> dict[str, Any]:
     """Encode a plan's documents one by one; a document's old chunks are dropped once its new ones are stored."""
-    totals: dict[str, Any] = dict.fromkeys(("chunks", "new", "reused", "skipped", "tokens", "bytes"), 0)
+    totals: dict[str, Any] = dict.fromkeys(_TOTALS, 0)
     short = indexed = 0
     with progress("encoding", quiet) as report:
         for name, chunks in plan.chunks.items():
@@ -167,9 +261,13 @@ def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool, namesp
 
 def find_gone(engine: BlendEngine, index: ChunkIndex, paths: Sequence[str], namespace: str) -> list[str]:
     """Return the documents from the folders among these paths whose files no longer exist, sorted."""
-    inside = tuple(os.path.join(Path(path).resolve(), "") for path in paths if Path(path).is_dir())
+    inside = _folders(paths)
     known = {*index.documents(), *(name for prefix in inside for name in engine.documents(prefix, namespace=namespace))}
     return sorted(name for name in known if name.startswith(inside) and not os.path.lexists(name))
+
+
+def _folders(paths: Sequence[str]) -> tuple[str, ...]:
+    return tuple(os.path.join(Path(path).resolve(), "") for path in paths if Path(path).is_dir())
 
 
 def drop(engine: BlendEngine, index: ChunkIndex, names: Sequence[str], namespace: str) -> int:

@@ -215,7 +215,7 @@ class Vllm:
     def _room(self, request: Body) -> int:
         """Return the length of the longest answer: vLLM refuses a prompt if the answer might not fit behind it."""
         wanted = int(request["max_tokens"])
-        prompt = {name: request[name] for name in ("prompt", "messages", "tools") if name in request}
+        prompt: Body = {name: request[name] for name in ("prompt", "messages", "tools") if name in request}
         # a token has at least one byte; tools and messages are surrounded by a template's own text
         template = 0 if "prompt" in prompt else 1000 + 20 * len(prompt["messages"])
         if (

@@ -18,6 +18,7 @@ from langchain_core.messages import AIMessage
 from langchain_kvrag import ChatBlend
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
+from serving import NAME, serving
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from kvrag import BlendEngine, Model
@@ -164,6 +165,31 @@ class TestIntegration(ChatModelIntegrationTests):
         details = message.usage_metadata["input_token_details"]
         assert details["cache_read"] + details["cache_creation"] > 16
         return message
+
+
+@pytest.fixture(scope="module")
+def server(parrots: None) -> Iterator[str]:
+    """URL of a server with the parrot."""
+    with serving(BlendEngine.shared("parrot")) as served:
+        yield served.url
+
+
+class TestIntegrationOnServer(TestIntegration):
+    """The same with `kvrag serve` in between."""
+
+    _url = ""
+
+    @pytest.fixture(autouse=True)
+    def _on_server(self, server: str) -> None:
+        type(self)._url = server
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"model": NAME, "base_url": self._url}
+
+    @property
+    def supports_model_override(self) -> bool:
+        return False  # it has one model
 
 
 def whole(chat: ChatBlend, *, stream: bool, **settings: Any) -> AIMessage:

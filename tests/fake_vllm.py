@@ -50,7 +50,7 @@ class FakeVllm:
         tokenized: Number of requests to /tokenize.
         documents: Texts by namespace and document.
         calls: Tool calls of the next answers, as vLLM would send them.
-        fail: Statuses of the next responses.
+        fail: Statuses of the next responses; 0 = as usual.
     """
 
     url: str = ""
@@ -161,8 +161,8 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
             try:
                 if fake.key and self.headers["Authorization"] != f"Bearer {fake.key}":
                     raise Refusal(401, "Unauthorized")
-                if fake.fail:
-                    raise Refusal(fake.fail.pop(0), "as told")
+                if fake.fail and (refused := fake.fail.pop(0)):
+                    raise Refusal(refused, "as told")
                 content = way(body)
                 if content is None and not self.wfile.closed and not getattr(self, "streamed", False):
                     raise Refusal(404, "Not Found")

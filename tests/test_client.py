@@ -7,7 +7,9 @@ import copy
 import pickle
 import random
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -304,11 +306,43 @@ def test_a_model_without_a_template(fake: FakeVllm, remote: RemoteEngine) -> Non
     assert remote.generate("a").text == "a a"
 
 
+def test_a_gateway_may_hide_what_is_not_openais(fake: FakeVllm, remote: RemoteEngine) -> None:
+    fake.fail = [0, 404]  # of /v1/models and /tokenize
+    assert remote.generate("a").text == "a a"
+    assert (remote.context_window, remote.has_chat_template) == (5000, True)
+
+
+def test_pages_of_other_servers() -> None:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(b"<html>welcome</html>")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Page)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        with pytest.raises(ServerError, match="does not answer as an OpenAI-compatible server: check base_url="):
+            RemoteEngine(f"http://127.0.0.1:{server.server_port}").generate("a")
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 def test_other_servers_are_refused(fake: FakeVllm) -> None:
     fake.owned_by = "gateway"
     assert RemoteEngine(fake.url, MODEL).generate("a").text == "a a"  # it has vLLM's /version
     with pytest.raises(ServerError, match=f"unknown model 'b': {fake.url} has '{MODEL}'"):
         RemoteEngine(fake.url, "b").generate("a")
+    fake.fail = [0, 404]  # without a /version
+    with pytest.raises(ServerError, match="neither kvrag serve nor vLLM"):
+        RemoteEngine(fake.url, MODEL, max_retries=0).generate("a")
     with pytest.raises(ServerError, match="404"):
         RemoteEngine(f"{fake.url}/elsewhere", MODEL, max_retries=0).generate("a")
 

@@ -190,8 +190,8 @@ class RemoteEngine:
 
     def generate(self, prompt: str | Messages, **settings: Any) -> Answer:
         """Return the complete answer; arguments as in `BlendEngine.stream`."""
-        server, builder = self._server(), AnswerBuilder()
-        request = server.request(_question(prompt, **settings), "")
+        server, request = self._prepare(_question(prompt, **settings), "")
+        builder = AnswerBuilder()
         builder.add(self._connection.answer(request))
         return builder.answer(server.report(builder.extras, builder.usage, ""))
 

@@ -150,6 +150,10 @@ class Vllm:
         except PromptError:
             self.has_chat_template = False
             probed = connection.call("POST", "/tokenize", {"model": self.model, "prompt": "a"})
+        except ServerError as error:
+            if error.status != 404:  # a gateway may hide this endpoint
+                raise
+            probed = {}
         window = entry.get("max_model_len") or probed.get("max_model_len")
         if not window:
             raise ServerError(f"{connection.root} does not name the window of {self.model}: update vLLM")

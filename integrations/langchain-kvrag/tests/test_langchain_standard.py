@@ -167,25 +167,22 @@ class TestIntegration(ChatModelIntegrationTests):
         return message
 
 
-@pytest.fixture(scope="module")
-def server(parrots: None) -> Iterator[str]:
-    """URL of a server with the parrot."""
+@pytest.fixture(scope="module", autouse=True)
+def server(parrots: None) -> Iterator[None]:
+    """A server with the parrot."""
     with serving(BlendEngine.shared("parrot")) as served:
-        yield served.url
+        TestIntegrationOnServer.url = served.url
+        yield
 
 
 class TestIntegrationOnServer(TestIntegration):
     """The same with `kvrag serve` in between."""
 
-    _url = ""
-
-    @pytest.fixture(autouse=True)
-    def _on_server(self, server: str) -> None:
-        type(self)._url = server
+    url = "http://localhost"
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": NAME, "base_url": self._url}
+        return {"model": NAME, "base_url": self.url}
 
     @property
     def supports_model_override(self) -> bool:

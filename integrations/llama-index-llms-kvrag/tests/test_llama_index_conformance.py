@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ from llama_index.core.llms import LLM
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
 from llama_index.llms.kvrag.testing import LLMTests
+from serving import NAME, Served, serving
 
+from kvrag import BlendEngine
 from kvrag.answer import Answering
 
 
@@ -43,3 +45,26 @@ class TestBlendLLM(LLMTests):
 
     def vector_store(self, llm: Any, **changes: Any) -> KVWarmVectorStore:
         return KVWarmVectorStore(SimpleVectorStore(), llm, **changes)
+
+
+class TestBlendLLMOnServer(TestBlendLLM):
+    """The same with `kvrag serve` in between."""
+
+    @pytest.fixture
+    def there(self, tiny: Path, tmp_path: Path) -> Iterator[BlendEngine]:
+        with BlendEngine.from_pretrained(tiny, store=tmp_path / "there", dtype="float32") as engine:
+            yield engine
+
+    @pytest.fixture
+    def served(self, there: BlendEngine) -> Iterator[Served]:
+        with serving(there, concurrency=1) as served:
+            served.ask("hello", max_tokens=1)  # starts the server's thread, which is in this process
+            yield served
+
+    @pytest.fixture
+    def make(self, served: Served) -> Callable[[int], LLM]:
+        return lambda max_tokens: BlendLLM(base_url=served.url, model=NAME, temperature=0, max_tokens=max_tokens)
+
+    @pytest.fixture
+    def tokenizer(self, there: BlendEngine) -> Any:
+        return there.model.tokenizer.hf

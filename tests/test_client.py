@@ -21,6 +21,7 @@ from kvrag import (
     BlendEngine,
     BlendReport,
     ContextWindowError,
+    Delta,
     Grammar,
     KvragError,
     PromptError,
@@ -506,3 +507,20 @@ def test_kvrag_serve(engine: BlendEngine) -> None:
         schema = {"type": "object", "properties": {"far": {"type": "boolean"}}, "required": ["far"]}
         made = remote.generate("Say it: ", grammar=Grammar(json_schema=schema), temperature=0, max_new_tokens=64)
         assert made.text.startswith('{"far"')
+
+
+async def test_errors_in_mid_stream(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Iterator[Delta]:
+        yield Delta("Once", (1,))
+        raise ContextWindowError("no room") if is_ours else KvragError("no luck")
+
+    monkeypatch.setattr(engine, "stream", broken)
+    with serving(engine) as served:
+        remote = RemoteEngine(served.url, NAME, max_retries=0)
+        for is_ours, kind, reason in ((True, ContextWindowError, "no room"), (False, ServerError, "no luck")):
+            deltas = remote.stream("a")
+            assert next(deltas).text == "Once"
+            with pytest.raises(kind, match=reason):
+                next(deltas)
+            with pytest.raises(kind, match=reason):
+                [delta async for delta in remote.astream("a")]

@@ -510,14 +510,20 @@ def test_kvrag_serve(engine: BlendEngine) -> None:
 
 
 async def test_errors_in_mid_stream(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Exception] = []
+
     def broken(*_: Any, **__: Any) -> Iterator[Delta]:
         yield Delta("Once", (1,))
-        raise ContextWindowError("no room") if is_ours else KvragError("no luck")
+        raise errors[-1]
 
     monkeypatch.setattr(engine, "stream", broken)
     with serving(engine) as served:
         remote = RemoteEngine(served.url, NAME, max_retries=0)
-        for is_ours, kind, reason in ((True, ContextWindowError, "no room"), (False, ServerError, "no luck")):
+        for error, kind, reason in (
+            (ContextWindowError("no room"), ContextWindowError, "no room"),
+            (KvragError("no luck"), ServerError, "no luck"),
+        ):
+            errors.append(error)
             deltas = remote.stream("a")
             assert next(deltas).text == "Once"
             with pytest.raises(kind, match=reason):

@@ -465,7 +465,7 @@ def test_a_closed_engine_says_so(store: KVWarmVectorStore, engine: BlendEngine, 
 
 
 def test_the_llm_must_be_one_that_can_encode() -> None:
-    with pytest.raises(SettingError, match="llm must be a ChatBlend, .* or a RemoteEngine, got str"):
+    with pytest.raises(SettingError, match=r"llm must be a ChatBlend, .* or a RemoteEngine, got str"):
         KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), "reader")  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="pass llm="):
         KVWarmVectorStore.from_texts(["text"], EMBEDDING)

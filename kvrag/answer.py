@@ -96,7 +96,7 @@ class Answering:
             self._notice_removals()
         takes_over = goes_on and not is_reference(config)
         prefix = self._find_prefix(ids, config, namespace) if takes_over else None
-        return self._pipeline.prefill(Prompt(ids, config, namespace, prefix, notes))
+        return self._pipeline.prefill(Prompt(ids, config, namespace, prefix, notes=notes))
 
     def _find_prefix(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> CachedPrefix | None:
         """Find what a conversation has of a prompt, as long as all that is in it would be reused now too."""
@@ -137,7 +137,7 @@ class Answering:
                 if key and serve(states[text], self._pipeline.alone_only) is None:
                     missing[key] = document
             if missing:
-                self._ingestion.warm(list(missing.values()), "", None, namespace, on_request=True)
+                self._ingestion.warm(list(missing.values()), "", None, namespace, mode="on request")
                 self._pipeline.catalog.refresh()
         except StoreError as error:
             notes.append(f"documents could not be stored: {error}")  # the answer does not depend on it

@@ -15,6 +15,8 @@ KvragError
      └─ DamagedChunkError         a stored chunk does not match its digest or its key
 """
 
+from __future__ import annotations
+
 
 class KvragError(Exception):
     """Base of all errors of this package."""
@@ -67,25 +69,34 @@ class StoreReadOnlyError(StoreError):
     """The store is not writable."""
 
 
-class ChunkUnreadableError(StoreError):
+class _ChunkError(StoreError):
+    """Base of errors about one chunk. Can be pickled, for other processes."""
+
+    _what = ""
+
+    def __init__(self, key: str, reason: object) -> None:
+        super().__init__(f"chunk {key} {self._what}: {reason}")
+        self.key, self.reason = key, str(reason)
+
+    def __reduce__(self) -> tuple[type[_ChunkError], tuple[str, str]]:
+        return type(self), (self.key, self.reason)
+
+
+class ChunkUnreadableError(_ChunkError):
     """A stored chunk cannot be read at the moment: an I/O error, no memory, too many open files. Its file is kept.
 
     Attributes:
         key: The chunk's key.
     """
 
-    def __init__(self, key: str, reason: object) -> None:
-        super().__init__(f"chunk {key} cannot be read at the moment: {reason}")
-        self.key = key
+    _what = "cannot be read at the moment"
 
 
-class DamagedChunkError(StoreError):
+class DamagedChunkError(_ChunkError):
     """A stored chunk is truncated, or does not match its digest or its key.
 
     Attributes:
         key: The chunk's key.
     """
 
-    def __init__(self, key: str, reason: str) -> None:
-        super().__init__(f"chunk {key} is damaged: {reason}")
-        self.key = key
+    _what = "is damaged"

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +37,41 @@ _ROOM = 256  # positions of a new cache for the answer, before it grows
 _FAILURES = 3  # per prompt; afterwards, forward passes no longer depend on reads, see `_open`
 
 
+class Found(NamedTuple):
+    """A run of a stored chunk in a prompt, the key of its text, and the number of tokens it was encoded behind."""
+
+    run: Run
+    text: str
+    context_tokens: int
+
+
+def match(
+    catalog: Catalog,
+    store: KVStore,
+    ids: Sequence[int],
+    min_run: int,
+    namespace: str,
+    kept: int = 0,
+    alone_only: bool = False,
+) -> list[Found]:
+    """Return the runs of stored chunks in a prompt, behind its first `kept` tokens.
+
+    Texts are matched on a snapshot; the variant to use depends on the store's current state.
+    """
+    runs = catalog.match(ids[kept:], min_run, namespace)
+    states = store.look_up(list(dict.fromkeys(run.key for run in runs)))
+    served = {text: serve(state, alone_only) for text, state in states.items()}
+    return [
+        Found(
+            replace(run, key=key, start=run.start + kept, stop=run.stop + kept),
+            run.key,
+            states[run.key].variants[key],
+        )
+        for run in runs
+        if (key := served.get(run.key))
+    ]
+
+
 @dataclass
 class Prompt:
     """A prompt in progress.
@@ -45,6 +81,7 @@ class Prompt:
         config: Blend settings, with a ratio.
         namespace: Namespace of the chunks to reuse.
         prefix: Cached prefix from a conversation.
+        found: What `Pipeline.match` returned for it; None = not matched yet.
         notes: Notes for the report.
         damaged, unreadable: Keys of chunks found to be damaged or unreadable.
     """
@@ -53,6 +90,7 @@ class Prompt:
     config: BlendConfig
     namespace: str = ""
     prefix: CachedPrefix | None = None
+    found: Sequence[Found] | None = None
     notes: list[str] = field(default_factory=list)
     damaged: set[str] = field(default_factory=set)
     unreadable: set[str] = field(default_factory=set)
@@ -141,7 +179,7 @@ class Pipeline:
     def find(self, ids: Sequence[int], min_run: int, namespace: str = "") -> list[tuple[Run, NDArray[np.uint32]]]:
         """Return the runs of stored chunks in a prompt, each with the token ids of its chunk."""
         found = []
-        for run, text, _ in self._runs(ids, min_run, namespace):
+        for run, text, _ in self.match(ids, min_run, namespace):
             with contextlib.suppress(KeyError):  # removed in the meantime
                 found.append((run, self.catalog.ids(text)))
         return found
@@ -155,19 +193,9 @@ class Pipeline:
         states = self.store.look_up(list(behind)) if behind else {}
         return [key for text, key in behind.items() if serve(states[text], self.alone_only) != key]
 
-    def _runs(self, ids: Sequence[int], min_run: int, namespace: str) -> list[tuple[Run, str, int]]:
-        """Return the runs of stored chunks in a prompt, each with the key of its text and the length of its context.
-
-        Texts are matched on a snapshot; the variant to use depends on the store's current state.
-        """
-        runs = self.catalog.match(ids, min_run, namespace)
-        states = self.store.look_up(list(dict.fromkeys(run.key for run in runs)))
-        served = {text: serve(state, self.alone_only) for text, state in states.items()}
-        return [
-            (replace(run, key=key), run.key, states[run.key].variants[key])
-            for run in runs
-            if (key := served.get(run.key))
-        ]
+    def match(self, ids: Sequence[int], min_run: int, namespace: str, kept: int = 0) -> list[Found]:
+        """See `match`."""
+        return match(self.catalog, self.store, ids, min_run, namespace, kept, self.alone_only)
 
     def _match(self, prompt: Prompt) -> Matched:
         """Match the prompt behind its cached prefix, and open the chunks."""
@@ -178,8 +206,9 @@ class Pipeline:
         readers: dict[str, ChunkReader] = {}
         runs: list[Run] = []
         try:
-            for run, text, context_tokens in self._runs(prompt.ids[kept:], config.min_run, prompt.namespace):
-                run = replace(run, start=run.start + kept, stop=run.stop + kept)
+            if (found := prompt.found) is None:
+                found = self.match(prompt.ids, config.min_run, prompt.namespace, kept)
+            for run, text, context_tokens in found:
                 reader = readers.get(run.key) or self._open(prompt, run.key)
                 if reader is None:
                     continue
@@ -189,6 +218,8 @@ class Pipeline:
                     runs.append(run)
                 else:
                     prompt.notes.append(f"chunk {run.key} does not match the store's manifest; recomputed")
+            everywhere = set[str].intersection(*self.backend.gather({run.key for run in runs}))
+            runs = [run for run in runs if run.key in everywhere]
         except BaseException:
             Matched(prompt.ids, runs, readers).close()
             raise
@@ -229,7 +260,7 @@ class Pipeline:
     def _decide(self, config: BlendConfig, matched: Matched) -> tuple[BlendConfig, Decision | None]:
         if config.controller != "auto" or not matched.runs:
             return config, None
-        decision = self.tuning.decide(config, matched)
+        decision = self.backend.gather(self.tuning.decide(config, matched))[0]
         policy = "full" if decision.full else config.policy
         return replace(config, ratio=decision.ratio, policy=policy), decision
 

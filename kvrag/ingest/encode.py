@@ -51,7 +51,8 @@ def encode(
         for layer in range(model.num_layers):
             keys, values = cache.layer(layer)  # (B, H, T, D)
             with torch.inference_mode():
-                layers.append((model.unrotate(layer, keys, tables[layer]).cpu(), values.cpu()))
+                keys = model.unrotate(layer, keys, tables[layer])
+                layers.append((model.all_heads(keys).cpu(), model.all_heads(values).cpu()))
         for index, row in enumerate(batch):
             for number in groups[row]:
                 kept = slice(len(rows[number]) - len(chunks[number]), len(rows[number]))
@@ -63,7 +64,9 @@ def encode(
 
 
 def batch_tokens(model: Model) -> int:
-    """Return the number of tokens that one forward pass of this model encodes."""
+    """Return the number of tokens that one forward pass of this model encodes, at least one chunk."""
+    if model.rows_per_pass is not None:
+        return 1  # its cache holds one row
     return max(1, min(BATCH_TOKENS, BATCH_BYTES // model.bytes_per_token))
 
 

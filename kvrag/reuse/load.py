@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend
-from kvrag.errors import ChunkUnreadableError, out_of_memory
+from kvrag.errors import ChunkUnreadableError, DamagedChunkError, out_of_memory
 from kvrag.fingerprint import text_key
 from kvrag.reuse.conversation import CachedPrefix
 from kvrag.reuse.trace import Trace
@@ -92,8 +92,11 @@ class LayerLoader:
         self._backend, self._readers, self._codec = backend, readers, codec
         # nothing to wait for, so no reason to queue behind a slow disk
         self._is_at_hand = codec == "native" and all(reader.tier == "ram" for reader in readers.values())
+        self._ahead = _AHEAD if backend.passes_may_wait else backend.num_layers
         self._reads: dict[int, Future[LayerKV]] = {}
         self._read_ahead(0)
+        if not backend.passes_may_wait:
+            self._wait_for_all()
 
     def layer(self, number: int) -> LayerKV:
         """Return a layer of all chunks, on its device. Each layer can be requested once.
@@ -121,10 +124,22 @@ class LayerLoader:
             if not read.cancel() and read.running():
                 read.exception()
 
+    def _wait_for_all(self) -> None:
+        """Wait until all layers are in memory. An error in one process is raised in all of them."""
+        error = None
+        try:
+            for read in self._reads.values():
+                read.result()
+        except (DamagedChunkError, ChunkUnreadableError) as caught:
+            error = caught
+        for other in filter(None, self._backend.gather(error)):
+            self.close()
+            raise other
+
     def _read_ahead(self, number: int) -> None:
         if self._is_at_hand or not self._readers:
             return
-        for layer in range(number, min(number + 1 + _AHEAD, self._backend.num_layers)):
+        for layer in range(number, min(number + 1 + self._ahead, self._backend.num_layers)):
             if layer not in self._reads:
                 self._reads[layer] = _pool.submit(self._read, layer)
 

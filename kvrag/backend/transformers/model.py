@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from kvrag.backend.lock import FairLock
-from kvrag.backend.protocol import KVCache, LayerSource, Observer, Tables
+from kvrag.backend.protocol import KVCache, LayerSource, Observer, T, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
 from kvrag.backend.transformers.attention import AttentionObserver, attention_at, suspended
@@ -47,7 +47,13 @@ class Model:
         rope_follows_length: RoPE frequencies depend on the prompt length (dynamic NTK, longrope) ...
         stable_length: ... but not up to this number of tokens.
         recompute_threshold: Length at which `model.generate` recomputes all KV; None = never.
+        rows_per_pass, passes_may_wait, num_processes, heads: See the protocol.
     """
+
+    rows_per_pass: int | None = None
+    passes_may_wait = True
+    num_processes = 1
+    heads = slice(None)
 
     def __init__(
         self,
@@ -220,9 +226,32 @@ class Model:
 
     # ---------------------------------------------------------------- forward
 
-    def new_cache(self, capacity: int, source: LayerSource | None = None) -> BlendCache:
-        """Return an empty cache, or one whose layers `source` provides when a pass reaches them."""
-        return BlendCache(self.num_layers, capacity, source)
+    def new_cache(
+        self,
+        capacity: int,
+        source: LayerSource | None = None,
+        filled: Tensor | None = None,
+        prefix: tuple[KVCache, int] | None = None,
+    ) -> BlendCache:
+        """Return an empty cache, or one whose layers `source` provides when a pass reaches them.
+
+        Args:
+            filled: (R,) positions that `source` fills; the others are undefined.
+            prefix: Another cache and the number of its leading positions that the new one begins with.
+        """
+        return BlendCache(self.num_layers, capacity, source, prefix)
+
+    def gather(self, value: T) -> Sequence[T]:
+        """Return the values of all processes: there is one."""
+        return (value,)
+
+    def all_heads(self, tensor: Tensor) -> Tensor:
+        """Return the (B, H, T, D) tensors of all processes as one: there is one."""
+        return tensor
+
+    def sum_over_processes(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the processes' tensors: there is one."""
+        return tensor
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

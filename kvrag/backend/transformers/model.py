@@ -30,8 +30,21 @@ from kvrag.fingerprint import Fingerprint, hash_weights
 
 _TRIAL_TOKENS = 8
 
+
 _loaded: weakref.WeakValueDictionary[str, Model] = weakref.WeakValueDictionary()
 _loading: dict[str, threading.Lock] = {}
+
+
+def fingerprint(name: str, hf: Any, tokenizer: Tokenizer, weights: str) -> Fingerprint:
+    """Return the fingerprint of a transformers model whose weights have this hash."""
+    return Fingerprint(
+        model=name,
+        weights=weights,
+        tokenizer=tokenizer.digest,
+        dtype=str(hf.dtype).removeprefix("torch."),
+        rope=json.dumps(loading.rope_parameters(hf.config.get_text_config()), sort_keys=True),
+        preamble=tokenizer.preamble,
+    )
 
 
 class Model:
@@ -92,14 +105,7 @@ class Model:
         with loading.refuse_failures(hf.config):
             self._rotary, self._devices = probe(hf, self.num_layers, shift=min(37, self.stable_length // 4))
             self._check_attention()
-        self.fingerprint = Fingerprint(
-            model=self.name,
-            weights=hash_weights(hf.state_dict().items()),
-            tokenizer=self.tokenizer.digest,
-            dtype=str(self.dtype).removeprefix("torch."),
-            rope=json.dumps(rope, sort_keys=True),
-            preamble=self.tokenizer.preamble,
-        )
+        self.fingerprint = fingerprint(self.name, hf, self.tokenizer, hash_weights(hf.state_dict().items()))
 
     @classmethod
     def from_pretrained(

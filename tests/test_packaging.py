@@ -29,6 +29,7 @@ PACKAGES = {
     "kvrag": (ROOT, "kvrag"),
     "langchain-kvrag": (ROOT / "integrations" / "langchain-kvrag", "langchain_kvrag"),
     "llama-index-llms-kvrag": (ROOT / "integrations" / "llama-index-llms-kvrag", "llama_index/llms/kvrag"),
+    "vllm-kvrag": (ROOT / "integrations" / "vllm-kvrag", "vllm_kvrag"),
 }
 LARGEST = 20 << 20
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

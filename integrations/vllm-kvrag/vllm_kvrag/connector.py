@@ -8,8 +8,7 @@ again, samples, and decodes as usual.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.errors import KvragError, UnsupportedModelError
 from kvrag.store import FileStore
 from vllm_kvrag import gate
@@ -166,9 +164,7 @@ class KvragConnector(KVConnectorBase_V1):
             if not loaded:
                 raise UnsupportedModelError("kvrag needs --worker-cls vllm_kvrag.Worker")
             tokenizer = tokenizer_of(config.model_config)
-            backend = VllmBackend(
-                config, self._cache_config, loaded[-1], tokenizer, self._fingerprint, self._turns
-            )
+            backend = VllmBackend(config, self._cache_config, loaded[-1], tokenizer, self._fingerprint, self._turns)
             gate.check(backend, self._cache_config.num_blocks)
             settings = self._settings
             self._jobs = Jobs(backend, self._store, settings.config, settings.codec, settings.ram_bytes)

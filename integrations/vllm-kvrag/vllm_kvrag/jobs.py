@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -75,9 +75,7 @@ Task = BlendTask | WarmTask | ForgetTask
 class Jobs:
     """Does the tasks of one worker process."""
 
-    def __init__(
-        self, backend: VllmBackend, store: KVStore, config: BlendConfig, codec: str, ram_bytes: int
-    ) -> None:
+    def __init__(self, backend: VllmBackend, store: KVStore, config: BlendConfig, codec: str, ram_bytes: int) -> None:
         self._backend, self._store, self._config, self._codec = backend, store, config, codec
         self._memory = MemoryTier(ram_bytes)
         self._tuning = Tuning(backend, store)
@@ -115,9 +113,7 @@ class Jobs:
         store = AgreedStore(self._store, backend) if backend.num_processes > 1 else self._store
         ingestion = Ingestion(backend, store, self._config, self._codec, self._fingerprint, self._tuning)
         mode: Mode = "replace" if task.replaces else "add"
-        report = ingestion.warm(
-            task.texts, task.document, task.sources, task.namespace, mode=mode, before=task.before
-        )
+        report = ingestion.warm(task.texts, task.document, task.sources, task.namespace, mode=mode, before=task.before)
         return asdict(report)
 
     def _forget(self, task: ForgetTask, job: Job) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -64,7 +64,7 @@ class Job:
     """
 
     def __init__(self, name: str, work: Callable[[Job], Any], turns: Turns) -> None:
-        self.name, self.result, self.error = name, None, None
+        self.name = name
         self.result: Any = None
         self.error: BaseException | None = None
         self.waits = 0
@@ -91,7 +91,7 @@ class Job:
         operation.done.wait()
         if operation.error is not None:
             raise operation.error
-        return operation.result  # type: ignore[no-any-return]
+        return operation.result
 
     def run(self) -> None:
         """Do the work, in the job's thread."""

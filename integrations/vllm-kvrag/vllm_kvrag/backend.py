@@ -98,6 +98,7 @@ class VllmBackend:
         layers: Attention layers, in order.
         page_map: Reads their pages.
         slots: (T,) slot of each position.
+        block_size: Tokens per block.
         rank: Number of this process in its tensor-parallel group.
         with_logits: Compute logits in every pass; only the gate needs them.
     """
@@ -143,8 +144,8 @@ class VllmBackend:
         self.bytes_per_token = 2 * self.num_layers * num_heads * self.layers[0].head_size * self.dtype.itemsize
         self._rotary = [_rotary(model, layer) for layer in self.layers]
         (group,) = kv_cache_config.kv_cache_groups
-        self._block_size = int(group.kv_cache_spec.block_size)
-        num_slots = kv_cache_config.num_blocks * self._block_size
+        self.block_size = int(group.kv_cache_spec.block_size)
+        num_slots = kv_cache_config.num_blocks * self.block_size
         # before anything else touches the layers: it sets up what writing pages needs
         builder = self.layers[0].attn_backend.get_builder_cls()
         self._builder = builder(group.kv_cache_spec, group.layer_names, vllm_config, self.device)
@@ -164,8 +165,8 @@ class VllmBackend:
         bound = copy.copy(self)
         bound._job = job
         bound._blocks = torch.tensor(blocks, dtype=torch.int32, device=self.device)
-        starts = bound._blocks.long()[:, None] * self._block_size
-        bound.slots = (starts + torch.arange(self._block_size, device=self.device)).flatten()
+        starts = bound._blocks.long()[:, None] * self.block_size
+        bound.slots = (starts + torch.arange(self.block_size, device=self.device)).flatten()
         return bound
 
     def call(self, work: Callable[[], T], rows: int = 0) -> T:
@@ -307,7 +308,10 @@ class VllmBackend:
             rows = torch.arange(cache.length, cache.length + ids.shape[1])
             cache.length += ids.shape[1]
         if int(rows[-1]) >= len(self.slots):
-            raise ContextWindowError(f"{int(rows[-1]) + 1} tokens do not fit into pages for {len(self.slots)}")
+            raise ContextWindowError(
+                f"{int(rows[-1]) + 1} tokens do not fit into the request's pages, which hold {len(self.slots)}: "
+                "give a warm request all of its texts as the prompt"
+            )
         logits = torch.empty(1, 0)
         for part in torch.split(torch.arange(len(rows)), self.rows_per_pass or len(rows)):
             run = partial(self._pass, ids[0, part], rows[part], cache, observe, attended, shift)

@@ -136,11 +136,12 @@ class Answering:
         """See `BlendEngine.prefill`."""
         notes = list(notes)
         config = self._pipeline.tuning.settle(config, notes)
-        if self._pipeline.store.removals() != self._removals:
-            self._notice_removals()
+        removals = self._pipeline.store.removals()
+        if removals != self._removals:
+            self._notice_removals(removals)
         takes_over = goes_on and not is_reference(config)
         prefix = self._find_prefix(ids, config, namespace) if takes_over else None
-        return self._pipeline.prefill(Prompt(ids, config, namespace, prefix, notes))
+        return self._pipeline.prefill(Prompt(ids, config, namespace, prefix, notes, removals))
 
     def _find_prefix(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> CachedPrefix | None:
         """Find what a conversation has of a prompt, as long as all that is in it would be reused now too."""
@@ -160,9 +161,9 @@ class Answering:
         """Drop the conversations. Pending answers end with their own KV."""
         self._conversations.close()
 
-    def _notice_removals(self) -> None:
+    def _notice_removals(self, removals: int) -> None:
         """Free KV that was removed from the store, possibly by another process."""
-        self._removals = self._pipeline.store.removals()
+        self._removals = removals
         kept = {*self._pipeline.memory.keys(), *self._conversations.keys()}
         self.free(self._pipeline.store.missing(sorted(kept)))
 

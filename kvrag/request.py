@@ -46,6 +46,7 @@ class Prompt:
         namespace: Namespace of the chunks to reuse.
         prefix: Cached prefix from a conversation.
         notes: Notes for the report.
+        removals: The store's counter, if it has just been read.
         damaged, unreadable: Keys of chunks found to be damaged or unreadable.
     """
 
@@ -54,6 +55,7 @@ class Prompt:
     namespace: str = ""
     prefix: CachedPrefix | None = None
     notes: list[str] = field(default_factory=list)
+    removals: int | None = None
     damaged: set[str] = field(default_factory=set)
     unreadable: set[str] = field(default_factory=set)
 
@@ -141,7 +143,7 @@ class Pipeline:
     def find(self, ids: Sequence[int], min_run: int, namespace: str = "") -> list[tuple[Run, NDArray[np.uint32]]]:
         """Return the runs of stored chunks in a prompt, each with the token ids of its chunk."""
         found = []
-        for run, text, _ in self._runs(ids, min_run, namespace):
+        for run, text, _ in self._runs(ids, min_run, namespace, None):
             with contextlib.suppress(KeyError):  # removed in the meantime
                 found.append((run, self.catalog.ids(text)))
         return found
@@ -155,12 +157,14 @@ class Pipeline:
         states = self.store.look_up(list(behind)) if behind else {}
         return [key for text, key in behind.items() if serve(states[text], self.alone_only) != key]
 
-    def _runs(self, ids: Sequence[int], min_run: int, namespace: str) -> list[tuple[Run, str, int]]:
+    def _runs(
+        self, ids: Sequence[int], min_run: int, namespace: str, removals: int | None
+    ) -> list[tuple[Run, str, int]]:
         """Return the runs of stored chunks in a prompt, each with the key of its text and the length of its context.
 
         Texts are matched on a snapshot; the variant to use depends on the store's current state.
         """
-        runs = self.catalog.match(ids, min_run, namespace)
+        runs = self.catalog.match(ids, min_run, namespace, removals)
         states = self.store.look_up(list(dict.fromkeys(run.key for run in runs)))
         served = {text: serve(state, self.alone_only) for text, state in states.items()}
         return [
@@ -176,23 +180,32 @@ class Pipeline:
             return Matched(prompt.ids, prefix=prompt.prefix)
         ids = np.asarray(prompt.ids, np.uint32)
         readers: dict[str, ChunkReader] = {}
+        texts: dict[str, str] = {}
         runs: list[Run] = []
         try:
-            for run, text, context_tokens in self._runs(prompt.ids[kept:], config.min_run, prompt.namespace):
+            found = self._runs(prompt.ids[kept:], config.min_run, prompt.namespace, prompt.removals)
+            for run, text, context_tokens in found:
                 run = replace(run, start=run.start + kept, stop=run.stop + kept)
-                reader = readers.get(run.key) or self._open(prompt, run.key)
+                reader = readers.get(run.key)
                 if reader is None:
-                    continue
-                readers[run.key] = reader
-                is_same = np.array_equal(reader.ids[run.offset : run.offset + len(run)], ids[run.start : run.stop])
-                if is_same and _is_as_recorded(reader, prompt.namespace, text, context_tokens):
+                    reader = self._open(prompt, run.key)
+                    if reader is None:
+                        continue
+                    readers[run.key] = reader
+                    texts[run.key] = text_key(reader.namespace, reader.ids)
+                # the file is verified, the manifest can be damaged
+                recorded = (reader.namespace, texts[run.key], reader.context_tokens)
+                is_as_recorded = recorded == (prompt.namespace, text, context_tokens)
+                if is_as_recorded and np.array_equal(
+                    reader.ids[run.offset : run.offset + len(run)], ids[run.start : run.stop]
+                ):
                     runs.append(run)
                 else:
                     prompt.notes.append(f"chunk {run.key} does not match the store's manifest; recomputed")
         except BaseException:
             Matched(prompt.ids, runs, readers).close()
             raise
-        return Matched(prompt.ids, runs, readers, prompt.prefix)
+        return Matched(prompt.ids, runs, readers, prompt.prefix, texts)
 
     def _open(self, prompt: Prompt, key: str) -> ChunkReader | None:
         """Open a chunk; None if it is not stored or unreadable.
@@ -260,12 +273,6 @@ def _read_whole(reader: ChunkReader) -> None:
     except BaseException:
         reader.close()
         raise
-
-
-def _is_as_recorded(reader: ChunkReader, namespace: str, text: str, context_tokens: int) -> bool:
-    """Return whether an opened chunk is what the manifest says; its file is verified, the manifest can be damaged."""
-    recorded = namespace, text, context_tokens
-    return (reader.namespace, text_key(namespace, reader.ids), reader.context_tokens) == recorded
 
 
 def _report(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import CHUNKS, messages, plain_logits, prepare, relative
 
-from kvrag import BlendConfig, BlendEngine, FileStore, Model
+from kvrag import BlendConfig, BlendEngine, FileStore, Model, request
 from kvrag.backend.lock import FairLock
 from kvrag.errors import ChunkUnreadableError
 
@@ -188,3 +188,15 @@ def test_a_chunk_with_another_context_than_recorded_is_not_served(model: Model, 
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0), BlendConfig("none", context_tokens=0)) as engine:
         report = engine.prefill(ids).report
         assert (report.runs, len(report.notes)) == ((), 1)
+
+
+def test_a_prompt_hashes_each_chunk_once_and_reads_the_removals_once(
+    cold: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = cold.model.tokenizer.render(messages(CHUNKS[0], CHUNKS[1], CHUNKS[0], CHUNKS[0], CHUNKS[1]))
+    hashed, removals = [], []
+    hashing, reading = request.text_key, cold.store.removals
+    monkeypatch.setattr(request, "text_key", lambda *text: hashed.append(text) or hashing(*text))
+    monkeypatch.setattr(cold.store, "removals", lambda: removals.append(1) or reading())
+    assert len(cold.prefill(ids).stitched.runs) == 5
+    assert (len(hashed), len(removals)) == (2, 1)

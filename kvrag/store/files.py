@@ -85,6 +85,7 @@ class FileStore:
         if max_bytes is not None and max_bytes <= 0:
             raise SettingError(f"max_bytes must be positive, got {max_bytes}")
         self.path = Path(path).expanduser().resolve()
+        self._chunks = self.path / "chunks"
         self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
         check_layout(self.path)
         try:
@@ -107,10 +108,6 @@ class FileStore:
                 self._recover()
 
     @property
-    def _chunks(self) -> Path:
-        return self.path / "chunks"
-
-    @property
     def read_only(self) -> bool:
         """See KVStore.read_only."""
         return self._manifest.read_only
@@ -124,7 +121,7 @@ class FileStore:
         # a manifest that is damaged, or somebody's, must not lead to other files
         if os.path.basename(name) != name or not name.endswith(SUFFIX):
             name = f"no name{SUFFIX}"
-        return self._chunks / name[:2] / name
+        return self._chunks.joinpath(name[:2], name)
 
     @property
     def _fingerprint(self) -> str:

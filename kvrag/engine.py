@@ -132,7 +132,7 @@ class BlendEngine:
         Raises:
             PromptError: A text cannot be encoded.
             ContextWindowError: A chunk is longer than the model's window.
-            ModelError: The model overflows on a chunk.
+            ModelError: The model overflows on a chunk, or there is not enough memory (OutOfMemoryError).
             StoreError: A chunk cannot be stored; chunks stored before are kept.
         """
         self._check_open()
@@ -189,6 +189,7 @@ class BlendEngine:
 
         Raises:
             PromptError, ContextWindowError: The prompt cannot be answered.
+            OutOfMemoryError: There is not enough memory; the engine stays usable.
             SettingError: A setting is out of range or unknown, or a grammar is invalid.
         """
         self._check_open()

@@ -20,7 +20,7 @@ from kvrag.backend.protocol import Backend
 from kvrag.config import BlendConfig
 from kvrag.control.controller import Decision
 from kvrag.control.tuning import Tuning
-from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError
+from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError, reporting_memory
 from kvrag.fingerprint import text_key
 from kvrag.reuse.blend import blend, prefill, uncomputed
 from kvrag.reuse.catalog import Catalog
@@ -113,7 +113,8 @@ class Pipeline:
         """Prefill a prompt from stored chunks; unreadable chunks are recomputed. Changes `prompt`."""
         while True:
             try:
-                return self._attempt(prompt)
+                with reporting_memory():
+                    return self._attempt(prompt)
             except (DamagedChunkError, ChunkUnreadableError) as error:
                 self._set_aside(prompt, error)
 

@@ -35,6 +35,7 @@ PUBLIC = [
     "Model",
     "ModelError",
     "ModelLoadError",
+    "OutOfMemoryError",
     "PromptError",
     "Run",
     "Sampling",
@@ -125,7 +126,7 @@ def test_the_signature_of_a_model_shows_its_options() -> None:
 
 def test_all_errors_have_one_base() -> None:
     errors = [getattr(kvrag, name) for name in PUBLIC if name.endswith("Error")]
-    assert len(errors) == 13
+    assert len(errors) == 14
     assert all(issubclass(error, kvrag.KvragError) for error in errors)
     assert issubclass(kvrag.SettingError, ValueError)
     assert not issubclass(kvrag.PromptError, ValueError)  # pydantic and parsers would take it for one of theirs

@@ -23,7 +23,7 @@ from kvrag.backend.transformers.cache import BlendCache, StopForward
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import Sampling, fill_options, show_options
-from kvrag.errors import ContextWindowError, UnsupportedModelError
+from kvrag.errors import ContextWindowError, UnsupportedModelError, reporting_memory
 from kvrag.fingerprint import Fingerprint, hash_weights
 
 _TRIAL_TOKENS = 8
@@ -305,7 +305,7 @@ class Model:
             positions, mask = rows, self._no_mask
             cache.rows, cache.stop = rows.to(self.device), int(rows[-1]) + 1
             attention = attention_at(self.config, rows, self.windows, observer)
-        with attention:
+        with attention, reporting_memory():
             output = self.hf(
                 input_ids=ids.to(self.device),
                 position_ids=positions[None].to(self.device),

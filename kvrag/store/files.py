@@ -76,7 +76,8 @@ class FileStore:
         """Open or create the store.
 
         Args:
-            max_bytes: Byte budget; least recently used chunks are evicted beyond it. None = no budget.
+            max_bytes: Byte budget; least recently used chunks are evicted beyond it. None = no budget. While several
+                threads or processes are storing, each can exceed it by the chunks that it is storing at the moment.
             min_free_bytes: Writing stops before less than this is free on the disk.
 
         Raises:
@@ -191,6 +192,8 @@ class FileStore:
             self._unlink(row.file for row in rows)
             raise
         self._unlink(row.file for row in known)  # another writer was faster
+        if self.max_bytes is not None and self._manifest.num_bytes() > self.max_bytes:
+            self._evict(self.max_bytes)  # others have stored chunks since there was room
         return sum(row.num_bytes for row in rows) - sum(row.num_bytes for row in known)
 
     def _write(self, record: ChunkRecord) -> Row:
@@ -220,9 +223,7 @@ class FileStore:
                     f"{needed} bytes exceed the store's budget of {self.max_bytes} bytes: raise max_bytes"
                 )
             if used + needed > self.max_bytes:
-                keep = max(0, int(self.max_bytes * _LOW_WATERMARK) - needed)
-                self._flush_touched()
-                self.remove(self._manifest.oldest(used - keep))
+                self._evict(max(0, int(self.max_bytes * _LOW_WATERMARK) - needed))
         try:
             free = shutil.disk_usage(self.path).free
         except OSError as error:
@@ -232,6 +233,12 @@ class FileStore:
                 f"the disk of {self.path} has {free / 1e9:.1f} GB free; {needed / 1e9:.3f} GB are needed and "
                 f"{self.min_free_bytes / 1e9:.1f} GB must stay free: free space, or choose another folder"
             )
+
+    def _evict(self, limit: int) -> None:
+        """Remove the least recently used chunks until all take at most `limit` bytes."""
+        self._flush_touched()
+        while names := self._manifest.evict(limit, _EVICT):
+            self._unlink(names)
 
     def open(self, key: str) -> ChunkReader | None:
         """See KVStore.open."""

@@ -6,6 +6,7 @@ KvragError
  │   └─ ContextWindowError  too long for the model; the message gives the excess
  ├─ ModelError
  │   ├─ ModelLoadError         unknown name, no network, damaged files
+ │   ├─ OutOfMemoryError       too little memory for a prompt or a chunk; the engine stays usable
  │   └─ UnsupportedModelError  the architecture cannot be blended; the message gives the reason
  └─ StoreError
      ├─ FingerprintMismatchError  KV of another model, tokenizer, dtype or RoPE setting
@@ -16,6 +17,9 @@ KvragError
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class KvragError(Exception):
@@ -51,6 +55,26 @@ class ModelLoadError(ModelError):
 
 class UnsupportedModelError(ModelError):
     """The model's architecture cannot be blended exactly; the message gives the reason."""
+
+
+class OutOfMemoryError(ModelError):
+    """There is not enough memory to compute a prompt or a chunk. The engine stays usable."""
+
+
+@contextmanager
+def reporting_memory() -> Iterator[None]:
+    """Raise OutOfMemoryError if memory runs out within."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        reason = (str(error).strip().split("\n")[0] or type(error).__name__)[:160]
+        error.__traceback__ = None  # its frames would keep the tensors of the failed pass
+        raise OutOfMemoryError(
+            "memory ran out: use a shorter prompt, fewer or shorter chunks, a smaller dtype or a smaller "
+            f"conversation_bytes or ram_bytes ({reason})"
+        ) from error
 
 
 class StoreError(KvragError):

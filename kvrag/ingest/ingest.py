@@ -19,7 +19,7 @@ import numpy as np
 from kvrag.backend.protocol import Encoder
 from kvrag.config import BlendConfig, check_names
 from kvrag.control.tuning import Tuning
-from kvrag.errors import SettingError
+from kvrag.errors import SettingError, reporting_memory
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.ingest.encode import batch_tokens, encode, row_lengths
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore, TextState
@@ -287,7 +287,8 @@ class Ingestion:
             wanted = set(self._store.missing([choice.key for choice in portion]))
             new = [choice for choice in portion if choice.key in wanted]
             if new:
-                tally.bytes += self._store.put(self._encode(new, namespace))
+                with reporting_memory():
+                    tally.bytes += self._store.put(self._encode(new, namespace))
             tally.texts.update(choice.piece.text for choice in new)
             tally.tokens += sum(len(choice.piece.ids) for choice in new)
             tally.done += sum(len(choice.piece.ids) for choice in portion)

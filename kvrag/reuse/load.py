@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvrag.backend.protocol import Backend
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, out_of_memory
-from kvrag.fingerprint import text_key
 from kvrag.reuse.conversation import CachedPrefix
 from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader
@@ -34,12 +33,14 @@ class Matched:
         runs: Runs of stored chunks after the cached prefix, ascending and disjoint.
         readers: An open reader for every key in `runs`.
         prefix: Cached prefix from a conversation.
+        texts: Keys of the texts of these chunks.
     """
 
     ids: Sequence[int]
     runs: Sequence[Run] = ()
     readers: Mapping[str, ChunkReader] = field(default_factory=dict)
     prefix: CachedPrefix | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def kept(self) -> int:
@@ -59,8 +60,8 @@ class Matched:
     @property
     def behind(self) -> dict[str, str]:
         """Keys of the texts, and of their chunks, that were encoded behind something."""
-        readers = [self.readers[key] for key in {run.key for run in self.runs}]
-        return {text_key(each.namespace, each.ids): each.key for each in readers if each.context_tokens}
+        keys = {run.key for run in self.runs}
+        return {self.texts[key]: key for key in keys if self.readers[key].context_tokens}
 
     @property
     def bytes_read(self) -> int:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from kvrag.backend.lock import FairLock
+from kvrag.backend.lock import FairLock, Shared
 from kvrag.backend.protocol import KVCache, LayerSource, Observer, T, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
@@ -24,15 +22,34 @@ from kvrag.backend.transformers.attention import AttentionObserver, attention_at
 from kvrag.backend.transformers.cache import BlendCache, StopForward
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.tokenizer import Tokenizer
-from kvrag.config import Sampling
-from kvrag.errors import ContextWindowError, UnsupportedModelError
+from kvrag.config import Sampling, fill_options, show_options
+from kvrag.errors import ContextWindowError, UnsupportedModelError, reporting_memory
 from kvrag.fingerprint import Fingerprint, hash_weights
 
 _TRIAL_TOKENS = 8
 
 
-_loaded: weakref.WeakValueDictionary[str, Model] = weakref.WeakValueDictionary()
-_loading: dict[str, threading.Lock] = {}
+class LoadOptions(TypedDict, total=False):
+    """Options of `Model.from_pretrained`, described there."""
+
+    dtype: str | torch.dtype
+    device: str | None
+    device_map: str | dict[str, Any] | None
+    revision: str | None
+    attn_implementation: str | None
+    trust_remote_code: bool
+    allow_unverified: bool
+    preamble: bool
+
+
+LOAD_DEFAULTS: dict[str, Any] = dict.fromkeys(LoadOptions.__annotations__) | {
+    "dtype": "auto",
+    "trust_remote_code": False,
+    "allow_unverified": False,
+    "preamble": True,
+}
+
+_shared: Shared[Model] = Shared()
 
 
 def fingerprint(name: str, hf: Any, tokenizer: Tokenizer, weights: str) -> Fingerprint:
@@ -109,19 +126,8 @@ class Model:
         self.fingerprint = fingerprint(self.name, hf, self.tokenizer, hash_weights(hf.state_dict().items()))
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | Path,
-        *,
-        dtype: str | torch.dtype = "auto",
-        device: str | None = None,
-        device_map: str | dict[str, Any] | None = None,
-        revision: str | None = None,
-        attn_implementation: str | None = None,
-        trust_remote_code: bool = False,
-        allow_unverified: bool = False,
-        preamble: bool = True,
-    ) -> Model:
+    @show_options(LoadOptions, LOAD_DEFAULTS)
+    def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadOptions]) -> Model:
         """Load a model by hub name or path. Equal settings share one model while it is in use.
 
         Args:
@@ -136,23 +142,16 @@ class Model:
         Raises:
             ModelLoadError: Unknown name, no network, or damaged files.
             UnsupportedModelError: The model cannot be blended exactly.
+            SettingError: A setting is unknown.
         """
-        settings: dict[str, Any] = {
-            "dtype": dtype,
-            "device": device,
-            "device_map": device_map,
-            "revision": revision,
-            "attn_implementation": attn_implementation,
-            "trust_remote_code": trust_remote_code,
-            "allow_unverified": allow_unverified,
-        }
-        key = json.dumps([str(name_or_path), settings, preamble], default=str)
-        with _loading.setdefault(key, threading.Lock()):
-            model = _loaded.get(key)
-            if model is None:
-                hf, tokenizer = loading.load(str(name_or_path), **settings)
-                model = _loaded[key] = cls(hf, tokenizer, str(name_or_path), allow_unverified, preamble)
-        return model
+        settings = fill_options("from_pretrained", LOAD_DEFAULTS, options)
+        key = json.dumps([str(name_or_path), settings], default=str)
+        preamble, name = settings.pop("preamble"), str(name_or_path)
+
+        def load() -> Model:
+            return cls(*loading.load(name, **settings), name, settings["allow_unverified"], preamble)
+
+        return _shared.get(key, load)
 
     def _check_attention(self) -> None:
         """Raise UnsupportedModelError unless all layers use transformers' attention interface."""
@@ -346,7 +345,7 @@ class Model:
             positions, mask = rows, self._no_mask
             cache.rows, cache.stop = rows.to(self.device), int(rows[-1]) + 1
             attention = attention_at(self.config, rows, self.windows, observer)
-        with attention:
+        with attention, reporting_memory():
             output = self.hf(
                 input_ids=ids.to(self.device),
                 position_ids=positions[None].to(self.device),

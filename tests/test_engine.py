@@ -423,7 +423,7 @@ def test_no_file_stays_open(ram_bytes: int, model: Model, tmp_path: Path, monkey
         for step in ("stitch", "select", "blend"):
             with monkeypatch.context() as patch:
                 patch.setattr(kvrag.request, step, fail)
-                with pytest.raises(RuntimeError, match="out of memory"):
+                with pytest.raises(kvrag.OutOfMemoryError, match="out of memory"):
                     engine.generate(PROMPT)
             assert _open_files() == before, step
         assert len(engine.generate(PROMPT, max_new_tokens=1).report.runs) == 4
@@ -441,7 +441,7 @@ def test_an_error_inside_a_forward_pass_leaves_the_model_usable(
     for policy in ("query", "hkvd", "random"):
         with monkeypatch.context() as patch:
             patch.setattr(hf.model.layers[1].mlp, "forward", fail)
-            with pytest.raises(RuntimeError, match="out of memory"):
+            with pytest.raises(kvrag.OutOfMemoryError, match="out of memory"):
                 engine.generate(PROMPT, policy=policy)
         assert hf.config._attn_implementation == "sdpa"
         assert not engine.model.lock._held
@@ -459,7 +459,7 @@ def test_the_reading_threads_do_not_outlive_an_error(engine: BlendEngine, monkey
     for _ in range(20):
         with monkeypatch.context() as patch:
             patch.setattr(kvrag.request, "select", fail)
-            with pytest.raises(RuntimeError, match="out of memory"):
+            with pytest.raises(kvrag.OutOfMemoryError, match="out of memory"):
                 engine.generate(PROMPT)
     assert engine.store.stats().damaged == 0
     assert engine.generate(PROMPT, max_new_tokens=1).report.notes == ()

@@ -5,26 +5,50 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from typing import Any, TypedDict
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvrag.backend.transformers import Model
-from kvrag.config import BlendConfig, Sampling
-from kvrag.errors import StoreError
+from kvrag.backend.transformers import Model, Tokenizer
+from kvrag.config import BlendConfig, Grammar, Sampling, check_namespace, fill_options
+from kvrag.errors import SettingError, StoreError
 from kvrag.fingerprint import text_key
 from kvrag.generate.decode import decode
 from kvrag.generate.grammar import constrain
-from kvrag.generate.tools import Prepared
+from kvrag.generate.tools import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import Call, Watch
 from kvrag.inspect.history import History
 from kvrag.request import Pipeline, Prefilled, Prompt
 from kvrag.reuse.conversation import CachedPrefix, Conversation, Conversations, Turn
 from kvrag.store import serve
-from kvrag.types import Answer, BlendReport, Delta, Run, ToolCall
+from kvrag.types import Answer, BlendReport, Delta, Messages, ToolCall
+
+
+class AnswerOptions(TypedDict, total=False):
+    """Options of an answer, described in `BlendEngine.stream`."""
+
+    documents: Sequence[str] | None
+    namespace: str
+    ratio: float | None
+    policy: str | None
+    controller: str | None
+    stop: Sequence[str]
+    tools: Sequence[dict[str, Any]] | None
+    tool_choice: str | dict[str, Any] | None
+    grammar: Grammar | None
+    template: dict[str, Any] | None
+    max_new_tokens: int
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    repetition_penalty: float | None
+    seed: int | None
+
+
+ANSWER_DEFAULTS: dict[str, Any] = dict.fromkeys(AnswerOptions.__annotations__) | {"namespace": "", **asdict(Sampling())}
 
 
 @dataclass(frozen=True)
@@ -45,6 +69,18 @@ class Question:
     config: BlendConfig
     sampling: Sampling
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, prompt: str | Messages, config: BlendConfig, given: AnswerOptions) -> Question:
+        """Return the question that a prompt and its options ask; raises the errors of `BlendEngine.stream`."""
+        options = fill_options("stream", ANSWER_DEFAULTS, given)
+        config = overridden(config, options["ratio"], options["policy"], options["controller"])
+        prepared = prepare(tokenizer, prompt, options["tools"], options["tool_choice"], options["grammar"])
+        if isinstance(options["stop"], str):
+            raise SettingError("stop must be a sequence of strings, not one string")
+        sampling = Sampling(**{field.name: options[field.name] for field in fields(Sampling)})
+        namespace = check_namespace(options["namespace"])
+        return cls(prepared.with_template(options["template"]), options["documents"] or (), namespace, config, sampling)
+
 
 class Answering:
     """Answers questions; keeps the live conversations and the most recent answers. Thread-safe."""
@@ -61,7 +97,7 @@ class Answering:
         started = time.perf_counter()  # the consumer has asked for the first token
         tokenizer, prepared, namespace = self._model.tokenizer, question.prepared, question.namespace
         notes: list[str] = []
-        ids = tokenizer.render(prepared.prompt, **prepared.template)
+        ids = prepared.render(tokenizer)
         self._model.check_window(len(ids))
         constraint = constrain(self._model, prepared.grammar) if prepared.grammar else None
         parser = prepared.parser(tokenizer, ids)
@@ -86,17 +122,26 @@ class Answering:
         if not is_reference(done.config):
             self._keep(done, answer, generation_prompt, namespace)
 
+    def try_out(self, prepared: Prepared, config: BlendConfig, namespace: str) -> Call:
+        """Prefill a prompt without answering it."""
+        ids = prepared.render(self._model.tokenizer)
+        self._model.check_window(len(ids))
+        started = time.perf_counter()
+        done = self.prefill(ids, config, (), namespace, goes_on=False)
+        return Call(done.ids, done.selected, replace(done.report, ttft_s=time.perf_counter() - started), namespace)
+
     def prefill(
         self, ids: list[int], config: BlendConfig, notes: Sequence[str], namespace: str, goes_on: bool
     ) -> Prefilled:
         """See `BlendEngine.prefill`."""
         notes = list(notes)
         config = self._pipeline.tuning.settle(config, notes)
-        if self._pipeline.store.removals() != self._removals:
-            self._notice_removals()
+        removals = self._pipeline.store.removals()
+        if removals != self._removals:
+            self._notice_removals(removals)
         takes_over = goes_on and not is_reference(config)
         prefix = self._find_prefix(ids, config, namespace) if takes_over else None
-        return self._pipeline.prefill(Prompt(ids, config, namespace, prefix, notes))
+        return self._pipeline.prefill(Prompt(ids, config, namespace, prefix, notes=notes, removals=removals))
 
     def _find_prefix(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> CachedPrefix | None:
         """Find what a conversation has of a prompt, as long as all that is in it would be reused now too."""
@@ -107,10 +152,6 @@ class Answering:
             self._conversations.drop(withdrawn)
         return None
 
-    def find(self, ids: Sequence[int], min_run: int, namespace: str) -> list[tuple[Run, NDArray[np.uint32]]]:
-        """Return the runs of stored chunks in a prompt, each with the token ids of its chunk."""
-        return self._pipeline.find(ids, min_run, namespace)
-
     def free(self, keys: Sequence[str]) -> None:
         """Free the KV of chunks that are no longer stored, and the conversations that contain it."""
         self._pipeline.memory.drop(keys)
@@ -120,9 +161,9 @@ class Answering:
         """Drop the conversations. Pending answers end with their own KV."""
         self._conversations.close()
 
-    def _notice_removals(self) -> None:
+    def _notice_removals(self, removals: int) -> None:
         """Free KV that was removed from the store, possibly by another process."""
-        self._removals = self._pipeline.store.removals()
+        self._removals = removals
         kept = {*self._pipeline.memory.keys(), *self._conversations.keys()}
         self.free(self._pipeline.store.missing(sorted(kept)))
 
@@ -137,7 +178,7 @@ class Answering:
                 if key and serve(states[text], self._pipeline.alone_only) is None:
                     missing[key] = document
             if missing:
-                self._ingestion.warm(list(missing.values()), "", None, namespace, on_request=True)
+                self._ingestion.warm(list(missing.values()), "", None, namespace, mode="on request")
                 self._pipeline.catalog.refresh()
         except StoreError as error:
             notes.append(f"documents could not be stored: {error}")  # the answer does not depend on it
@@ -153,7 +194,7 @@ class Answering:
             self._watch.look(
                 self._model.tokenizer,
                 self._pipeline.store,
-                partial(self.find, namespace=question.namespace),
+                partial(self._pipeline.find, namespace=question.namespace),
                 call,
                 question.config.min_run,
             )
@@ -169,6 +210,14 @@ class Answering:
         behind = {**(prefix.conversation.behind if prefix else {}), **done.behind}
         conversation = Conversation(ids, stitched.cache, exact, done.config, turns, namespace, keys, behind)
         self._conversations.keep(conversation, prefix)
+
+
+def overridden(config: BlendConfig, ratio: float | None, policy: str | None, controller: str | None) -> BlendConfig:
+    """Return the config with those of the three that are given; a given policy is not left to the controller."""
+    if policy is not None and controller is None:
+        controller = "off"
+    changes: dict[str, Any] = {"ratio": ratio, "policy": policy, "controller": controller}
+    return replace(config, **{name: value for name, value in changes.items() if value is not None})
 
 
 def is_reference(config: BlendConfig) -> bool:

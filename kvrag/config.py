@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from kvrag.errors import SettingError
 
@@ -27,6 +28,8 @@ CANDIDATES = 2
 """Number of candidates of `query_hkvd`, as a multiple of its budget."""
 
 CONTROLLERS = ("auto", "off")
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _EXTREME = 1e9  # logits can be multiplied or divided by it twice within float32
 
@@ -243,3 +246,28 @@ def check_json(name: str, value: object) -> None:
         json.dumps(value)
     except (TypeError, ValueError) as error:
         raise SettingError(f"{name} is not JSON: {error}") from None
+
+
+def show_options(table: type, defaults: Mapping[str, Any]) -> Callable[[F], F]:
+    """Show the names of `**options: Unpack[table]` in a function's signature.
+
+    Type checkers and editors read the TypedDict; `help`, notebooks and Sphinx only read the signature.
+    """
+
+    def shown(function: F) -> F:
+        signature, keyword = inspect.signature(function), inspect.Parameter.KEYWORD_ONLY
+        parameters = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        for name, kind in table.__annotations__.items():
+            kind = getattr(kind, "__forward_arg__", kind)
+            parameters.append(inspect.Parameter(name, keyword, default=defaults[name], annotation=kind))
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return shown
+
+
+def fill_options(function: str, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with the defaults of those not given; raise SettingError for an unknown name."""
+    for name in options:
+        _require(name in defaults, f"{function}() got an unexpected keyword argument {name!r}")
+    return {**defaults, **options}

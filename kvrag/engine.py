@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
-import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from kvrag.answer import Answering, Question, join
-from kvrag.backend.transformers import Model
-from kvrag.config import BlendConfig, Grammar, Sampling, check_bytes, check_codec, check_names, check_namespace
+from kvrag.answer import ANSWER_DEFAULTS, Answering, AnswerOptions, Question, join, overridden
+from kvrag.backend.lock import Shared
+from kvrag.backend.transformers import LoadOptions, Model
+from kvrag.config import BlendConfig, check_bytes, check_codec, check_names, check_namespace, show_options
 from kvrag.control import calibrate
-from kvrag.control.calibrate import Calibration
+from kvrag.control.calibrate import Calibration, Criterion
 from kvrag.control.tuning import Tuning
 from kvrag.errors import KvragError, SettingError
 from kvrag.generate.tools import prepare
 from kvrag.ingest.ingest import Ingestion
-from kvrag.inspect.explain import Call, explain
+from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.verify import Check, verify
 from kvrag.request import Pipeline, Prefilled
@@ -29,11 +26,9 @@ from kvrag.reuse.catalog import Catalog
 from kvrag.store import FileStore, KVStore, MemoryTier
 from kvrag.types import Answer, BlendReport, Delta, Messages, WarmReport
 
-_sharing: dict[str, threading.Lock] = {}
-_shared: weakref.WeakValueDictionary[str, BlendEngine] = weakref.WeakValueDictionary()
+_shared: Shared[BlendEngine] = Shared()
 
-
-_CALIBRATION_CHUNKS = 1000
+_show = show_options(AnswerOptions, ANSWER_DEFAULTS)
 
 
 class BlendEngine:
@@ -93,15 +88,12 @@ class BlendEngine:
         ram_bytes: int = 2 << 30,
         codec: str = "native",
         conversation_bytes: int = 1 << 30,
-        **model_settings: Any,
+        **model_settings: Unpack[LoadOptions],
     ) -> BlendEngine:
         """Load a model (see `Model.from_pretrained` for its settings) and combine it with a store."""
         check_codec(codec)  # before the slow loading
         check_bytes("conversation_bytes", conversation_bytes)
-        try:
-            model = Model.from_pretrained(name_or_path, **model_settings)
-        except TypeError as error:
-            raise SettingError(str(error).replace("Model.from_pretrained()", "BlendEngine.from_pretrained()")) from None
+        model = Model.from_pretrained(name_or_path, **model_settings)
         return cls(model, store, config, ram_bytes, codec, conversation_bytes)
 
     @classmethod
@@ -111,11 +103,7 @@ class BlendEngine:
         The framework classes create their engine this way, on the first answer.
         """
         key = repr((str(name_or_path), sorted(settings.items(), key=lambda item: item[0])))
-        with _sharing.setdefault(key, threading.Lock()):
-            engine = _shared.get(key)
-            if engine is None or engine._closed:
-                engine = _shared[key] = cls.from_pretrained(name_or_path, **settings)
-        return engine
+        return _shared.get(key, lambda: cls.from_pretrained(name_or_path, **settings), lambda made: not made._closed)
 
     # ---------------------------------------------------------------- ingestion
 
@@ -144,7 +132,7 @@ class BlendEngine:
         Raises:
             PromptError: A text cannot be encoded.
             ContextWindowError: A chunk is longer than the model's window.
-            ModelError: The model overflows on a chunk.
+            ModelError: The model overflows on a chunk, or there is not enough memory (OutOfMemoryError).
             StoreError: A chunk cannot be stored; chunks stored before are kept.
         """
         self._check_open()
@@ -179,22 +167,8 @@ class BlendEngine:
 
     # ---------------------------------------------------------------- answers
 
-    def stream(
-        self,
-        prompt: str | Messages,
-        *,
-        documents: Sequence[str] | None = None,
-        namespace: str = "",
-        ratio: float | None = None,
-        policy: str | None = None,
-        controller: str | None = None,
-        stop: Sequence[str] = (),
-        tools: Sequence[dict[str, Any]] | None = None,
-        tool_choice: str | dict[str, Any] | None = None,
-        grammar: Grammar | None = None,
-        template: dict[str, Any] | None = None,
-        **sampling: Any,
-    ) -> Generator[Delta, None, None]:
+    @_show
+    def stream(self, prompt: str | Messages, **options: Unpack[AnswerOptions]) -> Generator[Delta, None, None]:
         """Stream an answer. Work is done only when the consumer requests the next delta.
 
         Args:
@@ -208,43 +182,28 @@ class BlendEngine:
                 `kvrag.generate.tools.prepare`.
             grammar: Grammar that the answer must match.
             template: Variables for the chat template, such as `enable_thinking`.
-            sampling: Fields of `Sampling`: max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed.
+            max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed: See `Sampling`.
 
         Yields:
             One Delta per token; the last one has `finish_reason` and the report.
 
         Raises:
             PromptError, ContextWindowError: The prompt cannot be answered.
+            OutOfMemoryError: There is not enough memory; the engine stays usable.
             SettingError: A setting is out of range or unknown, or a grammar is invalid.
         """
         self._check_open()
-        config = self._configure(ratio, policy, controller)
-        prepared = prepare(self.model.tokenizer, prompt, tools, tool_choice, grammar)
-        if isinstance(stop, str):
-            raise SettingError("stop must be a sequence of strings, not one string")
-        try:
-            settings = Sampling(stop=tuple(stop), **sampling)
-        except TypeError as error:
-            raise SettingError(str(error).replace("Sampling.__init__()", "stream()")) from None
-        prepared = replace(prepared, template={**prepared.template, **(template or {})})
-        question = Question(prepared, documents or (), check_namespace(namespace), config, settings)
-        return self._answering.stream(question)
+        return self._answering.stream(Question.of(self.model.tokenizer, prompt, self.config, options))
 
-    def _configure(
-        self, ratio: float | None = None, policy: str | None = None, controller: str | None = None
-    ) -> BlendConfig:
-        if policy is not None and controller is None:
-            controller = "off"
-        changes: dict[str, Any] = {"ratio": ratio, "policy": policy, "controller": controller}
-        return replace(self.config, **{name: value for name, value in changes.items() if value is not None})
-
-    def generate(self, prompt: str | Messages, **settings: Any) -> Answer:
+    @_show
+    def generate(self, prompt: str | Messages, **options: Unpack[AnswerOptions]) -> Answer:
         """Return the complete answer; arguments as in `stream`."""
-        return join(self.stream(prompt, **settings))
+        return join(self.stream(prompt, **options))
 
-    async def astream(self, prompt: str | Messages, **settings: Any) -> AsyncGenerator[Delta, None]:
+    @_show
+    async def astream(self, prompt: str | Messages, **options: Unpack[AnswerOptions]) -> AsyncGenerator[Delta, None]:
         """Like `stream`, off the event loop."""
-        deltas = self.stream(prompt, **settings)
+        deltas = self.stream(prompt, **options)
         end = object()
         step: asyncio.Future[Any] | None = None
         try:
@@ -259,9 +218,10 @@ class BlendEngine:
                 await asyncio.wait([step])  # cancelled during a step: a running generator cannot be closed
             deltas.close()
 
-    async def agenerate(self, prompt: str | Messages, **settings: Any) -> Answer:
+    @_show
+    async def agenerate(self, prompt: str | Messages, **options: Unpack[AnswerOptions]) -> Answer:
         """Like `generate`, off the event loop; cancelling it stops the work after the current step."""
-        deltas = self.astream(prompt, **settings)
+        deltas = self.astream(prompt, **options)
         try:
             return join([delta async for delta in deltas])
         finally:
@@ -291,8 +251,7 @@ class BlendEngine:
 
     def tokenize(self, prompt: str | Messages, *, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """Return the token ids of the prompt that `stream` would answer; raises as `count_tokens`."""
-        prepared = prepare(self.model.tokenizer, prompt, tools)
-        return self.model.tokenizer.render(prepared.prompt, **prepared.template)
+        return prepare(self.model.tokenizer, prompt, tools).render(self.model.tokenizer)
 
     def explain(
         self,
@@ -319,18 +278,14 @@ class BlendEngine:
             SettingError: A setting is out of range.
         """
         self._check_open()
-        config = self._configure(ratio, policy, controller)
+        config = overridden(self.config, ratio, policy, controller)
         check_namespace(namespace)
         if prompt is None or isinstance(prompt, (BlendReport, dict)):
             call = self._answering.history.find(namespace, prompt)
         else:
-            prepared = prepare(self.model.tokenizer, prompt, tools)
-            ids = self.model.tokenizer.render(prepared.prompt, **{**prepared.template, **(template or {})})
-            self.model.check_window(len(ids))
-            started = time.perf_counter()
-            done = self.prefill(ids, config, namespace=namespace)
-            call = Call(done.ids, done.selected, replace(done.report, ttft_s=time.perf_counter() - started), namespace)
-        find = partial(self._answering.find, namespace=namespace)
+            prepared = prepare(self.model.tokenizer, prompt, tools).with_template(template)
+            call = self._answering.try_out(prepared, config, namespace)
+        find = partial(self._pipeline.find, namespace=namespace)
         return explain(self.model.tokenizer, self.store, self.fingerprint, find, call, config.min_run, retrieved)
 
     def verify(self) -> list[Check]:
@@ -359,9 +314,10 @@ class BlendEngine:
             prompts: As in `stream`, with chunks that were warmed; None = generated from the stored chunks.
             namespace: Namespace of the chunks.
             policy: Overrides the engine's policy.
-            target, sure, ratios, tokens, progress: See `kvrag.control.calibrate.calibrate`.
+            target, sure, ratios, tokens: See `kvrag.control.calibrate.Criterion`.
             count: Maximum number of generated prompts.
             chunks: Number of chunks per generated prompt.
+            progress: Called with (prefills done, prefills to do).
 
         Raises:
             SettingError: An argument is out of range.
@@ -370,33 +326,17 @@ class BlendEngine:
             ModelError: Logits are NaN.
         """
         self._check_open()
-        if isinstance(prompts, str):
-            raise SettingError("prompts must be a list of prompts, not one string")
         if count < 1 or chunks < 2:
             raise SettingError(f"count must be at least 1 and chunks at least 2, got {count} and {chunks}")
+        criterion, config = Criterion(target, sure, ratios, tokens), overridden(self.config, None, policy, None)
         if prompts is None:
-            ids = calibrate.make_prompts(self.model, self._chunk_texts(namespace), count, chunks)
+            texts = calibrate.chunk_texts(self.model, self.store, namespace)
+            ids = calibrate.make_prompts(self.model, texts, count, chunks)
         else:
-            ids = [self.model.tokenizer.render(prompt) for prompt in prompts]
-            for prompt in ids:
-                self.model.check_window(len(prompt))
-        found = calibrate.calibrate(
-            self.model,
-            lambda ids, config: self.prefill(ids, config, namespace=namespace),
-            ids,
-            self._configure(policy=policy),
-            target=target,
-            sure=sure,
-            ratios=ratios,
-            tokens=tokens,
-            progress=progress,
-        )
+            ids = calibrate.render(self.model, prompts)
+        prefill = partial(self.prefill, namespace=namespace)
+        found = calibrate.calibrate(self.model, prefill, ids, config, criterion, progress)
         return self._tuning.keep_calibration(found)
-
-    def _chunk_texts(self, namespace: str) -> list[str]:
-        entries = [entry for entry in self.store.entries(0) if entry.namespace == namespace]
-        step = -(-len(entries) // _CALIBRATION_CHUNKS) or 1  # spread over the corpus
-        return [self.model.tokenizer.decode(entry.ids.tolist()) for entry in entries[::step]]
 
     def prefill(
         self,

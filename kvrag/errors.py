@@ -6,6 +6,7 @@ KvragError
  │   └─ ContextWindowError  too long for the model; the message gives the excess
  ├─ ModelError
  │   ├─ ModelLoadError         unknown name, no network, damaged files
+ │   ├─ OutOfMemoryError       too little memory for a prompt or a chunk; the engine stays usable
  │   └─ UnsupportedModelError  the architecture cannot be blended; the message gives the reason
  ├─ ServerError             a server cannot be reached, refuses a request, or fails
  └─ StoreError
@@ -15,6 +16,11 @@ KvragError
      ├─ ChunkUnreadableError      a stored chunk cannot be read at the moment, but is not damaged
      └─ DamagedChunkError         a stored chunk does not match its digest or its key
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class KvragError(Exception):
@@ -64,6 +70,26 @@ class ServerError(KvragError):
         self.status = status
 
 
+class OutOfMemoryError(ModelError):
+    """There is not enough memory to compute a prompt or a chunk. The engine stays usable."""
+
+
+@contextmanager
+def reporting_memory() -> Iterator[None]:
+    """Raise OutOfMemoryError if memory runs out within."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        reason = (str(error).strip().split("\n")[0] or type(error).__name__)[:160]
+        error.__traceback__ = None  # its frames would keep the tensors of the failed pass
+        raise OutOfMemoryError(
+            "memory ran out: use a shorter prompt, fewer or shorter chunks, a smaller dtype or a smaller "
+            f"conversation_bytes or ram_bytes ({reason})"
+        ) from error
+
+
 class StoreError(KvragError):
     """Base of errors about the store."""
 
@@ -80,25 +106,34 @@ class StoreReadOnlyError(StoreError):
     """The store is not writable."""
 
 
-class ChunkUnreadableError(StoreError):
+class _ChunkError(StoreError):
+    """Base of errors about one chunk. Can be pickled, for other processes."""
+
+    _what = ""
+
+    def __init__(self, key: str, reason: object) -> None:
+        super().__init__(f"chunk {key} {self._what}: {reason}")
+        self.key, self.reason = key, str(reason)
+
+    def __reduce__(self) -> tuple[type[_ChunkError], tuple[str, str]]:
+        return type(self), (self.key, self.reason)
+
+
+class ChunkUnreadableError(_ChunkError):
     """A stored chunk cannot be read at the moment: an I/O error, no memory, too many open files. Its file is kept.
 
     Attributes:
         key: The chunk's key.
     """
 
-    def __init__(self, key: str, reason: object) -> None:
-        super().__init__(f"chunk {key} cannot be read at the moment: {reason}")
-        self.key = key
+    _what = "cannot be read at the moment"
 
 
-class DamagedChunkError(StoreError):
+class DamagedChunkError(_ChunkError):
     """A stored chunk is truncated, or does not match its digest or its key.
 
     Attributes:
         key: The chunk's key.
     """
 
-    def __init__(self, key: str, reason: str) -> None:
-        super().__init__(f"chunk {key} is damaged: {reason}")
-        self.key = key
+    _what = "is damaged"

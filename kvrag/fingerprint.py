@@ -94,12 +94,21 @@ def hash_weights(state: Iterable[tuple[str, object]]) -> str:
 
     Buffers are included: quantised layers keep their weights there.
     """
+    tensors = ((name, tensor.detach()) for name, tensor in state if isinstance(tensor, Tensor))  # modules may have more
+    return hash_samples(
+        (name, tensor.shape, tensor.reshape(-1)[:: sample_step(tensor.numel())]) for name, tensor in tensors
+    )
+
+
+def sample_step(numel: int) -> int:
+    """Return the distance between the samples of a tensor with `numel` elements; they are at most 511."""
+    return max(1, numel // _SAMPLES)
+
+
+def hash_samples(samples: Iterable[tuple[str, Sequence[int], Tensor]]) -> str:
+    """Hash tensors given as name, shape, and every `sample_step`-th element in the tensor's dtype."""
     digest = xxhash.xxh3_128()
-    for name, tensor in state:
-        if not isinstance(tensor, Tensor):  # modules may have other state
-            continue
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous()
-        digest.update(sample.view(torch.uint8).cpu().numpy().tobytes())
+    for name, shape, sample in samples:
+        digest.update(f"{name}{tuple(shape)}{sample.dtype}".encode())
+        digest.update(sample.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from kvrag.backend.protocol import Backend
 from kvrag.config import BlendConfig
 from kvrag.control.controller import Decision
 from kvrag.control.tuning import Tuning
-from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError
+from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError, reporting_memory
 from kvrag.fingerprint import text_key
 from kvrag.reuse.blend import blend, prefill, uncomputed
 from kvrag.reuse.catalog import Catalog
@@ -36,6 +37,46 @@ _ROOM = 256  # positions of a new cache for the answer, before it grows
 _FAILURES = 3  # per prompt; afterwards, forward passes no longer depend on reads, see `_open`
 
 
+class Found(NamedTuple):
+    """A run of a stored chunk in a prompt, the key of its text, and the number of tokens it was encoded behind."""
+
+    run: Run
+    text: str
+    context_tokens: int
+
+
+def match(
+    catalog: Catalog,
+    store: KVStore,
+    ids: Sequence[int],
+    min_run: int,
+    namespace: str,
+    kept: int = 0,
+    alone_only: bool = False,
+    removals: int | None = None,
+) -> list[Found]:
+    """Return the runs of stored chunks in a prompt, behind its first `kept` tokens.
+
+    Texts are matched on a snapshot; the variant to use depends on the store's current state.
+
+    Args:
+        alone_only: Only chunks that were encoded alone.
+        removals: The store's counter, if it has just been read.
+    """
+    runs = catalog.match(ids[kept:], min_run, namespace, removals)
+    states = store.look_up(list(dict.fromkeys(run.key for run in runs)))
+    served = {text: serve(state, alone_only) for text, state in states.items()}
+    return [
+        Found(
+            replace(run, key=key, start=run.start + kept, stop=run.stop + kept),
+            run.key,
+            states[run.key].variants[key],
+        )
+        for run in runs
+        if (key := served.get(run.key))
+    ]
+
+
 @dataclass
 class Prompt:
     """A prompt in progress.
@@ -45,7 +86,9 @@ class Prompt:
         config: Blend settings, with a ratio.
         namespace: Namespace of the chunks to reuse.
         prefix: Cached prefix from a conversation.
+        found: What `Pipeline.match` returned for it; None = not matched yet.
         notes: Notes for the report.
+        removals: The store's counter, if it has just been read.
         damaged, unreadable: Keys of chunks found to be damaged or unreadable.
     """
 
@@ -53,7 +96,9 @@ class Prompt:
     config: BlendConfig
     namespace: str = ""
     prefix: CachedPrefix | None = None
+    found: Sequence[Found] | None = None
     notes: list[str] = field(default_factory=list)
+    removals: int | None = None
     damaged: set[str] = field(default_factory=set)
     unreadable: set[str] = field(default_factory=set)
 
@@ -111,7 +156,8 @@ class Pipeline:
         """Prefill a prompt from stored chunks; unreadable chunks are recomputed. Changes `prompt`."""
         while True:
             try:
-                return self._attempt(prompt)
+                with reporting_memory():
+                    return self._attempt(prompt)
             except (DamagedChunkError, ChunkUnreadableError) as error:
                 self._set_aside(prompt, error)
 
@@ -141,7 +187,7 @@ class Pipeline:
     def find(self, ids: Sequence[int], min_run: int, namespace: str = "") -> list[tuple[Run, NDArray[np.uint32]]]:
         """Return the runs of stored chunks in a prompt, each with the token ids of its chunk."""
         found = []
-        for run, text, _ in self._runs(ids, min_run, namespace):
+        for run, text, _ in self.match(ids, min_run, namespace):
             with contextlib.suppress(KeyError):  # removed in the meantime
                 found.append((run, self.catalog.ids(text)))
         return found
@@ -155,19 +201,11 @@ class Pipeline:
         states = self.store.look_up(list(behind)) if behind else {}
         return [key for text, key in behind.items() if serve(states[text], self.alone_only) != key]
 
-    def _runs(self, ids: Sequence[int], min_run: int, namespace: str) -> list[tuple[Run, str, int]]:
-        """Return the runs of stored chunks in a prompt, each with the key of its text and the length of its context.
-
-        Texts are matched on a snapshot; the variant to use depends on the store's current state.
-        """
-        runs = self.catalog.match(ids, min_run, namespace)
-        states = self.store.look_up(list(dict.fromkeys(run.key for run in runs)))
-        served = {text: serve(state, self.alone_only) for text, state in states.items()}
-        return [
-            (replace(run, key=key), run.key, states[run.key].variants[key])
-            for run in runs
-            if (key := served.get(run.key))
-        ]
+    def match(
+        self, ids: Sequence[int], min_run: int, namespace: str, kept: int = 0, removals: int | None = None
+    ) -> list[Found]:
+        """See `match`."""
+        return match(self.catalog, self.store, ids, min_run, namespace, kept, self.alone_only, removals)
 
     def _match(self, prompt: Prompt) -> Matched:
         """Match the prompt behind its cached prefix, and open the chunks."""
@@ -176,23 +214,34 @@ class Pipeline:
             return Matched(prompt.ids, prefix=prompt.prefix)
         ids = np.asarray(prompt.ids, np.uint32)
         readers: dict[str, ChunkReader] = {}
+        texts: dict[str, str] = {}
         runs: list[Run] = []
         try:
-            for run, text, context_tokens in self._runs(prompt.ids[kept:], config.min_run, prompt.namespace):
-                run = replace(run, start=run.start + kept, stop=run.stop + kept)
-                reader = readers.get(run.key) or self._open(prompt, run.key)
+            if (found := prompt.found) is None:
+                found = self.match(prompt.ids, config.min_run, prompt.namespace, kept, prompt.removals)
+            for run, text, context_tokens in found:
+                reader = readers.get(run.key)
                 if reader is None:
-                    continue
-                readers[run.key] = reader
-                is_same = np.array_equal(reader.ids[run.offset : run.offset + len(run)], ids[run.start : run.stop])
-                if is_same and _is_as_recorded(reader, prompt.namespace, text, context_tokens):
+                    reader = self._open(prompt, run.key)
+                    if reader is None:
+                        continue
+                    readers[run.key] = reader
+                    texts[run.key] = text_key(reader.namespace, reader.ids)
+                # the file is verified, the manifest can be damaged
+                recorded = (reader.namespace, texts[run.key], reader.context_tokens)
+                is_as_recorded = recorded == (prompt.namespace, text, context_tokens)
+                if is_as_recorded and np.array_equal(
+                    reader.ids[run.offset : run.offset + len(run)], ids[run.start : run.stop]
+                ):
                     runs.append(run)
                 else:
                     prompt.notes.append(f"chunk {run.key} does not match the store's manifest; recomputed")
+            everywhere = set[str].intersection(*self.backend.gather({run.key for run in runs}))
+            runs = [run for run in runs if run.key in everywhere]
         except BaseException:
             Matched(prompt.ids, runs, readers).close()
             raise
-        return Matched(prompt.ids, runs, readers, prompt.prefix)
+        return Matched(prompt.ids, runs, readers, prompt.prefix, texts)
 
     def _open(self, prompt: Prompt, key: str) -> ChunkReader | None:
         """Open a chunk; None if it is not stored or unreadable.
@@ -229,7 +278,7 @@ class Pipeline:
     def _decide(self, config: BlendConfig, matched: Matched) -> tuple[BlendConfig, Decision | None]:
         if config.controller != "auto" or not matched.runs:
             return config, None
-        decision = self.tuning.decide(config, matched)
+        decision = self.backend.gather(self.tuning.decide(config, matched))[0]
         policy = "full" if decision.full else config.policy
         return replace(config, ratio=decision.ratio, policy=policy), decision
 
@@ -260,12 +309,6 @@ def _read_whole(reader: ChunkReader) -> None:
     except BaseException:
         reader.close()
         raise
-
-
-def _is_as_recorded(reader: ChunkReader, namespace: str, text: str, context_tokens: int) -> bool:
-    """Return whether an opened chunk is what the manifest says; its file is verified, the manifest can be damaged."""
-    recorded = namespace, text, context_tokens
-    return (reader.namespace, text_key(namespace, reader.ids), reader.context_tokens) == recorded
 
 
 def _report(

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 import kvrag
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
+from kvrag.answer import overridden
 from kvrag.request import Prefilled, Prompt
 from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.stitch import Stitched, stitch
@@ -43,7 +44,7 @@ def prepare(
     engine: BlendEngine, ids: list[int], ratio: float | None = None, policy: str | None = None, **changes: Any
 ) -> Prefilled:
     """The engine's way from prompt ids to a complete cache."""
-    config = engine._configure(ratio, policy)
+    config = overridden(engine.config, ratio, policy, None)
     return engine.prefill(ids, BlendConfig(**{**_fields(config), **changes}))
 
 

@@ -125,8 +125,9 @@ class FakeVllm:
             known = (name for space, name in self.documents if space == namespace)
             return {"documents": sorted(name for name in known if name.startswith(params["prefix"]))}
         if mode == "forget":
-            return {"removed": len(self.documents.pop((namespace, params["document"]), []))}
+            return {"forgotten": len(self.documents.pop((namespace, params["document"]), []))}
         assert mode == "warm"
+        assert params["texts"]
         assert body["prompt"] == ("\n\n".join(params["texts"]) or " ")
         assert body["max_tokens"] == 1
         names = params["document"]

@@ -169,8 +169,10 @@ def test_documents_are_warmed_first(fake: FakeVllm, remote: RemoteEngine) -> Non
 
 
 def test_reports_that_are_missing(fake: FakeVllm, remote: RemoteEngine) -> None:
-    fake.ignored = ["controller"]
-    assert remote.generate(USER).report.notes == ("the server ignored controller",)
+    fake.ignored = ["ratio must be a number"]
+    assert remote.generate(USER).report.notes == ("ignored by the server: ratio must be a number",)
+    note = "ignored by the server: ratio must be a number"
+    assert list(remote.stream(USER))[-1].report.notes == (note,)  # type: ignore[union-attr]
     fake.ignored = []
     fake.error = "no memory"
     report = remote.generate(USER).report

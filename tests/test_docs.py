@@ -20,7 +20,6 @@ import re
 import runpy
 import shlex
 import tomllib
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -51,6 +50,7 @@ from sphinx.cmd.build import main as sphinx_build
 import kvrag.answer
 import kvrag.engine
 from kvrag import Model
+from kvrag.backend.lock import Shared
 from kvrag.cli.main import _COMMANDS, _parser
 
 ROOT = Path(__file__).parents[1]
@@ -144,7 +144,7 @@ def alone(reader: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     """A folder of its own, no engine of another page, short answers, and nothing global left behind."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("kvrag.engine._shared", weakref.WeakValueDictionary())
+    monkeypatch.setattr("kvrag.engine._shared", Shared())
     decode = kvrag.answer.decode
 
     def briefly(*prompt: Any) -> Any:

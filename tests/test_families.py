@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def _the_next_turn_of_the_conversation_is_exact(engine: BlendEngine, hf: Any, pr
     model = engine.model
     question = len(model.tokenizer.render(prompt)) - model.tokenizer.generation_prompt_length()
     ids = model.tokenizer.render([*prompt, {"role": "assistant", "content": said}, *messages(CHUNKS[2], CHUNKS[0])])
-    done = engine.prefill(ids, engine._configure(1.0), goes_on=True)
+    done = engine.prefill(ids, replace(engine.config, ratio=1.0), goes_on=True)
     report = done.report
     assert report.exact
     if model.rope_follows_length:

@@ -142,14 +142,14 @@ def test_texts_without_a_name_are_a_source_of_their_own(kv: Warmer, first: str) 
 
 
 def test_texts_of_one_request_are_held_without_a_name(kv: Warmer) -> None:
-    report = kv.warm(SECRET, SHARED, on_request=True)
+    report = kv.warm(SECRET, SHARED, mode="on request")
     assert report.new == 2
     assert kv.store.documents() == {}
     assert kv.store.stats().documents == 0
     assert kv.served(SHARED) == kv.alone(SHARED)
     assert kv.store.gc() == (0, 0)
     assert kv.store.gc(unused_days=-1) == (2, 0)
-    kv.warm(SHARED, on_request=True)
+    kv.warm(SHARED, mode="on request")
     kv.warm(SECRET, SHARED, document=ON_REQUEST[1:])
     assert kv.served(SHARED) == kv.alone(SHARED)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -34,6 +35,7 @@ PUBLIC = [
     "Model",
     "ModelError",
     "ModelLoadError",
+    "OutOfMemoryError",
     "PromptError",
     "RemoteEngine",
     "Run",
@@ -102,9 +104,31 @@ def test_the_methods_people_call(name: str, method: str) -> None:
     assert callable(getattr(getattr(kvrag, name), method))
 
 
+@pytest.mark.parametrize("method", ["stream", "generate", "astream", "agenerate"])
+def test_signatures_show_the_options_of_an_answer(method: str) -> None:
+    shown = inspect.signature(getattr(kvrag.BlendEngine, method)).parameters
+    sampling = {field.name: field.default for field in dataclasses.fields(kvrag.Sampling) if field.name != "stop"}
+    expected = {
+        **dict.fromkeys(("documents", "ratio", "policy", "controller", "tools", "tool_choice", "grammar", "template")),
+        **{"namespace": "", "stop": (), **sampling},
+    }
+    assert {name: one.default for name, one in shown.items() if one.kind is one.KEYWORD_ONLY} == expected
+    assert list(shown)[:2] == ["self", "prompt"]
+    assert shown["tools"].annotation == "Sequence[dict[str, Any]] | None"
+
+
+def test_the_signature_of_a_model_shows_its_options() -> None:
+    shown = inspect.signature(kvrag.Model.from_pretrained).parameters
+    assert list(shown) == [
+        *("name_or_path", "dtype", "device", "device_map", "revision", "attn_implementation"),
+        *("trust_remote_code", "allow_unverified", "preamble"),
+    ]
+    assert (shown["dtype"].default, shown["device"].default, shown["preamble"].default) == ("auto", None, True)
+
+
 def test_all_errors_have_one_base() -> None:
     errors = [getattr(kvrag, name) for name in PUBLIC if name.endswith("Error")]
-    assert len(errors) == 14
+    assert len(errors) == 15
     assert all(issubclass(error, kvrag.KvragError) for error in errors)
     assert issubclass(kvrag.SettingError, ValueError)
     assert not issubclass(kvrag.PromptError, ValueError)  # pydantic and parsers would take it for one of theirs

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import CHUNKS, messages, plain_logits, prepare, relative
 
-from kvrag import BlendConfig, BlendEngine, FileStore, Model
+from kvrag import BlendConfig, BlendEngine, FileStore, Model, OutOfMemoryError, request
 from kvrag.backend.lock import FairLock
 from kvrag.errors import ChunkUnreadableError
 
@@ -188,3 +188,70 @@ def test_a_chunk_with_another_context_than_recorded_is_not_served(model: Model, 
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0), BlendConfig("none", context_tokens=0)) as engine:
         report = engine.prefill(ids).report
         assert (report.runs, len(report.notes)) == ((), 1)
+
+
+def test_a_prompt_hashes_each_chunk_once_and_reads_the_removals_once(
+    cold: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = cold.model.tokenizer.render(messages(CHUNKS[0], CHUNKS[1], CHUNKS[0], CHUNKS[0], CHUNKS[1]))
+    hashed, removals = [], []
+    hashing, reading = request.text_key, cold.store.removals
+    monkeypatch.setattr(request, "text_key", lambda *text: hashed.append(text) or hashing(*text))
+    monkeypatch.setattr(cold.store, "removals", lambda: removals.append(1) or reading())
+    assert len(cold.prefill(ids).stitched.runs) == 5
+    assert (len(hashed), len(removals)) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: can't allocate memory\nframe #0"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4 GiB"),
+    ],
+    ids=lambda failure: type(failure).__name__,
+)
+@pytest.mark.parametrize("policy", ["full", "query", "hkvd", "first_k"])
+@pytest.mark.parametrize("after", [0, 3])
+def test_memory_that_runs_out_in_a_forward_pass_is_an_error_with_a_way_out(
+    after: int, policy: str, failure: Exception, cold: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: Any = {"policy": policy, "ratio": 0.3, "max_new_tokens": 6, "temperature": 0}
+    wanted = cold.generate(PROMPT, **settings)
+    forward, calls = cold.model.hf.forward, iter(range(100))
+
+    def fail(**arguments: Any) -> Any:
+        if next(calls) >= after:
+            raise failure
+        return forward(**arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cold.model.hf, "forward", fail)
+        with pytest.raises(OutOfMemoryError, match=r"shorter prompt.*fewer.*chunks") as caught:
+            cold.generate(messages(*CHUNKS, question="Who?"), **settings)
+        assert "\n" not in str(caught.value)
+        with pytest.raises(OutOfMemoryError, match="fewer"):
+            cold.warm([f"{chunk} And more." for chunk in CHUNKS])
+    assert cold.generate(PROMPT, **settings).token_ids == wanted.token_ids
+    assert cold.warm([f"{chunk} And more." for chunk in CHUNKS]).new == len(CHUNKS)
+    assert cold.store.stats().damaged == 0
+
+
+def test_another_error_of_the_model_is_passed_on(cold: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**arguments: Any) -> Any:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(cold.model.hf, "forward", fail)
+    with pytest.raises(RuntimeError, match="device-side"):
+        cold.generate(PROMPT, max_new_tokens=1)
+
+
+def test_memory_that_runs_out_while_chunks_are_stitched(cold: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, out: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(cold.model), "rotate", fail)
+        with pytest.raises(OutOfMemoryError):
+            cold.generate(PROMPT, policy="none", max_new_tokens=1)
+    assert cold.generate(PROMPT, policy="none", max_new_tokens=1).report.reused_tokens

@@ -641,6 +641,23 @@ def test_an_answer_that_takes_too_long_ends(engine: BlendEngine) -> None:
         until(lambda: served.running() == (0, 0))
 
 
+def test_a_lack_of_memory_is_reported_and_logged_and_the_next_request_is_answered(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(**arguments: Any) -> Any:
+        raise MemoryError
+
+    with serving(engine) as served:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.model.hf, "forward", fail)
+            said = served.ask(QUESTION)
+        assert (said.status_code, said.json()["error"]["code"]) == (503, "out_of_memory")
+        assert said.headers["Retry-After"]
+        assert "shorter prompt" in said.json()["error"]["message"]
+        assert served.ask(QUESTION).status_code == 200
+    assert "memory ran out" in caplog.text
+
+
 @pytest.mark.parametrize("pieces", [0, 2])
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_fails_inside_is_logged_once_and_not_told(

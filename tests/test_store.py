@@ -613,6 +613,26 @@ def test_random_damage_to_the_manifest_is_repaired_or_named(tmp_path: Path) -> N
         shutil.rmtree(folder)
 
 
+@pytest.mark.parametrize("table", ["chunks", "holders"])
+def test_a_damaged_index_leads_to_no_other_text(table: str, tmp_path: Path) -> None:
+    records = sorted((record(number) for number in range(3)), key=text)
+    with contextlib.closing(opened(tmp_path)) as store:
+        store.put(records)
+        store.set_document("report", [holding(each, "source") for each in records])
+    # with its entries in the wrong order, a search that has found a text goes on to a text that was not asked for
+    with contextlib.closing(sqlite3.connect(tmp_path / "manifest.sqlite")) as manifest:
+        manifest.execute("PRAGMA writable_schema=ON")
+        changed = manifest.execute(
+            "UPDATE sqlite_master SET sql = replace(sql, '(text,', '(text DESC,') WHERE name = ?", (f"{table}_text",)
+        )
+        assert changed.rowcount == 1
+        manifest.commit()
+    with contextlib.closing(opened(tmp_path)) as store:
+        wanted = text(records[1])
+        states = store.look_up([wanted])
+        assert states == {wanted: TextState({records[1].key: 0}, {"source": records[1].key})}
+
+
 def test_the_engine_finds_its_chunks_after_the_manifest_was_rebuilt(model: Model, tmp_path: Path) -> None:
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
         engine.warm(CHUNKS)

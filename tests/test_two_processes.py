@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from conftest import messages, prepare
 from test_ingest import OTHER_SECRET, SECRET, SHARED, Warmer, encoded_alone, warmer_on
+from test_store import packed, record
 
 from kvrag import BlendEngine, FileStore, Model
 from kvrag.store import StoreCheck
@@ -47,6 +48,26 @@ for line in sys.stdin:
     name, secret, shared = line.rstrip().split("|")
     warmer.warm(secret, shared, document=name)
     print(warmer.served(shared) == warmer.alone(shared), flush=True)
+"""
+)
+
+FILL = (
+    COMMON
+    + """
+from kvrag.store import FileStore
+import test_store
+size = len(test_store.packed(test_store.record(0)))
+store = test_store.opened({folder!r}, max_bytes=10 * size)
+write, first = store._write, int(sys.stdin.readline())
+def paused(record):
+    if record.key == records[0].key:
+        print("writing", flush=True)
+        sys.stdin.readline()
+    return write(record)
+store._write = paused
+records = [test_store.record(first + i) for i in range(8)]
+store.put(records)
+print("done", flush=True)
 """
 )
 
@@ -105,6 +126,12 @@ def _start(code: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
+def _tell(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
 def _expect(process: subprocess.Popen[str], wanted: str) -> None:
     assert process.stdout is not None
     assert process.stdout.readline().strip() == wanted
@@ -156,6 +183,29 @@ def test_two_processes_that_warm_a_shared_text_leave_it_alone(tmp_path: Path, mo
             process.kill()
             process.wait()
         warmer.store.close()
+
+
+def test_two_processes_that_fill_a_store_stay_within_its_budget(tmp_path: Path) -> None:
+    """Both have made room before either of them has stored anything."""
+    processes = [_start(FILL, tmp_path) for _ in range(2)]
+    try:
+        for process, first in zip(processes, (0, 100), strict=True):
+            _tell(process, str(first))
+        for process in processes:
+            _expect(process, "writing")
+        for process in processes:
+            _tell(process, "go")
+            _expect(process, "done")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    size = len(packed(record(0)))
+    store = FileStore(tmp_path, min_free_bytes=0)
+    assert 8 * size <= store.stats().bytes <= 10 * size
+    assert not store.missing([record(100 + i).key for i in range(8)]), "the oldest chunks make room"
+    assert len(list(tmp_path.glob("chunks/*/*"))) == store.stats().chunks
+    store.close()
 
 
 def test_two_processes_warm_the_same_corpus_while_a_third_reads(tmp_path: Path, model: Model, hf: Any) -> None:

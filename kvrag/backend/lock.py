@@ -1,11 +1,15 @@
-"""A fair lock: serves threads in order of arrival, so that concurrent answers advance together."""
+"""Sharing between threads: a fair lock, so that concurrent answers advance together, and instances made only once."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 
 class FairLock:
@@ -69,3 +73,19 @@ class FairLock:
                 self._waiting.popleft().set()  # handed over: stays held
             else:
                 self._held = False
+
+
+class Shared(Generic[T]):
+    """Instances by key; each is made once, also by several threads at the same time, and shared while it is in use."""
+
+    def __init__(self) -> None:
+        self._made: weakref.WeakValueDictionary[str, T] = weakref.WeakValueDictionary()
+        self._making: dict[str, threading.Lock] = {}
+
+    def get(self, key: str, make: Callable[[], T], is_usable: Callable[[T], bool] = lambda made: True) -> T:
+        """Return the instance of a key; make one if there is none that is usable."""
+        with self._making.setdefault(key, threading.Lock()):
+            made = self._made.get(key)
+            if made is None or not is_usable(made):
+                made = self._made[key] = make()
+        return made

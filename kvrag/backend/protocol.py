@@ -7,15 +7,16 @@ Everything else is tensor arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvrag.backend.lock import FairLock
 from kvrag.fingerprint import Fingerprint
+
+T = TypeVar("T")
 
 PREFILL_BLOCK = 2048
 """Rows per forward pass. Rows are causal, so passes over consecutive blocks are equivalent to one pass, and activations
@@ -25,7 +26,8 @@ Tables = tuple[Tensor, Tensor] | None
 """cos and sin of one layer, each (T, R) float32, one entry per pair of dimensions; None if it has no RoPE."""
 
 LayerSource = Callable[[int], tuple[Tensor, Tensor]]
-"""Function: layer number -> stitched keys and values, each (1, H, capacity, D). May wait for a disk."""
+"""Function: layer number -> stitched keys and values, each (1, H, capacity, D). Waits for a disk where the backend's
+`passes_may_wait` allows it."""
 
 Observer = Callable[[int, Tensor, Tensor], bool]
 """Callback with a layer's number and its fresh keys and values, each (B, H, S, D), before they are written. If it
@@ -36,7 +38,10 @@ class KVCache(Protocol):
     """KV of a prompt at full length, with rotated keys."""
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of one layer, each (1, H, capacity, D), readable and writable."""
+        """Return keys and values of one layer, each (1, H, capacity, D). Do not change them."""
+
+    def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values, each (1, H, S, D), of (S,) positions of one layer."""
 
     def get_seq_length(self) -> int:
         """Return the number of positions before the next token."""
@@ -58,7 +63,11 @@ class Backend(Protocol):
         windows: Number of keys that a token attends to, per layer; None = all.
         rope_follows_length: RoPE frequencies depend on the prompt length (dynamic NTK, longrope) ...
         stable_length: ... but not up to this number of tokens.
-        lock: Held during a forward pass.
+        rows_per_pass: Maximum number of rows per forward pass; None = the backend has no limit of its own.
+        passes_may_wait: A pass may wait for a disk, see `waiting`. False: all KV is loaded before the first pass.
+        num_processes: Number of processes that share the model by tensor parallelism. All of them run the same
+            requests, in the same order.
+        heads: The KV heads of this process.
     """
 
     num_layers: int
@@ -69,11 +78,18 @@ class Backend(Protocol):
     windows: tuple[int | None, ...]
     rope_follows_length: bool
     stable_length: int
-    lock: FairLock
+    rows_per_pass: int | None
+    passes_may_wait: bool
+    num_processes: int
+    heads: slice
 
     @property
     def preamble(self) -> tuple[int, ...]:
         """Token ids in front of every encoded chunk."""
+
+    @property
+    def waits(self) -> int:
+        """Number of times that the calling thread waited for other requests: durations then include their work."""
 
     @property
     def hidden_size(self) -> int:
@@ -95,8 +111,19 @@ class Backend(Protocol):
     def unrotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
         """Return the (B, H, T, D) keys of a layer without their position."""
 
-    def new_cache(self, capacity: int, source: LayerSource | None = None) -> KVCache:
-        """Return an empty cache, or one whose layers `source` provides when a pass reaches them."""
+    def new_cache(
+        self,
+        capacity: int,
+        source: LayerSource | None = None,
+        filled: Tensor | None = None,
+        prefix: tuple[KVCache, int] | None = None,
+    ) -> KVCache:
+        """Return an empty cache, or one whose layers `source` provides when a pass reaches them.
+
+        Args:
+            filled: (R,) positions that `source` fills; the others are undefined.
+            prefix: Another cache and the number of its leading positions that the new one begins with.
+        """
 
     def waiting(self) -> AbstractContextManager[None]:
         """Release the model while this thread waits for a disk during its forward pass."""
@@ -114,8 +141,43 @@ class Backend(Protocol):
         to the last of the layers, which is written, and changes `cache` accordingly.
         """
 
+    def gather(self, value: T) -> Sequence[T]:
+        """Return the values of all processes, in the same order everywhere."""
+
+    def all_heads(self, tensor: Tensor) -> Tensor:
+        """Return the (B, H, T, D) tensors of all processes as one, with the model's heads in order."""
+
+    def sum_over_processes(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the processes' tensors."""
+
+
+class ChunkTokenizer(Protocol):
+    """What ingestion needs of a tokenizer."""
+
+    @property
+    def preamble(self) -> tuple[int, ...]:
+        """Token ids in front of every encoded chunk."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text within a prompt."""
+
+    def decode(self, ids: Sequence[int], control_tokens: bool = False) -> str:
+        """Return the text of token ids."""
+
+
+class Encoder(Backend, Protocol):
+    """A backend that can encode texts."""
+
+    @property
+    def tokenizer(self) -> ChunkTokenizer:
+        """The model's tokenizer."""
+
+    def check_window(self, num_tokens: int, what: str = "the prompt") -> None:
+        """Raise ContextWindowError unless `num_tokens` and one new token fit."""
+
 
 def prefill_blocks(backend: Backend, rows: Tensor) -> Iterator[Tensor]:
     """Split (S,) rows into blocks of one forward pass each."""
     # where RoPE depends on the length, every pass must include the last position
-    yield from torch.split(rows, max(len(rows), 1) if backend.rope_follows_length else PREFILL_BLOCK)
+    most = max(len(rows), 1) if backend.rope_follows_length else backend.rows_per_pass or PREFILL_BLOCK
+    yield from torch.split(rows, most)

@@ -117,7 +117,7 @@ def report_of(content: object, usage: Body, missing: str = "") -> BlendReport:
         else:
             if not ignored:
                 return report
-            notes = [*report.notes, f"the server ignored {', '.join(map(str, ignored))}"]
+            notes = [*report.notes, *(f"ignored by the server: {each}" for each in ignored)]
             return BlendReport.from_dict({**report.to_dict(), "notes": notes})
     elif isinstance(content, dict):
         problem = f"the server could not reuse chunks: {content['error']}"

@@ -190,6 +190,11 @@ class Vllm:
 
     def warm(self, texts: Texts, document: str | None, namespace: str, progress: Progress) -> Iterator[WarmReport]:
         """See `Server`."""
+        if not len(texts):  # the connector cannot encode nothing
+            if document:
+                self.forget(document, namespace)
+            yield WarmReport(chunks=0, tokens=0, bytes=0, new=0, reused=0, skipped=0, seconds=0.0)
+            return
         done = 0
         for batch in batches(texts, self.window, self._count):
             asked: Body = {
@@ -209,7 +214,7 @@ class Vllm:
     def forget(self, document: str, namespace: str) -> int:
         """See `Server`."""
         asked = {"mode": "forget", "document": document, "namespace": namespace}
-        return int(self._control(asked).get("removed") or 0)
+        return int(self._control(asked).get("forgotten") or 0)
 
     def documents(self, prefix: str, namespace: str) -> list[str]:
         """See `Server`."""
@@ -250,6 +255,8 @@ class Vllm:
             )
         if "error" in content:
             raise _ERRORS.get(str(content.get("type")), ServerError)(str(content["error"]))
+        if (ignored := content.get("ignored")) and asked["mode"] != "report":  # in a report, they are the answer's
+            raise SettingError("; ".join(map(str, ignored)))
         return content
 
 

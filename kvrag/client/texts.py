@@ -83,7 +83,7 @@ class Batch:
 
 
 def prompt_of(part: Texts) -> str:
-    """Return the prompt that reserves room for the texts; it is never empty."""
+    """Return the prompt that reserves room for the texts; vLLM refuses an empty one."""
     return "\n\n".join(part.texts) or " "
 
 
@@ -99,7 +99,7 @@ def batches(texts: Texts, window: int, count: Callable[[str], int]) -> Iterator[
     begun: set[str] = set()
     sources: set[str] = set()
     start = 0
-    while start < len(texts) or start == 0:
+    while start < len(texts):
         stop = _reach(texts, start, window, begun, sources)
         while not _fits(texts[start:stop], window, count):
             if stop - start == 1:
@@ -111,7 +111,7 @@ def batches(texts: Texts, window: int, count: Callable[[str], int]) -> Iterator[
         yield Batch(part, not begun & {*part.documents}, _before(texts, start))
         begun |= {name for name in part.documents if name}
         sources |= {name for name in part.sources if name}
-        start = max(stop, 1)
+        start = stop
 
 
 def _reach(texts: Texts, start: int, window: int, begun: set[str], sources: set[str]) -> int:
@@ -142,7 +142,7 @@ def _fits(part: Texts, window: int, count: Callable[[str], int]) -> bool:
 
 
 def _before(texts: Texts, start: int) -> list[str]:
-    source = texts.sources[start] if start < len(texts) else ""
+    source = texts.sources[start]
     found: list[str] = []
     length = 0
     for number in range(start - 1, -1, -1):

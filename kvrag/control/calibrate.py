@@ -23,11 +23,40 @@ from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig, check_ratio
 from kvrag.errors import ModelError, SettingError, StoreError
 from kvrag.reuse.stitch import Stitched
+from kvrag.store import KVStore
+from kvrag.types import Messages
 
 FILE = "calibration.json"
 GRID = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
+_CHUNKS = 1000  # stored chunks that prompts are generated from
 _FEW = 30  # prompts; with fewer, the interval is wider than any relevant difference
 _Z = 1.96  # 95 %
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """What a ratio must achieve.
+
+    Attributes:
+        target: Share of first tokens that must agree.
+        sure: Require the lower end of the 95 % interval to reach the target; 99 % takes several hundred prompts.
+        ratios: Ratios to try, each below 1.
+        tokens: Number of full prefill's tokens to compare.
+    """
+
+    target: float = 0.99
+    sure: bool = False
+    ratios: Sequence[float] = GRID
+    tokens: int = 8
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.target <= 1.0:
+            raise SettingError(f"target must be in (0, 1], got {self.target}: it is a share of first tokens")
+        if self.tokens < 1:
+            raise SettingError(f"tokens must be at least 1, got {self.tokens}")
+        object.__setattr__(self, "ratios", tuple(sorted({check_ratio(ratio) for ratio in self.ratios})))
+        if not self.ratios or self.ratios[-1] >= 1.0:
+            raise SettingError("ratios must be one or more numbers below 1 (1 is full prefill)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +151,7 @@ def calibrate(
     prefill: Prefill,
     prompts: Sequence[list[int]],
     config: BlendConfig,
-    *,
-    target: float = 0.99,
-    sure: bool = False,
-    ratios: Sequence[float] = GRID,
-    tokens: int = 8,
+    criterion: Criterion,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Calibration:
     """Compare blending with full prefill on the same ids, at every ratio.
@@ -134,18 +159,16 @@ def calibrate(
     Args:
         prompts: Token ids; prompts without anything to recompute are left out.
         config: Policy and its settings; its ratio is ignored.
-        target: Share of first tokens that must agree.
-        sure: Require the lower end of the 95 % interval to reach the target; 99 % takes several hundred prompts.
-        ratios: Ratios to try, each below 1.
-        tokens: Number of full prefill's tokens to compare.
         progress: Called with (prefills done, prefills to do).
 
     Raises:
-        SettingError: An argument is out of range, or the policy has no ratio.
+        SettingError: The policy has no ratio.
         StoreError: No prompt contains stored chunks that could be recomputed.
         ModelError: Logits are NaN.
     """
-    grid = _checked(config, target, ratios, tokens)
+    if config.policy in ("none", "full"):
+        raise SettingError(f"policy {config.policy!r} has no ratio to calibrate")
+    grid = criterion.ratios
     hits = {ratio: [0, 0] for ratio in grid}
     used = num_tokens = done = 0
     progress(0, total := len(prompts) * (len(grid) + 1))
@@ -154,7 +177,7 @@ def calibrate(
         if not len(first.stitched.inexact):
             progress(done := done + len(grid) + 1, total)
             continue
-        answer = _greedy(model, prefill(ids, replace(config, policy="full", controller="off")), tokens)
+        answer = _greedy(model, prefill(ids, replace(config, policy="full", controller="off")), criterion.tokens)
         used, num_tokens = used + 1, num_tokens + len(answer) - 1
         progress(done := done + 1, total)
         for ratio in grid:
@@ -179,10 +202,10 @@ def calibrate(
         fingerprint=model.fingerprint.digest,
         policy=config.policy,
         settings=settings_of(config),
-        target=target,
-        sure=sure,
+        target=criterion.target,
+        sure=criterion.sure,
         curve=curve,
-        ratio=choose(curve, target, sure),
+        ratio=choose(curve, criterion.target, criterion.sure),
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         notes=tuple(notes),
     )
@@ -208,6 +231,23 @@ def settings_of(config: BlendConfig) -> dict[str, Any]:
     own = {name: value for name, value in asdict(config).items() if name not in ("policy", "ratio", "controller")}
     settings: dict[str, Any] = json.loads(json.dumps(own))
     return settings
+
+
+def chunk_texts(model: Model, store: KVStore, namespace: str) -> list[str]:
+    """Return the texts of a namespace's chunks, of not too many and from the whole corpus."""
+    entries = [entry for entry in store.entries(0) if entry.namespace == namespace]
+    step = -(-len(entries) // _CHUNKS) or 1
+    return [model.tokenizer.decode(entry.ids.tolist()) for entry in entries[::step]]
+
+
+def render(model: Model, prompts: Sequence[str | Messages]) -> list[list[int]]:
+    """Return the token ids of a user's prompts; raises SettingError for one string, ContextWindowError."""
+    if isinstance(prompts, str):
+        raise SettingError("prompts must be a list of prompts, not one string")
+    rendered = [model.tokenizer.render(prompt) for prompt in prompts]
+    for ids in rendered:
+        model.check_window(len(ids))
+    return rendered
 
 
 def make_prompts(model: Model, chunks: Sequence[str], count: int, size: int = 4, seed: int = 0) -> list[list[int]]:
@@ -250,20 +290,6 @@ def make_prompts(model: Model, chunks: Sequence[str], count: int, size: int = 4,
 def _beginnings(text: str) -> list[str]:
     sentences = [sentence.split() for sentence in re.split(r"(?<=[.!?])\s+|\n+", text)]
     return [" ".join(words[: len(words) - max(1, len(words) // 3)]) for words in sentences if len(words) >= 4]
-
-
-def _checked(config: BlendConfig, target: float, ratios: Sequence[float], tokens: int) -> list[float]:
-    """Return the ratios in ascending order; raise SettingError if an argument is invalid."""
-    if config.policy in ("none", "full"):
-        raise SettingError(f"policy {config.policy!r} has no ratio to calibrate")
-    if not 0.0 < target <= 1.0:
-        raise SettingError(f"target must be in (0, 1], got {target}: it is a share of first tokens")
-    if tokens < 1:
-        raise SettingError(f"tokens must be at least 1, got {tokens}")
-    grid = sorted({check_ratio(ratio) for ratio in ratios})
-    if not grid or grid[-1] >= 1.0:
-        raise SettingError("ratios must be one or more numbers below 1 (1 is full prefill)")
-    return grid
 
 
 def _at(config: BlendConfig, ratio: float) -> BlendConfig:

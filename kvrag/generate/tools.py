@@ -71,6 +71,14 @@ class Prepared:
     tools: tuple[dict[str, Any], ...] = ()
     is_native: bool = False
 
+    def with_template(self, template: Mapping[str, Any] | None) -> Prepared:
+        """Return it with more variables for the chat template."""
+        return replace(self, template={**self.template, **(template or {})})
+
+    def render(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the token ids of the prompt."""
+        return tokenizer.render(self.prompt, **self.template)
+
     def parser(self, tokenizer: Tokenizer, ids: Sequence[int]) -> AnswerParser | None:
         """Return a parser for the answer to the prompt `ids`; None if it cannot call tools."""
         if not self.tools:

@@ -12,13 +12,14 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
-from kvrag.backend.transformers import Model
+from kvrag.backend.protocol import Encoder
 from kvrag.config import BlendConfig, check_names
 from kvrag.control.tuning import Tuning
-from kvrag.errors import SettingError
+from kvrag.errors import SettingError, reporting_memory
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.ingest.encode import batch_tokens, encode, row_lengths
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore, TextState
@@ -30,6 +31,10 @@ _LEAST_OVERLAP = 8  # shorter overlaps are chance
 _ROUNDS = 4  # of encoding chunks that other processes evicted or began to share
 
 Progress = Callable[[int, int], None]
+
+Mode = Literal["replace", "add", "on request"]
+"""The texts are all texts of their documents, are added to them, or came with a prompt: then they have an anonymous
+holder and expire when unused."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class Ingestion:
     """Fills the store of one engine. Thread-safe; several processes may fill one store."""
 
     def __init__(
-        self, model: Model, store: KVStore, config: BlendConfig, codec: str, fingerprint: Fingerprint, tuning: Tuning
+        self, model: Encoder, store: KVStore, config: BlendConfig, codec: str, fingerprint: Fingerprint, tuning: Tuning
     ) -> None:
         self._model, self._store, self._config, self._codec = model, store, config, codec
         self._fingerprint, self._tuning = fingerprint, tuning
@@ -126,12 +131,13 @@ class Ingestion:
         sources: str | Sequence[str] | None = None,
         namespace: str = "",
         progress: Progress = lambda done, total: None,
-        on_request: bool = False,
+        mode: Mode = "replace",
+        before: Sequence[str] = (),
     ) -> WarmReport:
         """See BlendEngine.warm.
 
         Args:
-            on_request: The texts came with a prompt: they have an anonymous holder and expire when unused.
+            before: Texts that precede the first one in its source and are encoded already.
         """
         started = time.perf_counter()
         given = self.tokenize(texts, namespace)
@@ -147,9 +153,10 @@ class Ingestion:
                 f"{len(sources)} sources for {len(given.ids)} texts: give one per text, or a single string"
             )
         check_names(*{*names, *sources})
-        if on_request:
+        if mode == "on request":
             document, names = ON_REQUEST, [ON_REQUEST] * len(given.ids)
-        pieces = self._pieces(given, names, sources, namespace)
+        preceding = {sources[0]: self._joined(before)} if before and len(sources) else {}
+        pieces = self._pieces(given, names, sources, namespace, preceding)
         documents = {*names, document} if isinstance(document, str) else set(names)  # also those without texts
         tally = _Tally()
 
@@ -159,12 +166,12 @@ class Ingestion:
         missing = _missing(choices, states)
         for _ in range(_ROUNDS):
             self._encode_and_put(missing, namespace, tally, progress)
-            self._hold(choices, documents, namespace)
+            self._hold(choices, documents, namespace, mode)
             # re-check after recording the holders: others may have stored, shared or evicted these texts
-            states, before = self._look_up(pieces), choices
+            states, previous = self._look_up(pieces), choices
             choices = self._choose(pieces, states, namespace, shared)
             missing = _missing(choices, states)
-            if choices == before and (not missing or not self._has_room(missing)):
+            if choices == previous and (not missing or not self._has_room(missing)):
                 break
 
         self._tuning.keep_speed()
@@ -193,14 +200,31 @@ class Ingestion:
         check_names(document)
         return self._store.set_document(document, [], namespace)
 
-    def _pieces(self, given: Texts, names: Sequence[str], sources: Sequence[str], namespace: str) -> list[_Piece]:
+    def _joined(self, texts: Sequence[str]) -> list[int]:
+        """Return the token ids of texts with a blank line between them."""
+        blank = self._model.tokenizer.encode("\n\n")
+        ids: list[int] = []
+        for text in texts:
+            ids += [*(blank if ids else ()), *self._model.tokenizer.encode(text)]
+        return ids
+
+    def _pieces(
+        self,
+        given: Texts,
+        names: Sequence[str],
+        sources: Sequence[str],
+        namespace: str,
+        before: dict[str, list[int]],
+    ) -> list[_Piece]:
         """Return the pieces to store: each text once per document and source, at its first position.
 
         The context grows to twice `context_tokens` before it is cut back to `context_tokens`. Until then, consecutive
         contexts share a prefix, which is computed once for all of them.
+
+        Args:
+            before: What precedes the texts, by source. Changed.
         """
         pieces: dict[tuple[str, str, str], _Piece] = {}
-        before: dict[str, list[int]] = {}
         blank = self._model.tokenizer.encode("\n\n")
         limit, window = self._config.context_tokens, self._model.context_window - len(self._model.tokenizer.preamble)
         for name, source, ids, key in zip(names, sources, given.ids, given.keys, strict=True):
@@ -240,13 +264,13 @@ class Ingestion:
             for piece, context in zip(pieces, contexts, strict=True)
         ]
 
-    def _hold(self, choices: Sequence[_Choice], documents: Iterable[str], namespace: str) -> None:
+    def _hold(self, choices: Sequence[_Choice], documents: Iterable[str], namespace: str, mode: Mode) -> None:
         """Record each document's holdings durably; chunks that no document relies on any more are removed."""
         held: dict[str, list[Holding]] = {document: [] for document in documents}
         for choice in choices:
             held[choice.piece.document].append(Holding(choice.piece.text, choice.key, choice.piece.source))
         for document, holdings in held.items():
-            self._store.set_document(document, holdings, namespace, replace=document not in ("", ON_REQUEST))
+            self._store.set_document(document, holdings, namespace, replace=mode == "replace" and document != "")
 
     def _has_room(self, missing: Sequence[_Choice]) -> bool:
         """Return whether the missing chunks fit into the store. If they fit, they were not evicted for lack of room."""
@@ -263,7 +287,8 @@ class Ingestion:
             wanted = set(self._store.missing([choice.key for choice in portion]))
             new = [choice for choice in portion if choice.key in wanted]
             if new:
-                tally.bytes += self._store.put(self._encode(new, namespace))
+                with reporting_memory():
+                    tally.bytes += self._store.put(self._encode(new, namespace))
             tally.texts.update(choice.piece.text for choice in new)
             tally.tokens += sum(len(choice.piece.ids) for choice in new)
             tally.done += sum(len(choice.piece.ids) for choice in portion)
@@ -271,9 +296,9 @@ class Ingestion:
 
     def _encode(self, choices: Sequence[_Choice], namespace: str) -> list[ChunkRecord]:
         chunks, contexts = [choice.piece.ids for choice in choices], [choice.context for choice in choices]
-        started, waits = time.perf_counter(), self._model.lock.waits
+        started, waits = time.perf_counter(), self._model.waits
         encoded = list(encode(self._model, chunks, contexts))
-        if self._model.lock.waits == waits:  # otherwise the duration would include other threads' work
+        if self._model.waits == waits:  # otherwise the duration would include other threads' work
             lengths = row_lengths(self._model, chunks, contexts)
             passes = math.ceil(sum(lengths) / batch_tokens(self._model))
             self._tuning.observe_encoding(lengths, passes, time.perf_counter() - started)

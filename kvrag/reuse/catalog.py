@@ -101,11 +101,17 @@ class Catalog:
             is_behind = self._advance(_AT_ONCE)
         self._maintain(is_behind)
 
-    def match(self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
-        """Return the prompt's runs; see `kvrag.reuse.match.match`. `Run.key` is the key of the text."""
+    def match(
+        self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "", removals: int | None = None
+    ) -> list[Run]:
+        """Return the prompt's runs; see `kvrag.reuse.match.match`. `Run.key` is the key of the text.
+
+        Args:
+            removals: The store's counter, if it has just been read.
+        """
         if self._refreshing.acquire(blocking=False):
             try:
-                is_behind = self._advance(_AT_ONCE)
+                is_behind = self._advance(_AT_ONCE, removals)
             finally:
                 self._refreshing.release()
             self._maintain(is_behind)
@@ -146,12 +152,12 @@ class Catalog:
 
     # ---------------------------------------------------------------- refreshing
 
-    def _advance(self, limit: int) -> bool:
+    def _advance(self, limit: int, removals: int | None = None) -> bool:
         """Make the next snapshot, with about `limit` tokens of new texts; return whether there is more to do."""
         is_patient = limit > _AT_ONCE
         snapshot = self._adopt(self._snapshot)
         # behind the entries once more, so that one which has gone meanwhile is among the removed
-        snapshot, is_behind = self._apply_removals(snapshot, is_patient)
+        snapshot, is_behind = self._apply_removals(snapshot, is_patient, removals)
         entries, num_tokens = [], 0
         for entry in self._store.entries(snapshot.last):
             entries.append(entry)
@@ -168,9 +174,12 @@ class Catalog:
         self._snapshot = snapshot
         return is_behind
 
-    def _apply_removals(self, snapshot: _Snapshot, is_patient: bool) -> tuple[_Snapshot, bool]:
+    def _apply_removals(
+        self, snapshot: _Snapshot, is_patient: bool, removals: int | None = None
+    ) -> tuple[_Snapshot, bool]:
         """Mark removed texts; return whether this was postponed."""
-        removals = self._store.removals()
+        if removals is None:
+            removals = self._store.removals()
         if removals == snapshot.removals:
             return snapshot, False
         log = self._store.removed(snapshot.position)

@@ -73,8 +73,8 @@ class Conversation:
             if common < turn.asked or len(prompt) <= turn.stop:
                 break
             length, turns = min(common, end), turns + 1
-        if not self._is_as_good_as(config):
-            length = min(length, self.exact)
+        if length > self.exact and not self._is_as_good_as(config):
+            length = self.exact
         return CachedPrefix(self, length, self.turns[:turns], is_all=length == common)
 
     def _is_as_good_as(self, config: BlendConfig) -> bool:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend
-from kvrag.errors import ChunkUnreadableError, out_of_memory
-from kvrag.fingerprint import text_key
+from kvrag.errors import ChunkUnreadableError, DamagedChunkError, out_of_memory
 from kvrag.reuse.conversation import CachedPrefix
 from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader
@@ -33,12 +33,14 @@ class Matched:
         runs: Runs of stored chunks after the cached prefix, ascending and disjoint.
         readers: An open reader for every key in `runs`.
         prefix: Cached prefix from a conversation.
+        texts: Keys of the texts of these chunks.
     """
 
     ids: Sequence[int]
     runs: Sequence[Run] = ()
     readers: Mapping[str, ChunkReader] = field(default_factory=dict)
     prefix: CachedPrefix | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def kept(self) -> int:
@@ -58,8 +60,8 @@ class Matched:
     @property
     def behind(self) -> dict[str, str]:
         """Keys of the texts, and of their chunks, that were encoded behind something."""
-        readers = [self.readers[key] for key in {run.key for run in self.runs}]
-        return {text_key(each.namespace, each.ids): each.key for each in readers if each.context_tokens}
+        keys = {run.key for run in self.runs}
+        return {self.texts[key]: key for key in keys if self.readers[key].context_tokens}
 
     @property
     def bytes_read(self) -> int:
@@ -92,8 +94,11 @@ class LayerLoader:
         self._backend, self._readers, self._codec = backend, readers, codec
         # nothing to wait for, so no reason to queue behind a slow disk
         self._is_at_hand = codec == "native" and all(reader.tier == "ram" for reader in readers.values())
+        self._ahead = _AHEAD if backend.passes_may_wait else backend.num_layers
         self._reads: dict[int, Future[LayerKV]] = {}
         self._read_ahead(0)
+        if not backend.passes_may_wait:
+            self._wait_for_all()
 
     def layer(self, number: int) -> LayerKV:
         """Return a layer of all chunks, on its device. Each layer can be requested once.
@@ -121,15 +126,29 @@ class LayerLoader:
             if not read.cancel() and read.running():
                 read.exception()
 
+    def _wait_for_all(self) -> None:
+        """Wait until all layers are in memory. An error in one process is raised in all of them."""
+        error = None
+        try:
+            for read in self._reads.values():
+                read.result()
+        except (DamagedChunkError, ChunkUnreadableError) as caught:
+            error = caught
+        for other in filter(None, self._backend.gather(error)):
+            self.close()
+            raise other
+
     def _read_ahead(self, number: int) -> None:
         if self._is_at_hand or not self._readers:
             return
-        for layer in range(number, min(number + 1 + _AHEAD, self._backend.num_layers)):
+        for layer in range(number, min(number + 1 + self._ahead, self._backend.num_layers)):
             if layer not in self._reads:
                 self._reads[layer] = _pool.submit(self._read, layer)
 
     def _read(self, number: int) -> LayerKV:
-        device = self._backend.layer_device(number)
+        # all layers at once would fill a device whose memory the engine has divided up
+        ahead = self._backend.passes_may_wait
+        device = self._backend.layer_device(number) if ahead else torch.device("cpu")
         chunks: LayerKV = {}
         for key, reader in self._readers.items():
             try:

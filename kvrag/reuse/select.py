@@ -137,8 +137,9 @@ def _deviation(context: Context, layer: int, rows: Tensor) -> Tensor:
         at = block.to(keys.device)
         pairs = {"k": (fresh_keys, keys[:, :, at]), "v": (fresh_values, values[:, :, at])}
         deviations = [_METRICS[config.metric](*pairs[name]) for name in config.deviation_of]
-        scores[block] = torch.stack(deviations).sum(dim=0).cpu()
-        keys[:, :, at], values[:, :, at] = fresh_keys, fresh_values
+        deviation = backend.sum_over_processes(torch.stack(deviations).sum(dim=0))
+        scores[block] = (deviation / backend.num_processes if config.metric == "cosine" else deviation).cpu()
+        stitched.cache.write(layer, at, fresh_keys, fresh_values)
 
     def run(block: Tensor, positions: Tensor | None) -> None:
         def observe(number: int, fresh_keys: Tensor, fresh_values: Tensor) -> bool:
@@ -148,7 +149,7 @@ def _deviation(context: Context, layer: int, rows: Tensor) -> Tensor:
 
         backend.forward_until(observe, stitched.ids[block][None], stitched.cache, positions)
 
-    if len(rows) == len(scores):  # plain prefill of the prefix: no mask needed
+    if len(rows) == len(scores) and backend.rows_per_pass is None:  # plain prefill of the prefix: no mask needed
         stitched.cache.set_length(0)
         run(rows, None)
     else:

@@ -86,25 +86,24 @@ def stitch(backend: Backend, matched: Matched, loader: LayerLoader, capacity: in
     tables = backend.tables(torch.arange(num_tokens))
 
     def lay_out(number: int) -> tuple[Tensor, Tensor]:
-        chunks = loader.layer(number) if runs else {}
+        chunks = loader.layer(number)
         with loader.trace.step("stitch", synchronise=False):
             device = backend.layer_device(number)
-            cached = prefix.conversation.cache.layer(number) if prefix else None
-            like = [part[0] for part in cached] if cached else next(iter(chunks.values()))
-            keys, values = (_empty(part, capacity, device) for part in like)
-            if prefix and cached:
-                same = slice(0, prefix.length)
-                keys[:, :, same], values[:, :, same] = cached[0][:, :, same], cached[1][:, :, same]
+            keys, values = (_empty(part[backend.heads], capacity, device) for part in next(iter(chunks.values())))
             for run in runs:
                 chunk_keys, chunk_values = (
-                    part[None, :, run.offset : run.offset + len(run)] for part in chunks[run.key]
+                    part[None, backend.heads, run.offset : run.offset + len(run)] for part in chunks[run.key]
                 )
                 landing = slice(run.start, run.stop)
                 backend.rotate(number, chunk_keys.to(device), tables[number], landing, out=keys[:, :, landing])
                 values[:, :, landing] = chunk_values
             return keys, values
 
-    return Stitched(torch.tensor(ids), runs, reused, exact, backend.new_cache(capacity, lay_out), prefix)
+    kept = (prefix.conversation.cache, prefix.length) if prefix else None
+    filled = reused.clone()
+    filled[: prefix.length if prefix else 0] = False
+    cache = backend.new_cache(capacity, lay_out if runs else None, filled.nonzero().squeeze(1), kept)
+    return Stitched(torch.tensor(ids), runs, reused, exact, cache, prefix)
 
 
 def _is_exact(backend: Backend, ids: Sequence[int], run: Run, reader: ChunkReader) -> bool:

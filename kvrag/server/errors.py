@@ -12,7 +12,15 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kvrag.errors import ContextWindowError, KvragError, PromptError, SettingError, StoreFullError, StoreReadOnlyError
+from kvrag.errors import (
+    ContextWindowError,
+    KvragError,
+    OutOfMemoryError,
+    PromptError,
+    SettingError,
+    StoreFullError,
+    StoreReadOnlyError,
+)
 
 logger = logging.getLogger("kvrag")
 
@@ -57,14 +65,16 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
         status, code = 400, "invalid_value"
     elif isinstance(error, (StoreFullError, StoreReadOnlyError)):
         status, code = 507, "store_full"
+    elif isinstance(error, OutOfMemoryError):
+        status, code = 503, "out_of_memory"
     elif not isinstance(error, KvragError):
         message = "internal error: see the server's log"
     return status, {"error": {"message": message, "type": _kind(status), "param": param, "code": code}}
 
 
 def log(error: Exception) -> None:
-    """Log an internal error. Errors in requests are reported to their senders only."""
-    if describe(error)[0] == 500:
+    """Log an internal error, and a lack of memory. Errors in requests are reported to their senders only."""
+    if describe(error)[0] == 500 or isinstance(error, OutOfMemoryError):
         is_ours = isinstance(error, KvragError)
         logger.error("%s", error if is_ours else "a request failed", exc_info=None if is_ours else error)
 

@@ -121,7 +121,8 @@ class ChunkFile:
 
     def _open(self) -> int:
         for wait in (0.0, 0.01, 0.05, 0.2, 0.0):  # other readers may be about to close theirs
-            time.sleep(wait)
+            if wait:  # even a sleep of 0 seconds gives the processor away
+                time.sleep(wait)
             try:
                 return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:

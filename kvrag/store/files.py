@@ -76,7 +76,8 @@ class FileStore:
         """Open or create the store.
 
         Args:
-            max_bytes: Byte budget; least recently used chunks are evicted beyond it. None = no budget.
+            max_bytes: Byte budget; least recently used chunks are evicted beyond it. None = no budget. While several
+                threads or processes are storing, each can exceed it by the chunks that it is storing at the moment.
             min_free_bytes: Writing stops before less than this is free on the disk.
 
         Raises:
@@ -85,6 +86,7 @@ class FileStore:
         if max_bytes is not None and max_bytes <= 0:
             raise SettingError(f"max_bytes must be positive, got {max_bytes}")
         self.path = Path(path).expanduser().resolve()
+        self._chunks = self.path / "chunks"
         self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
         check_layout(self.path)
         try:
@@ -107,10 +109,6 @@ class FileStore:
                 self._recover()
 
     @property
-    def _chunks(self) -> Path:
-        return self.path / "chunks"
-
-    @property
     def read_only(self) -> bool:
         """See KVStore.read_only."""
         return self._manifest.read_only
@@ -124,7 +122,7 @@ class FileStore:
         # a manifest that is damaged, or somebody's, must not lead to other files
         if os.path.basename(name) != name or not name.endswith(SUFFIX):
             name = f"no name{SUFFIX}"
-        return self._chunks / name[:2] / name
+        return self._chunks.joinpath(name[:2], name)
 
     @property
     def _fingerprint(self) -> str:
@@ -194,6 +192,8 @@ class FileStore:
             self._unlink(row.file for row in rows)
             raise
         self._unlink(row.file for row in known)  # another writer was faster
+        if self.max_bytes is not None and self._manifest.num_bytes() > self.max_bytes:
+            self._evict(self.max_bytes)  # others have stored chunks since there was room
         return sum(row.num_bytes for row in rows) - sum(row.num_bytes for row in known)
 
     def _write(self, record: ChunkRecord) -> Row:
@@ -223,9 +223,7 @@ class FileStore:
                     f"{needed} bytes exceed the store's budget of {self.max_bytes} bytes: raise max_bytes"
                 )
             if used + needed > self.max_bytes:
-                keep = max(0, int(self.max_bytes * _LOW_WATERMARK) - needed)
-                self._flush_touched()
-                self.remove(self._manifest.oldest(used - keep))
+                self._evict(max(0, int(self.max_bytes * _LOW_WATERMARK) - needed))
         try:
             free = shutil.disk_usage(self.path).free
         except OSError as error:
@@ -235,6 +233,12 @@ class FileStore:
                 f"the disk of {self.path} has {free / 1e9:.1f} GB free; {needed / 1e9:.3f} GB are needed and "
                 f"{self.min_free_bytes / 1e9:.1f} GB must stay free: free space, or choose another folder"
             )
+
+    def _evict(self, limit: int) -> None:
+        """Remove the least recently used chunks until all take at most `limit` bytes."""
+        self._flush_touched()
+        while names := self._manifest.evict(limit, _EVICT):
+            self._unlink(names)
 
     def open(self, key: str) -> ChunkReader | None:
         """See KVStore.open."""

@@ -373,6 +373,23 @@ class Manifest:
                 )
         return [name for _, name in removed]
 
+    def evict(self, limit: int, most: int) -> list[str]:
+        """Delete the rows of at most `most` least recently used chunks, until all take `limit` bytes; return the files.
+
+        The size is read in the same transaction, so that several processes do not evict for the same need.
+        """
+        keys = []
+        with self._writing() as connection:
+            (left,) = connection.execute("SELECT total(bytes) FROM totals").fetchone()
+            query = "SELECT key, num_bytes FROM chunks ORDER BY used, key LIMIT ?"
+            for key, size in connection.execute(query, (most,)):
+                if left <= limit:
+                    break
+                keys.append(key)
+                left -= size
+            removed = _remove(connection, keys)
+        return [file for _, file in removed]
+
     def touch(self, keys: Sequence[str]) -> None:
         """Record that these chunks were used now."""
         now = time.time()
@@ -454,17 +471,6 @@ class Manifest:
     def unheld(self) -> list[str]:
         """Return the chunks that no document relies on."""
         return [row[0] for row in self._all("SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM holders)")]
-
-    def oldest(self, num_bytes: int) -> list[str]:
-        """Return the least recently used chunks that together take at least `num_bytes`."""
-        keys, total = [], 0
-        with self._reading() as connection:
-            for key, size in connection.execute("SELECT key, num_bytes FROM chunks ORDER BY used, key"):
-                if total >= num_bytes:
-                    break
-                keys.append(key)
-                total += size
-        return keys
 
     def num_bytes(self) -> int:
         """Return the total size of all chunks."""

@@ -8,7 +8,7 @@ layers have a window, which have no RoPE) are read from the loaded model.
 
 from kvrag.backend.transformers.cache import BlendCache
 from kvrag.backend.transformers.loading import READER
-from kvrag.backend.transformers.model import Model
+from kvrag.backend.transformers.model import LoadOptions, Model
 from kvrag.backend.transformers.tokenizer import Tokenizer
 
-__all__ = ["READER", "BlendCache", "Model", "Tokenizer"]
+__all__ = ["READER", "BlendCache", "LoadOptions", "Model", "Tokenizer"]

@@ -11,8 +11,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvrag.backend.attention import CPU_ROWS, ROWS, Rows, attention_received
+
 _NAME = "kvrag"
-_CPU_ROWS = 128  # rows per block on a CPU
-_ROWS = 1024  # rows per block elsewhere
 _PACKED = 256  # rows of a matrix product: all query heads that share a KV head
 _SAMPLED = 16  # every 16th key gives a bound of a row's scores
-_KEPT_MASKS = 64 << 20  # bytes of masks kept between layers
 
 
 @dataclass(frozen=True)
@@ -41,53 +40,12 @@ class AttentionObserver:
     observe: Callable[[int, Tensor], None]
 
 
-class _Block(NamedTuple):
-    """Rows `start` to `end`. They attend to keys from `low` to `stop`; all of them to keys before `hidden`."""
-
-    start: int
-    end: int
-    low: int
-    hidden: int
-    stop: int
-
-
 @dataclass
-class _Pass:
-    """State of one thread's forward pass: positions of its rows, windows of the layers."""
+class _Pass(Rows):
+    """State of one thread's forward pass."""
 
-    rows: Tensor
-    positions: list[int]
-    windows: Sequence[int | None]
-    observer: AttentionObserver | None
+    observer: AttentionObserver | None = None
     scratch: Tensor | None = None
-    masks: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)
-    masks_bytes: int = 0
-
-    def blocks(self, layer: int, size: int) -> Iterator[_Block]:
-        """Split the rows into blocks of `size`."""
-        window = self.windows[layer]
-        for start in range(0, len(self.positions), size):
-            end = min(start + size, len(self.positions))
-            first, stop = self.positions[start], self.positions[end - 1] + 1
-            low = 0 if window is None else max(0, first + 1 - window)
-            yield _Block(start, end, low, first + 1 if window is None else low, stop)
-
-    def mask(self, layer: int, block: _Block, low: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the (R, K) additive mask of a block's rows over the keys from `low` to `block.stop`."""
-        window = self.windows[layer]
-        kept = self.masks.get((window, block.start, low))
-        if kept is not None and kept.device == device and kept.shape[0] == block.end - block.start:
-            return kept
-        rows = self.rows[block.start : block.end, None].to(device)
-        keys = torch.arange(low, block.stop, device=device)[None]
-        hidden = keys > rows
-        if window is not None:
-            hidden |= keys <= rows - window
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)
-        if self.masks_bytes + mask.nbytes <= _KEPT_MASKS:
-            self.masks[window, block.start, low] = mask
-            self.masks_bytes += mask.nbytes
-        return mask
 
     def room(self, like: Tensor, num_rows: int, num_keys: int) -> tuple[Tensor, Tensor]:
         """Return two uninitialised matrices in the same memory every time: fresh memory is slower to fill."""
@@ -113,7 +71,7 @@ def attention_at(
     its usual attention.
     """
     usual = _usual[id(config)] = config._attn_implementation
-    _current.state = _Pass(rows, rows.tolist(), windows, observer)
+    _current.state = _Pass(rows, rows.tolist(), windows, observer=observer)
     config._attn_implementation = _NAME
     try:
         yield
@@ -162,11 +120,12 @@ def _attend(
             observer.observe(layer, received)
         return attended, None
     if observer:
-        observer.observe(layer, _received(query, key, now, layer, observer.num_queries, kwargs))
+        softcap = kwargs.get("softcap")
+        observer.observe(layer, attention_received(query, key, now, layer, observer.num_queries, scaling, softcap))
     if on_cpu:
         return _in_blocks(query, key, value, scaling, now, layer), None
     blocks = []
-    for block in now.blocks(layer, _ROWS):
+    for block in now.blocks(layer, ROWS):
         mask = now.mask(layer, block, 0, query.dtype, query.device)[None, None]
         rows, keys = slice(block.start, block.end), slice(0, block.stop)
         blocks.append(attend(module, query[:, :, rows], key[:, :, keys], value[:, :, keys], mask, **kwargs)[0])
@@ -191,7 +150,7 @@ def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float | None,
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         ).transpose(1, 2)
-        for block in now.blocks(layer, _CPU_ROWS)
+        for block in now.blocks(layer, CPU_ROWS)
     ]
     return torch.cat(attended, dim=1)
 
@@ -229,28 +188,6 @@ def _by_products(
                 observed = weights.view(group, -1, len(keys))[:, max(0, num_rows - num_queries - start) :]
                 received[low:stop] += observed.float().square_().sum(dim=(0, 1))
     return attended[None], received / num_heads
-
-
-def _received(query: Tensor, key: Tensor, now: _Pass, layer: int, num_queries: int, kwargs: dict[str, Any]) -> Tensor:
-    """Return the (K,) input of `AttentionObserver.observe` from (1, HG, S, D) queries and (1, H, K, D) keys."""
-    num_heads, num_rows = query.shape[1:3]
-    cap, scaling = kwargs.get("softcap"), kwargs.get("scaling") or key.shape[3] ** -0.5
-    total = torch.zeros(key.shape[2], device=query.device)
-    group = num_heads // key.shape[1]
-    size = 1 if query.device.type == "cpu" else group  # on a CPU, the scores of one head fit into the cache
-    for block in now.blocks(layer, _CPU_ROWS if query.device.type == "cpu" else _ROWS):
-        first = max(block.start, num_rows - num_queries)
-        if first >= block.end:
-            continue
-        mask = now.mask(layer, block, block.low, query.dtype, query.device)[first - block.start :].float()
-        keys = slice(block.low, block.stop)
-        for start in range(0, num_heads, size):
-            queries = query[0, start : start + size, first : block.end] * scaling  # there are fewer queries than scores
-            scores = (queries @ key[0, start // group, keys].T).float()  # (size, R, K)
-            if cap is not None:
-                scores = scores.div_(cap).tanh_().mul_(cap)
-            total[keys] += scores.add_(mask).softmax(dim=-1).square_().sum(dim=(0, 1))
-    return total / num_heads
 
 
 AttentionInterface.register(_NAME, _attend)

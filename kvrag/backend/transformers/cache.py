@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvrag.backend.protocol import LayerSource, Observer
+from kvrag.backend.protocol import KVCache, LayerSource, Observer
 
 _GROWTH = 256  # positions
 
@@ -21,21 +21,25 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, number: int, capacity: int, source: LayerSource | None) -> None:
+    def __init__(
+        self, number: int, capacity: int, source: LayerSource | None, prefix: tuple[KVCache, int] | None
+    ) -> None:
         super().__init__()
-        self._number, self._capacity, self._source = number, capacity, source
+        self._number, self._capacity, self._source, self._prefix = number, capacity, source, prefix
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor | None, value_states: Tensor | None) -> None:
         """Use the stitched tensors, or allocate tensors shaped like the first ones written."""
+        prefix = self._prefix[0].layer(self._number) if self._prefix else None
         if self._source is not None:
             self.keys, self.values = self._source(self._number)
-            self._source = None  # it would keep chunks and the conversation in memory
         else:
-            assert key_states is not None
-            assert value_states is not None
-            self.keys = key_states.new_empty(*key_states.shape[:2], self._capacity, key_states.shape[3])
-            self.values = value_states.new_empty(*value_states.shape[:2], self._capacity, value_states.shape[3])
+            like = prefix or (key_states, value_states)
+            self.keys, self.values = (_empty_like(part, self._capacity) for part in like)
+        if prefix and self._prefix:
+            kept = slice(0, self._prefix[1])
+            self.keys[:, :, kept], self.values[:, :, kept] = prefix[0][:, :, kept], prefix[1][:, :, kept]
+        self._source = self._prefix = None  # they would keep chunks and the conversation in memory
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -71,6 +75,12 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
+def _empty_like(part: Tensor | None, capacity: int) -> Tensor:
+    """Return an uninitialised (B, H, capacity, D) tensor: positions are written before they are read."""
+    assert part is not None
+    return part.new_empty(*part.shape[:2], capacity, part.shape[3])
+
+
 def _grown(tensor: Tensor, used: int, needed: int) -> Tensor:
     larger = tensor.new_empty(*tensor.shape[:2], needed + max(_GROWTH, needed // 4), tensor.shape[3])
     larger[:, :, :used] = tensor[:, :, :used]
@@ -89,8 +99,14 @@ class BlendCache(Cache):  # type: ignore[misc]
         observer: Called with every layer's fresh keys and values; can end the pass.
     """
 
-    def __init__(self, num_layers: int, capacity: int, source: LayerSource | None = None) -> None:
-        super().__init__(layers=[BlendLayer(number, capacity, source) for number in range(num_layers)])
+    def __init__(
+        self,
+        num_layers: int,
+        capacity: int,
+        source: LayerSource | None = None,
+        prefix: tuple[KVCache, int] | None = None,
+    ) -> None:
+        super().__init__(layers=[BlendLayer(number, capacity, source, prefix) for number in range(num_layers)])
         self.rows: Tensor | None = None
         self.stop = 0
         self.observer: Observer | None = None
@@ -112,6 +128,11 @@ class BlendCache(Cache):  # type: ignore[misc]
         if not layer.is_initialized:
             layer.lazy_initialization(None, None)
         return layer.keys, layer.values
+
+    def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values, each (1, H, S, D), of (S,) positions of one layer."""
+        layer: BlendLayer = self.layers[number]
+        layer.write(keys, values, rows, 0)
 
     @property
     def num_bytes(self) -> int:

@@ -91,11 +91,14 @@ def load_config(
     return config
 
 
-def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, local_files_only: bool = False
+) -> Any:
     """Load a model's tokenizer only; raises like `load`."""
     path = reader_path() if name == READER else name
+    where = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
     try:
-        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(path, **where)
     except Exception as error:
         raise ModelLoadError(_explain(name, path, error)) from error
 

@@ -5,33 +5,63 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from kvrag.backend.lock import FairLock
-from kvrag.backend.protocol import KVCache, LayerSource, Observer, Tables
+from kvrag.backend.lock import FairLock, Shared
+from kvrag.backend.protocol import KVCache, LayerSource, Observer, T, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
 from kvrag.backend.transformers.attention import AttentionObserver, attention_at, suspended
 from kvrag.backend.transformers.cache import BlendCache, StopForward
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.tokenizer import Tokenizer
-from kvrag.config import Sampling
-from kvrag.errors import ContextWindowError, UnsupportedModelError
+from kvrag.config import Sampling, fill_options, show_options
+from kvrag.errors import ContextWindowError, UnsupportedModelError, reporting_memory
 from kvrag.fingerprint import Fingerprint, hash_weights
 
 _TRIAL_TOKENS = 8
 
-_loaded: weakref.WeakValueDictionary[str, Model] = weakref.WeakValueDictionary()
-_loading: dict[str, threading.Lock] = {}
+
+class LoadOptions(TypedDict, total=False):
+    """Options of `Model.from_pretrained`, described there."""
+
+    dtype: str | torch.dtype
+    device: str | None
+    device_map: str | dict[str, Any] | None
+    revision: str | None
+    attn_implementation: str | None
+    trust_remote_code: bool
+    allow_unverified: bool
+    preamble: bool
+
+
+LOAD_DEFAULTS: dict[str, Any] = dict.fromkeys(LoadOptions.__annotations__) | {
+    "dtype": "auto",
+    "trust_remote_code": False,
+    "allow_unverified": False,
+    "preamble": True,
+}
+
+_shared: Shared[Model] = Shared()
+
+
+def fingerprint(name: str, hf: Any, tokenizer: Tokenizer, weights: str) -> Fingerprint:
+    """Return the fingerprint of a transformers model whose weights have this hash."""
+    return Fingerprint(
+        model=name,
+        weights=weights,
+        tokenizer=tokenizer.digest,
+        dtype=str(hf.dtype).removeprefix("torch."),
+        rope=json.dumps(loading.rope_parameters(hf.config.get_text_config()), sort_keys=True),
+        preamble=tokenizer.preamble,
+    )
 
 
 class Model:
@@ -47,7 +77,14 @@ class Model:
         rope_follows_length: RoPE frequencies depend on the prompt length (dynamic NTK, longrope) ...
         stable_length: ... but not up to this number of tokens.
         recompute_threshold: Length at which `model.generate` recomputes all KV; None = never.
+        lock: Held during a forward pass.
+        rows_per_pass, passes_may_wait, num_processes, heads: See the protocol.
     """
+
+    rows_per_pass: int | None = None
+    passes_may_wait = True
+    num_processes = 1
+    heads = slice(None)
 
     def __init__(
         self,
@@ -86,29 +123,11 @@ class Model:
         with loading.refuse_failures(hf.config):
             self._rotary, self._devices = probe(hf, self.num_layers, shift=min(37, self.stable_length // 4))
             self._check_attention()
-        self.fingerprint = Fingerprint(
-            model=self.name,
-            weights=hash_weights(hf.state_dict().items()),
-            tokenizer=self.tokenizer.digest,
-            dtype=str(self.dtype).removeprefix("torch."),
-            rope=json.dumps(rope, sort_keys=True),
-            preamble=self.tokenizer.preamble,
-        )
+        self.fingerprint = fingerprint(self.name, hf, self.tokenizer, hash_weights(hf.state_dict().items()))
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | Path,
-        *,
-        dtype: str | torch.dtype = "auto",
-        device: str | None = None,
-        device_map: str | dict[str, Any] | None = None,
-        revision: str | None = None,
-        attn_implementation: str | None = None,
-        trust_remote_code: bool = False,
-        allow_unverified: bool = False,
-        preamble: bool = True,
-    ) -> Model:
+    @show_options(LoadOptions, LOAD_DEFAULTS)
+    def from_pretrained(cls, name_or_path: str | Path, **options: Unpack[LoadOptions]) -> Model:
         """Load a model by hub name or path. Equal settings share one model while it is in use.
 
         Args:
@@ -123,23 +142,16 @@ class Model:
         Raises:
             ModelLoadError: Unknown name, no network, or damaged files.
             UnsupportedModelError: The model cannot be blended exactly.
+            SettingError: A setting is unknown.
         """
-        settings: dict[str, Any] = {
-            "dtype": dtype,
-            "device": device,
-            "device_map": device_map,
-            "revision": revision,
-            "attn_implementation": attn_implementation,
-            "trust_remote_code": trust_remote_code,
-            "allow_unverified": allow_unverified,
-        }
-        key = json.dumps([str(name_or_path), settings, preamble], default=str)
-        with _loading.setdefault(key, threading.Lock()):
-            model = _loaded.get(key)
-            if model is None:
-                hf, tokenizer = loading.load(str(name_or_path), **settings)
-                model = _loaded[key] = cls(hf, tokenizer, str(name_or_path), allow_unverified, preamble)
-        return model
+        settings = fill_options("from_pretrained", LOAD_DEFAULTS, options)
+        key = json.dumps([str(name_or_path), settings], default=str)
+        preamble, name = settings.pop("preamble"), str(name_or_path)
+
+        def load() -> Model:
+            return cls(*loading.load(name, **settings), name, settings["allow_unverified"], preamble)
+
+        return _shared.get(key, load)
 
     def _check_attention(self) -> None:
         """Raise UnsupportedModelError unless all layers use transformers' attention interface."""
@@ -157,6 +169,11 @@ class Model:
     def preamble(self) -> tuple[int, ...]:
         """Token ids in front of every encoded chunk."""
         return self.tokenizer.preamble
+
+    @property
+    def waits(self) -> int:
+        """Number of times that the calling thread waited for other requests: durations then include their work."""
+        return self.lock.waits
 
     @property
     def hidden_size(self) -> int:
@@ -220,9 +237,32 @@ class Model:
 
     # ---------------------------------------------------------------- forward
 
-    def new_cache(self, capacity: int, source: LayerSource | None = None) -> BlendCache:
-        """Return an empty cache, or one whose layers `source` provides when a pass reaches them."""
-        return BlendCache(self.num_layers, capacity, source)
+    def new_cache(
+        self,
+        capacity: int,
+        source: LayerSource | None = None,
+        filled: Tensor | None = None,
+        prefix: tuple[KVCache, int] | None = None,
+    ) -> BlendCache:
+        """Return an empty cache, or one whose layers `source` provides when a pass reaches them.
+
+        Args:
+            filled: (R,) positions that `source` fills; the others are undefined.
+            prefix: Another cache and the number of its leading positions that the new one begins with.
+        """
+        return BlendCache(self.num_layers, capacity, source, prefix)
+
+    def gather(self, value: T) -> Sequence[T]:
+        """Return the values of all processes: there is one."""
+        return (value,)
+
+    def all_heads(self, tensor: Tensor) -> Tensor:
+        """Return the (B, H, T, D) tensors of all processes as one: there is one."""
+        return tensor
+
+    def sum_over_processes(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the processes' tensors: there is one."""
+        return tensor
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -305,7 +345,7 @@ class Model:
             positions, mask = rows, self._no_mask
             cache.rows, cache.stop = rows.to(self.device), int(rows[-1]) + 1
             attention = attention_at(self.config, rows, self.windows, observer)
-        with attention:
+        with attention, reporting_memory():
             output = self.hf(
                 input_ids=ids.to(self.device),
                 position_ids=positions[None].to(self.device),

@@ -17,6 +17,7 @@ from kvrag.errors import PromptError
 from kvrag.types import Messages
 
 _LONGEST_CHARACTER = 8  # tokens: four bytes, with room for tokens without text
+_TEMPLATES = 64  # kinds of prompts whose generation prompt is remembered
 _PREAMBLE_TOKENS = 8  # enough for a sink; longer preambles would include variable text, such as a template's date
 
 # transformers warns about long texts even if they are only counted; check_window rejects long prompts
@@ -38,6 +39,7 @@ class Tokenizer:
         self.hf, self._name = hf, model_name
         self._lock = threading.Lock()  # the tokenizer keeps state about control tokens: one thread at a time
         self._renders_tools: dict[str, bool] = {}
+        self._generation_prompts: dict[str, int] = {}
         self.preamble = self._find_preamble() if preamble else ()
 
     def as_prompt(self, text: str) -> str | Messages:
@@ -88,6 +90,14 @@ class Tokenizer:
 
     def generation_prompt_length(self, **template: Any) -> int:
         """Return the length of the generation prompt: tokens that end a prompt and are absent from a history."""
+        key = repr((self.hf.chat_template, template))
+        if key not in self._generation_prompts:
+            if len(self._generation_prompts) >= _TEMPLATES:
+                self._generation_prompts.clear()
+            self._generation_prompts[key] = self._measure_generation_prompt(template)
+        return self._generation_prompts[key]
+
+    def _measure_generation_prompt(self, template: Mapping[str, Any]) -> int:
         messages = [{"role": "user", "content": "a"}]
         try:
             with_prompt, without = (self._apply_template(messages, template, prompt) for prompt in (True, False))

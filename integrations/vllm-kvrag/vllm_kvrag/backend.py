@@ -1,0 +1,454 @@
+"""kvrag's backend protocol on vLLM's model: forward passes over scattered rows of a request's pages.
+
+A stretch [a, b) of rows is given to vLLM as a request of b - a query tokens with a context of b tokens; all stretches
+share the request's block table. vLLM writes a layer's keys and values before it attends, so its causal mask by context
+length is the mask by true position, and every attention backend that serves chunked prefill serves blending.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_tp_group
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from kvrag.backend.attention import Rows, attention_received
+from kvrag.backend.protocol import KVCache, LayerSource, Observer, Tables
+from kvrag.backend.rope import rotate, unrotate
+from kvrag.backend.transformers.tokenizer import Tokenizer
+from kvrag.errors import ContextWindowError, UnsupportedModelError
+from kvrag.fingerprint import Fingerprint
+from vllm_kvrag import pages
+from vllm_kvrag.pages import PageMap
+from vllm_kvrag.turns import Job, Turns
+
+T = TypeVar("T")
+
+
+class _StopForward(Exception):
+    """Raised inside a forward pass to end it."""
+
+
+@dataclass
+class PagedCache:
+    """KV of one request in its pages. Layers are stitched when a pass first reaches them."""
+
+    backend: VllmBackend
+    capacity: int
+    source: LayerSource | None = None
+    filled: Tensor | None = None
+    length: int = 0
+    laid_out: set[int] = field(default_factory=set)
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return copies of keys and values of one layer, each (1, H, capacity, D)."""
+        backend = self.backend
+
+        def read() -> tuple[Tensor, Tensor]:
+            self.lay_out(number)
+            return backend.page_map.read(backend.layers[number], backend.slots[: self.capacity])
+
+        return backend.call(read)
+
+    def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values, each (1, H, S, D), of (S,) positions of one layer."""
+        layer, slots = self.backend.layers[number], self.backend.slots[rows]
+        self.backend.call(lambda: pages.write(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1), slots))
+
+    def lay_out(self, number: int) -> None:
+        """Write the stitched KV of a layer into its pages, once."""
+        if number in self.laid_out or self.source is None or self.filled is None:
+            return
+        self.laid_out.add(number)
+        keys, values = self.source(number)
+        self.write(number, self.filled, keys[:, :, self.filled], values[:, :, self.filled])
+
+    def get_seq_length(self) -> int:
+        """Return the number of positions before the next token."""
+        return self.length
+
+    def set_length(self, length: int) -> None:
+        """Declare the positions before `length` complete."""
+        self.length = length
+
+    @property
+    def num_bytes(self) -> int:
+        """0: the pages belong to vLLM."""
+        return 0
+
+
+class VllmBackend:
+    """The model of a vLLM worker. Implements `kvrag.backend.protocol.Backend`, and what ingestion needs of a model.
+
+    The instance that `on` returns is bound to the pages of one request.
+
+    Attributes:
+        tokenizer: kvrag's tokenizer of this model.
+        layers: Attention layers, in order.
+        page_map: Reads their pages.
+        slots: (T,) slot of each position.
+        block_size: Tokens per block.
+        rank: Number of this process in its tensor-parallel group.
+        with_logits: Compute logits in every pass; only the gate needs them.
+    """
+
+    rope_follows_length = False
+    passes_may_wait = False
+    with_logits = False
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        model: Any,
+        tokenizer: Tokenizer,
+        fingerprint: Fingerprint,
+        turns: Turns,
+    ) -> None:
+        """Wrap the loaded model of this process, whose KV cache is allocated.
+
+        Raises:
+            UnsupportedModelError: The model, or how vLLM runs it, cannot be blended.
+        """
+        self.tokenizer, self.fingerprint, self._turns = tokenizer, fingerprint, turns
+        self._config, self._model = vllm_config, model
+        self._job: Job | None = None
+        config, parallel = vllm_config.model_config, vllm_config.parallel_config
+        self.context_window, self.dtype = int(config.max_model_len), config.dtype
+        self.stable_length = self.context_window
+        self.device = torch.device(vllm_config.device_config.device)
+        self.rows_per_pass: int | None = vllm_config.scheduler_config.max_num_batched_tokens
+        self.num_processes: int = parallel.tensor_parallel_size
+        found = get_layers_from_vllm_config(vllm_config, Attention)
+        self.layers: list[Any] = [found[name] for name in sorted(found, key=extract_layer_index)]
+        self.num_layers = len(self.layers)
+        refuse_unsupported(vllm_config, kv_cache_config, self.layers)
+        self.hidden_size, self.vocab_size = int(config.get_hidden_size()), int(config.get_vocab_size())
+        self.windows = tuple(layer.sliding_window for layer in self.layers)
+        num_heads, own = config.get_total_num_kv_heads(), self.layers[0].num_kv_heads
+        self.rank = get_tp_group().rank_in_group
+        first = self.rank * num_heads // self.num_processes
+        self.heads = slice(first, first + own)
+        self._copies = max(1, own * self.num_processes // num_heads)  # of each head, if there are more processes
+        self.bytes_per_token = 2 * self.num_layers * num_heads * self.layers[0].head_size * self.dtype.itemsize
+        self._rotary = [_rotary(model, layer) for layer in self.layers]
+        (group,) = kv_cache_config.kv_cache_groups
+        self.block_size = int(group.kv_cache_spec.block_size)
+        num_slots = kv_cache_config.num_blocks * self.block_size
+        # before anything else touches the layers: it sets up what writing pages needs
+        builder = self.layers[0].attn_backend.get_builder_cls()
+        self._builder = builder(group.kv_cache_spec, group.layer_names, vllm_config, self.device)
+        try:
+            self.page_map = PageMap(self.layers[0], num_slots)
+        except ValueError as error:
+            raise UnsupportedModelError(f"{self.layers[0].attn_backend.get_name()} attention: {error}") from error
+        self.slots = torch.empty(0, dtype=torch.long, device=self.device)
+        self._blocks = torch.empty(0, dtype=torch.int32, device=self.device)
+
+    def on(self, blocks: Sequence[int], job: Job | None) -> VllmBackend:
+        """Return a backend for the pages of one request.
+
+        Args:
+            job: The job that uses it; None = on the main thread.
+        """
+        bound = copy.copy(self)
+        bound._job = job
+        bound._blocks = torch.tensor(blocks, dtype=torch.int32, device=self.device)
+        starts = bound._blocks.long()[:, None] * self.block_size
+        bound.slots = (starts + torch.arange(self.block_size, device=self.device)).flatten()
+        return bound
+
+    def call(self, work: Callable[[], T], rows: int = 0) -> T:
+        """Execute a function on the main thread."""
+        return self._job.call(work, rows) if self._job else work()
+
+    @property
+    def waits(self) -> int:
+        """Number of operations that waited for other requests: durations then include their work."""
+        return self._job.waits if self._job else 0
+
+    @property
+    def preamble(self) -> tuple[int, ...]:
+        """Token ids in front of every encoded chunk."""
+        return self.tokenizer.preamble
+
+    def check_window(self, num_tokens: int, what: str = "the prompt") -> None:
+        """Raise ContextWindowError unless `num_tokens` and one new token fit."""
+        if num_tokens + 1 > self.context_window:
+            raise ContextWindowError(
+                f"{what} has {num_tokens} tokens, too many for the window of {self.context_window} (one for the "
+                "answer): use shorter chunks"
+            )
+
+    def layer_device(self, number: int) -> torch.device:
+        """Return the device of a layer."""
+        return self.device
+
+    # ---------------------------------------------------------------- processes
+
+    def gather(self, value: T) -> Sequence[T]:
+        """Return the values of all processes, in the same order everywhere."""
+        return (value,) if self.num_processes == 1 else self.call(lambda: exchange(value))
+
+    def all_heads(self, tensor: Tensor) -> Tensor:
+        """Return the (B, H, T, D) tensors of all processes as one, with the model's heads in order."""
+        if self.num_processes == 1:
+            return tensor
+        together = self.call(lambda: get_tp_group().all_gather(tensor.contiguous(), dim=1))
+        return together[:, :: self._copies] if self._copies > 1 else together
+
+    def sum_over_processes(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the processes' tensors."""
+        if self.num_processes == 1:
+            return tensor
+        return self.call(lambda: get_tp_group().all_reduce(tensor.to(self.device).contiguous()))
+
+    # ---------------------------------------------------------------- rotary
+
+    def tables(self, positions: Tensor) -> list[Tables]:
+        """Return cos and sin of each layer for (T,) positions; layers with equal tables share the tensors."""
+        made: dict[int, tuple[Tensor, Tensor]] = {}
+        for rotary in self._rotary:
+            if rotary is not None and id(rotary) not in made:
+                cos, sin = rotary.cos_sin_cache[positions.to(self.device)].float().chunk(2, dim=-1)
+                made[id(rotary)] = cos.contiguous(), sin.contiguous()
+        return [None if rotary is None else made[id(rotary)] for rotary in self._rotary]
+
+    def rotate(self, number: int, keys: Tensor, tables: Tables, landing: slice, out: Tensor) -> None:
+        """Write (B, H, T, D) position-free keys of a layer to `out`, rotated to the `landing` rows of the tables."""
+        rotary = self._rotary[number]
+        if rotary is None or tables is None:
+            out.copy_(keys)
+        else:
+            rotate(keys, tables[0][landing], tables[1][landing], _pairs(rotary), out)
+
+    def unrotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
+        """Return the (B, H, T, D) keys of a layer without their position."""
+        rotary = self._rotary[number]
+        return keys if rotary is None or tables is None else unrotate(keys, *tables, _pairs(rotary))
+
+    # ---------------------------------------------------------------- forward
+
+    def new_cache(
+        self,
+        capacity: int,
+        source: LayerSource | None = None,
+        filled: Tensor | None = None,
+        prefix: tuple[Any, int] | None = None,
+    ) -> PagedCache:
+        """Return a cache in the request's pages. A `prefix` is there already.
+
+        Raises:
+            ContextWindowError: The pages have no room for as many positions.
+        """
+        capacity = min(capacity, len(self.slots))
+        return PagedCache(self, capacity, source, filled, prefix[1] if prefix else 0)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Do nothing: passes never wait for a disk."""
+        return nullcontext()
+
+    def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:
+        """Run the model on (S,) ascending positions `rows`, or append; see the protocol.
+
+        Returns:
+            (1, V) float32 logits, empty unless `with_logits`.
+        """
+        return self._forward(ids, cache, rows)
+
+    def forward_until(
+        self, observe: Observer, ids: Tensor, cache: KVCache, rows: Tensor | None = None, shift: int = 0
+    ) -> None:
+        """Like `forward`, but end the pass when `observe` returns True.
+
+        Args:
+            shift: Rotate the keys for positions that are higher by this number.
+        """
+        self._forward(ids, cache, rows, observe=observe, shift=shift)
+
+    def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
+        """Return the (K,) squared attention that every position receives from the last `num_queries` rows."""
+        total = torch.zeros(int(rows[-1]) + 1, device=self.device)
+        now = Rows(rows, rows.tolist(), self.windows)
+
+        def attended(number: int, query: Tensor) -> bool:
+            if number in layers:
+                layer = self.layers[number]
+                keys, _ = self.page_map.read(layer, self.slots[: len(total)])
+                query = query.reshape(-1, layer.num_heads, layer.head_size).transpose(0, 1)[None]
+                softcap = getattr(layer.impl, "logits_soft_cap", None) or None
+                total.add_(attention_received(query, keys, now, number, num_queries, layer.impl.scale, softcap))
+            return number == layers[-1]
+
+        self._forward(ids, cache, rows, attended=attended)
+        return self.sum_over_processes(total).cpu() / (len(layers) * self.num_processes)
+
+    def _forward(
+        self,
+        ids: Tensor,
+        cache: KVCache,
+        rows: Tensor | None,
+        observe: Observer | None = None,
+        attended: Callable[[int, Tensor], bool] | None = None,
+        shift: int = 0,
+    ) -> Tensor:
+        assert isinstance(cache, PagedCache)
+        if rows is None:
+            rows = torch.arange(cache.length, cache.length + ids.shape[1])
+            cache.length += ids.shape[1]
+        if int(rows[-1]) >= len(self.slots):
+            raise ContextWindowError(
+                f"{int(rows[-1]) + 1} tokens do not fit into the request's pages, which hold {len(self.slots)}: "
+                "give a warm request all of its texts as the prompt"
+            )
+        logits = torch.empty(1, 0)
+        for part in torch.split(torch.arange(len(rows)), self.rows_per_pass or len(rows)):
+            run = partial(self._pass, ids[0, part], rows[part], cache, observe, attended, shift)
+            logits = self.call(run, len(part))
+        return logits
+
+    @torch.inference_mode()
+    def _pass(
+        self,
+        ids: Tensor,
+        rows: Tensor,
+        cache: PagedCache,
+        observe: Observer | None,
+        attended: Callable[[int, Tensor], bool] | None,
+        shift: int,
+    ) -> Tensor:
+        ids, rows = ids.to(self.device), rows.to(self.device)
+        metadata = self._builder.build(0, self._metadata(rows))
+        slots = self.slots[rows]
+        names = [layer.layer_name for layer in self.layers]
+        everywhere = dict.fromkeys(names, metadata), dict.fromkeys(names, slots)
+        with (
+            self._hooks(cache, observe, attended),
+            set_forward_context(
+                everywhere[0], self._config, num_tokens=len(rows), slot_mapping=everywhere[1], skip_compiled=True
+            ),
+        ):
+            try:
+                hidden = self._model(input_ids=ids, positions=rows + shift)
+            except _StopForward:
+                return torch.empty(1, 0)
+        logits = self._model.compute_logits(hidden[-1:]) if self.with_logits else None  # None also beside rank 0
+        return torch.empty(1, 0) if logits is None else logits.float()
+
+    def _metadata(self, rows: Tensor) -> CommonAttentionMetadata:
+        """Describe (S,) rows as one request per stretch of neighbouring rows."""
+        rows_cpu = rows.cpu()
+        begins = torch.cat([torch.tensor([True]), rows_cpu[1:] != rows_cpu[:-1] + 1]).nonzero().squeeze(1)
+        starts = torch.cat([begins, torch.tensor([len(rows_cpu)])]).int()
+        ends = (rows_cpu[starts[1:].long() - 1] + 1).int()
+        lengths = starts[1:] - starts[:-1]
+        return CommonAttentionMetadata(
+            query_start_loc=starts.to(self.device),
+            query_start_loc_cpu=starts,
+            seq_lens=ends.to(self.device),
+            num_reqs=len(begins),
+            num_actual_tokens=len(rows),
+            max_query_len=int(lengths.max()),
+            max_seq_len=int(ends.max()),
+            block_table_tensor=self._blocks[None].expand(len(begins), -1).contiguous(),
+            slot_mapping=self.slots[rows],
+            seq_lens_cpu_upper_bound=ends,
+            positions=rows,
+        )
+
+    @contextmanager
+    def _hooks(
+        self, cache: PagedCache, observe: Observer | None, attended: Callable[[int, Tensor], bool] | None
+    ) -> Iterator[None]:
+        """Follow a pass through the attention layers."""
+
+        def before(number: int, layer: Any) -> Callable[..., None]:
+            def hook(_: Any, args: tuple[Tensor, ...]) -> None:
+                cache.lay_out(number)
+                if observe is None:
+                    return
+                keys, values = (
+                    part.reshape(-1, layer.num_kv_heads, layer.head_size).transpose(0, 1)[None] for part in args[1:3]
+                )
+                if observe(number, keys, values):
+                    raise _StopForward
+
+            return hook
+
+        def after(number: int) -> Callable[..., None]:
+            def hook(_: Any, args: tuple[Tensor, ...], output: Any) -> None:
+                if attended is not None and attended(number, args[0]):
+                    raise _StopForward
+
+            return hook
+
+        hooks = []
+        for number, layer in enumerate(self.layers):
+            hooks.append(layer.register_forward_pre_hook(before(number, layer)))
+            if attended is not None:
+                hooks.append(layer.register_forward_hook(after(number)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def exchange(value: T) -> list[T]:
+    """Return what all processes of the tensor-parallel group passed, in order of rank."""
+    group = get_tp_group()
+    values: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
+
+
+def refuse_unsupported(vllm_config: Any, kv_cache_config: Any, layers: Sequence[Any]) -> None:
+    """Raise UnsupportedModelError with the reason, if the model or vLLM's settings cannot be blended."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    groups = kv_cache_config.kv_cache_groups
+    reasons = {
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
+        "speculative decoding": vllm_config.speculative_config is not None,
+        f"a KV cache of {cache.cache_dtype}": cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+        "a model without ordinary attention layers": not layers,
+        "several kinds of KV cache": len(groups) != 1,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UnsupportedModelError(f"kvrag does not support {reason} in vLLM")
+    if "FullAttention" not in type(groups[0].kv_cache_spec).__name__:
+        raise UnsupportedModelError(
+            "kvrag does not support this model in vLLM: its layers attend to a window only, and vLLM keeps no pages "
+            "for the positions before it"
+        )
+    names = {name for group in groups for name in group.layer_names}
+    if names != {layer.layer_name for layer in layers}:
+        raise UnsupportedModelError(
+            "kvrag does not support this model in vLLM: not all of its layers keep keys and values"
+        )
+    if len({(layer.num_kv_heads, layer.head_size, layer.attn_backend.get_name()) for layer in layers}) != 1:
+        raise UnsupportedModelError("kvrag does not support layers of different shapes in vLLM")
+    if any(getattr(layer.impl, "sinks", None) is not None for layer in layers):
+        raise UnsupportedModelError("kvrag does not support attention sinks in vLLM yet")
+
+
+def _rotary(model: Any, layer: Any) -> Any:
+    """Return the rotary module of an attention layer; None if its keys are not rotated."""
+    parent = model.get_submodule(layer.layer_name.rpartition(".")[0])
+    return getattr(parent, "rotary_emb", None)
+
+
+def _pairs(rotary: Any) -> Any:
+    return "half_split" if rotary.is_neox_style else "interleaved"

@@ -1,0 +1,94 @@
+"""The gate at start-up: blending must give what the model's own prefill gives, on this model and attention backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvrag.errors import UnsupportedModelError
+from vllm_kvrag import pages
+from vllm_kvrag.backend import VllmBackend
+
+_TOKENS = 96
+_SHIFT = 37
+
+
+def check(backend: VllmBackend, num_blocks: int) -> None:
+    """Compare blending with a full pass over the same tokens. Takes well under a second on a GPU.
+
+    Overwrites the first pages, so no request may use them. Run in all processes of a tensor-parallel group at once.
+
+    Raises:
+        UnsupportedModelError: The results differ.
+    """
+    needed = -(-(_TOKENS + 1) // backend.page_map.page) + 1
+    if num_blocks <= needed:
+        raise UnsupportedModelError("vLLM has too few pages to check that blending is exact: give it more memory")
+    bound = backend.on(range(1, needed), None)
+    bound.with_logits = True
+    ids = (torch.arange(_TOKENS) * 7 + 3) % min(1000, backend.vocab_size)
+    everything = torch.arange(_TOKENS)
+    wanted = bound.forward(ids[None], bound.new_cache(_TOKENS), everything)
+    here = [bound.page_map.read(layer, bound.slots[:_TOKENS]) for layer in bound.layers]
+
+    _check_pages(bound, here)
+    _check_rotary(bound, ids, here)
+
+    # the KV of the full pass, position-free and rotated back, in place of stored chunks
+    tables = bound.tables(everything)
+    free = [bound.unrotate(number, keys, tables[number]) for number, (keys, _) in enumerate(here)]
+
+    def source(number: int) -> tuple[Tensor, Tensor]:
+        keys = torch.empty_like(free[number])
+        bound.rotate(number, free[number], tables[number], slice(0, _TOKENS), keys)
+        return keys, here[number][1]
+
+    scattered = everything[(everything % 5 == 0) | (everything % 7 == 1) | (everything > _TOKENS - 9)]
+    for rows in (scattered, everything):
+        blended = bound.forward(ids[rows][None], bound.new_cache(_TOKENS, source, everything), rows)
+        if bound.rank == 0 and not _same(blended, wanted, bound.dtype):
+            difference = float((blended - wanted).abs().max())
+            raise UnsupportedModelError(
+                f"blending in vLLM is not exact for this model: logits differ by {difference:.2g} after recomputing "
+                f"{len(rows)} of {_TOKENS} tokens"
+            )
+
+
+def _check_pages(backend: VllmBackend, here: list[tuple[Tensor, Tensor]]) -> None:
+    """Check that what was written into the pages of every layer is what is read."""
+    slots = backend.slots[:_TOKENS]
+    for number, layer in enumerate(backend.layers):
+        keys, values = (torch.randn_like(part) for part in here[number])
+        pages.write(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1), slots)
+        if not all(map(torch.equal, backend.page_map.read(layer, slots), (keys, values))):
+            raise UnsupportedModelError(f"the pages of layer {number} are laid out unlike those of the first layer")
+        keys, values = here[number]
+        pages.write(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1), slots)
+
+
+def _check_rotary(backend: VllmBackend, ids: Tensor, here: list[tuple[Tensor, Tensor]]) -> None:
+    """Check that the keys of a text elsewhere differ by their rotation alone."""
+    cache = backend.new_cache(_TOKENS)
+    there: dict[int, Tensor] = {}
+
+    def observe(number: int, keys: Tensor, _: Tensor) -> bool:
+        there[number] = keys
+        return False
+
+    rows = torch.arange(_TOKENS)
+    backend.forward_until(observe, ids[None], cache, rows, shift=_SHIFT)
+    first, second = backend.tables(rows), backend.tables(rows + _SHIFT)
+    for number, (keys, _) in enumerate(here):
+        a = backend.unrotate(number, keys, first[number]).float()
+        b = backend.unrotate(number, there[number], second[number]).float()
+        error = ((a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-12)).median()
+        if error > (1e-3 if keys.dtype == torch.float32 else 0.1):
+            raise UnsupportedModelError(f"undoing RoPE on the keys of layer {number} does not give position-free keys")
+    for number, (keys, values) in enumerate(here):  # as they were
+        pages.write(backend.layers[number], keys[0].transpose(0, 1), values[0].transpose(0, 1), backend.slots[:_TOKENS])
+
+
+def _same(blended: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether logits are equal up to the rounding of the model's dtype."""
+    error = (blended - wanted).norm() / wanted.norm().clamp_min(1e-9)
+    return bool(error <= (1e-3 if dtype == torch.float32 else 0.1))  # False if it is not a number

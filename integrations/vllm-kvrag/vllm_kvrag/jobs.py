@@ -1,0 +1,200 @@
+"""What the connector asks of a worker: blend a prompt, encode texts, forget a document."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvrag.config import BlendConfig
+from kvrag.control.tuning import Tuning
+from kvrag.errors import KvragError
+from kvrag.ingest.ingest import Ingestion, Mode
+from kvrag.request import Found, Pipeline, Prompt
+from kvrag.reuse.catalog import Catalog
+from kvrag.reuse.conversation import CachedPrefix, Conversation
+from kvrag.store import KVStore, MemoryTier
+from vllm_kvrag.backend import VllmBackend
+from vllm_kvrag.turns import Job
+
+
+@dataclass(frozen=True)
+class BlendTask:
+    """A prompt to blend.
+
+    Attributes:
+        ids: Its token ids.
+        blocks: Its block ids.
+        kept: Number of leading positions that are in its pages already.
+        config: Blend settings.
+        namespace: Namespace of the chunks.
+        found: The runs of stored chunks behind the kept positions.
+    """
+
+    ids: list[int]
+    blocks: list[int]
+    kept: int
+    config: BlendConfig
+    namespace: str
+    found: list[Found]
+
+
+@dataclass(frozen=True)
+class WarmTask:
+    """Texts to encode and store; arguments as in `BlendEngine.warm`.
+
+    Attributes:
+        blocks: Pages to compute in.
+        before: Texts that precede them in their source, encoded earlier.
+        replaces: These are all texts of the document.
+    """
+
+    texts: list[str]
+    blocks: list[int]
+    document: str | list[str]
+    sources: str | list[str] | None
+    namespace: str
+    before: list[str]
+    replaces: bool
+
+
+@dataclass(frozen=True)
+class ForgetTask:
+    """A document to delete."""
+
+    document: str
+    namespace: str
+
+
+Task = BlendTask | WarmTask | ForgetTask
+
+
+class Jobs:
+    """Does the tasks of one worker process."""
+
+    def __init__(self, backend: VllmBackend, store: KVStore, config: BlendConfig, codec: str, ram_bytes: int) -> None:
+        self._backend, self._store, self._config, self._codec = backend, store, config, codec
+        self._memory = MemoryTier(ram_bytes)
+        self._tuning = Tuning(backend, store)
+        self._catalog = Catalog(store)
+        self._removals = store.removals()
+
+    def work(self, task: Task) -> Callable[[Job], dict[str, Any]]:
+        """Return the function that does a task, for a job's thread. It returns the report."""
+        if isinstance(task, BlendTask):
+            return lambda job: self._blend(task, job)
+        if isinstance(task, WarmTask):
+            return lambda job: _refusable(lambda: self._warm(task, job))
+        return lambda job: _refusable(lambda: self._forget(task, job))
+
+    def own_blocks(self, task: Task) -> list[int]:
+        """Return the blocks that a task fills; other requests may share those before them."""
+        if isinstance(task, BlendTask):
+            return task.blocks[task.kept // self._backend.block_size :]
+        return task.blocks if isinstance(task, WarmTask) else []
+
+    def is_alone(self, task: Task) -> bool:
+        """Return whether one such task runs at a time: encoding uses a page that is not the request's."""
+        return not isinstance(task, BlendTask)
+
+    def _blend(self, task: BlendTask, job: Job) -> dict[str, Any]:
+        started = time.perf_counter()
+        self._notice_removals()
+        backend = self._backend.on(task.blocks, job)
+        notes: list[str] = []
+        config = backend.gather(self._tuning.settle(task.config, notes))[0]
+        alone_only = not self._config.context_tokens
+        pipeline = Pipeline(backend, self._store, self._memory, self._catalog, self._tuning, self._codec, alone_only)
+        prefix = _prefix(task, config) if task.kept else None
+        done = pipeline.prefill(Prompt(task.ids, config, task.namespace, prefix, task.found, notes))
+        self._tuning.keep_speed_now_and_then()
+        return replace(done.report, ttft_s=time.perf_counter() - started).to_dict()
+
+    def _warm(self, task: WarmTask, job: Job) -> dict[str, Any]:
+        # the null block, which no request reads, has room for the preamble
+        backend = self._backend.on([0, *task.blocks], job)
+        store = AgreedStore(self._store, backend) if backend.num_processes > 1 else self._store
+        ingestion = Ingestion(backend, store, self._config, self._codec, self._fingerprint, self._tuning)
+        mode: Mode = "replace" if task.replaces else "add"
+        report = ingestion.warm(task.texts, task.document, task.sources, task.namespace, mode=mode, before=task.before)
+        return asdict(report)
+
+    def _forget(self, task: ForgetTask, job: Job) -> dict[str, Any]:
+        backend = self._backend.on([], job)
+        store = AgreedStore(self._store, backend) if backend.num_processes > 1 else self._store
+        ingestion = Ingestion(backend, store, self._config, self._codec, self._fingerprint, self._tuning)
+        removed = ingestion.forget(task.document, task.namespace)
+        self._memory.drop(removed)
+        return {"forgotten": len(removed)}
+
+    @property
+    def _fingerprint(self) -> Any:
+        return self._backend.fingerprint.stored_as(self._codec)
+
+    def _notice_removals(self) -> None:
+        """Free KV that was removed from the store, possibly by another process."""
+        if (removals := self._store.removals()) != self._removals:
+            self._removals = removals
+            self._memory.drop(self._store.missing(sorted(self._memory.keys())))
+
+
+class AgreedStore:
+    """A store for ingestion by several processes: the first one uses it, and the others get its results."""
+
+    def __init__(self, store: KVStore, backend: VllmBackend) -> None:
+        self._store, self._backend = store, backend
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+        if not callable(method):
+            return method
+
+        def agreed(*args: Any, **kwargs: Any) -> Any:
+            result, error = None, None
+            if self._backend.rank == 0:
+                try:
+                    result = method(*args, **kwargs)
+                except KvragError as caught:
+                    error = caught
+            result, error = self._backend.gather((result, error))[0]
+            if error is not None:
+                raise error
+            return result
+
+        return agreed
+
+
+def _prefix(task: BlendTask, config: BlendConfig) -> CachedPrefix:
+    """Describe the positions that are in the pages already: computed or blended under the same settings."""
+    exact = task.kept if config.ratio == 1.0 else 0
+    conversation = Conversation(np.asarray(task.ids[: task.kept]), _InPages(), exact, config, ())
+    return CachedPrefix(conversation, task.kept, (), is_all=False)
+
+
+class _InPages:
+    """The cache of a prefix that is in the request's pages."""
+
+    num_bytes = 0
+
+    def layer(self, number: int) -> Any:
+        raise NotImplementedError("a prefix in vLLM's pages is not copied")
+
+    def write(self, number: int, rows: Any, keys: Any, values: Any) -> None:
+        raise NotImplementedError("a prefix in vLLM's pages is not changed")
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def set_length(self, length: int) -> None:
+        return
+
+
+def _refusable(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the report, or the error for the client."""
+    try:
+        return work()
+    except KvragError as error:
+        return {"error": str(error), "type": type(error).__name__}

@@ -1,0 +1,176 @@
+"""What a request asks for, in `kv_transfer_params={"kvrag": {...}}`, and the connector's own settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from kvrag.config import (
+    BlendConfig,
+    check_bytes,
+    check_codec,
+    check_controller,
+    check_names,
+    check_namespace,
+    check_policy,
+    check_ratio,
+)
+from kvrag.errors import SettingError
+
+MODES = ("blend", "warm", "off", "forget", "documents", "report")
+
+
+@dataclass(frozen=True)
+class ConnectorSettings:
+    """`kv_connector_extra_config`.
+
+    Attributes:
+        store: Folder of the chunks.
+        config: Defaults of all requests.
+        codec: Codec of stored chunks; see `BlendEngine`.
+        ram_bytes: Size of the RAM tier in front of the store, per worker.
+        max_bytes: Byte budget of the store; None = no limit.
+        rows_per_step: Maximum number of rows that a step computes for blending and for vLLM's batch together; None =
+            vLLM's `max_num_batched_tokens`.
+    """
+
+    store: Path
+    config: BlendConfig = field(default_factory=BlendConfig)
+    codec: str = "native"
+    ram_bytes: int = 2 << 30
+    max_bytes: int | None = None
+    rows_per_step: int | None = None
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
+        """Read the settings.
+
+        Raises:
+            SettingError: A setting is unknown or out of range, or the store is missing.
+        """
+        given = dict(extra)
+        if not isinstance(given.get("store"), str) or not given["store"]:
+            raise SettingError('kv_connector_extra_config needs "store": the folder of the chunks')
+        store = Path(given.pop("store")).expanduser()
+        names = {each.name for each in fields(BlendConfig)}
+        blend = {name: given.pop(name) for name in list(given) if name in names}
+        if "band" in blend:
+            blend["band"] = tuple(blend["band"])
+        own = {each.name for each in fields(cls)} - {"store", "config"}
+        if unknown := sorted(set(given) - own):
+            known = ", ".join(sorted(own | names | {"store"}))
+            raise SettingError(f"unknown setting {unknown[0]!r} in kv_connector_extra_config; choose from {known}")
+        settings = cls(store, BlendConfig(**blend), **given)
+        check_codec(settings.codec)
+        check_bytes("ram_bytes", settings.ram_bytes)
+        for name in ("max_bytes", "rows_per_step"):
+            if getattr(settings, name) is not None:
+                check_bytes(name, getattr(settings, name))
+        return settings
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What one request asks for.
+
+    Attributes:
+        mode: One of `MODES`.
+        given: The request had parameters, so its response has a report.
+        config: Blend settings.
+        namespace: Namespace of the chunks.
+        tag: Name under which the report is kept for a later request of mode "report".
+        texts, before, document, sources, replace: See `WarmTask`; `texts` None = the prompt.
+        prefix: Of document names, for mode "documents".
+        ignored: What was wrong with parameters that were ignored.
+    """
+
+    mode: str = "blend"
+    given: bool = False
+    config: BlendConfig = field(default_factory=BlendConfig)
+    namespace: str = ""
+    tag: str = ""
+    texts: list[str] | None = None
+    before: list[str] = field(default_factory=list)
+    document: str | list[str] = ""
+    sources: str | list[str] | None = None
+    replace: bool = True
+    prefix: str = ""
+    ignored: tuple[str, ...] = ()
+
+
+def read_wish(params: Mapping[str, Any] | None, config: BlendConfig) -> Wish:
+    """Read a request's `kv_transfer_params`. Invalid parameters are ignored, and the report says so.
+
+    vLLM has no way for a connector to reject a request, so an invalid `mode` or `namespace` turns blending off.
+    """
+    given = (params or {}).get("kvrag")
+    if given is None:
+        return Wish(config=config)
+    if not isinstance(given, dict):
+        return Wish("off", True, config, ignored=(f"kvrag must be an object, got {given!r:.80}",))
+    ignored: list[str] = []
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        check = _CHECKS.get(name)
+        try:
+            if check is None:
+                raise SettingError(f"unknown parameter {name!r:.80}; choose from {', '.join(_CHECKS)}")
+            values[name] = check(value)
+        except SettingError as error:
+            ignored.append(str(error))
+            if name in ("mode", "namespace"):
+                values["mode"] = "off"
+    blend = {name: values.pop(name) for name in ("ratio", "policy", "controller") if values.get(name) is not None}
+    values = {name: value for name, value in values.items() if name not in ("ratio", "policy", "controller")}
+    if "policy" in blend:
+        blend.setdefault("controller", "off")
+    return Wish(given=True, config=replace(config, **blend), ignored=tuple(ignored), **values)
+
+
+def _checked(name: str, is_valid: Callable[[Any], bool], what: str) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if not is_valid(value):
+            raise SettingError(f"{name} must be {what}, got {value!r:.80}")
+        return value
+
+    return check
+
+
+def _is_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, str) or _is_strings(value)
+
+
+def _named(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def checked(value: Any) -> Any:
+        check_names(*(value if isinstance(value, list) else [value]))
+        return check(value)
+
+    return checked
+
+
+def _optional(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else check(value)
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "mode": _checked("mode", lambda value: value in MODES, f"one of {', '.join(MODES)}"),
+    "ratio": _optional(check_ratio),
+    "policy": _optional(check_policy),
+    "controller": _optional(check_controller),
+    "namespace": check_namespace,
+    "tag": _checked("tag", lambda value: isinstance(value, str) and 0 < len(value) <= 200, "1 to 200 letters"),
+    "texts": _checked("texts", lambda value: _is_strings(value) and value, "a list of strings"),
+    "before": _checked("before", _is_strings, "a list of strings"),
+    "document": _named(
+        _checked("document", lambda v: isinstance(v, str) or _is_strings(v), "a name or a list of names")
+    ),
+    "sources": _optional(_named(_checked("sources", _is_names, "a name or a list of names"))),
+    "replace": _checked("replace", lambda value: isinstance(value, bool), "true or false"),
+    "prefix": _checked("prefix", lambda value: isinstance(value, str), "a string"),
+}

@@ -1,0 +1,255 @@
+"""The connector's scheduler side: which requests are blended, and what the workers do for them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import uuid
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvrag.errors import KvragError
+from kvrag.request import Found, match
+from kvrag.reuse.catalog import Catalog
+from kvrag.store import FileStore, serve
+from kvrag.types import BlendReport
+from vllm_kvrag.fingerprint import tokenizer_of
+from vllm_kvrag.jobs import BlendTask, ForgetTask, Task, WarmTask
+from vllm_kvrag.params import ConnectorSettings, Wish, read_wish
+
+logger = logging.getLogger("vllm_kvrag")
+
+_TAGS = 1000  # reports kept for clients that stream
+_LEAST_SHARE = 4  # blending gets at least this fraction of a step's rows, so that prefill never starves it
+
+
+@dataclass
+class _Request:
+    """A request that may be blended.
+
+    Attributes:
+        found: Its runs of stored chunks behind the first `kept` tokens.
+        is_sent: A worker has it.
+        report: What the workers said.
+    """
+
+    wish: Wish
+    ids: list[int]
+    found: list[Found] = field(default_factory=list)
+    kept: int = 0
+    is_sent: bool = False
+    is_done: bool = False
+    report: dict[str, Any] | None = None
+
+
+class Matching:
+    """State of the scheduler side."""
+
+    def __init__(self, store: FileStore, settings: ConnectorSettings, vllm_config: Any) -> None:
+        self._store, self._settings = store, settings
+        self._catalog = Catalog(store)
+        self._model_config = vllm_config.model_config
+        scheduler = vllm_config.scheduler_config
+        self._rows = settings.rows_per_step or scheduler.max_num_batched_tokens
+        self._refusal = ""
+        self._requests: dict[str, _Request] = {}
+        self._tasks: dict[str, Task] = {}
+        self._cancelled: list[str] = []
+        self._tags: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._tokenizer: Any = None
+
+    def refuse(self, reason: str) -> None:
+        """Blend nothing from now on."""
+        if not self._refusal:
+            logger.warning("blending is off, vLLM serves as usual: %s", reason)
+        self._refusal = reason
+
+    def add(self, request: Any) -> None:
+        """Decide what to do with a new request."""
+        wish = read_wish(request.kv_transfer_params, self._settings.config)
+        entry = _Request(wish, list(request.prompt_token_ids or ()))
+        self._requests[request.request_id] = entry
+        if self._refusal or not self._can_be_blended(request):
+            return
+        if wish.mode == "warm":
+            self._salt(request, uuid.uuid4().hex)  # its pages are scratch space
+        elif wish.mode == "forget":
+            self._salt(request, uuid.uuid4().hex)
+        elif wish.mode == "blend" and wish.config.policy != "full":
+            entry.found = self._match(entry, 0)
+            if entry.found:
+                self._salt(request, self._recipe(wish))
+
+    def num_external(self, request: Any, num_computed: int) -> int:
+        """Return the number of prompt tokens behind the computed ones that the workers provide."""
+        entry = self._requests.get(request.request_id)
+        if entry is None or self._refusal:
+            return 0
+        if entry.is_done and entry.report is not None and "error" in entry.report:
+            return 0  # vLLM computes it
+        if entry.wish.mode in ("warm", "forget"):
+            return 0 if entry.is_done else len(entry.ids) - num_computed
+        if not entry.found:
+            return 0
+        if num_computed != entry.kept or entry.is_sent:  # a prefix is cached, or the request was preempted
+            found = self._match(entry, num_computed)
+            if not found:
+                return 0
+            entry.found, entry.kept = found, num_computed
+        return len(entry.ids) - num_computed
+
+    def allocated(self, request: Any, blocks: list[int]) -> None:
+        """Send a request to the workers."""
+        entry = self._requests[request.request_id]
+        wish = entry.wish
+        task: Task
+        if wish.mode == "warm":
+            texts = wish.texts if wish.texts is not None else [self._text(entry.ids)]
+            task = WarmTask(texts, blocks, wish.document, wish.sources, wish.namespace, wish.before, wish.replace)
+        elif wish.mode == "forget":
+            task = ForgetTask(wish.document if isinstance(wish.document, str) else "", wish.namespace)
+        else:
+            entry.found = self._still_served(entry)
+            task = BlendTask(entry.ids, blocks, entry.kept, wish.config, wish.namespace, entry.found)
+        entry.is_sent, entry.is_done = True, False
+        self._tasks[request.request_id] = task
+
+    def take(self) -> tuple[dict[str, Task], list[str]]:
+        """Return the new tasks and the cancelled requests for the next step."""
+        tasks, cancelled = self._tasks, self._cancelled
+        self._tasks, self._cancelled = {}, []
+        return tasks, cancelled
+
+    def rows_beside(self, num_scheduled: int) -> int:
+        """Return the number of rows that blending may compute beside a batch of `num_scheduled` tokens."""
+        return max(self._rows - num_scheduled, self._rows // _LEAST_SHARE)
+
+    def report(self, reports: Mapping[str, dict[str, Any]]) -> None:
+        """Take the reports of finished tasks."""
+        for name, report in reports.items():
+            entry = self._requests.get(name)
+            if entry is None:
+                continue
+            entry.is_done, entry.report = True, report
+            if entry.wish.mode == "warm":
+                self._catalog.refresh()  # the next prompt finds it
+            if entry.wish.tag:
+                self._keep(entry.wish.tag, report)
+
+    def finish(self, request: Any) -> dict[str, Any] | None:
+        """Forget a request; return the report for its response, None if it did not concern kvrag."""
+        entry = self._requests.pop(request.request_id, None)
+        if entry is None:
+            return None
+        if entry.is_sent and not entry.is_done:
+            self._cancelled.append(request.request_id)
+        report = self._report(entry)
+        if report is not None and entry.wish.ignored:
+            report = {**report, "ignored": list(entry.wish.ignored)}
+        if report is not None and entry.wish.tag and entry.wish.mode == "blend":
+            self._keep(entry.wish.tag, report)
+        return report
+
+    def _report(self, entry: _Request) -> dict[str, Any] | None:
+        wish = entry.wish
+        if entry.report is not None:
+            return entry.report
+        if not wish.given:
+            return None
+        if wish.mode == "report":
+            kept = self._tags.pop(wish.tag, None)
+            return kept if kept is not None else {"error": f"there is no report {wish.tag!r}", "type": "PromptError"}
+        if self._refusal and wish.mode != "off":
+            return {"error": f"blending is off: {self._refusal}", "type": "UnsupportedModelError"}
+        if wish.mode == "documents":
+            return {"documents": list(self._store.documents(wish.prefix, wish.namespace))}
+        if wish.mode in ("warm", "forget"):
+            return {"error": "the request was not carried out", "type": "PromptError"}
+        return _nothing_reused(len(entry.ids))
+
+    def _can_be_blended(self, request: Any) -> bool:
+        """Return whether a request's KV depends on its tokens alone, and may come from outside."""
+        return bool(
+            request.prompt_token_ids
+            and not getattr(request, "lora_request", None)
+            and not getattr(request, "mm_features", None)
+            and getattr(request, "prompt_embeds", None) is None
+            and not request.skip_reading_prefix_cache  # logprobs of prompt tokens need all of them computed
+            and getattr(request, "pooling_params", None) is None
+        )
+
+    def _match(self, entry: _Request, kept: int) -> list[Found]:
+        config = self._settings.config
+        try:
+            return match(
+                self._catalog,
+                self._store,
+                entry.ids,
+                config.min_run,
+                entry.wish.namespace,
+                kept,
+                alone_only=not config.context_tokens,
+            )
+        except (KvragError, OSError) as error:
+            logger.warning("the store cannot be matched, so a prompt is computed: %s", error)
+            return []
+
+    def _still_served(self, entry: _Request) -> list[Found]:
+        """Return the runs whose chunks a prompt would get now: the request may have waited for long."""
+        try:
+            states = self._store.look_up(list({each.text for each in entry.found}))
+        except (KvragError, OSError):
+            return []
+        alone_only = not self._settings.config.context_tokens
+        return [each for each in entry.found if serve(states[each.text], alone_only) == each.run.key]
+
+    def _recipe(self, wish: Wish) -> str:
+        """Return what blended pages depend on beside their tokens: they are shared between such requests only.
+
+        Includes the number of removals from the store, so that KV of forgotten documents is not found again.
+        """
+        recipe = [wish.namespace, str(self._store.stats().path), self._store.removals(), asdict(wish.config)]
+        return hashlib.blake2b(json.dumps(recipe, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+    def _salt(self, request: Any, salt: str) -> None:
+        """Keep the pages of a request apart: hash its blocks anew, with a salt."""
+        request.cache_salt = f"kvrag {salt} {request.cache_salt or ''}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    def _text(self, ids: list[int]) -> str:
+        """Return the text of a prompt that is a chunk itself, without the tokens in front of every prompt."""
+        if self._tokenizer is None:
+            self._tokenizer = tokenizer_of(self._model_config)
+        preamble = list(self._tokenizer.preamble)
+        return str(self._tokenizer.decode(ids[len(preamble) :] if ids[: len(preamble)] == preamble else ids))
+
+    def _keep(self, tag: str, report: dict[str, Any]) -> None:
+        self._tags[tag] = report
+        while len(self._tags) > _TAGS:
+            self._tags.popitem(last=False)
+
+
+def _nothing_reused(num_tokens: int) -> dict[str, Any]:
+    """Return the report of a prompt that vLLM computed itself."""
+    return BlendReport(
+        prompt_tokens=num_tokens,
+        reused_tokens=0,
+        recomputed_tokens=0,
+        fresh_tokens=num_tokens,
+        runs=(),
+        policy="full",
+        ratio=1.0,
+        match_s=0.0,
+        load_s=0.0,
+        stitch_s=0.0,
+        select_s=0.0,
+        blend_s=0.0,
+        ttft_s=0.0,
+        bytes_loaded=0,
+        tier="",
+        exact=True,
+    ).to_dict()

@@ -1,0 +1,236 @@
+"""Turns: operations of concurrent jobs, executed between the engine's own batches.
+
+A job (one prompt to blend, or texts to encode) runs in a thread of its own. It reads files there and plans; whatever
+touches the model or its pages is an operation that the worker's main thread executes in an engine step, oldest job
+first, up to a number of rows per step. So a slow disk stalls nobody, and a long prompt delays the decoding of others by
+no more than a step of chunked prefill does.
+
+With tensor parallelism, the job runs in every process. An operation is executed when it is due in all processes, so
+that its collectives match.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+logger = logging.getLogger("vllm_kvrag")
+
+T = TypeVar("T")
+
+_LANES = 8  # jobs that read and plan at the same time
+_PATIENCE_S = 0.002  # how long a step waits for the next operation of a job that it has just served
+_IDLE_S = 0.005  # ... and how long if the step has nothing else to do
+_CONTENDED_S = 0.01  # an operation that waited longer shared the model with other requests
+
+
+class CancelledError(Exception):
+    """The job's request was aborted, or the job failed in another process."""
+
+
+@dataclass
+class _Operation:
+    work: Callable[[], Any]
+    rows: int
+    since: float = field(default_factory=time.perf_counter)
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Any = None
+    error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.result = self.work()
+        except Exception as error:
+            self.error = error
+        self.done.set()
+
+    def refuse(self, error: BaseException) -> None:
+        self.error = error
+        self.done.set()
+
+
+class Job:
+    """One job. Its thread calls `call`; the main thread executes.
+
+    Attributes:
+        name: Id of the request.
+        aborted: Nobody waits for it.
+        result: What `work` returned.
+        error: What it raised.
+    """
+
+    def __init__(self, name: str, work: Callable[[Job], Any], turns: Turns) -> None:
+        self.name = name
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.waits = 0
+        self._work, self._turns = work, turns
+        self.pending: _Operation | None = None
+        self.state = "busy"
+        self.cancelled = False
+        self.aborted = False
+
+    def call(self, work: Callable[[], T], rows: int = 0) -> T:
+        """Execute a function on the main thread, in one of the next steps.
+
+        Args:
+            rows: Number of rows that it computes.
+
+        Raises:
+            CancelledError: The job is over.
+        """
+        if self._turns.is_main():
+            return work()
+        operation = _Operation(work, rows)
+        with self._turns.changed:
+            if self._turns.is_closed:
+                raise CancelledError("the engine stops")
+            self.pending, self.state = operation, "ready"
+            self._turns.changed.notify_all()
+        operation.done.wait()
+        if operation.error is not None:
+            raise operation.error
+        return operation.result
+
+    def run(self) -> None:
+        """Do the work, in the job's thread."""
+        try:
+            self.result = self._work(self)
+        except BaseException as error:
+            self.error = error
+            if not isinstance(error, CancelledError):
+                logger.exception("request %s could not be blended or encoded", self.name)
+        with self._turns.changed:
+            self.state = "failed" if self.error is not None else "done"
+            self._turns.changed.notify_all()
+
+
+class Turns:
+    """The jobs of one worker, and their operations. `run` is called in every step, by the main thread."""
+
+    def __init__(self, exchange: Callable[[Any], Sequence[Any]] | None = None) -> None:
+        """Start without jobs.
+
+        Args:
+            exchange: Returns what all processes passed, in the same order everywhere; None = there is one process.
+        """
+        self.changed = threading.Condition()
+        self._exchange = exchange
+        self._jobs: dict[str, Job] = {}  # oldest first
+        self._main: int | None = None
+        self.is_closed = False
+        # threads take jobs in order of arrival: those that run alone must do so in the same order in all processes
+        self._lanes: SimpleQueue[Job | None] = SimpleQueue()
+        self._single_lane: SimpleQueue[Job | None] = SimpleQueue()
+        for number in range(_LANES + 1):
+            lane = self._lanes if number else self._single_lane
+            # daemons: a job that waits for its turn must not keep a dying process alive
+            threading.Thread(target=_serve, args=(lane,), name=f"kvrag-job-{number}", daemon=True).start()
+
+    def start(self, name: str, work: Callable[[Job], Any], alone: bool = False) -> None:
+        """Start a job.
+
+        Args:
+            alone: Only one such job runs at a time.
+        """
+        job = self._jobs[name] = Job(name, work, self)
+        (self._single_lane if alone else self._lanes).put(job)
+
+    def cancel(self, name: str) -> None:
+        """End a job at its next operation, because nobody waits for it."""
+        if job := self._jobs.get(name):
+            job.cancelled = job.aborted = True
+
+    def is_main(self) -> bool:
+        """Return whether this thread is executing an operation now."""
+        return threading.get_ident() == self._main
+
+    def run(self, rows: int, is_idle: bool) -> list[Job]:
+        """Execute due operations until `rows` rows are computed, at least one operation.
+
+        Args:
+            is_idle: The engine has no batch in this step.
+
+        Returns:
+            The jobs that are over in all processes.
+        """
+        over: list[Job] = []
+        if not self._jobs:
+            return over
+        self._main = threading.get_ident()
+        try:
+            served, patience = 0, _IDLE_S if is_idle else 0.0
+            while (job := self._next(rows - served, served == 0, patience, over)) is not None:
+                operation, job.pending, job.state = job.pending, None, "busy"
+                assert operation is not None
+                if time.perf_counter() - operation.since > _CONTENDED_S:
+                    job.waits += 1
+                operation.run()
+                served += operation.rows
+                patience = _PATIENCE_S
+        finally:
+            self._main = None
+        return over
+
+    def close(self) -> None:
+        """End all jobs."""
+        for job in self._jobs.values():
+            job.cancelled = True
+        with self.changed:
+            self.is_closed = True
+            pending = [job.pending for job in self._jobs.values() if job.pending is not None]
+        for operation in pending:
+            operation.refuse(CancelledError("the engine stops"))
+        for number in range(_LANES + 1):
+            (self._lanes if number else self._single_lane).put(None)
+
+    def _next(self, rows: int, is_first: bool, patience: float, over: list[Job]) -> Job | None:
+        """Return the oldest job whose operation is due in all processes and fits; wait for one up to `patience`.
+
+        All processes take the same decision, since they take it on what they exchanged.
+        """
+        until = time.perf_counter() + patience
+        while self._jobs:
+            with self.changed:
+                left = until - time.perf_counter()
+                own = {job.name: (job.state, job.pending.rows if job.pending else 0) for job in self._jobs.values()}
+            everywhere = self._exchange((own, left <= 0)) if self._exchange else ((own, left <= 0),)
+            states = {name: [each[name] for each, _ in everywhere] for name in own}
+            over += self._remove_over(states)
+            for name, job in self._jobs.items():
+                if job.cancelled or any(state != "ready" for state, _ in states[name]):
+                    continue
+                fits = is_first or max(num_rows for _, num_rows in states[name]) <= rows
+                return job if fits else None  # the oldest job first
+            if any(is_late for _, is_late in everywhere):
+                return None
+            with self.changed:
+                if not any(job.state == "ready" for job in self._jobs.values()):
+                    self.changed.wait(max(left, 0))
+        return None
+
+    def _remove_over(self, states: dict[str, list[tuple[str, int]]]) -> list[Job]:
+        """Remove and return the jobs that are over everywhere; end those that are cancelled or failed somewhere."""
+        over = []
+        for name, job in list(self._jobs.items()):
+            if all(state in ("done", "failed") for state, _ in states[name]):
+                over.append(self._jobs.pop(name))
+            elif job.cancelled or any(state == "failed" for state, _ in states[name]):
+                job.cancelled = True  # if it failed elsewhere, its collectives have no counterpart any more
+                with self.changed:
+                    operation, job.pending = job.pending, None
+                    if operation is not None:
+                        job.state = "busy"
+                        operation.refuse(CancelledError(job.name))
+        return over
+
+
+def _serve(jobs: SimpleQueue[Job | None]) -> None:
+    """Run jobs, one after the other, until None."""
+    while (job := jobs.get()) is not None:
+        job.run()

@@ -1,0 +1,105 @@
+"""Causal masks of scattered rows, and the attention that positions receive from them. For all backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CPU_ROWS = 128
+"""Rows per block on a CPU."""
+
+ROWS = 1024
+"""Rows per block elsewhere."""
+
+_KEPT_MASKS = 64 << 20  # bytes of masks kept between layers
+
+
+class Block(NamedTuple):
+    """Rows `start` to `end`. They attend to keys from `low` to `stop`; all of them to keys before `hidden`."""
+
+    start: int
+    end: int
+    low: int
+    hidden: int
+    stop: int
+
+
+@dataclass
+class Rows:
+    """The rows of a forward pass: (S,) ascending positions, and the window of each layer (None = all keys)."""
+
+    rows: Tensor
+    positions: list[int]
+    windows: Sequence[int | None]
+    masks: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)
+    masks_bytes: int = 0
+
+    def blocks(self, layer: int, size: int) -> Iterator[Block]:
+        """Split the rows into blocks of `size`."""
+        window = self.windows[layer]
+        for start in range(0, len(self.positions), size):
+            end = min(start + size, len(self.positions))
+            first, stop = self.positions[start], self.positions[end - 1] + 1
+            low = 0 if window is None else max(0, first + 1 - window)
+            yield Block(start, end, low, first + 1 if window is None else low, stop)
+
+    def mask(self, layer: int, block: Block, low: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the (R, K) additive mask of a block's rows over the keys from `low` to `block.stop`."""
+        window = self.windows[layer]
+        kept = self.masks.get((window, block.start, low))
+        if kept is not None and kept.device == device and kept.shape[0] == block.end - block.start:
+            return kept
+        rows = self.rows[block.start : block.end, None].to(device)
+        keys = torch.arange(low, block.stop, device=device)[None]
+        hidden = keys > rows
+        if window is not None:
+            hidden |= keys <= rows - window
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)
+        if self.masks_bytes + mask.nbytes <= _KEPT_MASKS:
+            self.masks[window, block.start, low] = mask
+            self.masks_bytes += mask.nbytes
+        return mask
+
+
+def attention_received(
+    query: Tensor,
+    key: Tensor,
+    now: Rows,
+    layer: int,
+    num_queries: int,
+    scaling: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return the squared attention that every position receives from the last `num_queries` rows.
+
+    Args:
+        query: (1, HG, S, D), of all rows.
+        key: (1, H, K, D).
+        scaling: Factor of the scores; None = 1 / sqrt(D).
+        softcap: Bound of the scores, as in gemma2.
+
+    Returns:
+        (K,) float32, summed over the rows, mean over heads.
+    """
+    num_heads, num_rows = query.shape[1:3]
+    scaling = scaling or key.shape[3] ** -0.5
+    total = torch.zeros(key.shape[2], device=query.device)
+    group = num_heads // key.shape[1]
+    size = 1 if query.device.type == "cpu" else group  # on a CPU, the scores of one head fit into the cache
+    for block in now.blocks(layer, CPU_ROWS if query.device.type == "cpu" else ROWS):
+        first = max(block.start, num_rows - num_queries)
+        if first >= block.end:
+            continue
+        mask = now.mask(layer, block, block.low, query.dtype, query.device)[first - block.start :].float()
+        keys = slice(block.low, block.stop)
+        for start in range(0, num_heads, size):
+            queries = query[0, start : start + size, first : block.end] * scaling  # there are fewer queries than scores
+            scores = (queries @ key[0, start // group, keys].T).float()  # (size, R, K)
+            if softcap is not None:
+                scores = scores.div_(softcap).tanh_().mul_(softcap)
+            total[keys] += scores.add_(mask).softmax(dim=-1).square_().sum(dim=(0, 1))
+    return total / num_heads

@@ -1,0 +1,200 @@
+"""The fingerprint of a checkpoint, read from its files, against that of the loaded model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, build
+from transformers import AutoModelForCausalLM
+
+from kvrag import Model
+from kvrag.backend.transformers.checkpoint import checkpoint_fingerprint
+from kvrag.errors import ModelLoadError, UnsupportedModelError
+from kvrag.fingerprint import hash_weights
+
+COMMON = ["llama", "llama-llama3", "qwen2", "qwen3", "gemma3", "mistral-window"]
+
+Save = Callable[..., Path]
+
+
+@pytest.fixture
+def save(tmp_path: Path, tokenizer: Any) -> Save:
+    """Write a tiny random model and the reader's tokenizer to a folder."""
+
+    def save(family: str, dtype: torch.dtype = torch.float32, shard_size: str = "50GB", **changes: Any) -> Path:
+        model_type, settings = FAMILIES[family]
+        build(model_type, **settings | changes).to(dtype).save_pretrained(tmp_path, max_shard_size=shard_size)
+        tokenizer.save_pretrained(tmp_path)
+        return tmp_path
+
+    return save
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(
+    ("stored", "loaded"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
+)
+@pytest.mark.parametrize("family", COMMON)
+def test_equals_the_loaded_models(
+    save: Save, family: str, stored: torch.dtype, loaded: torch.dtype, is_tied: bool
+) -> None:
+    folder = save(family, stored, tie_word_embeddings=is_tied)
+    assert checkpoint_fingerprint(folder, loaded) == Model.from_pretrained(folder, dtype=loaded).fingerprint
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_equals_the_loaded_models_in_shards(save: Save, is_tied: bool) -> None:
+    folder = save("llama", shard_size="200KB", tie_word_embeddings=is_tied)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    assert checkpoint_fingerprint(folder, torch.float32) == Model.from_pretrained(folder).fingerprint
+
+
+@pytest.mark.parametrize("preamble", [False, True])
+def test_equals_that_of_the_bundled_reader(preamble: bool) -> None:
+    theirs = Model.from_pretrained("reader", dtype=torch.bfloat16, preamble=preamble).fingerprint
+    assert checkpoint_fingerprint("reader", torch.bfloat16, preamble=preamble) == theirs
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(COMMON)))
+def test_any_familys_weights_are_equal_or_refused(save: Save, family: str) -> None:
+    folder = save(family)
+    try:
+        ours = checkpoint_fingerprint(folder, torch.bfloat16).weights
+    except UnsupportedModelError:
+        assert "moe" in family or family == "mixtral"  # experts are merged
+    else:
+        hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        assert ours == hash_weights(hf.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "layers.3.mlp.down_proj", "norm"])
+def test_a_changed_weight_changes_it(save: Save, name: str) -> None:
+    folder = save("llama")
+    base = checkpoint_fingerprint(folder, torch.float32)
+    hf = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        hf.get_parameter(f"model.{name}.weight").view(-1)[0] += 1
+    hf.save_pretrained(folder)
+    changed = checkpoint_fingerprint(folder, torch.float32)
+    assert changed.weights != base.weights
+    assert changed == Model.from_pretrained(folder).fingerprint
+
+
+def test_dtypes_differ(save: Save) -> None:
+    folder = save("llama")
+    assert checkpoint_fingerprint(folder, torch.float16).digest != checkpoint_fingerprint(folder, torch.float32).digest
+
+
+@pytest.mark.parametrize("rename", [lambda key: key.removeprefix("model."), lambda key: f"model.{key}"])
+def test_a_missing_or_extra_prefix_is_found(save: Save, rename: Callable[[str], str]) -> None:
+    """Like transformers, which accepts checkpoints of the base model and of a model around it."""
+    folder = save("llama", tie_word_embeddings=True)
+    _edit_header(folder, lambda header: {key if key == "__metadata__" else rename(key): header[key] for key in header})
+    assert checkpoint_fingerprint(folder, torch.float32) == Model.from_pretrained(folder).fingerprint
+
+
+def test_both_of_two_tied_tensors_may_be_stored(save: Save) -> None:
+    """Transformers ties them only if they are equal."""
+    folder = save("llama", tie_word_embeddings=False)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert checkpoint_fingerprint(folder, torch.float32) == Model.from_pretrained(folder).fingerprint
+
+
+# ---------------------------------------------------------------- refused
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError):
+        checkpoint_fingerprint(tmp_path / "nothing", torch.float32)
+
+
+def test_only_bin_files_are_refused(save: Save) -> None:
+    folder = save("llama")
+    hf = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(hf.state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match=r"\.bin, are not supported"):
+        checkpoint_fingerprint(folder, torch.float32)
+
+
+@pytest.mark.parametrize("length", [0, 4, 100, 5000, -1])
+def test_a_truncated_file_is_refused(save: Save, length: int) -> None:
+    file = save("llama") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors is damaged"):
+        checkpoint_fingerprint(file.parent, torch.float32)
+
+
+def test_a_missing_shard_is_refused(save: Save) -> None:
+    folder = save("llama", shard_size="200KB")
+    min(folder.glob("*.safetensors")).unlink()
+    with pytest.raises(ModelLoadError, match="is missing"):
+        checkpoint_fingerprint(folder, torch.float32)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 1}'])
+def test_a_damaged_index_is_refused(save: Save, content: str) -> None:
+    folder = save("llama", shard_size="200KB")
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelLoadError, match="index"):
+        checkpoint_fingerprint(folder, torch.float32)
+
+
+def test_missing_and_misshapen_tensors_are_refused(save: Save) -> None:
+    folder = save("llama")
+    _edit_header(folder, lambda header: {key: header[key] for key in header if "layers.1.mlp.up" not in key})
+    with pytest.raises(ModelLoadError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight"):
+        checkpoint_fingerprint(folder, torch.float32)
+    save("llama")
+    _edit_header(folder, lambda header: header | {"model.norm.weight": header["model.norm.weight"] | {"shape": [32]}})
+    with pytest.raises(ModelLoadError, match=r"model\.norm\.weight has shape"):
+        checkpoint_fingerprint(folder, torch.float32)
+
+
+def test_quantised_checkpoints_are_refused(save: Save) -> None:
+    folder = save("llama")
+    config = json.loads((folder / "config.json").read_text())
+    quantised = config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (folder / "config.json").write_text(json.dumps(quantised))
+    with pytest.raises(UnsupportedModelError, match="quantised"):
+        checkpoint_fingerprint(folder, torch.float32)
+    (folder / "config.json").write_text(json.dumps(config))
+    _edit_header(folder, lambda header: header | {"x": {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}})
+    with pytest.raises(UnsupportedModelError, match="F8_E4M3"):
+        checkpoint_fingerprint(folder, torch.float32)
+
+
+def test_weights_in_a_file_of_another_name_are_refused(save: Save) -> None:
+    folder = save("llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "other.safetensors"}))
+    with pytest.raises(UnsupportedModelError, match="another file"):
+        checkpoint_fingerprint(folder, torch.float32)
+
+
+def test_merged_experts_are_refused(save: Save) -> None:
+    folder = save("mixtral")
+    with pytest.raises(UnsupportedModelError, match="merges or splits"):
+        checkpoint_fingerprint(folder, torch.float32)
+
+
+def test_weights_that_stay_in_float32_are_refused(save: Save) -> None:
+    folder = save("gpt_oss")
+    with pytest.raises(UnsupportedModelError, match="in float32"):
+        checkpoint_fingerprint(folder, torch.float16)
+
+
+def _edit_header(folder: Path, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change the header of a safetensors file; the data stay."""
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    data = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps(edit(json.loads(content[8:data]))).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[data:])

@@ -45,9 +45,12 @@ class _Operation:
     def run(self) -> None:
         try:
             self.result = self.work()
-        except Exception as error:
+        except BaseException as error:
             self.error = error
-        self.done.set()
+            if not isinstance(error, Exception):  # a signal that ends the process: the job ends too
+                raise
+        finally:
+            self.done.set()
 
     def refuse(self, error: BaseException) -> None:
         self.error = error
@@ -86,6 +89,8 @@ class Job:
             return work()
         operation = _Operation(work, rows)
         with self._turns.changed:
+            if self._turns.is_closed:
+                raise CancelledError("the engine stops")  # nobody would execute it, and the thread would never end
             self.pending, self.state = operation, "ready"
             self._turns.changed.notify_all()
         operation.done.wait()
@@ -116,6 +121,7 @@ class Turns:
             exchange: Returns what all processes passed, in the same order everywhere; None = there is one process.
         """
         self.changed = threading.Condition()
+        self.is_closed = False
         self._exchange = exchange
         self._jobs: dict[str, Job] = {}  # oldest first
         self._main: int | None = None
@@ -169,9 +175,8 @@ class Turns:
 
     def close(self) -> None:
         """End all jobs."""
-        for job in self._jobs.values():
-            job.cancelled = True
         with self.changed:
+            self.is_closed = True
             pending = [job.pending for job in self._jobs.values() if job.pending is not None]
         for operation in pending:
             operation.refuse(CancelledError("the engine stops"))
@@ -204,13 +209,13 @@ class Turns:
         return None
 
     def _remove_over(self, states: dict[str, list[tuple[str, int]]]) -> list[Job]:
-        """Remove and return the jobs that are over everywhere; end those that are cancelled or failed somewhere."""
+        """Remove and return the jobs that are over everywhere; end those that are cancelled or over somewhere."""
         over = []
         for name, job in list(self._jobs.items()):
             if all(state in ("done", "failed") for state, _ in states[name]):
                 over.append(self._jobs.pop(name))
-            elif job.cancelled or any(state == "failed" for state, _ in states[name]):
-                job.cancelled = True  # if it failed elsewhere, its collectives have no counterpart any more
+            elif job.cancelled or any(state in ("done", "failed") for state, _ in states[name]):
+                job.cancelled = True  # if it is over elsewhere, its collectives have no counterpart any more
                 with self.changed:
                     operation, job.pending = job.pending, None
                     if operation is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -151,15 +152,12 @@ class Engine:
 
     def wait(self, *names: str) -> list[Answer]:
         """Run steps until these requests are done."""
-        while not all(name in self.answers for name in names):
-            assert self.llm.llm_engine.has_unfinished_requests(), "a request has vanished"
-            self.step()
+        until(self, lambda: all(name in self.answers for name in names))
         return [self.answers[name] for name in names]
 
     def drain(self) -> None:
         """Run steps until nothing is left, neither aborted requests."""
-        while self.scheduler.has_requests():
-            self.step()
+        until(self, lambda: not self.scheduler.has_requests())
 
     def abort(self, name: str) -> None:
         """Abort a request."""
@@ -257,13 +255,12 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs[: len(ours)])[known].abs().max())
 
 
-def until(engine: Engine, condition: Callable[[], bool], steps: int = 2000) -> None:
+def until(engine: Engine, condition: Callable[[], bool], seconds: float = 60) -> None:
     """Run steps until the condition holds."""
-    for _ in range(steps):
-        if condition():
-            return
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
         engine.step()
-    raise AssertionError("it never happened")
 
 
 def lines(text: str) -> list[dict[str, Any]]:

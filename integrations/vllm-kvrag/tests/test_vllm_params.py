@@ -89,7 +89,20 @@ VALUES = st.recursive(
     max_leaves=5,
 )
 NAMES = st.sampled_from(
-    "mode ratio policy controller namespace tag texts before document sources replace prefix".split()
+    [
+        "mode",
+        "ratio",
+        "policy",
+        "controller",
+        "namespace",
+        "tag",
+        "texts",
+        "before",
+        "document",
+        "sources",
+        "replace",
+        "prefix",
+    ]
 )
 
 
@@ -103,7 +116,14 @@ def test_nothing_that_a_client_sends_raises(given: Any) -> None:
 
 
 def test_the_connectors_settings(tmp_path: Path) -> None:
-    extra = {"store": str(tmp_path), "ratio": 0.2, "policy": "hkvd", "band": [0.2, 0.9], "codec": "int8", "ram_bytes": 9}
+    extra = {
+        "store": str(tmp_path),
+        "ratio": 0.2,
+        "policy": "hkvd",
+        "band": [0.2, 0.9],
+        "codec": "int8",
+        "ram_bytes": 9,
+    }
     each = ConnectorSettings.of(extra)
     assert (each.store, each.codec, each.ram_bytes) == (tmp_path, "int8", 9)
     assert (each.config.ratio, each.config.policy, each.config.band) == (0.2, "hkvd", (0.2, 0.9))

@@ -6,7 +6,7 @@ import errno
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -349,7 +349,7 @@ def test_a_disk_that_takes_nothing(both: Both, error: Exception, monkeypatch: py
     both.vllm.ask("x", mode="forget", document="full disk")
 
 
-@pytest.mark.parametrize("name", ["removals", "stats", "look_up", "documents"])
+@pytest.mark.parametrize("name", ["removals", "look_up", "documents", "open"])
 def test_a_store_that_cannot_be_read_ends_no_engine(
     both: Both, texts: list[str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,15 +210,7 @@ def test_no_thread_outlives_the_engine(when: str) -> None:
     turns.close()
     disk.set()
     until(lambda: not any(t.name.startswith("kvrag") and t.is_alive() for t in threading.enumerate()), 5)
-    assert ended.is_set() == (when != "queued")
-
-
-def test_starting_a_job_in_a_closed_engine_is_refused() -> None:
-    turns = Turns()
-    turns.close()
-    turns.close()
-    with pytest.raises(RuntimeError):
-        turns.start("a", lambda job: None)
+    assert ended.is_set()
 
 
 class Two:

@@ -36,7 +36,25 @@ _TEXT = (
     "{a} was born in {b} and lives in {c}. In {n} the company {d} moved to {b}. It sells {e}, and its founder {a} plays "
     "the {f} every day. The road from {b} to {c} is {n} miles long. Visitors of {d} like {e} more than the {f}. "
 )
-_WORDS = "Mira Brel Florton Grelville harp Tran Works chairs Kan Dror Stelburg banjo goat Zel Vinford curry snake".split()
+_WORDS = [
+    "Mira",
+    "Brel",
+    "Florton",
+    "Grelville",
+    "harp",
+    "Tran",
+    "Works",
+    "chairs",
+    "Kan",
+    "Dror",
+    "Stelburg",
+    "banjo",
+    "goat",
+    "Zel",
+    "Vinford",
+    "curry",
+    "snake",
+]
 
 
 def text_of(number: int, sentences: int = 2) -> str:

@@ -8,8 +8,7 @@ again, samples, and decodes as usual.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.errors import KvragError, UnsupportedModelError
 from kvrag.store import FileStore
 from vllm_kvrag import gate
@@ -62,7 +60,9 @@ class Results(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Results:
         """Join the reports of two workers."""
         assert isinstance(other, Results)
-        return Results({**self.reports, **other.reports})
+        reports = {**other.reports, **self.reports}
+        failed = {name: report for name, report in other.reports.items() if "error" in report}
+        return Results({**reports, **failed})  # a task that failed anywhere has failed
 
 
 @dataclass
@@ -102,7 +102,7 @@ class KvragConnector(KVConnectorBase_V1):
             self._matching = Matching(self._store, self._settings, vllm_config)
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._blocks: dict[str, list[int]] = {}
+        self._blocks: dict[str, list[int]] = {}  # those that a task fills
         self._reports: dict[str, dict[str, Any]] = {}
         self._stats = KvragStats.empty()
 
@@ -166,9 +166,7 @@ class KvragConnector(KVConnectorBase_V1):
             if not loaded:
                 raise UnsupportedModelError("kvrag needs --worker-cls vllm_kvrag.Worker")
             tokenizer = tokenizer_of(config.model_config)
-            backend = VllmBackend(
-                config, self._cache_config, loaded[-1], tokenizer, self._fingerprint, self._turns
-            )
+            backend = VllmBackend(config, self._cache_config, loaded[-1], tokenizer, self._fingerprint, self._turns)
             gate.check(backend, self._cache_config.num_blocks)
             settings = self._settings
             self._jobs = Jobs(backend, self._store, settings.config, settings.codec, settings.ram_bytes)
@@ -191,7 +189,7 @@ class KvragConnector(KVConnectorBase_V1):
         step = self._get_connector_metadata()
         assert isinstance(step, StepMetadata)
         for name, task in step.tasks.items():
-            self._blocks[name] = getattr(task, "blocks", [])
+            self._blocks[name] = self._jobs.own_blocks(task)
             self._turns.start(name, self._jobs.work(task), alone=self._jobs.is_alone(task))
         for name in step.cancelled:
             self._turns.cancel(name)
@@ -199,9 +197,10 @@ class KvragConnector(KVConnectorBase_V1):
             blocks = self._blocks.pop(job.name)
             self._finished.add(job.name)
             if job.error is not None:
-                self._failed_blocks.update(blocks)
+                if not job.aborted:
+                    self._failed_blocks.update(blocks)
                 self._reports[job.name] = {"error": str(job.error), "type": type(job.error).__name__}
-            elif job.result is not None:
+            elif job.result is not None and self._jobs.is_first:  # the others did the same
                 self._reports[job.name] = job.result
                 self._stats.observe(job.result)
 

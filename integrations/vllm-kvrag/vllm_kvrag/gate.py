@@ -46,8 +46,10 @@ def check(backend: VllmBackend, num_blocks: int) -> None:
     scattered = everything[(everything % 5 == 0) | (everything % 7 == 1) | (everything > _TOKENS - 9)]
     for rows in (scattered, everything):
         blended = bound.forward(ids[rows][None], bound.new_cache(_TOKENS, source, everything), rows)
-        if bound.rank == 0 and not _same(blended, wanted, bound.dtype):
-            difference = float((blended - wanted).abs().max())
+        difference = (
+            None if bound.rank or _same(blended, wanted, bound.dtype) else float((blended - wanted).abs().max())
+        )
+        if (difference := bound.gather(difference)[0]) is not None:  # all processes stop, or none
             raise UnsupportedModelError(
                 f"blending in vLLM is not exact for this model: logits differ by {difference:.2g} after recomputing "
                 f"{len(rows)} of {_TOKENS} tokens"
@@ -62,7 +64,8 @@ def _check_pages(backend: VllmBackend, here: list[tuple[Tensor, Tensor]]) -> Non
         pages.write(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1), slots)
         if not all(map(torch.equal, backend.page_map.read(layer, slots), (keys, values))):
             raise UnsupportedModelError(f"the pages of layer {number} are laid out unlike those of the first layer")
-        pages.write(layer, *(part[0].transpose(0, 1) for part in here[number]), slots)
+        keys, values = here[number]
+        pages.write(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1), slots)
 
 
 def _check_rotary(backend: VllmBackend, ids: Tensor, here: list[tuple[Tensor, Tensor]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -75,14 +75,17 @@ Task = BlendTask | WarmTask | ForgetTask
 class Jobs:
     """Does the tasks of one worker process."""
 
-    def __init__(
-        self, backend: VllmBackend, store: KVStore, config: BlendConfig, codec: str, ram_bytes: int
-    ) -> None:
+    def __init__(self, backend: VllmBackend, store: KVStore, config: BlendConfig, codec: str, ram_bytes: int) -> None:
         self._backend, self._store, self._config, self._codec = backend, store, config, codec
         self._memory = MemoryTier(ram_bytes)
         self._tuning = Tuning(backend, store)
         self._catalog = Catalog(store)
         self._removals = store.removals()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first process of its tensor-parallel group."""
+        return self._backend.rank == 0
 
     def work(self, task: Task) -> Callable[[Job], dict[str, Any]]:
         """Return the function that does a task, for a job's thread. It returns the report."""
@@ -91,6 +94,12 @@ class Jobs:
         if isinstance(task, WarmTask):
             return lambda job: _refusable(lambda: self._warm(task, job))
         return lambda job: _refusable(lambda: self._forget(task, job))
+
+    def own_blocks(self, task: Task) -> list[int]:
+        """Return the blocks that a task fills; other requests may share those before them."""
+        if isinstance(task, BlendTask):
+            return task.blocks[task.kept // self._backend.block_size :]
+        return task.blocks if isinstance(task, WarmTask) else []
 
     def is_alone(self, task: Task) -> bool:
         """Return whether one such task runs at a time: encoding uses a page that is not the request's."""
@@ -115,9 +124,7 @@ class Jobs:
         store = AgreedStore(self._store, backend) if backend.num_processes > 1 else self._store
         ingestion = Ingestion(backend, store, self._config, self._codec, self._fingerprint, self._tuning)
         mode: Mode = "replace" if task.replaces else "add"
-        report = ingestion.warm(
-            task.texts, task.document, task.sources, task.namespace, mode=mode, before=task.before
-        )
+        report = ingestion.warm(task.texts, task.document, task.sources, task.namespace, mode=mode, before=task.before)
         return asdict(report)
 
     def _forget(self, task: ForgetTask, job: Job) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,8 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test sees must not depend on how busy the machine is: nothing is ever noticeably sooner."""
     monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("inf"))
     monkeypatch.setattr("kvrag.control.controller.STEP", 1.0)
-    yield

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_kvrag import compat
 from vllm_kvrag.backend import refuse_unsupported
-from vllm_kvrag.params import MODES, ConnectorSettings, Wish, read_wish
+from vllm_kvrag.params import _CHECKS, MODES, ConnectorSettings, Wish, read_wish
 
 from kvrag import BlendConfig
 from kvrag.errors import SettingError, UnsupportedModelError
@@ -88,22 +88,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=5,
 )
-NAMES = st.sampled_from(
-    [
-        "mode",
-        "ratio",
-        "policy",
-        "controller",
-        "namespace",
-        "tag",
-        "texts",
-        "before",
-        "document",
-        "sources",
-        "replace",
-        "prefix",
-    ]
-)
+NAMES = st.sampled_from(sorted(_CHECKS))
 
 
 @given(st.dictionaries(NAMES | st.text(), VALUES) | VALUES)
@@ -124,7 +109,7 @@ def test_the_connectors_settings(tmp_path: Path) -> None:
         "codec": "int8",
         "ram_bytes": 9,
     }
-    each = ConnectorSettings.of(extra)
+    each = ConnectorSettings.of({**extra, "ram_bytes": 9})
     assert (each.store, each.codec, each.ram_bytes) == (tmp_path, "int8", 9)
     assert (each.config.ratio, each.config.policy, each.config.band) == (0.2, "hkvd", (0.2, 0.9))
 

@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "block_size": BLOCK,
     "max_model_len": 2048,
     "max_num_batched_tokens": 512,
-    "num_gpu_blocks_override": 80,
+    "num_gpu_blocks_override": 70,
     "max_num_seqs": 8,
 }
 
@@ -99,18 +99,18 @@ def size(answer: Any) -> int:
 
 
 def test_a_prompt_longer_than_a_step(both: Both) -> None:
-    made = [text_of(5000 + number, 6) for number in range(6)]
+    made = [text_of(5000 + number, 12) for number in range(6)]
     both.kvrag.warm(made, document="long")
     prompt = prompt_of(*reversed(made))
     done = both.vllm.ask(prompt, ratio=1.0, policy="query")
     assert size(done) > 2 * 512
     assert reused(done) > 900
     assert distance(done.logprobs, both.full(done.ids)) < NEAR
-    assert both.vllm.warm([text_of(6000, 20)], document="long too")["new"] == 1  # longer than a step
+    assert both.vllm.warm([text_of(6000, 30)], document="long too")["new"] == 1  # longer than a step
 
 
 def test_the_second_turn_reuses_blended_pages(both: Both, texts: list[str]) -> None:
-    first = both.vllm.ask(prompt_of(*texts), 8, ratio=0.15, policy="query")
+    first = both.vllm.ask(prompt_of(*reversed(texts)), 8, ratio=0.15, policy="query")
     assert first.report is not None
     assert first.report["conversation_tokens"] == 0
     ids = [*first.ids, *first.tokens, *both.kvrag.model.tokenizer.encode("\n\n" + prompt_of(text_of(1)))]
@@ -123,7 +123,7 @@ def test_the_second_turn_reuses_blended_pages(both: Both, texts: list[str]) -> N
 
 
 def test_a_prompt_in_blended_pages_is_not_reported_as_exact(both: Both, texts: list[str]) -> None:
-    prompt = prompt_of(*texts)
+    prompt = prompt_of(*reversed(texts))
     first = both.vllm.ask(prompt, ratio=0.0, policy="none")
     again = both.vllm.ask(prompt, ratio=0.0, policy="none")
     assert first.report is not None
@@ -131,11 +131,10 @@ def test_a_prompt_in_blended_pages_is_not_reported_as_exact(both: Both, texts: l
     assert not first.report["exact"]
     assert not again.report["exact"]
     assert reused(again) > 100
-    assert distance(again.logprobs, first.logprobs) < NEAR
 
 
 def test_an_exact_request_gets_no_blended_page(both: Both, texts: list[str]) -> None:
-    prompt = prompt_of(*texts)
+    prompt = prompt_of(*reversed(texts))
     blended = both.vllm.ask(prompt, ratio=0.0, policy="none")
     exact = both.vllm.full(prompt, 4)
     wanted = both.full(exact.ids)
@@ -149,13 +148,13 @@ def test_an_exact_request_gets_no_blended_page(both: Both, texts: list[str]) -> 
 
 
 def test_a_request_without_parameters_is_blended_too(both: Both, texts: list[str]) -> None:
-    done = both.vllm.ask(prompt_of(*texts))
+    done = both.vllm.ask(prompt_of(*reversed(texts)))
     assert done.report is not None
     assert reused(done) > 100
 
 
 def test_another_namespace_gets_nothing(both: Both, texts: list[str]) -> None:
-    prompt = prompt_of(*texts)
+    prompt = prompt_of(*reversed(texts))
     both.vllm.ask(prompt, ratio=0.0, policy="none")
     other = both.vllm.ask(prompt, ratio=0.0, policy="none", namespace="other")
     assert reused(other) == 0
@@ -191,7 +190,7 @@ def test_a_document_that_is_warmed_again_replaces_its_texts(both: Both) -> None:
 
 
 def test_wrong_parameters_are_named_and_harmless(both: Both, texts: list[str]) -> None:
-    prompt = prompt_of(*texts)
+    prompt = prompt_of(*reversed(texts))
     done = both.vllm.ask(prompt, ratio=7, raito=0.1)
     assert done.report is not None
     assert len(done.report["ignored"]) == 2
@@ -238,7 +237,7 @@ def test_warming_the_prompt_itself(both: Both) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "text", "error"),
-    [("x", text_of(7600, 4), "ContextWindowError"), ("x", text_of(7601, 100), "ContextWindowError")],
+    [("x", text_of(7600, 4), "ContextWindowError"), ("x", text_of(7601, 120), "ContextWindowError")],
 )
 def test_a_text_without_enough_pages(both: Both, prompt: str, text: str, error: str) -> None:
     report = both.vllm.ask(prompt, mode="warm", texts=[text], document="too long").report
@@ -264,7 +263,7 @@ def test_forget_needs_a_name(both: Both) -> None:
 
 
 def test_reports_are_kept_under_a_tag(both: Both, texts: list[str]) -> None:
-    both.vllm.ask(prompt_of(*texts), tag="t1", ratio=0.15)
+    both.vllm.ask(prompt_of(*reversed(texts)), tag="t1", ratio=0.15)
     kept = both.vllm.ask("x", mode="report", tag="t1").report
     assert kept is not None
     assert kept["reused_tokens"] > 100
@@ -275,7 +274,7 @@ def test_reports_are_kept_under_a_tag(both: Both, texts: list[str]) -> None:
 
 def test_several_answers_to_one_prompt(both: Both, texts: list[str]) -> None:
     sampling = {"n": 2, "temperature": 1.0, "seed": 1, "logprobs": None}
-    both.vllm.ask(prompt_of(*texts), 6, settings=sampling, ratio=0.15)
+    both.vllm.ask(prompt_of(*reversed(texts)), 6, settings=sampling, ratio=0.15)
     both.vllm.ask("\n\n".join(texts), settings=sampling, mode="warm", document="twice")
 
 
@@ -317,7 +316,7 @@ def test_a_slow_disk_stalls_no_other_request(both: Both, texts: list[str], monke
         return layer(self, number)
 
     monkeypatch.setattr(ChunkFile, "layer", slow)
-    waiting = both.vllm.submit(prompt_of(*texts), given={"kvrag": {"ratio": 1.0, "policy": "query"}})
+    waiting = both.vllm.submit(prompt_of(*reversed(texts)), given={"kvrag": {"ratio": 1.0, "policy": "query"}})
     for _ in range(3):
         both.vllm.step()
     exact = both.vllm.submit(prompt_of(text_of(3)), 6, {"kvrag": {"mode": "off"}})
@@ -358,10 +357,10 @@ def test_a_store_that_cannot_be_read_ends_no_engine(
 
     with monkeypatch.context() as patch:
         patch.setattr(FileStore, name, fails)
-        done = both.vllm.ask(prompt_of(*texts), ratio=1.0, policy="query")
+        done = both.vllm.ask(prompt_of(*reversed(texts)), ratio=1.0, policy="query")
         assert distance(done.logprobs, both.full(done.ids)) < NEAR
         both.vllm.ask("x", mode="documents")
-    assert reused(both.vllm.ask(prompt_of(*texts), ratio=0.3, policy="query")) > 100
+    assert reused(both.vllm.ask(prompt_of(*reversed(texts)), ratio=0.3, policy="query")) > 100
 
 
 # ---------------------------------------------------------------- failures and aborts
@@ -375,7 +374,7 @@ def test_a_job_that_fails_is_computed_by_vllm(
         raise error
 
     monkeypatch.setattr(Jobs, "_blend", fails)
-    done = both.vllm.ask(prompt_of(*texts), 3, ratio=0.1, policy="query")
+    done = both.vllm.ask(prompt_of(*reversed(texts)), 3, ratio=0.1, policy="query")
     assert done.report is not None
     assert done.report["type"] == type(error).__name__
     assert distance(done.logprobs, both.full(done.ids)) < NEAR
@@ -385,7 +384,7 @@ def test_a_job_that_fails_behind_a_shared_prefix_harms_nobody(
     both: Both, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"ratio": 1.0, "policy": "query"}
-    first = both.vllm.ask(prompt_of(*texts), ratio=1.0, policy="query")
+    first = both.vllm.ask(prompt_of(*reversed(texts)), ratio=1.0, policy="query")
     running = both.vllm.submit([*first.ids, 7, 8, 9], 40, {"kvrag": settings})
     until(both.vllm, lambda: bool(both.vllm.scheduler.running))
     for _ in range(3):
@@ -406,7 +405,7 @@ def test_a_job_that_fails_behind_a_shared_prefix_harms_nobody(
 
 
 def test_aborts_at_every_step(both: Both, texts: list[str]) -> None:
-    prompt = prompt_of(*texts)
+    prompt = prompt_of(*reversed(texts))
     tasks: list[dict[str, Any]] = [
         {"ratio": 0.15, "policy": "query"},
         {"ratio": 0.15, "policy": "hkvd"},
@@ -438,7 +437,7 @@ def test_an_abort_while_the_disk_is_slow(both: Both, texts: list[str], monkeypat
 
     monkeypatch.setattr(ChunkFile, "layer", slow)
     free = both.vllm.free_blocks
-    names = [both.vllm.submit(prompt_of(*texts), given={"kvrag": {"ratio": 0.15}}) for _ in range(3)]
+    names = [both.vllm.submit(prompt_of(*reversed(texts)), given={"kvrag": {"ratio": 0.15}}) for _ in range(3)]
     for _ in range(5):
         both.vllm.step()
     for name in names:
@@ -483,7 +482,7 @@ def test_several_warm_requests_at_once(both: Both, tmp_path: Path) -> None:
 def test_an_idle_engine_wakes_up(both: Both, texts: list[str]) -> None:
     assert not both.vllm.scheduler.has_requests()
     assert both.vllm.step() == []
-    assert reused(both.vllm.ask(prompt_of(*texts), ratio=0.15)) > 100
+    assert reused(both.vllm.ask(prompt_of(*reversed(texts)), ratio=0.15)) > 100
 
 
 def random_task(choice: random.Random, made: list[str]) -> tuple[str, dict[str, Any]]:
@@ -504,7 +503,7 @@ def random_task(choice: random.Random, made: list[str]) -> tuple[str, dict[str, 
 def test_random_requests_with_few_pages(both: Both, capsys: pytest.CaptureFixture[str]) -> None:
     """Preemption, aborts, and pages that change hands: every exact request gets vLLM's own answer."""
     choice = random.Random(5)
-    made = [text_of(9500 + number, 4) for number in range(12)]
+    made = [text_of(9500 + number, 8) for number in range(12)]
     both.kvrag.warm(made[:6], document="random")
     todo = [random_task(choice, made) for _ in range(40)]
     flying: dict[str, tuple[dict[str, Any], int]] = {}
@@ -521,7 +520,7 @@ def test_random_requests_with_few_pages(both: Both, capsys: pytest.CaptureFixtur
         while todo or flying:
             while todo and len(flying) < 8:
                 prompt, given = todo.pop()
-                flying[both.vllm.submit(prompt, 60, {"kvrag": given})] = given, choice.choice([0, 0, 0, 2, 9, 30])
+                flying[both.vllm.submit(prompt, 70, {"kvrag": given})] = given, choice.choice([0, 0, 0, 2, 9, 30])
             both.vllm.step()
             for name, (given, steps) in list(flying.items()):
                 if name in both.vllm.answers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -32,36 +33,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("mistral", {"sliding_window": 256}),
 }
 
-_TEXT = (
-    "{a} was born in {b} and lives in {c}. In {n} the company {d} moved to {b}. It sells {e}, and its founder {a} plays "
-    "the {f} every day. The road from {b} to {c} is {n} miles long. Visitors of {d} like {e} more than the {f}. "
-)
-_WORDS = [
-    "Mira",
-    "Brel",
-    "Florton",
-    "Grelville",
-    "harp",
-    "Tran",
-    "Works",
-    "chairs",
-    "Kan",
-    "Dror",
-    "Stelburg",
-    "banjo",
-    "goat",
-    "Zel",
-    "Vinford",
-    "curry",
-    "snake",
-]
+_WORDS = ("Mira", "Brel", "lives", "plays", "harp", "company", "sells", "chairs", "goat", "studied", "banjo", "river")
 
 
-def text_of(number: int, sentences: int = 2) -> str:
-    """A chunk of about 60 tokens per two sentences, different for each number."""
-    words = [_WORDS[(number * step + step) % len(_WORDS)] for step in (1, 3, 5, 7, 11, 13)]
-    names = dict(zip("abcdef", words, strict=True), n=1000 + 37 * number)
-    return f"Part {number}. " + (_TEXT * -(-sentences // 2)).format(**names).strip()
+def text_of(number: int, sentences: int = 4) -> str:
+    """A chunk of about 20 tokens per sentence, different for each number: no two have a run in common."""
+    choice = random.Random(number)
+    made = [" ".join([*choice.choices(_WORDS, k=6), str(choice.randrange(1000))]) for _ in range(sentences)]
+    return f"{number}: {'. '.join(made)}."
 
 
 CHUNKS = [text_of(number) for number in range(8)]

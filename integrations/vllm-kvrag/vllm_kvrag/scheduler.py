@@ -83,13 +83,12 @@ class Matching:
             self._salt(request, uuid.uuid4().hex)  # its pages are scratch space
         elif wish.mode == "forget":
             self._salt(request, uuid.uuid4().hex)
-        elif wish.mode == "blend" and wish.config.policy != "full":
-            if found := self._match(entry, 0):
-                try:
-                    self._salt(request, self._recipe(wish))
-                    entry.found = found
-                except KvragError as error:
-                    logger.warning("the store cannot be read, so a prompt is computed: %s", error)
+        elif wish.mode == "blend" and wish.config.policy != "full" and (found := self._match(entry, 0)):
+            try:
+                self._salt(request, self._recipe(wish))
+                entry.found = found
+            except KvragError as error:
+                logger.warning("the store cannot be read, so a prompt is computed: %s", error)
 
     def num_external(self, request: Any, num_computed: int) -> int:
         """Return the number of prompt tokens behind the computed ones that the workers provide."""

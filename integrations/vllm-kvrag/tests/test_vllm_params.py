@@ -182,6 +182,7 @@ def _groups(*specs: Any, names: tuple[str, ...] = ("l0", "l1")) -> Any:
         (_config(pipeline=2), None, None, "pipeline"),
         (_config(context=2), None, None, "context parallelism"),
         (_config(speculative=object()), None, None, "speculative"),
+        (_config(lora=object()), None, None, "LoRA"),
         (_config("fp8"), None, None, "fp8"),
         (_config(), _groups(FullAttentionSpec(), FullAttentionSpec()), None, "several kinds"),
         (_config(), None, [], "ordinary attention"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def test_what_was_reported_as_warmed_survives_a_kill(folder: Path, tmp_path: Pat
     script = [sys.executable, str(HERE / "run_warm.py"), str(model), str(tmp_path)]
     with subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
-        warmed = [line.strip() for line, _ in zip(process.stdout, range(7), strict=False) if line.startswith("d")]
+        warmed = list(islice((line.strip() for line in process.stdout if line.startswith("d")), 7))
         process.send_signal(signal.SIGKILL)
         warmed += [line.strip() for line in process.stdout if line.startswith("d")]
     assert len(warmed) >= 7
@@ -79,7 +80,11 @@ def test_a_compiled_model(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
-    [("llama", {"worker_cls": None}, "worker-cls"), ("mistral-window", {}, "window only")],
+    [
+        ("llama", {"worker_cls": None}, "worker-cls"),
+        ("mistral-window", {}, "window only"),
+        ("llama", {"enable_lora": True}, "LoRA"),
+    ],
 )
 def test_vllm_serves_as_usual_where_it_cannot_blend(
     family: str, changes: dict[str, Any], reason: str, folder: Path, tmp_path: Path

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engines import CHUNKS, checkpoint, distance, lines, prompt_of, reference, settings_of, started, text_of
+from vllm_engines import CHUNKS, checkpoint, distance, lines, prompt_of, reference, started, text_of
 
 from kvrag import FileStore
 from kvrag.errors import FingerprintMismatchError, KvragError
@@ -113,9 +113,3 @@ def test_a_store_of_another_model_ends_the_start(folder: Path, tmp_path: Path) -
 def test_wrong_settings_end_the_start(extra: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     with pytest.raises(KvragError), started(checkpoint("llama", folder), tmp_path, extra):
         pass
-
-
-def test_the_settings_of_these_tests_are_the_ones_of_the_readme(folder: Path, tmp_path: Path) -> None:
-    made = settings_of(folder, tmp_path)
-    assert made["worker_cls"] == "vllm_kvrag.Worker"
-    assert made["kv_transfer_config"].kv_connector == "KvragConnector"

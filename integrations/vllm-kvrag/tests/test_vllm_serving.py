@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from vllm_engines import Engine, checkpoint, distance, prompt_of, reference, started, text_of, until
+from vllm_engines import Engine, blended, checkpoint, distance, prompt_of, reference, started, text_of, until
 from vllm_kvrag.jobs import Jobs
 
 from kvrag import BlendEngine, FileStore
@@ -78,12 +78,6 @@ def texts(both: Both, request: pytest.FixtureRequest) -> list[str]:
     made = [text_of(first + 11 * number) for number in range(4)]
     both.kvrag.warm(made, document=request.node.name)
     return made
-
-
-@pytest.fixture
-def fresh(both: Both) -> None:
-    """Pages of other tests are not found."""
-    assert both.vllm.scheduler.reset_prefix_cache()
 
 
 def reused(answer: Any) -> int:
@@ -175,6 +169,20 @@ def test_a_forgotten_document_is_gone(both: Both) -> None:
     after = both.vllm.ask(prompt, ratio=0.0, policy="none")
     assert reused(after) == 0
     assert distance(after.logprobs, both.full(after.ids)) < NEAR
+
+
+def test_pages_of_a_variant_that_is_withdrawn_are_not_found(both: Both) -> None:
+    """The text got a second source: its KV behind the first one holds words that readers of the other must not get."""
+    secret, text = text_of(7050), text_of(7051, 8)
+    both.kvrag.warm([secret, text], document="private")
+    prompt = prompt_of(text)
+    assert reused(both.vllm.ask(prompt, ratio=0.0, policy="none")) > 80
+    both.kvrag.warm([text], document="public")
+    after = both.vllm.ask(prompt, ratio=0.0, policy="none")
+    assert after.report is not None
+    assert after.report["conversation_tokens"] == 0
+    wanted = blended(both.kvrag, after.ids, 0.0, "none")
+    assert distance(after.logprobs, wanted.logits[0].log_softmax(-1)) < NEAR
 
 
 def test_a_document_that_is_warmed_again_replaces_its_texts(both: Both) -> None:

@@ -64,6 +64,8 @@ class Matching:
         self._cancelled: list[str] = []
         self._tags: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._tokenizer: Any = None
+        self._served: dict[str, str] = {}  # the variant of each text that prompts got last
+        self._changes = 0  # of these
 
     def refuse(self, reason: str) -> None:
         """Blend nothing from now on."""
@@ -85,6 +87,7 @@ class Matching:
             self._salt(request, uuid.uuid4().hex)
         elif wish.mode == "blend" and wish.config.policy != "full" and (found := self._match(entry, 0)):
             try:
+                self._notice_variants(found)
                 self._salt(request, self._recipe(wish))
                 entry.found = found
             except KvragError as error:
@@ -218,12 +221,18 @@ class Matching:
         alone_only = not self._settings.config.context_tokens
         return [each for each in entry.found if serve(states[each.text], alone_only) == each.run.key]
 
+    def _notice_variants(self, found: list[Found]) -> None:
+        for run, text, _ in found:
+            self._changes += self._served.get(text, run.key) != run.key
+            self._served[text] = run.key
+
     def _recipe(self, wish: Wish) -> str:
         """Return what blended pages depend on beside their tokens: they are shared between such requests only.
 
-        Includes the number of removals from the store, so that KV of forgotten documents is not found again.
+        Includes the number of removals from the store, so that KV of forgotten documents is not found again, and of
+        changed variants, so that neither is KV behind a source that is not the text's only one any more.
         """
-        recipe = [wish.namespace, self._store.removals(), asdict(wish.config)]
+        recipe = [wish.namespace, self._store.removals(), self._changes, asdict(wish.config)]
         return hashlib.blake2b(json.dumps(recipe, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
     def _salt(self, request: Any, salt: str) -> None:

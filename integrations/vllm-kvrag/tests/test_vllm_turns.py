@@ -191,6 +191,7 @@ def test_cancelling_what_is_not_there_does_nothing(turns: Turns) -> None:
 
 @pytest.mark.parametrize("when", ["queued", "reading", "ready"])
 def test_no_thread_outlives_the_engine(when: str) -> None:
+    before = set(threading.enumerate())
     turns = Turns()
     disk, ended = threading.Event(), threading.Event()
 
@@ -209,7 +210,7 @@ def test_no_thread_outlives_the_engine(when: str) -> None:
         until(lambda: is_ready(turns, "a"))
     turns.close()
     disk.set()
-    until(lambda: not any(t.name.startswith("kvrag") and t.is_alive() for t in threading.enumerate()), 5)
+    until(lambda: set(threading.enumerate()) <= before, 5)
     assert ended.is_set()
 
 

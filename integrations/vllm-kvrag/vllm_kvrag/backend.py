@@ -421,6 +421,8 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any, layers: Sequence[
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
         "speculative decoding": vllm_config.speculative_config is not None,
+        # its layers use the adapters of vLLM's last batch
+        "LoRA adapters": vllm_config.lora_config is not None,
         f"a KV cache of {cache.cache_dtype}": cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
         "a model without ordinary attention layers": not layers,
         "several kinds of KV cache": len(groups) != 1,

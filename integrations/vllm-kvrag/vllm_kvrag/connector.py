@@ -60,7 +60,9 @@ class Results(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Results:
         """Join the reports of two workers."""
         assert isinstance(other, Results)
-        return Results({**self.reports, **other.reports})
+        reports = {**other.reports, **self.reports}
+        failed = {name: report for name, report in other.reports.items() if "error" in report}
+        return Results({**reports, **failed})  # a task that failed anywhere has failed
 
 
 @dataclass
@@ -198,7 +200,7 @@ class KvragConnector(KVConnectorBase_V1):
                 if not job.aborted:
                     self._failed_blocks.update(blocks)
                 self._reports[job.name] = {"error": str(job.error), "type": type(job.error).__name__}
-            elif job.result is not None:
+            elif job.result is not None and self._jobs.is_first:  # the others did the same
                 self._reports[job.name] = job.result
                 self._stats.observe(job.result)
 

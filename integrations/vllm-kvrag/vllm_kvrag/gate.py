@@ -46,8 +46,10 @@ def check(backend: VllmBackend, num_blocks: int) -> None:
     scattered = everything[(everything % 5 == 0) | (everything % 7 == 1) | (everything > _TOKENS - 9)]
     for rows in (scattered, everything):
         blended = bound.forward(ids[rows][None], bound.new_cache(_TOKENS, source, everything), rows)
-        if bound.rank == 0 and not _same(blended, wanted, bound.dtype):
-            difference = float((blended - wanted).abs().max())
+        difference = (
+            None if bound.rank or _same(blended, wanted, bound.dtype) else float((blended - wanted).abs().max())
+        )
+        if (difference := bound.gather(difference)[0]) is not None:  # all processes stop, or none
             raise UnsupportedModelError(
                 f"blending in vLLM is not exact for this model: logits differ by {difference:.2g} after recomputing "
                 f"{len(rows)} of {_TOKENS} tokens"

@@ -82,6 +82,11 @@ class Jobs:
         self._catalog = Catalog(store)
         self._removals = store.removals()
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first process of its tensor-parallel group."""
+        return self._backend.rank == 0
+
     def work(self, task: Task) -> Callable[[Job], dict[str, Any]]:
         """Return the function that does a task, for a job's thread. It returns the report."""
         if isinstance(task, BlendTask):

@@ -57,7 +57,10 @@ class ConnectorSettings:
         names = {each.name for each in fields(BlendConfig)}
         blend = {name: given.pop(name) for name in list(given) if name in names}
         if "band" in blend:
-            blend["band"] = tuple(blend["band"])
+            band = blend["band"]
+            if not isinstance(band, list | tuple) or not all(isinstance(each, int | float) for each in band):
+                raise SettingError(f"band must be two rising fractions in [0, 1], got {band!r:.80}")
+            blend["band"] = tuple(band)
         own = {each.name for each in fields(cls)} - {"store", "config"}
         if unknown := sorted(set(given) - own):
             known = ", ".join(sorted(own | names | {"store"}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvrag.config import DEFAULT_RATIO, BlendConfig
 from kvrag.errors import KvragError
 from kvrag.request import Found, match
 from kvrag.reuse.catalog import Catalog
@@ -33,6 +35,7 @@ class _Request:
     Attributes:
         found: Its runs of stored chunks behind the first `kept` tokens.
         is_sent: A worker has it.
+        cached: Number of leading tokens that were in blended pages.
         report: What the workers said.
     """
 
@@ -42,6 +45,7 @@ class _Request:
     kept: int = 0
     is_sent: bool = False
     is_done: bool = False
+    cached: int = 0
     report: dict[str, Any] | None = None
 
 
@@ -60,6 +64,8 @@ class Matching:
         self._cancelled: list[str] = []
         self._tags: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._tokenizer: Any = None
+        self._served: dict[str, str] = {}  # the variant of each text that prompts got last
+        self._changes = 0  # of these
 
     def refuse(self, reason: str) -> None:
         """Blend nothing from now on."""
@@ -72,16 +78,20 @@ class Matching:
         wish = read_wish(request.kv_transfer_params, self._settings.config)
         entry = _Request(wish, list(request.prompt_token_ids or ()))
         self._requests[request.request_id] = entry
-        if self._refusal or not self._can_be_blended(request):
+        if self._refusal or not self._can_be_blended(request) or (wish.ignored and wish.mode in ("warm", "forget")):
+            entry.is_done = True  # a default in place of a wrong parameter could delete or replace a document
             return
         if wish.mode == "warm":
             self._salt(request, uuid.uuid4().hex)  # its pages are scratch space
         elif wish.mode == "forget":
             self._salt(request, uuid.uuid4().hex)
-        elif wish.mode == "blend" and wish.config.policy != "full":
-            entry.found = self._match(entry, 0)
-            if entry.found:
+        elif wish.mode == "blend" and wish.config.policy != "full" and (found := self._match(entry, 0)):
+            try:
+                self._notice_variants(found)
                 self._salt(request, self._recipe(wish))
+                entry.found = found
+            except KvragError as error:
+                logger.warning("the store cannot be read, so a prompt is computed: %s", error)
 
     def num_external(self, request: Any, num_computed: int) -> int:
         """Return the number of prompt tokens behind the computed ones that the workers provide."""
@@ -94,6 +104,7 @@ class Matching:
             return 0 if entry.is_done else len(entry.ids) - num_computed
         if not entry.found:
             return 0
+        entry.cached = num_computed
         if num_computed != entry.kept or entry.is_sent:  # a prefix is cached, or the request was preempted
             found = self._match(entry, num_computed)
             if not found:
@@ -135,7 +146,8 @@ class Matching:
                 continue
             entry.is_done, entry.report = True, report
             if entry.wish.mode == "warm":
-                self._catalog.refresh()  # the next prompt finds it
+                with contextlib.suppress(KvragError):
+                    self._catalog.refresh()  # the next prompt finds it
             if entry.wish.tag:
                 self._keep(entry.wish.tag, report)
 
@@ -165,10 +177,13 @@ class Matching:
         if self._refusal and wish.mode != "off":
             return {"error": f"blending is off: {self._refusal}", "type": "UnsupportedModelError"}
         if wish.mode == "documents":
-            return {"documents": list(self._store.documents(wish.prefix, wish.namespace))}
+            try:
+                return {"documents": list(self._store.documents(wish.prefix, wish.namespace))}
+            except KvragError as error:
+                return {"error": str(error), "type": type(error).__name__}
         if wish.mode in ("warm", "forget"):
             return {"error": "the request was not carried out", "type": "PromptError"}
-        return _nothing_reused(len(entry.ids))
+        return _nothing_blended(len(entry.ids), entry.cached, wish.config)
 
     def _can_be_blended(self, request: Any) -> bool:
         """Return whether a request's KV depends on its tokens alone, and may come from outside."""
@@ -206,12 +221,18 @@ class Matching:
         alone_only = not self._settings.config.context_tokens
         return [each for each in entry.found if serve(states[each.text], alone_only) == each.run.key]
 
+    def _notice_variants(self, found: list[Found]) -> None:
+        for run, text, _ in found:
+            self._changes += self._served.get(text, run.key) != run.key
+            self._served[text] = run.key
+
     def _recipe(self, wish: Wish) -> str:
         """Return what blended pages depend on beside their tokens: they are shared between such requests only.
 
-        Includes the number of removals from the store, so that KV of forgotten documents is not found again.
+        Includes the number of removals from the store, so that KV of forgotten documents is not found again, and of
+        changed variants, so that neither is KV behind a source that is not the text's only one any more.
         """
-        recipe = [wish.namespace, str(self._store.stats().path), self._store.removals(), asdict(wish.config)]
+        recipe = [wish.namespace, self._store.removals(), self._changes, asdict(wish.config)]
         return hashlib.blake2b(json.dumps(recipe, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
     def _salt(self, request: Any, salt: str) -> None:
@@ -233,16 +254,17 @@ class Matching:
             self._tags.popitem(last=False)
 
 
-def _nothing_reused(num_tokens: int) -> dict[str, Any]:
-    """Return the report of a prompt that vLLM computed itself."""
+def _nothing_blended(num_tokens: int, cached: int, config: BlendConfig) -> dict[str, Any]:
+    """Return the report of a prompt that vLLM computed itself, behind `cached` tokens in pages that were blended."""
+    ratio = DEFAULT_RATIO if config.ratio is None else config.ratio
     return BlendReport(
         prompt_tokens=num_tokens,
-        reused_tokens=0,
+        reused_tokens=cached,
         recomputed_tokens=0,
-        fresh_tokens=num_tokens,
+        fresh_tokens=num_tokens - cached,
         runs=(),
-        policy="full",
-        ratio=1.0,
+        policy=config.policy if cached else "full",
+        ratio=ratio if cached else 1.0,
         match_s=0.0,
         load_s=0.0,
         stitch_s=0.0,
@@ -251,5 +273,6 @@ def _nothing_reused(num_tokens: int) -> dict[str, Any]:
         ttft_s=0.0,
         bytes_loaded=0,
         tier="",
-        exact=True,
+        exact=not cached or config.ratio == 1.0,
+        conversation_tokens=cached,
     ).to_dict()

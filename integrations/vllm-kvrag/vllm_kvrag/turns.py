@@ -45,9 +45,12 @@ class _Operation:
     def run(self) -> None:
         try:
             self.result = self.work()
-        except Exception as error:
+        except BaseException as error:
             self.error = error
-        self.done.set()
+            if not isinstance(error, Exception):  # a signal that ends the process: the job ends too
+                raise
+        finally:
+            self.done.set()
 
     def refuse(self, error: BaseException) -> None:
         self.error = error
@@ -215,13 +218,13 @@ class Turns:
         return None
 
     def _remove_over(self, states: dict[str, list[tuple[str, int]]]) -> list[Job]:
-        """Remove and return the jobs that are over everywhere; end those that are cancelled or failed somewhere."""
+        """Remove and return the jobs that are over everywhere; end those that are cancelled or over somewhere."""
         over = []
         for name, job in list(self._jobs.items()):
             if all(state in ("done", "failed") for state, _ in states[name]):
                 over.append(self._jobs.pop(name))
-            elif job.cancelled or any(state == "failed" for state, _ in states[name]):
-                job.cancelled = True  # if it failed elsewhere, its collectives have no counterpart any more
+            elif job.cancelled or any(state in ("done", "failed") for state, _ in states[name]):
+                job.cancelled = True  # if it is over elsewhere, its collectives have no counterpart any more
                 with self.changed:
                     operation, job.pending = job.pending, None
                     if operation is not None:

@@ -1,0 +1,49 @@
+"""Tiny random models in vLLM, on the CPU. The tests need an environment with vLLM and are left out in any other."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_HERE = Path(__file__).parent
+
+if find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+    def pytest_terminal_summary(terminalreporter: Any) -> None:
+        """Say what was left out."""
+        terminalreporter.write_line("integrations/vllm-kvrag/tests left out: vllm is not installed here")
+
+else:
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        TOKENIZERS_PARALLELISM="false",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+        VLLM_LOGGING_LEVEL="WARNING",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # engines run in this process: tests can look into them
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.path[:0] = [str(_HERE), str(_HERE.parent)]
+    # for engines in processes of their own
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_HERE.parents[2]), *sys.path[:2], str(_HERE.parents[2] / "tests")])
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the models of all tests are."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(autouse=True)
+def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test sees must not depend on how busy the machine is: nothing is ever noticeably sooner."""
+    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("inf"))
+    monkeypatch.setattr("kvrag.control.controller.STEP", 1.0)

@@ -1,0 +1,97 @@
+"""Blending in vLLM gives what kvrag's own engine gives, and at a ratio of 1.0 what vLLM's full prefill gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from vllm_engines import CHUNKS, Engine, blended, checkpoint, distance, prompt_of, reference, started
+
+from kvrag import BlendEngine, FileStore
+from kvrag.request import Pipeline, Prefilled
+
+NEAR = 1e-4
+ORDER = [CHUNKS[2], CHUNKS[0], CHUNKS[3], CHUNKS[1]]
+
+
+class Both(NamedTuple):
+    vllm: Engine
+    kvrag: BlendEngine
+    folder: Path
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "gemma3"])
+def both(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    """vLLM and kvrag's engine on one store, in which transformers has encoded a document."""
+    model, store = checkpoint(request.param, folder), tmp_path_factory.mktemp("store")
+    with ExitStack() as stack:
+        own = stack.enter_context(reference(model, store))
+        own.warm(CHUNKS[:4], document="a")
+        yield Both(stack.enter_context(started(model, store)), own, store)
+
+
+@pytest.fixture
+def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[Prefilled]:
+    """What every prefill of this process returned."""
+    seen: list[Prefilled] = []
+    prefill = Pipeline.prefill
+
+    def spied(self: Pipeline, *args: object) -> Prefilled:
+        seen.append(prefill(self, *args))
+        return seen[-1]
+
+    monkeypatch.setattr(Pipeline, "prefill", spied)
+    return seen
+
+
+def test_the_prompt_has_the_same_ids(both: Both) -> None:
+    prompt = prompt_of(*ORDER)
+    assert both.vllm.full(prompt).ids == both.kvrag.model.tokenizer.render(prompt)
+
+
+def test_at_ratio_1_it_is_full_prefill(both: Both) -> None:
+    full = both.vllm.full(prompt_of(*ORDER), 8)
+    for policy in ("query", "hkvd"):
+        done = both.vllm.ask(prompt_of(*ORDER), 8, policy=policy, ratio=1.0)
+        assert done.report is not None
+        assert done.report["reused_tokens"] > 150
+        assert done.report["exact"]
+        assert distance(done.logprobs, full.logprobs) < NEAR
+        assert done.tokens == full.tokens
+
+
+@pytest.mark.parametrize(
+    "policy", ["query", "hkvd", "hkvd_gradual", "seam", "first_k", "query_hkvd", "hybrid", "random", "none"]
+)
+def test_it_is_what_kvrags_own_engine_gives(both: Both, policy: str, prefilled: list[Prefilled]) -> None:
+    ratio = 0.0 if policy == "none" else 0.15
+    done = both.vllm.ask(prompt_of(*ORDER), policy=policy, ratio=ratio)
+    wanted = blended(both.kvrag, done.ids, ratio, policy)
+    assert done.report is not None
+    assert done.report["reused_tokens"] == wanted.report.reused_tokens > 150
+    assert done.report["recomputed_tokens"] == wanted.report.recomputed_tokens
+    if done.report["conversation_tokens"] == 0:
+        assert torch.equal(prefilled[0].selected, wanted.selected)
+    assert distance(done.logprobs, wanted.logits[0].log_softmax(-1)) < NEAR
+
+
+def test_what_either_encodes_serves_the_other(both: Both, tmp_path: Path) -> None:
+    texts = CHUNKS[4:]
+    assert both.vllm.warm(texts, document="b")["new"] == len(texts)
+    with closing(FileStore(tmp_path)) as other, closing(FileStore(both.folder)) as ours:
+        BlendEngine(both.kvrag.model, other).warm(texts, document="b")
+        assert sorted(ours.documents()["b"]) == sorted(other.documents()["b"])
+        for key in other.documents()["b"]:
+            with closing(ours.open(key)) as one, closing(other.open(key)) as two:
+                assert (one.ids == two.ids).all()
+                for number in range(two.num_layers):
+                    torch.testing.assert_close(one.layer(number), two.layer(number), atol=1e-5, rtol=1e-5)
+    prompt = prompt_of(*reversed(texts))
+    done = both.vllm.ask(prompt, policy="query", ratio=0.15)
+    wanted = blended(both.kvrag, done.ids, 0.15, "query")
+    assert done.report["reused_tokens"] == wanted.report.reused_tokens > 150  # type: ignore[index]
+    assert distance(done.logprobs, wanted.logits[0].log_softmax(-1)) < NEAR

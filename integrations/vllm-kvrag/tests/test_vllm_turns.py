@@ -1,0 +1,308 @@
+"""Turns of jobs: order, budget, cancellation, failures, and two processes that take every decision together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from vllm_kvrag.turns import CancelledError, Job, Turns
+
+
+class Pair:
+    """An exchange between two threads that stand for two processes."""
+
+    def __init__(self) -> None:
+        self._meeting = threading.Barrier(2, timeout=20)
+        self._values: list[Any] = [None, None]
+
+    def of(self, rank: int) -> Callable[[Any], list[Any]]:
+        def exchange(value: Any) -> list[Any]:
+            self._values[rank] = value
+            self._meeting.wait()
+            both = list(self._values)
+            self._meeting.wait()
+            return both
+
+        return exchange
+
+
+@pytest.fixture
+def turns() -> Iterator[Turns]:
+    each = Turns()
+    yield each
+    each.close()
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.001)
+
+
+def finish(turns: Turns, rows: int = 100, number: int = 1, steps: int = 3000) -> list[Job]:
+    """Run steps until as many jobs are over."""
+    over: list[Job] = []
+    for _ in range(steps):
+        over += turns.run(rows, is_idle=True)
+        if len(over) >= number:
+            return over
+    raise AssertionError("a job does not end")
+
+
+def is_ready(turns: Turns, *names: str) -> bool:
+    return all(turns._jobs[name].state == "ready" for name in names)
+
+
+def test_operations_run_on_the_main_thread_and_return_their_result(turns: Turns) -> None:
+    turns.start("a", lambda job: [job.call(threading.get_ident), threading.get_ident()])
+    (job,) = finish(turns)
+    assert job.result[0] == threading.get_ident() != job.result[1]
+    assert job.error is None
+
+
+def test_an_operation_may_contain_another(turns: Turns) -> None:
+    turns.start("a", lambda job: job.call(lambda: job.call(lambda: 7) + 1))
+    assert finish(turns)[0].result == 8
+
+
+def test_the_oldest_job_comes_first(turns: Turns) -> None:
+    order: list[str] = []
+    for name in "abc":
+        turns.start(name, lambda job: job.call(lambda: order.append(job.name)))
+    until(lambda: is_ready(turns, *"abc"))
+    finish(turns, number=3)
+    assert order == ["a", "b", "c"]
+
+
+def test_a_step_computes_no_more_than_its_rows_but_at_least_one_operation(turns: Turns) -> None:
+    done: list[str] = []
+    for name in "abc":
+        turns.start(name, lambda job: job.call(lambda: done.append(job.name), rows=60))
+    until(lambda: is_ready(turns, *"abc"))
+    turns.run(100, is_idle=False)
+    assert done == ["a"]
+    turns.run(10, is_idle=False)
+    assert done == ["a", "b"]
+    turns.run(0, is_idle=False)
+    assert done == ["a", "b", "c"]
+
+
+def test_a_job_that_reads_stalls_no_other_and_no_step(turns: Turns) -> None:
+    disk = threading.Event()
+    turns.start("slow", lambda job: disk.wait(20))
+    turns.start("quick", lambda job: job.call(lambda: 1))
+    assert [job.name for job in finish(turns)] == ["quick"]
+    assert turns.run(100, is_idle=False) == []
+    disk.set()
+    assert [job.name for job in finish(turns)] == ["slow"]
+
+
+def test_only_one_job_of_those_runs_at_a_time(turns: Turns) -> None:
+    running: list[int] = []
+
+    def work(job: Job) -> int:
+        running.append(1)
+        most = job.call(lambda: len(running))
+        running.pop()
+        return most
+
+    for name in "abcd":
+        turns.start(name, work, alone=True)
+    assert [job.result for job in finish(turns, number=4)] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), MemoryError(), OSError(28, "no space"), SystemExit(1)])
+def test_a_job_that_fails_is_over_with_its_error(turns: Turns, error: BaseException) -> None:
+    def work(job: Job) -> None:
+        raise error
+
+    turns.start("a", work)
+    assert finish(turns)[0].error is error
+
+
+def test_an_operation_that_fails_raises_in_the_job(turns: Turns) -> None:
+    def work(job: Job) -> str:
+        with pytest.raises(ZeroDivisionError):
+            job.call(lambda: 1 / 0)
+        return "went on"
+
+    turns.start("a", work)
+    assert finish(turns)[0].result == "went on"
+
+
+def test_an_operation_that_ends_the_process_leaves_no_thread_behind(turns: Turns) -> None:
+    """vLLM's workers raise SystemExit in the main thread when they get a signal."""
+
+    def signal() -> None:
+        raise SystemExit(15)
+
+    turns.start("a", lambda job: job.call(signal))
+    until(lambda: is_ready(turns, "a"))
+    job = turns._jobs["a"]
+    with pytest.raises(SystemExit):
+        turns.run(100, is_idle=True)
+    until(lambda: job.state == "failed", 5)
+
+
+@pytest.mark.parametrize("when", ["queued", "reading", "ready"])
+def test_a_cancelled_job_ends_at_its_next_operation(turns: Turns, when: str) -> None:
+    disk, done = threading.Event(), []
+
+    def work(job: Job) -> None:
+        if when == "reading":
+            disk.wait(20)
+        job.call(lambda: done.append(job.name))
+
+    if when == "queued":
+        turns.start("first", lambda job: disk.wait(20), alone=True)
+    turns.start("a", work, alone=when == "queued")
+    if when == "ready":
+        until(lambda: is_ready(turns, "a"))
+    turns.cancel("a")
+    turns.run(100, is_idle=False)
+    disk.set()
+    over = {job.name: job for job in finish(turns, number=2 if when == "queued" else 1)}
+    assert isinstance(over["a"].error, CancelledError)
+    assert not done
+
+
+def test_a_cancelled_job_can_clean_up(turns: Turns) -> None:
+    def work(job: Job) -> None:
+        try:
+            job.call(lambda: None)
+        finally:
+            with pytest.raises(CancelledError):
+                job.call(lambda: None)
+
+    turns.start("a", work)
+    until(lambda: is_ready(turns, "a"))
+    turns.cancel("a")
+    assert isinstance(finish(turns)[0].error, CancelledError)
+
+
+def test_cancelling_what_is_not_there_does_nothing(turns: Turns) -> None:
+    turns.cancel("nobody")
+    assert turns.run(100, is_idle=True) == []
+
+
+@pytest.mark.parametrize("when", ["queued", "reading", "ready"])
+def test_no_thread_outlives_the_engine(when: str) -> None:
+    before = set(threading.enumerate())
+    turns = Turns()
+    disk, ended = threading.Event(), threading.Event()
+
+    def work(job: Job) -> None:
+        try:
+            if when == "reading":
+                disk.wait(20)
+            job.call(lambda: None)
+        finally:
+            ended.set()
+
+    if when == "queued":
+        turns.start("first", lambda job: disk.wait(20), alone=True)
+    turns.start("a", work, alone=when == "queued")
+    if when == "ready":
+        until(lambda: is_ready(turns, "a"))
+    turns.close()
+    disk.set()
+    until(lambda: set(threading.enumerate()) <= before, 5)
+    assert ended.is_set()
+
+
+class Two:
+    """Two processes with the same jobs."""
+
+    def __init__(self) -> None:
+        pair = Pair()
+        self.turns = [Turns(pair.of(0)), Turns(pair.of(1))]
+        self.over: list[list[Job]] = [[], []]
+
+    def start(self, name: str, *works: Callable[[Job], Any], alone: bool = False) -> None:
+        for turns, work in zip(self.turns, works * (3 - len(works)), strict=True):
+            turns.start(name, work, alone)
+
+    def finish(self, rows: int = 100, number: int = 1, cancelled: str = "") -> list[list[Job]]:
+        """Run the same steps in both."""
+        steps = threading.Barrier(2, timeout=20)
+        failures: list[BaseException] = []
+
+        def main(rank: int) -> None:
+            try:
+                for step in range(2000):
+                    if cancelled and step == 3:
+                        self.turns[rank].cancel(cancelled)
+                    self.over[rank] += self.turns[rank].run(rows, is_idle=True)
+                    steps.wait()
+                    if len(self.over[rank]) >= number:
+                        return
+                raise AssertionError("a job does not end")
+            except BaseException as error:
+                failures.append(error)
+                steps.abort()
+
+        threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        for turns in self.turns:
+            turns.close()
+        assert not failures, failures
+        assert [job.name for job in self.over[0]] == [job.name for job in self.over[1]]
+        return self.over
+
+
+def test_two_processes_execute_the_same_operations_in_the_same_order() -> None:
+    two = Two()
+    log: list[list[tuple[str, int]]] = [[], []]
+
+    def work(rank: int) -> Callable[[Job], None]:
+        def each(job: Job) -> None:
+            for number in range(20):
+                time.sleep(0.0007 * ((number * 7 + rank * 3 + ord(job.name)) % 5))  # they never read equally fast
+                job.call(lambda number=number: log[rank].append((job.name, number)), rows=30)  # type: ignore[misc]
+
+        return each
+
+    for name in "abcdefghij":  # more than lanes
+        two.start(name, work(0), work(1))
+    two.finish(number=10)
+    assert log[0] == log[1]
+    assert len(log[0]) == 200
+
+
+def test_a_job_that_fails_in_one_process_ends_in_the_other() -> None:
+    def fails(job: Job) -> None:
+        raise MemoryError
+
+    two = Two()
+    two.start("a", fails, lambda job: job.call(lambda: 1))
+    (one,), (other,) = two.finish()
+    assert isinstance(one.error, MemoryError)
+    assert isinstance(other.error, CancelledError)
+
+
+def test_a_job_that_is_done_early_in_one_process_ends_in_the_other() -> None:
+    """It refused the task there: its operations have no counterpart any more, and would wait for ever."""
+    two = Two()
+    two.start("a", lambda job: {"error": "refused"}, lambda job: job.call(lambda: 1), alone=True)
+    two.start("b", lambda job: job.call(lambda: 2), alone=True)
+    over = two.finish(number=2)
+    assert isinstance(over[1][0].error, CancelledError)
+    assert over[0][1].result == over[1][1].result == 2
+
+
+def test_a_job_is_cancelled_in_both_processes() -> None:
+    def endless(job: Job) -> None:
+        while True:
+            job.call(lambda: time.sleep(0.001), rows=100)
+
+    two = Two()
+    two.start("a", endless)
+    for jobs in two.finish(cancelled="a"):
+        assert isinstance(jobs[0].error, CancelledError)

@@ -1,0 +1,265 @@
+"""Engines for the tests: a tiny random model of a family in vLLM, and kvrag's own engine on the same checkpoint."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from families import build
+from transformers import AutoTokenizer
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm_kvrag import worker
+
+from kvrag import BlendEngine, Model
+from kvrag.backend.transformers.loading import reader_path
+from kvrag.request import Prefilled, Prompt
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma3": ("gemma3_text", {"sliding_window": 256, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "mistral-window": ("mistral", {"sliding_window": 256}),
+}
+
+_WORDS = ("Mira", "Brel", "lives", "plays", "harp", "company", "sells", "chairs", "goat", "studied", "banjo", "river")
+
+
+def text_of(number: int, sentences: int = 4) -> str:
+    """A chunk of about 20 tokens per sentence, different for each number: no two have a run in common."""
+    choice = random.Random(number)
+    made = [" ".join([*choice.choices(_WORDS, k=6), str(choice.randrange(1000))]) for _ in range(sentences)]
+    return f"{number}: {'. '.join(made)}."
+
+
+CHUNKS = [text_of(number) for number in range(8)]
+QUESTION = "Question: who plays the harp?\nAnswer:"
+
+
+def prompt_of(*chunks: str, question: str = QUESTION) -> str:
+    """A prompt of these chunks and a question."""
+    return "\n\n".join([*chunks, question])
+
+
+def checkpoint(family: str, folder: Path, **changes: Any) -> Path:
+    """A random model of the family with the reader's tokenizer; made once."""
+    path = folder / "-".join([family, *map(str, changes.values())])
+    if path.exists():
+        return path
+    tokenizer = AutoTokenizer.from_pretrained(reader_path())
+    name, more = MODELS[family]
+    sizes = {
+        "vocab_size": len(tokenizer) + (-len(tokenizer)) % 8,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    model = build(name, **(sizes | more | changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(0.5)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+class Answer(NamedTuple):
+    """A response.
+
+    Attributes:
+        logprobs: (V,) float32 log-probabilities of the first token.
+        tokens: The tokens.
+        report: kvrag's report; None = there is none.
+        ids: The prompt's ids.
+    """
+
+    logprobs: torch.Tensor
+    tokens: list[int]
+    report: dict[str, Any] | None
+    ids: list[int]
+
+
+@dataclass
+class Engine:
+    """vLLM in this process."""
+
+    llm: LLM
+    store: Path
+    number: int = 0
+    answers: dict[str, Answer] = field(default_factory=dict)
+
+    @property
+    def core(self) -> Any:
+        """vLLM's engine core."""
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's scheduler."""
+        return self.core.scheduler
+
+    @property
+    def connector(self) -> Any:
+        """The connector of the worker."""
+        return get_kv_transfer_group()
+
+    @property
+    def free_blocks(self) -> int:
+        """Number of pages that no request holds."""
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def submit(self, prompt: str | list[int], num_tokens: int = 1, given: Any = None, **settings: Any) -> str:
+        """Add a request without waiting for it."""
+        self.number += 1
+        name = f"r{self.number}"
+        extra = {"extra_args": {"kv_transfer_params": given}} if given is not None else {}
+        sampling = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "logprobs": -1}
+        parameters = SamplingParams(**(sampling | extra | settings))
+        self.llm.llm_engine.add_request(
+            name, {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt, parameters
+        )
+        return name
+
+    def step(self) -> list[Any]:
+        """Run one step; return what vLLM gives out."""
+        outputs = self.llm.llm_engine.step()
+        for output in outputs:
+            if output.finished:
+                self.answers[output.request_id] = _answer(output, self.llm)
+        return outputs
+
+    def wait(self, *names: str) -> list[Answer]:
+        """Run steps until these requests are done."""
+        until(self, lambda: all(name in self.answers for name in names))
+        return [self.answers[name] for name in names]
+
+    def drain(self) -> None:
+        """Run steps until nothing is left, neither aborted requests."""
+        until(self, lambda: not self.scheduler.has_requests())
+
+    def abort(self, name: str) -> None:
+        """Abort a request."""
+        self.llm.llm_engine.abort_request([name])
+
+    def ask(self, prompt: str | list[int], num_tokens: int = 1, settings: Any = None, **given: Any) -> Answer:
+        """Answer a request with these parameters of kvrag."""
+        name = self.submit(prompt, num_tokens, {"kvrag": given} if given else None, **(settings or {}))
+        return self.wait(name)[0]
+
+    def full(self, prompt: str | list[int], num_tokens: int = 1) -> Answer:
+        """Answer a request by full prefill."""
+        return self.ask(prompt, num_tokens, mode="off")
+
+    def warm(self, texts: list[str], **given: Any) -> dict[str, Any]:
+        """Encode texts."""
+        report = self.ask("\n\n".join(texts), mode="warm", texts=texts, **given).report
+        assert report is not None
+        return report
+
+    def jobs(self) -> dict[str, Any]:
+        """The jobs of the worker."""
+        return self.connector._turns._jobs
+
+
+def _answer(output: Any, llm: LLM) -> Answer:
+    logprobs = torch.full((llm.llm_engine.model_config.get_vocab_size(),), -torch.inf)
+    if output.outputs and output.outputs[0].logprobs:
+        for token, each in output.outputs[0].logprobs[0].items():
+            logprobs[token] = each.logprob
+    report = (output.kv_transfer_params or {}).get("kvrag")
+    tokens = list(output.outputs[0].token_ids) if output.outputs else []
+    return Answer(logprobs, tokens, report, list(output.prompt_token_ids))
+
+
+def settings_of(model: Path, store: Path, extra: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """Arguments of `LLM`."""
+    transfer = KVTransferConfig(
+        kv_connector="KvragConnector",
+        kv_connector_module_path="vllm_kvrag",
+        kv_role="kv_both",
+        kv_connector_extra_config={"store": str(store), **(extra or {})},
+    )
+    defaults = {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 4096,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 4096,
+        "max_logprobs": -1,
+        "num_gpu_blocks_override": 400,
+        "disable_log_stats": True,
+        "worker_cls": "vllm_kvrag.Worker",
+        "kv_transfer_config": transfer,
+    }
+    return {name: value for name, value in (defaults | changes).items() if value is not None}
+
+
+@contextmanager
+def started(model: Path, store: Path, extra: dict[str, Any] | None = None, **changes: Any) -> Iterator[Engine]:
+    """vLLM in this process, and nothing of it left behind."""
+    worker.loaded.clear()
+    try:
+        engine = Engine(LLM(**settings_of(model, store, extra, **changes)), store)
+        try:
+            yield engine
+        finally:
+            engine.llm.llm_engine.engine_core.shutdown()
+            del engine
+    finally:
+        worker.loaded.clear()
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def reference(model: Path, store: Path, **settings: Any) -> Iterator[BlendEngine]:
+    """kvrag's own engine."""
+    with closing(BlendEngine(Model.from_pretrained(str(model)), store, **settings)) as engine:
+        yield engine
+
+
+def blended(engine: BlendEngine, ids: list[int], ratio: float, policy: str) -> Prefilled:
+    """The prompt as kvrag's own engine blends it."""
+    config = engine._tuning.settle(engine._configure(ratio, policy, None), [])
+    return engine._pipeline.prefill(Prompt(ids, config))
+
+
+def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference of log-probabilities, of tokens that are not ruled out by padding of the vocabulary."""
+    known = ours.isfinite() & theirs[: len(ours)].isfinite()
+    assert known.sum() > 100
+    return float((ours - theirs[: len(ours)])[known].abs().max())
+
+
+def until(engine: Engine, condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Run steps until the condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        engine.step()
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    """The JSON lines of a script's output."""
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]

@@ -67,6 +67,8 @@ class Backend(Protocol):
         lock: Held during a forward pass.
         rows_per_pass: Maximum number of rows per forward pass; None = the backend has no limit of its own.
         passes_may_wait: A pass may wait for a disk, see `waiting`. False: all KV is loaded before the first pass.
+        leaves_tail: The engine around the backend computes the positions behind the last reused one, so that `blend`
+            leaves them out.
         num_processes: Number of processes that share the model by tensor parallelism. All of them run the same
             requests, in the same order.
         heads: The KV heads of this process.
@@ -83,6 +85,7 @@ class Backend(Protocol):
     lock: FairLock
     rows_per_pass: int | None
     passes_may_wait: bool
+    leaves_tail: bool
     num_processes: int
     heads: slice
 
@@ -139,7 +142,6 @@ class Backend(Protocol):
         Summed over the rows, mean over heads and `layers`; K is the last row + 1. Runs `forward(ids, cache, rows)` up
         to the last of the layers, which is written, and changes `cache` accordingly.
         """
-
 
     def gather(self, value: T) -> Sequence[T]:
         """Return the values of all processes, in the same order everywhere."""

@@ -88,6 +88,11 @@ class PagedCache:
         keys, values = self.source(number)
         self.write(number, self.filled, keys[:, :, self.filled], values[:, :, self.filled])
 
+    def lay_out_all(self) -> None:
+        """Write the stitched KV of all layers."""
+        for number in range(self.backend.num_layers):
+            self.lay_out(number)
+
     def get_seq_length(self) -> int:
         """Return the number of positions before the next token."""
         return self.length
@@ -118,6 +123,7 @@ class VllmBackend:
 
     rope_follows_length = False
     passes_may_wait = False
+    leaves_tail = True  # vLLM computes the question in its own batch
     with_logits = False
 
     def __init__(
@@ -272,9 +278,14 @@ class VllmBackend:
     def forward(self, ids: Tensor, cache: PagedCache, rows: Tensor | None = None) -> Tensor:
         """Run the model on (S,) ascending positions `rows`, or append; see the protocol.
 
+        Without rows, the layers are laid out.
+
         Returns:
             (1, V) float32 logits, empty unless `with_logits`.
         """
+        if rows is not None and not len(rows):
+            self.call(cache.lay_out_all)
+            return torch.empty(1, 0)
         return self._forward(ids, cache, rows)
 
     def forward_until(
@@ -443,7 +454,9 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any, layers: Sequence[
         )
     names = {name for group in groups for name in group.layer_names}
     if names != {layer.layer_name for layer in layers}:
-        raise UnsupportedModelError("kvrag does not support this model in vLLM: not all of its layers keep keys and values")
+        raise UnsupportedModelError(
+            "kvrag does not support this model in vLLM: not all of its layers keep keys and values"
+        )
     if len({(layer.num_kv_heads, layer.head_size, layer.attn_backend.get_name()) for layer in layers}) != 1:
         raise UnsupportedModelError("kvrag does not support layers of different shapes in vLLM")
     if any(getattr(layer.impl, "sinks", None) is not None for layer in layers):

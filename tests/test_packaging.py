@@ -29,6 +29,7 @@ PACKAGES = {
     "kvrag": (ROOT, "kvrag"),
     "langchain-kvrag": (ROOT / "integrations" / "langchain-kvrag", "langchain_kvrag"),
     "llama-index-llms-kvrag": (ROOT / "integrations" / "llama-index-llms-kvrag", "llama_index/llms/kvrag"),
+    "vllm-kvrag": (ROOT / "integrations" / "vllm-kvrag", "vllm_kvrag"),
 }
 LARGEST = 20 << 20
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -202,10 +203,11 @@ def test_a_workflow_calls_what_exists(path: Path) -> None:
                 assert goal in goals
 
 
-def test_ci_does_what_make_check_does() -> None:
+def test_ci_does_what_make_does() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text())["jobs"]
-    assert [step["run"] for step in jobs["check"]["steps"] if "run" in step] == ["make check"]
-    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("\nmake check")
+    for job, target in (("check", "check"), ("vllm", "test-vllm")):
+        assert [step["run"] for step in jobs[job]["steps"] if "run" in step] == [f"make {target}"]
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("\nmake check\nmake test-vllm")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda p: p.stem)

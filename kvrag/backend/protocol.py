@@ -14,7 +14,6 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from kvrag.backend.lock import FairLock
 from kvrag.fingerprint import Fingerprint
 
 T = TypeVar("T")
@@ -64,7 +63,6 @@ class Backend(Protocol):
         windows: Number of keys that a token attends to, per layer; None = all.
         rope_follows_length: RoPE frequencies depend on the prompt length (dynamic NTK, longrope) ...
         stable_length: ... but not up to this number of tokens.
-        lock: Held during a forward pass.
         rows_per_pass: Maximum number of rows per forward pass; None = the backend has no limit of its own.
         passes_may_wait: A pass may wait for a disk, see `waiting`. False: all KV is loaded before the first pass.
         leaves_tail: The engine around the backend computes the positions behind the last reused one, so that `blend`
@@ -82,7 +80,6 @@ class Backend(Protocol):
     windows: tuple[int | None, ...]
     rope_follows_length: bool
     stable_length: int
-    lock: FairLock
     rows_per_pass: int | None
     passes_may_wait: bool
     leaves_tail: bool
@@ -92,6 +89,10 @@ class Backend(Protocol):
     @property
     def preamble(self) -> tuple[int, ...]:
         """Token ids in front of every encoded chunk."""
+
+    @property
+    def waits(self) -> int:
+        """Number of times that the calling thread waited for other requests: durations then include their work."""
 
     @property
     def hidden_size(self) -> int:
@@ -151,6 +152,31 @@ class Backend(Protocol):
 
     def sum_over_processes(self, tensor: Tensor) -> Tensor:
         """Return the sum of the processes' tensors."""
+
+
+class ChunkTokenizer(Protocol):
+    """What ingestion needs of a tokenizer."""
+
+    @property
+    def preamble(self) -> tuple[int, ...]:
+        """Token ids in front of every encoded chunk."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text within a prompt."""
+
+    def decode(self, ids: Sequence[int], control_tokens: bool = False) -> str:
+        """Return the text of token ids."""
+
+
+class Encoder(Backend, Protocol):
+    """A backend that can encode texts."""
+
+    @property
+    def tokenizer(self) -> ChunkTokenizer:
+        """The model's tokenizer."""
+
+    def check_window(self, num_tokens: int, what: str = "the prompt") -> None:
+        """Raise ContextWindowError unless `num_tokens` and one new token fit."""
 
 
 def prefill_blocks(backend: Backend, rows: Tensor) -> Iterator[Tensor]:

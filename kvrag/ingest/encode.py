@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvrag.backend.transformers import Model
+from kvrag.backend.protocol import Backend
 
 BATCH_TOKENS = 4096
 """Tokens per forward pass, padding included: large enough to use all cores, small enough for memory."""
@@ -20,7 +20,7 @@ LayerKV = tuple[Tensor, Tensor]
 
 
 def encode(
-    model: Model,
+    model: Backend,
     chunks: Sequence[Sequence[int]],
     contexts: Sequence[Sequence[int]] | None = None,
     most_tokens: int | None = None,
@@ -63,7 +63,7 @@ def encode(
                 )
 
 
-def batch_tokens(model: Model) -> int:
+def batch_tokens(model: Backend) -> int:
     """Return the number of tokens that one forward pass of this model encodes, at least one chunk."""
     if model.rows_per_pass is not None:
         return 1  # its cache holds one row
@@ -71,16 +71,16 @@ def batch_tokens(model: Model) -> int:
 
 
 def row_lengths(
-    model: Model, chunks: Sequence[Sequence[int]], contexts: Sequence[Sequence[int]] | None = None
+    model: Backend, chunks: Sequence[Sequence[int]], contexts: Sequence[Sequence[int]] | None = None
 ) -> list[int]:
     """Return the lengths of the rows that `encode` computes for these chunks."""
     rows = _rows(model, chunks, contexts)
     return [len(rows[row]) for row in _prefix_groups(rows, model.stable_length)]
 
 
-def _rows(model: Model, chunks: Sequence[Sequence[int]], contexts: Sequence[Sequence[int]] | None) -> list[list[int]]:
+def _rows(model: Backend, chunks: Sequence[Sequence[int]], contexts: Sequence[Sequence[int]] | None) -> list[list[int]]:
     """Return the preamble, context and ids of each chunk as one row."""
-    preamble = list(model.tokenizer.preamble)
+    preamble = list(model.preamble)
     return [
         [*preamble, *context, *chunk] for context, chunk in zip(contexts or [()] * len(chunks), chunks, strict=True)
     ]

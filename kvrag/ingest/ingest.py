@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvrag.backend.transformers import Model
+from kvrag.backend.protocol import Encoder
 from kvrag.config import BlendConfig, check_names
 from kvrag.control.tuning import Tuning
 from kvrag.errors import SettingError
@@ -93,7 +93,7 @@ class Ingestion:
     """Fills the store of one engine. Thread-safe; several processes may fill one store."""
 
     def __init__(
-        self, model: Model, store: KVStore, config: BlendConfig, codec: str, fingerprint: Fingerprint, tuning: Tuning
+        self, model: Encoder, store: KVStore, config: BlendConfig, codec: str, fingerprint: Fingerprint, tuning: Tuning
     ) -> None:
         self._model, self._store, self._config, self._codec = model, store, config, codec
         self._fingerprint, self._tuning = fingerprint, tuning
@@ -295,9 +295,9 @@ class Ingestion:
 
     def _encode(self, choices: Sequence[_Choice], namespace: str) -> list[ChunkRecord]:
         chunks, contexts = [choice.piece.ids for choice in choices], [choice.context for choice in choices]
-        started, waits = time.perf_counter(), self._model.lock.waits
+        started, waits = time.perf_counter(), self._model.waits
         encoded = list(encode(self._model, chunks, contexts))
-        if self._model.lock.waits == waits:  # otherwise the duration would include other threads' work
+        if self._model.waits == waits:  # otherwise the duration would include other threads' work
             lengths = row_lengths(self._model, chunks, contexts)
             passes = math.ceil(sum(lengths) / batch_tokens(self._model))
             self._tuning.observe_encoding(lengths, passes, time.perf_counter() - started)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend
@@ -144,7 +145,9 @@ class LayerLoader:
                 self._reads[layer] = _pool.submit(self._read, layer)
 
     def _read(self, number: int) -> LayerKV:
-        device = self._backend.layer_device(number)
+        # all layers at once would fill a device whose memory the engine has divided up
+        ahead = self._backend.passes_may_wait
+        device = self._backend.layer_device(number) if ahead else torch.device("cpu")
         chunks: LayerKV = {}
         for key, reader in self._readers.items():
             try:

@@ -9,6 +9,11 @@ that distinguishes a text from ten thousand near-duplicates leads to that text a
 of candidates. Each candidate is extended only over tokens that no run covers yet, and the longest one wins. Candidates
 that share less than a run are dropped before, in one vectorised step.
 
+This is done twice. The KV of a token depends on everything before it in its text, so a run from the inside of a text
+depends on words that may not be in the prompt, and anybody can store a text that has somebody else's behind words of
+their own (HijackKV, arXiv:2607.19957). Texts that are in the prompt from their beginning to at least half of their
+length are therefore matched first, up to where they end, and all others only where these leave gaps.
+
 Where a run ends before its text does, the text is followed over a small gap: chains escape quotes and line breaks
 (HTML, JSON, repr) or reflow white space, and the tokens between two such places still belong to the text.
 """
@@ -17,7 +22,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +50,12 @@ _PER_TOKEN = 2  # candidates looked at, per token of the prompt; beyond, each an
 _COMPARED = 1  # candidates compared token by token, per token of the prompt; beyond, each anchor has one
 _GAP = 12  # tokens of a gap on either side: an escaped character and what it merges with
 _AGAIN = 4  # as many equal tokens behind a gap are no chance
+_EDGE = 4  # tokens at a text's beginning that merge with what stands before it in the prompt
+_FROM_START = 1 / 8  # candidates compared from their beginning, per token of the prompt; beyond, none
+_LEAST = 128  # of these, in short prompts
+_STEP = 4  # of these, as expensive as following a text over a gap
+_BENEATH = 64  # tokens that other runs cover, compared at the price of one of these
+_GOLDEN = 0x9E3779B1  # 2**32 divided by the golden ratio: its multiples are spread evenly, modulo 2**32
 _BLOCK = 4096  # candidates compared at once: temporaries stay in the CPU's cache
 
 Numbers = NDArray[np.int64]
@@ -73,13 +85,19 @@ class _Candidates:
     address: Numbers
     first: Numbers  # address of the text ...
     last: Numbers  # ... and of its end
+    from_start: NDArray[np.bool_]  # whether the prompt seems to have the text from its beginning, see `_have_start`
+
+    def __getitem__(self, index: NDArray[Any]) -> _Candidates:
+        return _Candidates(*(getattr(self, column.name)[index] for column in fields(self)))
 
 
 def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
     """Return disjoint, ascending runs of the namespace's live texts.
 
     Runs have at least `min_run` tokens, except continuations of another run after a small gap. No stretch of `min_run`
-    tokens (15 or more) outside of the runs is part of a text, unless its anchors have more than 16 postings.
+    tokens (15 or more) outside of the runs is part of a text, unless its anchors have more than 16 postings. Under the
+    same condition, a text whose first half is in the prompt is not matched by the inside of another text, except for a
+    rest shorter than `min_run` beside another run. Prompts with very many candidates can lose that preference.
     """
     prompt = np.ascontiguousarray(ids, np.uint32)
     min_run = max(min_run, GRAM)
@@ -93,7 +111,9 @@ def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, n
         positions = np.arange(len(hashes))  # shorter stretches need not share an anchor
     candidates = _look_up(segments, prompt, positions, spread(hashes[positions]), min_run, namespace)
     raw = prompt.tobytes()
-    found = _bridge(segments, raw, _cover(segments, raw, candidates, min_run))
+    found: list[_Found] = []
+    for some, from_start in ((candidates[candidates.from_start], True), (candidates, False)):
+        found = _bridge(segments, raw, _cover(segments, raw, some, min_run, found, from_start), frozenset(found))
     return [Run(f.start, f.stop, segments[f.segment].key(f.row), f.address - f.first) for f in found]
 
 
@@ -110,11 +130,14 @@ def _look_up(
     take[np.cumsum(take) > _PER_TOKEN * len(prompt)] = 1
     rank = np.repeat(np.arange(len(order)), take)
     within = np.arange(len(rank)) - np.repeat(np.cumsum(take) - take, take)
-    choice = within * total[rank] // take[rank]  # spread evenly over all postings
+    # spread evenly over all postings, others for each anchor, so that a text is found among many that contain it
+    turn = (np.arange(len(order)) * _GOLDEN & 0xFFFFFFFF) * total >> 32
+    choice = (within * total[rank] + np.where(take > 1, turn, 0)[rank]) // take[rank]
     anchor = order[rank]
     window = min(min_run, PAD)
     windows = _windows(prompt, window)
-    parts, before = [], np.zeros(len(hashes), np.int64)
+    parts: list[list[NDArray[Any]]] = []
+    before = np.zeros(len(hashes), np.int64)
     for number, (segment, (first, count)) in enumerate(zip(segments, found, strict=True)):
         at = choice - before[anchor]
         before += count
@@ -132,13 +155,28 @@ def _look_up(
         space = segment.namespaces.index(namespace) if namespace in segment.namespaces else -1
         inside &= segment.alive[row] & (segment.spaces[row] == space)
         first_token, last_token = segment.starts[row], segment.starts[row + 1]
-        columns = (rank[here], position, np.full(len(here), number), row, address, first_token, last_token)
+        from_start = _have_start(prompt, position, segment, address, first_token)
+        columns = (rank[here], position, np.full(len(here), number), row, address, first_token, last_token, from_start)
         parts.append([column[inside] for column in columns])
     if not parts:
-        return _Candidates(*[np.empty(0, np.int64)] * 7)
+        nothing: NDArray[Any] = np.empty(0, np.int64)
+        return _Candidates(*[nothing] * 8)
     together = [np.concatenate(column) for column in zip(*parts, strict=True)]
     by_rank = np.argsort(together[0], kind="stable")
     return _Candidates(*(column[by_rank] for column in together))
+
+
+def _have_start(
+    prompt: Ids, position: Numbers, segment: Segment, address: Numbers, first: Numbers
+) -> NDArray[np.bool_]:
+    """Return whether the prompt has one gram of each candidate's text, the first behind `_EDGE` tokens, in its place.
+
+    Otherwise it does not have the text from its beginning, and the candidate need not be compared for that.
+    """
+    ours, theirs = (np.lib.stride_tricks.sliding_window_view(ids, GRAM) for ids in (prompt, segment.ids))
+    at = position - (address - first) + _EDGE
+    same = (ours[at.clip(0, len(ours) - 1)] == theirs[(first + _EDGE).clip(0, len(theirs) - 1)]).all(axis=1)
+    return (address - first <= _EDGE) | ((at >= 0) & same)
 
 
 def _windows(prompt: Ids, window: int) -> NDArray[np.uint32]:
@@ -165,19 +203,34 @@ def _share_a_run(
     return np.concatenate(shared)
 
 
-def _cover(segments: Sequence[Segment], prompt: bytes, c: _Candidates, min_run: int) -> list[_Found]:
-    """Take the longest candidate of each anchor in turn, up to earlier runs; ascending."""
+def _cover(
+    segments: Sequence[Segment], prompt: bytes, c: _Candidates, min_run: int, taken: list[_Found], from_start: bool
+) -> list[_Found]:
+    """Add the best candidate of each anchor in turn, up to other runs; ascending.
+
+    The longest candidate is the best, of several the one that is closest to the end of its text.
+
+    Args:
+        taken: Runs to start with, ascending.
+        from_start: Whether to take only runs of texts whose first half is in the prompt. No more than `_EDGE` tokens
+            may be missing before the run, and candidates with fewer are better than longer ones.
+    """
+    end = len(prompt) // 4
+    is_covered = bytearray(end)
+    for run in taken:
+        is_covered[run.start : run.stop] = b"\1" * (run.stop - run.start)
+    c = c[~np.frombuffer(is_covered, bool)[c.position]]
     if len(c.rank) == 0:
-        return []
+        return taken
     groups = np.flatnonzero(np.diff(c.rank, prepend=-1)).tolist()  # the candidates of one anchor each
     positions, segment, row, address, first, last = (
         column.tolist() for column in (c.position[groups], c.segment, c.row, c.address, c.first, c.last)
     )
-    end = len(prompt) // 4
-    taken: list[_Found] = []
-    starts: list[int] = []
-    is_covered, budget = bytearray(end), _COMPARED * end
+    taken, starts = list(taken), [run.start for run in taken]
+    budget = max(int(_FROM_START * end), _LEAST) if from_start else _COMPARED * end
     for p, i, j in zip(positions, groups, [*groups[1:], len(segment)], strict=True):
+        if from_start and budget <= 0:
+            break
         if is_covered[p]:
             continue
         k = bisect_right(starts, p)
@@ -185,25 +238,70 @@ def _cover(segments: Sequence[Segment], prompt: bytes, c: _Candidates, min_run: 
         high = starts[k] if k < len(starts) else end
         if p + GRAM > high or high - low < min_run:
             continue  # too little is left of the gap
-        best, length = None, min_run - 1
+        best, rating, least = None, (-_EDGE, 0, 0), min_run
         for n in range(i, j if budget > 0 else i + 1):
             o, most_back, most = address[n], min(p - low, address[n] - first[n]), min(high - p, last[n] - address[n])
-            if most_back + most <= length:
+            if most_back + most < least:
                 continue
             budget -= 1
             raw = segments[segment[n]].raw
             forward = _forward(prompt, p, raw, o, most)
-            if forward < GRAM or most_back + forward <= length:
+            if forward < GRAM or most_back + forward < least:
                 continue
             back = _backward(prompt, p, raw, o, most_back)
-            if back + forward > length:
-                length = back + forward
-                best = _Found(p - back, p + forward, segment[n], row[n], o - back, first[n], last[n])
+            if back + forward < least:
+                continue
+            run = _Found(p - back, p + forward, segment[n], row[n], o - back, first[n], last[n])
+            missing = 0
+            if from_start:
+                missing, steps = _missing(prompt, raw, run, low)
+                budget -= steps
+            rated = -missing, back + forward, o + forward - last[n]
+            if rated <= rating:
+                continue
+            if from_start:
+                is_there, steps = _is_there(segments, prompt, run, high, budget // _STEP)
+                budget -= steps * _STEP
+                if not is_there:
+                    continue
+            best, rating = run, rated
+            if not missing:  # otherwise a shorter one can be better
+                least = back + forward + (o + forward == last[n])
         if best is not None:
             taken.insert(k, best)
             starts.insert(k, best.start)
-            is_covered[best.start : best.stop] = b"\1" * length
+            is_covered[best.start : best.stop] = b"\1" * (best.stop - best.start)
     return taken
+
+
+def _missing(prompt: bytes, raw: memoryview, run: _Found, low: int) -> tuple[int, int]:
+    """Return how many tokens at the beginning of a run's text are missing before it in the prompt, and the price.
+
+    Args:
+        low: End of the run before. What that covers can be this text, too.
+    """
+    missing = run.address - run.first
+    if not missing or run.start > low:
+        return missing, 0
+    beneath = _backward(prompt, low, raw, run.address, min(low, missing))
+    return missing - beneath, beneath // _BENEATH
+
+
+def _is_there(segments: Sequence[Segment], prompt: bytes, run: _Found, high: int, steps: int) -> tuple[bool, int]:
+    """Return whether the prompt has a run's text up to its half, and the number of gaps crossed to find out.
+
+    Args:
+        high: Start of the run behind. What that covers can be this text, too.
+        steps: Number of gaps to cross, at most.
+    """
+    stop, half = run.address + run.stop - run.start, (run.first + run.last) // 2
+    if stop < half and run.stop == high:
+        stop += _forward(prompt, high, segments[run.segment].raw, stop, min(len(prompt) // 4 - high, half - stop))
+    crossed, pieces = 0, _onward(segments, prompt, run, high, 1)
+    while stop < half and crossed < steps and (piece := next(pieces, None)):
+        stop = piece.address + piece.stop - piece.start
+        crossed += 1
+    return stop >= half, crossed
 
 
 def _forward(a: bytes | memoryview, i: int, b: bytes | memoryview, j: int, most: int) -> int:
@@ -233,11 +331,15 @@ def _backward(a: bytes | memoryview, i: int, b: bytes | memoryview, j: int, most
     return done
 
 
-def _bridge(segments: Sequence[Segment], prompt: bytes, runs: list[_Found]) -> list[_Found]:
-    """Add the continuations of the runs after, and before, a gap."""
+def _bridge(segments: Sequence[Segment], prompt: bytes, runs: list[_Found], done: frozenset[_Found]) -> list[_Found]:
+    """Add the continuations of the runs after, and before, a gap; except for runs that have theirs already."""
     bridged: list[_Found] = []
     begin, end = 0, len(prompt) // 4
     for number, run in enumerate(runs):
+        if run in done:
+            bridged.append(run)
+            begin = run.stop
+            continue
         bridged += [*_onward(segments, prompt, run, begin, -1)][::-1]
         bridged.append(run)
         bridged += _onward(segments, prompt, run, runs[number + 1].start if number + 1 < len(runs) else end, 1)

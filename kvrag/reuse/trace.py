@@ -21,7 +21,7 @@ class Trace:
 
     def __init__(self, backend: Backend) -> None:
         self.seconds = dict.fromkeys(("match", "load", "stitch", "select", "blend", "read"), 0.0)
-        self._backend, self._waits = backend, backend.lock.waits
+        self._backend, self._waits = backend, backend.waits
         self._mutex = threading.Lock()
         self._readers, self._reading_since = 0, 0.0
 
@@ -54,4 +54,4 @@ class Trace:
     @property
     def is_contended(self) -> bool:
         """True if this thread waited for other threads' forward passes, which its durations then include."""
-        return self._backend.lock.waits > self._waits
+        return self._backend.waits > self._waits

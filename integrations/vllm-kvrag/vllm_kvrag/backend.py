@@ -24,7 +24,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvrag.backend.attention import Rows, attention_received
-from kvrag.backend.protocol import LayerSource, Observer, Tables
+from kvrag.backend.protocol import KVCache, LayerSource, Observer, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.errors import ContextWindowError, UnsupportedModelError
@@ -38,20 +38,6 @@ T = TypeVar("T")
 
 class _StopForward(Exception):
     """Raised inside a forward pass to end it."""
-
-
-class _Contention:
-    """Stands for the lock of other backends: passes take turns by steps instead."""
-
-    held = False
-
-    def __init__(self) -> None:
-        self.job: Job | None = None
-
-    @property
-    def waits(self) -> int:
-        """Number of operations that waited for other requests: durations measured meanwhile include their work."""
-        return self.job.waits if self.job else 0
 
 
 @dataclass
@@ -117,6 +103,7 @@ class VllmBackend:
         layers: Attention layers, in order.
         page_map: Reads their pages.
         slots: (T,) slot of each position.
+        block_size: Tokens per block.
         rank: Number of this process in its tensor-parallel group.
         with_logits: Compute logits in every pass; only the gate needs them.
     """
@@ -143,7 +130,6 @@ class VllmBackend:
         self.tokenizer, self.fingerprint, self._turns = tokenizer, fingerprint, turns
         self._config, self._model = vllm_config, model
         self._job: Job | None = None
-        self.lock = _Contention()
         config, parallel = vllm_config.model_config, vllm_config.parallel_config
         self.context_window, self.dtype = int(config.max_model_len), config.dtype
         self.stable_length = self.context_window
@@ -164,8 +150,8 @@ class VllmBackend:
         self.bytes_per_token = 2 * self.num_layers * num_heads * self.layers[0].head_size * self.dtype.itemsize
         self._rotary = [_rotary(model, layer) for layer in self.layers]
         (group,) = kv_cache_config.kv_cache_groups
-        self._block_size = int(group.kv_cache_spec.block_size)
-        num_slots = kv_cache_config.num_blocks * self._block_size
+        self.block_size = int(group.kv_cache_spec.block_size)
+        num_slots = kv_cache_config.num_blocks * self.block_size
         # before anything else touches the layers: it sets up what writing pages needs
         builder = self.layers[0].attn_backend.get_builder_cls()
         self._builder = builder(group.kv_cache_spec, group.layer_names, vllm_config, self.device)
@@ -183,16 +169,20 @@ class VllmBackend:
             job: The job that uses it; None = on the main thread.
         """
         bound = copy.copy(self)
-        bound._job, bound.lock = job, _Contention()
-        bound.lock.job = job
+        bound._job = job
         bound._blocks = torch.tensor(blocks, dtype=torch.int32, device=self.device)
-        starts = bound._blocks.long()[:, None] * self._block_size
-        bound.slots = (starts + torch.arange(self._block_size, device=self.device)).flatten()
+        starts = bound._blocks.long()[:, None] * self.block_size
+        bound.slots = (starts + torch.arange(self.block_size, device=self.device)).flatten()
         return bound
 
     def call(self, work: Callable[[], T], rows: int = 0) -> T:
         """Execute a function on the main thread."""
         return self._job.call(work, rows) if self._job else work()
+
+    @property
+    def waits(self) -> int:
+        """Number of operations that waited for other requests: durations then include their work."""
+        return self._job.waits if self._job else 0
 
     @property
     def preamble(self) -> tuple[int, ...]:
@@ -275,7 +265,7 @@ class VllmBackend:
         """Do nothing: passes never wait for a disk."""
         return nullcontext()
 
-    def forward(self, ids: Tensor, cache: PagedCache, rows: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:
         """Run the model on (S,) ascending positions `rows`, or append; see the protocol.
 
         Without rows, the layers are laid out.
@@ -289,7 +279,7 @@ class VllmBackend:
         return self._forward(ids, cache, rows)
 
     def forward_until(
-        self, observe: Observer, ids: Tensor, cache: PagedCache, rows: Tensor | None = None, shift: int = 0
+        self, observe: Observer, ids: Tensor, cache: KVCache, rows: Tensor | None = None, shift: int = 0
     ) -> None:
         """Like `forward`, but end the pass when `observe` returns True.
 
@@ -298,9 +288,7 @@ class VllmBackend:
         """
         self._forward(ids, cache, rows, observe=observe, shift=shift)
 
-    def attention_received(
-        self, ids: Tensor, cache: PagedCache, rows: Tensor, num_queries: int, layers: range
-    ) -> Tensor:
+    def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
         """Return the (K,) squared attention that every position receives from the last `num_queries` rows."""
         total = torch.zeros(int(rows[-1]) + 1, device=self.device)
         now = Rows(rows, rows.tolist(), self.windows)
@@ -320,17 +308,21 @@ class VllmBackend:
     def _forward(
         self,
         ids: Tensor,
-        cache: PagedCache,
+        cache: KVCache,
         rows: Tensor | None,
         observe: Observer | None = None,
         attended: Callable[[int, Tensor], bool] | None = None,
         shift: int = 0,
     ) -> Tensor:
+        assert isinstance(cache, PagedCache)
         if rows is None:
             rows = torch.arange(cache.length, cache.length + ids.shape[1])
             cache.length += ids.shape[1]
         if int(rows[-1]) >= len(self.slots):
-            raise ContextWindowError(f"{int(rows[-1]) + 1} tokens do not fit into pages for {len(self.slots)}")
+            raise ContextWindowError(
+                f"{int(rows[-1]) + 1} tokens do not fit into the request's pages, which hold {len(self.slots)}: "
+                "give a warm request all of its texts as the prompt"
+            )
         logits = torch.empty(1, 0)
         for part in torch.split(torch.arange(len(rows)), self.rows_per_pass or len(rows)):
             run = partial(self._pass, ids[0, part], rows[part], cache, observe, attended, shift)

@@ -100,7 +100,7 @@ class KvragConnector(KVConnectorBase_V1):
             self._matching = Matching(self._store, self._settings, vllm_config)
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._blocks: dict[str, list[int]] = {}
+        self._blocks: dict[str, list[int]] = {}  # those that a task fills
         self._outcomes: dict[str, Outcome] = {}
         self._stats = KvragStats.empty()
 
@@ -187,7 +187,7 @@ class KvragConnector(KVConnectorBase_V1):
         step = self._get_connector_metadata()
         assert isinstance(step, StepMetadata)
         for name, task in step.tasks.items():
-            self._blocks[name] = getattr(task, "blocks", [])
+            self._blocks[name] = self._jobs.own_blocks(task)
             self._turns.start(name, self._jobs.work(task), alone=self._jobs.is_alone(task))
         for name in step.cancelled:
             self._turns.cancel(name)
@@ -195,7 +195,8 @@ class KvragConnector(KVConnectorBase_V1):
             blocks = self._blocks.pop(job.name)
             self._finished.add(job.name)
             if job.error is not None:
-                self._failed_blocks.update(blocks)
+                if not job.aborted:
+                    self._failed_blocks.update(blocks)
                 self._outcomes[job.name] = Outcome({"error": str(job.error), "type": type(job.error).__name__})
             elif job.result is not None:
                 self._outcomes[job.name] = job.result

@@ -62,7 +62,8 @@ def _check_pages(backend: VllmBackend, here: list[tuple[Tensor, Tensor]]) -> Non
         pages.write(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1), slots)
         if not all(map(torch.equal, backend.page_map.read(layer, slots), (keys, values))):
             raise UnsupportedModelError(f"the pages of layer {number} are laid out unlike those of the first layer")
-        pages.write(layer, *(part[0].transpose(0, 1) for part in here[number]), slots)
+        keys, values = here[number]
+        pages.write(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1), slots)
 
 
 def _check_rotary(backend: VllmBackend, ids: Tensor, here: list[tuple[Tensor, Tensor]]) -> None:

@@ -103,6 +103,12 @@ class Jobs:
             return lambda job: _refusable(lambda: self._warm(task, job))
         return lambda job: _refusable(lambda: self._forget(task, job))
 
+    def own_blocks(self, task: Task) -> list[int]:
+        """Return the blocks that a task fills; other requests may share those before them."""
+        if isinstance(task, BlendTask):
+            return task.blocks[task.kept // self._backend.block_size :]
+        return task.blocks if isinstance(task, WarmTask) else []
+
     def is_alone(self, task: Task) -> bool:
         """Return whether one such task runs at a time: encoding uses a page that is not the request's."""
         return not isinstance(task, BlendTask)

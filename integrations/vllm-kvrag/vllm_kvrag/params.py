@@ -142,6 +142,10 @@ def _is_strings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
+def _is_names(value: Any) -> bool:
+    return isinstance(value, str) or _is_strings(value)
+
+
 def _named(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def checked(value: Any) -> Any:
         check_names(*(value if isinstance(value, list) else [value]))
@@ -163,10 +167,10 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "tag": _checked("tag", lambda value: isinstance(value, str) and 0 < len(value) <= 200, "1 to 200 letters"),
     "texts": _checked("texts", lambda value: _is_strings(value) and value, "a list of strings"),
     "before": _checked("before", _is_strings, "a list of strings"),
-    "document": _named(_checked("document", lambda v: isinstance(v, str) or _is_strings(v), "a name or a list of names")),
-    "sources": _optional(
-        _named(_checked("sources", lambda v: isinstance(v, str) or _is_strings(v), "a name or a list of names"))
+    "document": _named(
+        _checked("document", lambda v: isinstance(v, str) or _is_strings(v), "a name or a list of names")
     ),
+    "sources": _optional(_named(_checked("sources", _is_names, "a name or a list of names"))),
     "replace": _checked("replace", lambda value: isinstance(value, bool), "true or false"),
     "prefix": _checked("prefix", lambda value: isinstance(value, str), "a string"),
 }

@@ -14,7 +14,7 @@ from typing import Any
 from kvrag.errors import KvragError
 from kvrag.request import Found, match
 from kvrag.reuse.catalog import Catalog
-from kvrag.store import FileStore
+from kvrag.store import FileStore, serve
 from kvrag.types import BlendReport
 from vllm_kvrag.fingerprint import tokenizer_of
 from vllm_kvrag.jobs import BlendTask, ForgetTask, Outcome, Task, WarmTask
@@ -114,6 +114,7 @@ class Matching:
         elif wish.mode == "forget":
             task = ForgetTask(wish.document if isinstance(wish.document, str) else "", wish.namespace)
         else:
+            entry.found = self._still_served(entry)
             task = BlendTask(entry.ids, blocks, entry.kept, wish.config, wish.namespace, entry.found)
         entry.is_sent, entry.is_done = True, False
         self._tasks[request.request_id] = task
@@ -204,6 +205,15 @@ class Matching:
         except (KvragError, OSError) as error:
             logger.warning("the store cannot be matched, so a prompt is computed: %s", error)
             return []
+
+    def _still_served(self, entry: _Request) -> list[Found]:
+        """Return the runs whose chunks a prompt would get now: the request may have waited for long."""
+        try:
+            states = self._store.look_up(list({each.text for each in entry.found}))
+        except (KvragError, OSError):
+            return []
+        alone_only = not self._settings.config.context_tokens
+        return [each for each in entry.found if serve(states[each.text], alone_only) == each.run.key]
 
     def _recipe(self, wish: Wish) -> str:
         """Return what blended pages depend on beside their tokens: they are shared between such requests only.

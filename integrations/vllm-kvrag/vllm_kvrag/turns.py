@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 logger = logging.getLogger("vllm_kvrag")
@@ -59,12 +59,13 @@ class Job:
 
     Attributes:
         name: Id of the request.
+        aborted: Nobody waits for it.
         result: What `work` returned.
         error: What it raised.
     """
 
     def __init__(self, name: str, work: Callable[[Job], Any], turns: Turns) -> None:
-        self.name, self.result, self.error = name, None, None
+        self.name = name
         self.result: Any = None
         self.error: BaseException | None = None
         self.waits = 0
@@ -72,6 +73,7 @@ class Job:
         self.pending: _Operation | None = None
         self.state = "busy"
         self.cancelled = False
+        self.aborted = False
 
     def call(self, work: Callable[[], T], rows: int = 0) -> T:
         """Execute a function on the main thread, in one of the next steps.
@@ -86,12 +88,14 @@ class Job:
             return work()
         operation = _Operation(work, rows)
         with self._turns.changed:
+            if self._turns.is_closed:
+                raise CancelledError("the engine stops")
             self.pending, self.state = operation, "ready"
             self._turns.changed.notify_all()
         operation.done.wait()
         if operation.error is not None:
             raise operation.error
-        return operation.result  # type: ignore[no-any-return]
+        return operation.result
 
     def run(self) -> None:
         """Do the work, in the job's thread."""
@@ -119,8 +123,14 @@ class Turns:
         self._exchange = exchange
         self._jobs: dict[str, Job] = {}  # oldest first
         self._main: int | None = None
-        self._lanes = ThreadPoolExecutor(_LANES, "kvrag-job")
-        self._single_lane = ThreadPoolExecutor(1, "kvrag-warm")
+        self.is_closed = False
+        # threads take jobs in order of arrival: those that run alone must do so in the same order in all processes
+        self._lanes: SimpleQueue[Job | None] = SimpleQueue()
+        self._single_lane: SimpleQueue[Job | None] = SimpleQueue()
+        for number in range(_LANES + 1):
+            lane = self._lanes if number else self._single_lane
+            # daemons: a job that waits for its turn must not keep a dying process alive
+            threading.Thread(target=_serve, args=(lane,), name=f"kvrag-job-{number}", daemon=True).start()
 
     def start(self, name: str, work: Callable[[Job], Any], alone: bool = False) -> None:
         """Start a job.
@@ -129,12 +139,12 @@ class Turns:
             alone: Only one such job runs at a time.
         """
         job = self._jobs[name] = Job(name, work, self)
-        (self._single_lane if alone else self._lanes).submit(job.run)
+        (self._single_lane if alone else self._lanes).put(job)
 
     def cancel(self, name: str) -> None:
-        """End a job at its next operation."""
+        """End a job at its next operation, because nobody waits for it."""
         if job := self._jobs.get(name):
-            job.cancelled = True
+            job.cancelled = job.aborted = True
 
     def is_main(self) -> bool:
         """Return whether this thread is executing an operation now."""
@@ -172,11 +182,12 @@ class Turns:
         for job in self._jobs.values():
             job.cancelled = True
         with self.changed:
+            self.is_closed = True
             pending = [job.pending for job in self._jobs.values() if job.pending is not None]
         for operation in pending:
             operation.refuse(CancelledError("the engine stops"))
-        self._lanes.shutdown(wait=False, cancel_futures=True)
-        self._single_lane.shutdown(wait=False, cancel_futures=True)
+        for number in range(_LANES + 1):
+            (self._lanes if number else self._single_lane).put(None)
 
     def _next(self, rows: int, is_first: bool, patience: float, over: list[Job]) -> Job | None:
         """Return the oldest job whose operation is due in all processes and fits; wait for one up to `patience`.
@@ -217,3 +228,9 @@ class Turns:
                         job.state = "busy"
                         operation.refuse(CancelledError(job.name))
         return over
+
+
+def _serve(jobs: SimpleQueue[Job | None]) -> None:
+    """Run jobs, one after the other, until None."""
+    while (job := jobs.get()) is not None:
+        job.run()

@@ -16,8 +16,8 @@ loaded: list[Any] = []
 """The models that were loaded in this process."""
 
 
-class Worker(PlatformWorker):  # type: ignore[misc,valid-type]
-    """The platform's worker. Connectors see attention layers but not the model that they belong to; this hands it on."""
+class Worker(PlatformWorker):
+    """The platform's worker. Connectors see the attention layers but not their model, so it is kept in `loaded`."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model as usual."""

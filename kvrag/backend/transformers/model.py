@@ -60,6 +60,7 @@ class Model:
         rope_follows_length: RoPE frequencies depend on the prompt length (dynamic NTK, longrope) ...
         stable_length: ... but not up to this number of tokens.
         recompute_threshold: Length at which `model.generate` recomputes all KV; None = never.
+        lock: Held during a forward pass.
         rows_per_pass, passes_may_wait, leaves_tail, num_processes, heads: See the protocol.
     """
 
@@ -170,6 +171,11 @@ class Model:
     def preamble(self) -> tuple[int, ...]:
         """Token ids in front of every encoded chunk."""
         return self.tokenizer.preamble
+
+    @property
+    def waits(self) -> int:
+        """Number of times that the calling thread waited for other requests: durations then include their work."""
+        return self.lock.waits
 
     @property
     def hidden_size(self) -> int:

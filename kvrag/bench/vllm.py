@@ -49,7 +49,8 @@ class VllmSetup:
         corpus: Number of warmed chunks; a prompt has `chunks` of them.
         clients: Concurrent clients; each sends its next request when an answer is complete.
         requests: Requests per round and server.
-        repeats: Rounds, and requests of the idle server per method.
+        repeats: Rounds.
+        singles: Requests to an idle server, per method; the medians count.
         vllm: Further arguments of both servers.
         extra: Further settings of the connector.
     """
@@ -64,6 +65,7 @@ class VllmSetup:
     clients: int = 16
     requests: int = 32
     repeats: int = 2
+    singles: int = 5
     ratio: float = 0.15
     vllm: Sequence[str] = ("--enforce-eager",)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -212,7 +214,7 @@ async def _measure_single(
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     reports: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
-    for repeat in range(setup.repeats + 1):
+    for repeat in range(setup.singles + 1):
         for name, (http, params) in ways.items():
             (prompt,) = prompts(1)
             started = time.perf_counter()
@@ -411,6 +413,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--answer-tokens", 24, "tokens per answer")
     add_number(parser, "--clients", 16, "concurrent clients")
     add_number(parser, "--requests", 32, "requests per round and server")
+    add_number(parser, "--singles", 5, "requests to an idle server, per method; the medians count")
     add_number(parser, "--ratio", 0.15, "recompute ratio")
     parser.add_argument(
         "--vllm",

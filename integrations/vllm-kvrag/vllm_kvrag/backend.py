@@ -296,7 +296,7 @@ class VllmBackend:
         def attended(number: int, query: Tensor) -> bool:
             if number in layers:
                 layer = self.layers[number]
-                keys, _ = self.page_map.read(layer, self.slots[: len(total)])
+                keys = self.page_map.read_keys(layer, self.slots[: len(total)])
                 query = query.reshape(-1, layer.num_heads, layer.head_size).transpose(0, 1)[None]
                 softcap = getattr(layer.impl, "logits_soft_cap", None) or None
                 total.add_(attention_received(query, keys, now, number, num_queries, layer.impl.scale, softcap))

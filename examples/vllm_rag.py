@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent / "corpus"
 QUESTIONS = ("Which company has its offices in Danvik?", "Which town is known for its round harbour?")
 
 
-def serve() -> subprocess.Popen[bytes]:
+def serve(port: str) -> subprocess.Popen[bytes]:
     """Start vLLM with the bundled model and the connector."""
     connector = {
         "kv_connector": "KvragConnector",
@@ -34,7 +34,7 @@ def serve() -> subprocess.Popen[bytes]:
         "kv_connector_extra_config": {"store": "kv"},
     }
     model = Path(__file__).parents[1] / "kvrag" / "reader"
-    arguments = ["--max-model-len", "1024", "--enforce-eager", "--port", "8000", "--served-model-name", "reader"]
+    arguments = ["--max-model-len", "1024", "--enforce-eager", "--port", port, "--served-model-name", "reader"]
     arguments += ["--worker-cls", "vllm_kvrag.Worker", "--kv-transfer-config", json.dumps(connector)]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *arguments]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **os.environ}
@@ -42,7 +42,7 @@ def serve() -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
 
-def retrieve(question: str, chunks: dict[str, str], num: int = 4) -> list[str]:
+def retrieve(question: str, chunks: dict[str, str], num: int = 2) -> list[str]:
     """Return the names of the chunks that share the rarest words with the question. Use your vector store instead."""
     words = {name: set(re.findall(r"\w+", text.lower())) for name, text in chunks.items()}
 
@@ -79,15 +79,17 @@ def ask(client: OpenAI, model: str, prompt: str, **params: object) -> tuple[str,
     return text.strip(), first, kvrag_call(client, model, "-", mode="report", tag=tag)
 
 
-def main(url: str) -> None:
+def main(url: str, server: subprocess.Popen[bytes] | None = None) -> None:
     """Warm the corpus and ask the questions."""
     client = OpenAI(base_url=url, api_key="none", timeout=600)
     while True:
         try:
             model = client.models.list().data[0].id
             break
-        except APIConnectionError:
-            time.sleep(1)  # the server is starting
+        except APIConnectionError:  # the server is starting
+            if server is not None and server.poll() is not None:
+                raise SystemExit("the server did not start: see vllm.log") from None
+            time.sleep(1)
     chunks = {path.name: path.read_text() for path in sorted(FOLDER.glob("*.txt"))}  # one chunk each: they are short
     reports = [kvrag_call(client, model, text, mode="warm", document=name) for name, text in chunks.items()]
     print(f"{len(chunks)} documents: {sum(each['new'] for each in reports)} chunks encoded now")
@@ -107,10 +109,11 @@ def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--serve"]:
-        server = serve()
+    if sys.argv[1:2] == ["--serve"]:
+        port = sys.argv[2] if len(sys.argv) > 2 else "8000"
+        server = serve(port)
         try:
-            main("http://127.0.0.1:8000/v1")
+            main(f"http://127.0.0.1:{port}/v1", server)
         finally:
             server.terminate()
             server.wait()

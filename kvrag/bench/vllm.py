@@ -267,7 +267,8 @@ async def _once(http: httpx.AsyncClient, prompt: str, params: dict[str, Any] | N
 async def _stream(http: httpx.AsyncClient, prompt: str, params: dict[str, Any], max_tokens: int) -> _Answer:
     body = _body(prompt, params, max_tokens=max_tokens, stream=True, return_token_ids=True)
     body["stream_options"] = {"include_usage": True}
-    sent, times, usage = time.perf_counter(), [], {}
+    usage: dict[str, Any] = {}
+    sent, times = time.perf_counter(), []
     async with http.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             raise KvragError(f"status {response.status_code}: {(await response.aread()).decode()[:200]}")
@@ -290,9 +291,11 @@ def _load(name: str, answers: list[_Answer], seconds: float, reports: list[dict[
     between = [later - earlier for answer in answers for earlier, later in pairwise(answer.times)] or [math.nan]
     return Load(
         name,
-        *(_percentile(first, share) for share in (0.5, 0.99)),
+        _percentile(first, 0.5),
+        _percentile(first, 0.99),
         len(answers) / seconds,
-        *(_percentile(between, share) for share in (0.5, 0.99)),
+        _percentile(between, 0.5),
+        _percentile(between, 0.99),
         statistics.mean(answer.prompt_tokens for answer in answers),
         _mean(reports, "reused_tokens"),
         _computed(reports),

@@ -274,6 +274,7 @@ class VllmBackend:
             (1, V) float32 logits, empty unless `with_logits`.
         """
         if rows is not None and not len(rows):
+            assert isinstance(cache, PagedCache)
             self.call(cache.lay_out_all)
             return torch.empty(1, 0)
         return self._forward(ids, cache, rows)

@@ -19,7 +19,8 @@ def test_without_vllm_it_says_what_is_missing(
         monkeypatch.setattr(vllm, "find_spec", lambda name, missing=missing: None if name == missing else object())
         assert main(["bench", "vllm"]) == 1
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"kvrag: {missing} cannot be imported") and "pip install vllm" in line
+        assert line.startswith(f"kvrag: {missing} cannot be imported")
+        assert "pip install vllm" in line
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 5), (0.9, 9), (0.99, 10), (1.0, 10)])
@@ -35,4 +36,5 @@ def test_a_load_is_what_clients_saw() -> None:
     assert (load.itl_p50_s, load.itl_p99_s) == (0.5, pytest.approx(1.9))
     assert (load.prompt_tokens, load.reused, load.computed) == (150, 90, 69)
     alone = _load("x", [_Answer(10.0, [11.0], 100)], 1.0, [])
-    assert math.isnan(alone.itl_p50_s) and alone.computed is None
+    assert math.isnan(alone.itl_p50_s)
+    assert alone.computed is None

@@ -23,7 +23,7 @@ from kvrag.control.controller import Decision
 from kvrag.control.tuning import Tuning
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError, reporting_memory
 from kvrag.fingerprint import text_key
-from kvrag.reuse.blend import blend, prefill, uncomputed
+from kvrag.reuse.blend import blend, blended_rows, prefill
 from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.conversation import CachedPrefix
 from kvrag.reuse.load import LayerLoader, Matched
@@ -293,7 +293,7 @@ class Pipeline:
         with trace.step("blend"):
             logits = blend(self.backend, stitched, selection)
         pass_s = trace.seconds["blend"] - (trace.seconds["load"] + trace.seconds["stitch"] - before)
-        rows, reused = len(uncomputed(stitched, selection)), int(stitched.reused.sum())
+        rows, reused = len(blended_rows(self.backend, stitched, selection)), int(stitched.reused.sum())
         self.tuning.observe_blend(matched, rows, reused, pass_s, trace)
         return logits
 

@@ -71,7 +71,7 @@ ONLY_IN: dict[str, set[str]] = {
     "uvicorn": {"server"},
     "pydantic": {"server"},
     "prometheus_client": {"server"},
-    "httpx": {"bench/load.py"},
+    "httpx": {"bench/load.py", "bench/vllm.py"},
     "openai": {"client/connection.py"},
 }
 

@@ -65,6 +65,8 @@ class Backend(Protocol):
         stable_length: ... but not up to this number of tokens.
         rows_per_pass: Maximum number of rows per forward pass; None = the backend has no limit of its own.
         passes_may_wait: A pass may wait for a disk, see `waiting`. False: all KV is loaded before the first pass.
+        leaves_tail: The engine around the backend computes the positions behind the last reused one, so that `blend`
+            leaves them out.
         num_processes: Number of processes that share the model by tensor parallelism. All of them run the same
             requests, in the same order.
         heads: The KV heads of this process.
@@ -80,6 +82,7 @@ class Backend(Protocol):
     stable_length: int
     rows_per_pass: int | None
     passes_may_wait: bool
+    leaves_tail: bool
     num_processes: int
     heads: slice
 

@@ -30,6 +30,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "bench simulate": ("kvrag.bench.simulate", "predict where reuse wins and where it loses, with a cost model"),
     "bench ingest": ("kvrag.bench.ingest", "measure the encoding speed"),
     "bench serve": ("kvrag.bench.load", "load-test a running server"),
+    "bench vllm": ("kvrag.bench.vllm", "measure vLLM with vllm-kvrag against vLLM alone, under load"),
     "bench match": ("kvrag.bench.match", "measure the speed of matching prompts with stored chunks"),
     "bench codec": ("kvrag.bench.codec", "measure size and error of the 8- and 4-bit codecs"),
 }

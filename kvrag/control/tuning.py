@@ -143,7 +143,8 @@ class Tuning:
         if trace.is_contended:
             return
         passes = 1 if self._backend.rope_follows_length else math.ceil(rows / PREFILL_BLOCK)
-        self._costs.observe_pass("blend", rows, rows * len(matched.ids), pass_s, passes)
+        if rows:
+            self._costs.observe_pass("blend", rows, rows * len(matched.ids), pass_s, passes)
         self._costs.observe_load(matched.bytes_read, matched.cold_tokens, trace.seconds["read"])
         if not matched.kept:  # copying a cached prefix involves no rotation
             self._costs.observe_stitch(reused, trace.seconds["stitch"])

@@ -17,17 +17,25 @@ from kvrag.reuse.stitch import Stitched
 def blend(backend: Backend, stitched: Stitched, selection: Selection) -> Tensor:
     """Recompute fresh and selected positions in `stitched.cache`. The cache is then ready to decode.
 
+    A backend that leaves the tail to its engine gets no rows of it, which can be none at all.
+
     Returns:
         (1, V) float32 logits after the prompt's last token.
     """
-    for rows in prefill_blocks(backend, uncomputed(stitched, selection)):
+    for rows in prefill_blocks(backend, blended_rows(backend, stitched, selection)):
         logits = backend.forward(stitched.ids[rows][None], stitched.cache, rows)
     stitched.cache.set_length(len(stitched.ids))
     return logits
 
 
+def blended_rows(backend: Backend, stitched: Stitched, selection: Selection) -> Tensor:
+    """Return the (N,) positions that `blend` computes."""
+    rows = uncomputed(stitched, selection)
+    return rows[rows < stitched.tail] if backend.leaves_tail else rows
+
+
 def uncomputed(stitched: Stitched, selection: Selection) -> Tensor:
-    """Return the (N,) positions that `blend` computes: fresh and selected ones, except those that are final already."""
+    """Return the (N,) positions without final KV: fresh and selected ones, except those that are final already."""
     rows = ~stitched.reused
     rows[selection.positions] = True
     final, inexact = selection.final_rows, stitched.inexact

@@ -53,6 +53,11 @@ class Stitched:
         inexact[: self.kept] = False  # blended in their own turn
         return inexact.nonzero().squeeze(1)
 
+    @property
+    def tail(self) -> int:
+        """Number of positions up to the last reused one."""
+        return int(self.reused.nonzero()[-1]) + 1 if self.reused.any() else 0
+
     def num_exact(self, selected: Tensor) -> int:
         """Return the number of leading positions with full prefill's KV once the `selected` ones are recomputed."""
         deviating = self.reused & ~self.exact

@@ -74,6 +74,11 @@ class PagedCache:
         keys, values = self.source(number)
         self.write(number, self.filled, keys[:, :, self.filled], values[:, :, self.filled])
 
+    def lay_out_all(self) -> None:
+        """Write the stitched KV of all layers."""
+        for number in range(self.backend.num_layers):
+            self.lay_out(number)
+
     def get_seq_length(self) -> int:
         """Return the number of positions before the next token."""
         return self.length
@@ -105,6 +110,7 @@ class VllmBackend:
 
     rope_follows_length = False
     passes_may_wait = False
+    leaves_tail = True  # vLLM computes the question in its own batch
     with_logits = False
 
     def __init__(
@@ -262,9 +268,15 @@ class VllmBackend:
     def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:
         """Run the model on (S,) ascending positions `rows`, or append; see the protocol.
 
+        Without rows, the layers are laid out.
+
         Returns:
             (1, V) float32 logits, empty unless `with_logits`.
         """
+        if rows is not None and not len(rows):
+            assert isinstance(cache, PagedCache)
+            self.call(cache.lay_out_all)
+            return torch.empty(1, 0)
         return self._forward(ids, cache, rows)
 
     def forward_until(
@@ -285,7 +297,7 @@ class VllmBackend:
         def attended(number: int, query: Tensor) -> bool:
             if number in layers:
                 layer = self.layers[number]
-                keys, _ = self.page_map.read(layer, self.slots[: len(total)])
+                keys = self.page_map.read_keys(layer, self.slots[: len(total)])
                 query = query.reshape(-1, layer.num_heads, layer.head_size).transpose(0, 1)[None]
                 softcap = getattr(layer.impl, "logits_soft_cap", None) or None
                 total.add_(attention_received(query, keys, now, number, num_queries, layer.impl.scale, softcap))

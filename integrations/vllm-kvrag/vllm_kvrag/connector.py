@@ -25,7 +25,7 @@ from vllm_kvrag import gate
 from vllm_kvrag.backend import VllmBackend, exchange
 from vllm_kvrag.compat import check_version
 from vllm_kvrag.fingerprint import fingerprint_of, tokenizer_of
-from vllm_kvrag.jobs import Jobs, Task
+from vllm_kvrag.jobs import Jobs, Outcome, Task
 from vllm_kvrag.params import ConnectorSettings
 from vllm_kvrag.scheduler import Matching
 from vllm_kvrag.stats import KvragPromMetrics, KvragStats
@@ -53,16 +53,16 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class Results(KVConnectorWorkerMetadata):
-    """Reports of finished tasks, by request id; empty but for the first worker."""
+    """Outcomes of finished tasks, by request id; from the first worker, and failures from any."""
 
-    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Results:
-        """Join the reports of two workers."""
+        """Join the outcomes of two workers."""
         assert isinstance(other, Results)
-        reports = {**other.reports, **self.reports}
-        failed = {name: report for name, report in other.reports.items() if "error" in report}
-        return Results({**reports, **failed})  # a task that failed anywhere has failed
+        outcomes = {**other.outcomes, **self.outcomes}
+        failed = {name: outcome for name, outcome in other.outcomes.items() if "error" in outcome.report}
+        return Results({**outcomes, **failed})  # a task that failed anywhere has failed
 
 
 @dataclass
@@ -103,7 +103,7 @@ class KvragConnector(KVConnectorBase_V1):
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._blocks: dict[str, list[int]] = {}  # those that a task fills
-        self._reports: dict[str, dict[str, Any]] = {}
+        self._outcomes: dict[str, Outcome] = {}
         self._stats = KvragStats.empty()
 
     # ---------------------------------------------------------------- scheduler
@@ -133,11 +133,11 @@ class KvragConnector(KVConnectorBase_V1):
         return StepMetadata(tasks, cancelled, self._matching.rows_beside(num_tokens), num_tokens == 0)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take the reports of finished tasks."""
+        """Take the outcomes of finished tasks."""
         assert self._matching is not None
         results = connector_output.kv_connector_worker_meta
         if isinstance(results, Results):
-            self._matching.report(results.reports)
+            self._matching.take_outcomes(results.outcomes)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Return the report for the response."""
@@ -199,10 +199,10 @@ class KvragConnector(KVConnectorBase_V1):
             if job.error is not None:
                 if not job.aborted:
                     self._failed_blocks.update(blocks)
-                self._reports[job.name] = {"error": str(job.error), "type": type(job.error).__name__}
+                self._outcomes[job.name] = Outcome({"error": str(job.error), "type": type(job.error).__name__})
             elif job.result is not None and self._jobs.is_first:  # the others did the same
-                self._reports[job.name] = job.result
-                self._stats.observe(job.result)
+                self._outcomes[job.name] = job.result
+                self._stats.observe(job.result.report)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: requests are complete before they are scheduled."""
@@ -224,9 +224,9 @@ class KvragConnector(KVConnectorBase_V1):
         return failed
 
     def build_connector_worker_meta(self) -> Results | None:
-        """Return the reports of finished tasks."""
-        reports, self._reports = self._reports, {}
-        return Results(reports) if reports else None
+        """Return the outcomes of finished tasks."""
+        outcomes, self._outcomes = self._outcomes, {}
+        return Results(outcomes) if outcomes else None
 
     def get_kv_connector_stats(self) -> KvragStats | None:
         """Return counts since the last call."""

@@ -22,6 +22,19 @@ from vllm_kvrag.turns import Job
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What a task came to.
+
+    Attributes:
+        report: For the client.
+        complete: Number of leading positions of the prompt whose KV is complete; None = all.
+    """
+
+    report: dict[str, Any]
+    complete: int | None = None
+
+
+@dataclass(frozen=True)
 class BlendTask:
     """A prompt to blend.
 
@@ -87,8 +100,8 @@ class Jobs:
         """Whether this is the first process of its tensor-parallel group."""
         return self._backend.rank == 0
 
-    def work(self, task: Task) -> Callable[[Job], dict[str, Any]]:
-        """Return the function that does a task, for a job's thread. It returns the report."""
+    def work(self, task: Task) -> Callable[[Job], Outcome]:
+        """Return the function that does a task, for a job's thread."""
         if isinstance(task, BlendTask):
             return lambda job: self._blend(task, job)
         if isinstance(task, WarmTask):
@@ -105,7 +118,7 @@ class Jobs:
         """Return whether one such task runs at a time: encoding uses a page that is not the request's."""
         return not isinstance(task, BlendTask)
 
-    def _blend(self, task: BlendTask, job: Job) -> dict[str, Any]:
+    def _blend(self, task: BlendTask, job: Job) -> Outcome:
         started = time.perf_counter()
         self._notice_removals()
         backend = self._backend.on(task.blocks, job)
@@ -116,7 +129,8 @@ class Jobs:
         prefix = _prefix(task, config) if task.kept else None
         done = pipeline.prefill(Prompt(task.ids, config, task.namespace, prefix, task.found, notes))
         self._tuning.keep_speed_now_and_then()
-        return replace(done.report, ttft_s=time.perf_counter() - started).to_dict()
+        report = replace(done.report, ttft_s=time.perf_counter() - started).to_dict()
+        return Outcome(report, done.stitched.tail or None)  # nothing reused: all was computed
 
     def _warm(self, task: WarmTask, job: Job) -> dict[str, Any]:
         # the null block, which no request reads, has room for the preamble
@@ -197,9 +211,9 @@ class _InPages:
         return
 
 
-def _refusable(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _refusable(work: Callable[[], dict[str, Any]]) -> Outcome:
     """Return the report, or the error for the client."""
     try:
-        return work()
+        return Outcome(work())
     except KvragError as error:
-        return {"error": str(error), "type": type(error).__name__}
+        return Outcome({"error": str(error), "type": type(error).__name__})

@@ -53,19 +53,49 @@ class PageMap:
         if (places < 0).any():
             raise ValueError(f"the layout of its pages, {tuple(cache.shape)}, cannot be read")
         self._places = places.view(2, *shape).to(cache.device)
+        self._strides = [_strides(part) for part in self._places.cpu()]
 
     def read(self, layer: Any, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of (T,) slots, each (1, H, T, D)."""
+        pages = self._pages(layer, slots)
+        return self._take(0, *pages), self._take(1, *pages)
+
+    def read_keys(self, layer: Any, slots: Tensor) -> Tensor:
+        """Return the keys of (T,) slots, (1, H, T, D)."""
+        return self._take(0, *self._pages(layer, slots))
+
+    def _pages(self, layer: Any, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the (P, X) content of the slots' pages, and page and position therein of each slot."""
         pages, which = torch.unique(slots // self.page, return_inverse=True)
         content = layer.kv_cache.index_select(self._dim, pages).movedim(self._dim, 0).flatten(1)
-        places = self._places[:, slots % self.page]  # (2, T, H, D)
-        keys, values = content[which[:, None, None], places]
-        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+        return content, which, slots % self.page
+
+    def _take(self, part: int, content: Tensor, which: Tensor, position: Tensor) -> Tensor:
+        """Return the (1, H, T, D) keys (0) or values (1) of positions in pages."""
+        strides, places = self._strides[part], self._places[part]
+        if strides is None:
+            return content[which[:, None, None], places[position]].transpose(0, 1)[None]
+        first = content.storage_offset() + int(places[0, 0, 0])
+        view = content.as_strided(
+            (len(content), *places.shape), (content.stride(0), *strides), first
+        )  # (P, page, H, D)
+        rows = view.movedim(2, 0).flatten(1, 2)  # (H, P x page, D): whole pages are copied faster than single numbers
+        return rows.index_select(1, which * self.page + position)[None]
 
 
 def write(layer: Any, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     """Write keys and values, each (T, H, D), at (T,) slots of a layer."""
     layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), layer.kv_cache, slots)
+
+
+def _strides(places: Tensor) -> tuple[int, ...] | None:
+    """Return the strides of (page, H, D) places; None if they have none."""
+    steps = [
+        int(places.select(dim, 1)[0, 0] - places[0, 0, 0]) if size > 1 else 0 for dim, size in enumerate(places.shape)
+    ]
+    grid = [torch.arange(size) * step for size, step in zip(places.shape, steps, strict=True)]
+    regular = places[0, 0, 0] + grid[0][:, None, None] + grid[1][:, None] + grid[2]
+    return tuple(steps) if torch.equal(places, regular) else None
 
 
 def _page_dimension(cache: Tensor, layer: Any, num_slots: int) -> tuple[int, int]:

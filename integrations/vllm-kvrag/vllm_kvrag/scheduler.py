@@ -19,7 +19,7 @@ from kvrag.reuse.catalog import Catalog
 from kvrag.store import FileStore, serve
 from kvrag.types import BlendReport
 from vllm_kvrag.fingerprint import tokenizer_of
-from vllm_kvrag.jobs import BlendTask, ForgetTask, Task, WarmTask
+from vllm_kvrag.jobs import BlendTask, ForgetTask, Outcome, Task, WarmTask
 from vllm_kvrag.params import ConnectorSettings, Wish, read_wish
 
 logger = logging.getLogger("vllm_kvrag")
@@ -33,6 +33,7 @@ class _Request:
     """A request that may be blended.
 
     Attributes:
+        request: vLLM's own.
         found: Its runs of stored chunks behind the first `kept` tokens.
         is_sent: A worker has it.
         cached: Number of leading tokens that were in blended pages.
@@ -41,6 +42,7 @@ class _Request:
 
     wish: Wish
     ids: list[int]
+    request: Any
     found: list[Found] = field(default_factory=list)
     kept: int = 0
     is_sent: bool = False
@@ -76,7 +78,7 @@ class Matching:
     def add(self, request: Any) -> None:
         """Decide what to do with a new request."""
         wish = read_wish(request.kv_transfer_params, self._settings.config)
-        entry = _Request(wish, list(request.prompt_token_ids or ()))
+        entry = _Request(wish, list(request.prompt_token_ids or ()), request)
         self._requests[request.request_id] = entry
         if self._refusal or not self._can_be_blended(request) or (wish.ignored and wish.mode in ("warm", "forget")):
             entry.is_done = True  # a default in place of a wrong parameter could delete or replace a document
@@ -138,13 +140,20 @@ class Matching:
         """Return the number of rows that blending may compute beside a batch of `num_scheduled` tokens."""
         return max(self._rows - num_scheduled, self._rows // _LEAST_SHARE)
 
-    def report(self, reports: Mapping[str, dict[str, Any]]) -> None:
-        """Take the reports of finished tasks."""
-        for name, report in reports.items():
+    def take_outcomes(self, outcomes: Mapping[str, Outcome]) -> None:
+        """Take the outcomes of finished tasks.
+
+        vLLM takes all external tokens for complete. What follows the last stored chunk is not: vLLM computes it in its
+        next batch, with other requests' tokens. It was counted as external so that it has pages for the query pass.
+        """
+        for name, outcome in outcomes.items():
             entry = self._requests.get(name)
             if entry is None:
                 continue
+            report = outcome.report
             entry.is_done, entry.report = True, report
+            if outcome.complete is not None:
+                entry.request.num_computed_tokens = min(entry.request.num_computed_tokens, outcome.complete)
             if entry.wish.mode == "warm":
                 with contextlib.suppress(KvragError):
                     self._catalog.refresh()  # the next prompt finds it

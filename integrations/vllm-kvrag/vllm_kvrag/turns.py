@@ -154,7 +154,9 @@ class Turns:
         return threading.get_ident() == self._main
 
     def run(self, rows: int, is_idle: bool) -> list[Job]:
-        """Execute due operations until `rows` rows are computed, at least one operation.
+        """Execute due operations until a job is over or `rows` rows are computed; one operation always fits.
+
+        A job that is over ends the step: its first token comes from vLLM's next batch.
 
         Args:
             is_idle: The engine has no batch in this step.
@@ -167,8 +169,8 @@ class Turns:
             return over
         self._main = threading.get_ident()
         try:
-            served, patience = 0, _IDLE_S if is_idle else 0.0
-            while (job := self._next(rows - served, served == 0, patience, over)) is not None:
+            served, patience, job = 0, _IDLE_S if is_idle else 0.0, None
+            while (job := self._next(rows - served, job, patience, over)) is not None:
                 operation, job.pending, job.state = job.pending, None, "busy"
                 assert operation is not None
                 if time.perf_counter() - operation.since > _CONTENDED_S:
@@ -192,10 +194,11 @@ class Turns:
         for number in range(_LANES + 1):
             (self._lanes if number else self._single_lane).put(None)
 
-    def _next(self, rows: int, is_first: bool, patience: float, over: list[Job]) -> Job | None:
+    def _next(self, rows: int, last: Job | None, patience: float, over: list[Job]) -> Job | None:
         """Return the oldest job whose operation is due in all processes and fits; wait for one up to `patience`.
 
-        All processes take the same decision, since they take it on what they exchanged.
+        The job that was served last in this step is waited for even if others are due: it may be over. All
+        processes take the same decision, since they take it on what they exchanged.
         """
         until = time.perf_counter() + patience
         while self._jobs:
@@ -205,12 +208,20 @@ class Turns:
             everywhere = self._exchange((own, left <= 0)) if self._exchange else ((own, left <= 0),)
             states = {name: [each[name] for each, _ in everywhere] for name in own}
             over += self._remove_over(states)
+            if over:
+                return None
+            is_late = any(late for _, late in everywhere)
+            if last is not None and last.name in self._jobs and "busy" in states[last.name] and not is_late:
+                with self.changed:
+                    if last.state == "busy":
+                        self.changed.wait(max(left, 0))
+                continue
             for name, job in self._jobs.items():
                 if job.cancelled or any(state != "ready" for state, _ in states[name]):
                     continue
-                fits = is_first or max(num_rows for _, num_rows in states[name]) <= rows
+                fits = last is None or max(num_rows for _, num_rows in states[name]) <= rows
                 return job if fits else None  # the oldest job first
-            if any(is_late for _, is_late in everywhere):
+            if is_late:
                 return None
             with self.changed:
                 if not any(job.state == "ready" for job in self._jobs.values()):

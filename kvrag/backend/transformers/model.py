@@ -78,11 +78,12 @@ class Model:
         stable_length: ... but not up to this number of tokens.
         recompute_threshold: Length at which `model.generate` recomputes all KV; None = never.
         lock: Held during a forward pass.
-        rows_per_pass, passes_may_wait, num_processes, heads: See the protocol.
+        rows_per_pass, passes_may_wait, leaves_tail, num_processes, heads: See the protocol.
     """
 
     rows_per_pass: int | None = None
     passes_may_wait = True
+    leaves_tail = False
     num_processes = 1
     heads = slice(None)
 

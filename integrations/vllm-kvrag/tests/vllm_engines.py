@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import random
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.request import urlopen
 
 import torch
 from families import build
@@ -263,3 +268,35 @@ def until(engine: Engine, condition: Callable[[], bool], seconds: float = 60) ->
 def lines(text: str) -> list[dict[str, Any]]:
     """The JSON lines of a script's output."""
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+@contextmanager
+def serving(model: Path, store: Path, log: Path, *arguments: str) -> Iterator[str]:
+    """vLLM's OpenAI server in a process of its own; yields its URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    transfer = {"kv_connector": "KvragConnector", "kv_connector_module_path": "vllm_kvrag", "kv_role": "kv_both"}
+    config = json.dumps({**transfer, "kv_connector_extra_config": {"store": str(store)}})
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "2048"]
+    command += ["--enforce-eager", "--max-num-seqs", "8", "--worker-cls", "vllm_kvrag.Worker"]
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            [*command, "--kv-transfer-config", config, *arguments], stdout=out, stderr=out, env=environment
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + 300
+        while True:
+            with suppress(OSError), urlopen(f"{url}/health") as response:
+                if response.status == 200:
+                    break
+            assert server.poll() is None, log.read_text()[-2000:]
+            assert time.monotonic() < end, "the server does not start"
+            time.sleep(0.5)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(60)

@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_kvrag import worker
 
 from kvrag import BlendEngine, Model
+from kvrag.answer import overridden
 from kvrag.backend.transformers.loading import reader_path
 from kvrag.request import Prefilled, Prompt
 
@@ -246,7 +247,7 @@ def reference(model: Path, store: Path, **settings: Any) -> Iterator[BlendEngine
 
 def blended(engine: BlendEngine, ids: list[int], ratio: float, policy: str) -> Prefilled:
     """The prompt as kvrag's own engine blends it."""
-    config = engine._tuning.settle(engine._configure(ratio, policy, None), [])
+    config = engine._tuning.settle(overridden(engine.config, ratio, policy, None), [])
     return engine._pipeline.prefill(Prompt(ids, config))
 
 

@@ -153,7 +153,11 @@ def measure(setup: VllmSetup, progress: Callable[[str], None] = lambda line: Non
             name: stack.enter_context(_server(Path(folder), name, [*common, *more], math.ceil(pages)))
             for name, more in ((STOCK, ()), (BLENDING, _connector(f"{folder}/kv", setup)))
         }
-        return asyncio.run(_measure(setup, urls, corpus, prompts, settings, progress))
+        try:
+            return asyncio.run(_measure(setup, urls, corpus, prompts, settings, progress))
+        except httpx.HTTPError as error:
+            reasons = [f"{name}: {_last_error(Path(folder) / f'{name}.log')}" for name in urls]
+            raise KvragError(f"a server failed ({error}); {'; '.join(reasons)}") from error
 
 
 async def _measure(
@@ -397,9 +401,13 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
         time.sleep(0.5)
+    raise KvragError(f"{log.stem} did not start: {_last_error(log)}")
+
+
+def _last_error(log: Path) -> str:
     lines = log.read_text().splitlines()
     errors = [line for line in lines if "Error" in line and "See root cause" not in line]
-    raise KvragError(f"{log.stem} did not start: {(errors or lines or ['no output'])[-1]}")
+    return (errors or lines or ["no output"])[-1]
 
 
 # ---------------------------------------------------------------- command

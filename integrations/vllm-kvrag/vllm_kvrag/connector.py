@@ -31,7 +31,7 @@ from vllm_kvrag.scheduler import Matching
 from vllm_kvrag.stats import KvragPromMetrics, KvragStats
 from vllm_kvrag.turns import Turns
 
-logger = logging.getLogger("vllm_kvrag")
+logger = logging.getLogger("vllm.kvrag")  # below vLLM's own logger, which has the handlers
 
 
 @dataclass
@@ -172,6 +172,9 @@ class KvragConnector(KVConnectorBase_V1):
             self._jobs = Jobs(backend, self._store, settings.config, settings.codec, settings.ram_bytes)
         except KvragError as error:
             refusal = str(error)
+        except Exception as error:  # a model or backend that nobody tried: vLLM must serve it all the same
+            logger.exception("the gate of kvrag failed")
+            refusal = f"{type(error).__name__}: {error}"
         self._refusal = refusal
         if refusal:
             logger.warning("blending is off, vLLM serves as usual: %s", refusal)

@@ -22,7 +22,7 @@ from vllm_kvrag.fingerprint import tokenizer_of
 from vllm_kvrag.jobs import BlendTask, ForgetTask, Outcome, Task, WarmTask
 from vllm_kvrag.params import ConnectorSettings, Wish, read_wish
 
-logger = logging.getLogger("vllm_kvrag")
+logger = logging.getLogger("vllm.kvrag")  # below vLLM's own logger, which has the handlers
 
 _TAGS = 1000  # reports kept for clients that stream
 _LEAST_SHARE = 4  # blending gets at least this fraction of a step's rows, so that prefill never starves it

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-logger = logging.getLogger("vllm_kvrag")
+logger = logging.getLogger("vllm.kvrag")  # below vLLM's own logger, which has the handlers
 
 T = TypeVar("T")
 
@@ -103,6 +103,8 @@ class Job:
     def run(self) -> None:
         """Do the work, in the job's thread."""
         try:
+            if self.cancelled:
+                raise CancelledError(self.name)
             self.result = self._work(self)
         except BaseException as error:
             self.error = error

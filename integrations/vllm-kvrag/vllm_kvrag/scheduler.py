@@ -25,6 +25,7 @@ from vllm_kvrag.params import ConnectorSettings, Wish, read_wish
 logger = logging.getLogger("vllm.kvrag")  # below vLLM's own logger, which has the handlers
 
 _TAGS = 1000  # reports kept for clients that stream
+_TEXTS = 200_000  # whose variants are remembered
 _LEAST_SHARE = 4  # blending gets at least this fraction of a step's rows, so that prefill never starves it
 
 
@@ -231,6 +232,9 @@ class Matching:
         return [each for each in entry.found if serve(states[each.text], alone_only) == each.run.key]
 
     def _notice_variants(self, found: list[Found]) -> None:
+        if len(self._served) > _TEXTS:
+            self._served.clear()
+            self._changes += 1  # those that are forgotten here may change unnoticed
         for run, text, _ in found:
             self._changes += self._served.get(text, run.key) != run.key
             self._served[text] = run.key

@@ -128,7 +128,8 @@ class FakeVllm:
             return {"forgotten": len(self.documents.pop((namespace, params["document"]), []))}
         assert mode == "warm"
         assert params["texts"]
-        assert body["prompt"] == ("\n\n".join(params["texts"]) or " ")
+        joined = "\n\n".join(params["texts"]) or " "
+        assert body["prompt"] == joined or joined.startswith(body["prompt"])
         assert body["max_tokens"] == 1
         names = params["document"]
         names = [names] * len(params["texts"]) if isinstance(names, str) else names
@@ -139,6 +140,8 @@ class FakeVllm:
             self.documents.setdefault((namespace, name), []).append(text)
         number = len(params["texts"])
         report = {"chunks": number, "tokens": words, "bytes": 10, "new": number, "reused": 0, "skipped": 0}
+        if "contexts" in params:
+            report["contexts"] = {name: [len(params["texts"])] for name in params["sources"] if name}
         return {**report, "seconds": 0.1, "warnings": ["one"]}
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -196,7 +197,7 @@ def test_chunks_of_vllm(fake: FakeVllm, remote: RemoteEngine) -> None:
     [asked] = fake.asked("warm")
     assert asked["sources"] == ["s", "s", "t", ""]
     assert "replace" not in asked
-    assert "before" not in asked
+    assert "contexts" not in asked
     assert remote.documents(namespace="n") == ["a", "b"]
     assert remote.documents("b", namespace="n") == ["b"]
     assert remote.documents() == []
@@ -213,22 +214,22 @@ def test_a_long_document_is_sent_in_parts(fake: FakeVllm, remote: RemoteEngine) 
     steps: list[tuple[int, int]] = []
     report = remote.warm(texts, document="d", sources=["s"] * 9, progress=lambda *done: steps.append(done))
     assert report.chunks == 9
-    asked = fake.asked("warm")
+    *asked, last = fake.asked("warm")
     assert len(asked) > 2
     assert [text for each in asked for text in each["texts"]] == texts == fake.documents["", "d"]
-    assert [each.get("replace", True) for each in asked] == [True] + [False] * (len(asked) - 1)
+    assert not any(each["replace"] for each in asked), "what it had before is kept until all is stored"
+    assert last["texts"] == texts
+    assert last.get("replace", True)
     assert steps[-1] == (9, 9)
-    for number, each in enumerate(asked[1:], 1):
-        earlier = [text for before in asked[:number] for text in before["texts"]]
-        assert each["before"] == earlier[-len(each["before"]) :]
-        assert sum(map(len, each["before"])) >= min(3072, sum(map(len, earlier)))
+    for before, each in pairwise(asked):
+        assert each["contexts"] == {"s": [len(before["texts"])]}
     with pytest.raises(ContextWindowError, match="chunk 1 is too long for the server's window of 200"):
         remote.warm(["a", "word " * 300], document="e")
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_parts_keep_to_the_contract(seed: int) -> None:
-    """Of any texts: all are sent in order, none too long, and replace and before are right."""
+    """Of any texts: all are sent in order, none too long, and it is known which documents are divided."""
     rng = random.Random(seed)
     number = rng.randint(1, 40)
     texts = Texts(
@@ -236,22 +237,12 @@ def test_parts_keep_to_the_contract(seed: int) -> None:
         [rng.choice("abc") if seed % 2 else rng.choice(["", "a"]) for _ in range(number)],
         [rng.choice(["", "s", "t"]) for _ in range(number)],
     )
-    made = list(batches(texts, 60, lambda prompt: len(prompt.split())))
+    made = batches(texts, 60, lambda prompt: len(prompt.split()))
     assert [text for batch in made for text in batch.part.texts] == texts.texts
-    seen_documents: set[str] = set()
-    seen: list[tuple[str, str]] = []
-    for batch in made:
+    for number, batch in enumerate(made):
         assert len("\n\n".join(batch.part.texts).split()) < 60
-        named = {*batch.part.documents} - {""}
-        assert not named & seen_documents if batch.replace else not named or named <= seen_documents
-        source = batch.part.sources[0]
-        others = {*batch.part.sources} - {source, ""}
-        assert not others & {known for known, _ in seen}
-        earlier = [text for known, text in seen if known == source and source]
-        assert batch.before == earlier[len(earlier) - len(batch.before) :]
-        assert bool(earlier) == bool(batch.before)
-        seen_documents |= named
-        seen += zip(batch.part.sources, batch.part.texts, strict=True)
+        elsewhere = {name for other in made[:number] + made[number + 1 :] for name in other.part.documents}
+        assert batch.is_whole == (not {*batch.part.documents} & elsewhere - {""})
 
 
 @pytest.mark.parametrize("seed", range(20))

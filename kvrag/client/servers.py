@@ -195,21 +195,31 @@ class Vllm:
                 self.forget(document, namespace)
             yield WarmReport(chunks=0, tokens=0, bytes=0, new=0, reused=0, skipped=0, seconds=0.0)
             return
-        done = 0
-        for batch in batches(texts, self.window, self._count):
-            asked: Body = {
-                "mode": "warm",
-                "texts": batch.part.texts,
-                "document": batch.part.documents if document is None else document,
-                "sources": batch.part.sources,
-                "namespace": namespace,
-            }
-            if not batch.replace:
-                asked["replace"] = False
-            if batch.before:
-                asked["before"] = batch.before
-            yield _warm_report(self._control(asked, prompt_of(batch.part)), self._connection)
+        divided = batches(texts, self.window, self._count)
+        if len(divided) == 1:
+            yield self._warm(texts, document, {"namespace": namespace}, prompt_of(texts))[0]
+            progress(len(texts), len(texts))
+            return
+        done, contexts = 0, dict[str, list[int]]()
+        for batch in divided:
+            known = {name: contexts[name] for name in {*batch.part.sources} if name in contexts}
+            asked = {"namespace": namespace, "contexts": known, "replace": batch.is_whole}
+            report, behind = self._warm(batch.part, document, asked, prompt_of(batch.part))
+            contexts |= behind
+            yield report
             progress(done := done + len(batch.part), len(texts))
+        # the earlier version of a divided document is replaced last: what both have in common is not encoded again
+        if names := {name for batch in divided if not batch.is_whole for name in batch.part.documents} - {""}:
+            self._warm(texts.of_documents(names), None, {"namespace": namespace}, prompt_of(divided[0].part))
+
+    def _warm(
+        self, texts: Texts, document: str | None, asked: Body, prompt: str
+    ) -> tuple[WarmReport, dict[str, list[int]]]:
+        """Send one request; return its report, and the token ids that precede what comes next in each source."""
+        names = texts.documents if document is None else document
+        request = {"mode": "warm", "texts": texts.texts, "document": names, "sources": texts.sources, **asked}
+        content = self._control(request, prompt)
+        return _warm_report(content, self._connection), content.get("contexts") or {}
 
     def forget(self, document: str, namespace: str) -> int:
         """See `Server`."""

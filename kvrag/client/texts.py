@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvrag.config import check_names
 from kvrag.errors import ContextWindowError, SettingError
 
 _SURE, _LIKELY = 1, 3  # UTF-8 bytes per token: at least, and usually more than this
-_BEFORE = 2 * 256 * 6  # characters of context: twice the default number of tokens, six characters each
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,12 @@ class Texts:
     def __len__(self) -> int:
         return len(self.texts)
 
+    def of_documents(self, names: Container[str]) -> Texts:
+        """Return the texts of these documents."""
+        rows = zip(self.texts, self.documents, self.sources, strict=True)
+        texts, documents, sources = zip(*(row for row in rows if row[1] in names), strict=True)
+        return Texts(list(texts), list(documents), list(sources))
+
 
 def whole_documents(texts: Texts, size: int) -> Iterator[Texts]:
     """Yield parts of about this many bytes. No document and no source is divided, whatever its size."""
@@ -73,13 +79,11 @@ class Batch:
     """A part of the texts that fits into one prompt.
 
     Attributes:
-        replace: Its documents are replaced; False = they have chunks from earlier batches.
-        before: The texts that precede the first one in its source, as far as they can be its context.
+        is_whole: It has all texts of its documents.
     """
 
     part: Texts
-    replace: bool
-    before: list[str]
+    is_whole: bool
 
 
 def prompt_of(part: Texts) -> str:
@@ -87,7 +91,7 @@ def prompt_of(part: Texts) -> str:
     return "\n\n".join(part.texts) or " "
 
 
-def batches(texts: Texts, window: int, count: Callable[[str], int]) -> Iterator[Batch]:
+def batches(texts: Texts, window: int, count: Callable[[str], int]) -> list[Batch]:
     """Divide texts into prompts that leave room for one more token in the window.
 
     Args:
@@ -96,40 +100,28 @@ def batches(texts: Texts, window: int, count: Callable[[str], int]) -> Iterator[
     Raises:
         ContextWindowError: A text is too long.
     """
-    begun: set[str] = set()
-    sources: set[str] = set()
+    parts: list[Texts] = []
     start = 0
     while start < len(texts):
-        stop = _reach(texts, start, window, begun, sources)
+        stop = _reach(texts, start, window)
         while not _fits(texts[start:stop], window, count):
             if stop - start == 1:
                 raise ContextWindowError(
                     f"chunk {start} is too long for the server's window of {window} tokens: split it"
                 )
             stop = start + (stop - start) // 2
-        part = texts[start:stop]
-        yield Batch(part, not begun & {*part.documents}, _before(texts, start))
-        begun |= {name for name in part.documents if name}
-        sources |= {name for name in part.sources if name}
+        parts.append(texts[start:stop])
         start = stop
+    times = Counter(name for part in parts for name in {*part.documents})
+    return [Batch(part, all(times[name] == 1 for name in part.documents if name)) for part in parts]
 
 
-def _reach(texts: Texts, start: int, window: int, begun: set[str], sources: set[str]) -> int:
-    """Return the end of a batch that probably fits.
-
-    Its documents are all new or all begun, and only its first text's source can have begun in an earlier batch: one
-    batch has one `replace` and one `before`.
-    """
-    filled, is_begun = 0, None
+def _reach(texts: Texts, start: int, window: int) -> int:
+    """Return the end of a batch that probably fits."""
+    filled = 0
     for number in range(start, len(texts)):
-        document, source = texts.documents[number], texts.sources[number]
         filled += len(texts.texts[number].encode(errors="surrogatepass"))
-        if document:
-            is_begun = (document in begun) if is_begun is None else is_begun
-            if (document in begun) != is_begun:
-                return number
-        goes_on = source in sources and source != texts.sources[start]
-        if number > start and (filled > _LIKELY * window or goes_on):
+        if number > start and filled > _LIKELY * window:
             return number
     return len(texts)
 
@@ -139,16 +131,3 @@ def _fits(part: Texts, window: int, count: Callable[[str], int]) -> bool:
     if len(prompt.encode(errors="surrogatepass")) + 4 <= _SURE * window:  # a few control tokens and the answer
         return True
     return count(prompt) + 1 <= window
-
-
-def _before(texts: Texts, start: int) -> list[str]:
-    source = texts.sources[start]
-    found: list[str] = []
-    length = 0
-    for number in range(start - 1, -1, -1):
-        if not source or length >= _BEFORE:
-            break
-        if texts.sources[number] == source:
-            found.append(texts.texts[number])
-            length += len(texts.texts[number])
-    return found[::-1]

@@ -132,12 +132,13 @@ class Ingestion:
         namespace: str = "",
         progress: Progress = lambda done, total: None,
         mode: Mode = "replace",
-        before: Sequence[str] = (),
+        before: dict[str, list[int]] | None = None,
     ) -> WarmReport:
         """See BlendEngine.warm.
 
         Args:
-            before: Texts that precede the first one in its source and are encoded already.
+            before: Token ids that precede the texts in their sources, by source, from an earlier call. Changed to
+                those that precede what comes next.
         """
         started = time.perf_counter()
         given = self.tokenize(texts, namespace)
@@ -155,8 +156,7 @@ class Ingestion:
         check_names(*{*names, *sources})
         if mode == "on request":
             document, names = ON_REQUEST, [ON_REQUEST] * len(given.ids)
-        preceding = {sources[0]: self._joined(before)} if before and len(sources) else {}
-        pieces = self._pieces(given, names, sources, namespace, preceding)
+        pieces = self._pieces(given, names, sources, namespace, {} if before is None else before)
         documents = {*names, document} if isinstance(document, str) else set(names)  # also those without texts
         tally = _Tally()
 
@@ -200,14 +200,6 @@ class Ingestion:
         check_names(document)
         return self._store.set_document(document, [], namespace)
 
-    def _joined(self, texts: Sequence[str]) -> list[int]:
-        """Return the token ids of texts with a blank line between them."""
-        blank = self._model.tokenizer.encode("\n\n")
-        ids: list[int] = []
-        for text in texts:
-            ids += [*(blank if ids else ()), *self._model.tokenizer.encode(text)]
-        return ids
-
     def _pieces(
         self,
         given: Texts,
@@ -222,7 +214,7 @@ class Ingestion:
         contexts share a prefix, which is computed once for all of them.
 
         Args:
-            before: What precedes the texts, by source. Changed.
+            before: See `warm`.
         """
         pieces: dict[tuple[str, str, str], _Piece] = {}
         blank = self._model.tokenizer.encode("\n\n")

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from vllm_engines import checkpoint, prompt_of, serving, text_of
+from vllm_engines import checkpoint, prompt_of, reference, serving, text_of
 
 from kvrag import ContextWindowError, RemoteEngine
+from kvrag.store import FileStore
 
 CHUNKS = [text_of(number) for number in range(6)]
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteEngine]:
-    tmp = tmp_path_factory.mktemp("client")
-    with serving(checkpoint("llama", folder), tmp / "store", tmp / "log.txt") as url, RemoteEngine(url) as engine:
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("client") / "store"
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, store: Path) -> Iterator[RemoteEngine]:
+    with serving(checkpoint("llama", folder), store, store.with_name("log.txt")) as url, RemoteEngine(url) as engine:
         engine.warm(CHUNKS[:4], document="a")
         yield engine
+
+
+def test_a_document_in_parts_is_stored_as_if_it_were_sent_at_once(
+    engine: RemoteEngine, store: Path, folder: Path, tmp_path: Path
+) -> None:
+    texts = [text_of(100 + number, sentences=12) for number in range(24)]
+    report = engine.warm(texts, document="long", namespace="parts")
+    assert report.tokens > engine.context_window
+    assert report.new == len(texts)
+    again = engine.warm([*texts[:20], *texts[21:]], document="long", namespace="parts")
+    assert again.new < len(texts) / 2, "what follows the gap has another context"
+    assert engine.warm([*texts[:20], *texts[21:]], document="long", namespace="parts").new == 0
+    with reference(checkpoint("llama", folder), tmp_path / "store") as local:
+        local.warm([*texts[:20], *texts[21:]], document="long", namespace="parts")
+        wanted = local.store.documents(namespace="parts")
+    with closing(FileStore(store)) as served:
+        assert served.documents(namespace="parts") == wanted
 
 
 def test_an_answer_has_the_report(engine: RemoteEngine) -> None:

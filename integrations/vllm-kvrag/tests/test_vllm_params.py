@@ -55,7 +55,7 @@ def test_settings_of_a_request() -> None:
         {"texts": "one string"},
         {"texts": []},
         {"texts": [1]},
-        {"before": "text"},
+        {"contexts": {"a": "text"}},
         {"document": 5},
         {"document": ["a", None]},
         {"document": "\ud800"},

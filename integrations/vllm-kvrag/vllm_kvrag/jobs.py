@@ -61,7 +61,8 @@ class WarmTask:
 
     Attributes:
         blocks: Pages to compute in.
-        before: Texts that precede them in their source, encoded earlier.
+        contexts: Token ids that precede the texts in their sources, by source, from the report of an earlier task;
+            None = the texts begin their sources, and the report has none.
         replaces: These are all texts of the document.
     """
 
@@ -70,7 +71,7 @@ class WarmTask:
     document: str | list[str]
     sources: str | list[str] | None
     namespace: str
-    before: list[str]
+    contexts: dict[str, list[int]] | None
     replaces: bool
 
 
@@ -138,8 +139,12 @@ class Jobs:
         store = AgreedStore(self._store, backend) if backend.num_processes > 1 else self._store
         ingestion = Ingestion(backend, store, self._config, self._codec, self._fingerprint, self._tuning)
         mode: Mode = "replace" if task.replaces else "add"
-        report = ingestion.warm(task.texts, task.document, task.sources, task.namespace, mode=mode, before=task.before)
-        return asdict(report)
+        before = dict(task.contexts or {})
+        done = ingestion.warm(task.texts, task.document, task.sources, task.namespace, mode=mode, before=before)
+        report = asdict(done)
+        if task.contexts is not None:
+            report["contexts"] = {source: ids for source, ids in before.items() if ids}
+        return report
 
     def _forget(self, task: ForgetTask, job: Job) -> dict[str, Any]:
         backend = self._backend.on([], job)

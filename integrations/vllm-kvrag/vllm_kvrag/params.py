@@ -84,7 +84,7 @@ class Wish:
         config: Blend settings.
         namespace: Namespace of the chunks.
         tag: Name under which the report is kept for a later request of mode "report".
-        texts, before, document, sources, replace: See `WarmTask`; `texts` None = the prompt.
+        texts, contexts, document, sources, replace: See `WarmTask`; `texts` None = the prompt.
         prefix: Of document names, for mode "documents".
         ignored: What was wrong with parameters that were ignored.
     """
@@ -95,7 +95,7 @@ class Wish:
     namespace: str = ""
     tag: str = ""
     texts: list[str] | None = None
-    before: list[str] = field(default_factory=list)
+    contexts: dict[str, list[int]] | None = None
     document: str | list[str] = ""
     sources: str | list[str] | None = None
     replace: bool = True
@@ -145,6 +145,13 @@ def _is_strings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
+def _is_contexts(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(ids, list) and all(isinstance(token, int) and 0 <= token < 1 << 31 for token in ids)
+        for ids in value.values()
+    )
+
+
 def _is_names(value: Any) -> bool:
     return isinstance(value, str) or _is_strings(value)
 
@@ -169,7 +176,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "namespace": check_namespace,
     "tag": _checked("tag", lambda value: isinstance(value, str) and 0 < len(value) <= 200, "1 to 200 letters"),
     "texts": _checked("texts", lambda value: _is_strings(value) and value, "a list of strings"),
-    "before": _checked("before", _is_strings, "a list of strings"),
+    "contexts": _checked("contexts", _is_contexts, "token ids by source, as an earlier report has them"),
     "document": _named(
         _checked("document", lambda v: isinstance(v, str) or _is_strings(v), "a name or a list of names")
     ),

@@ -122,7 +122,7 @@ class Matching:
         task: Task
         if wish.mode == "warm":
             texts = wish.texts if wish.texts is not None else [self._text(entry.ids)]
-            task = WarmTask(texts, blocks, wish.document, wish.sources, wish.namespace, wish.before, wish.replace)
+            task = WarmTask(texts, blocks, wish.document, wish.sources, wish.namespace, wish.contexts, wish.replace)
         elif wish.mode == "forget":
             task = ForgetTask(wish.document if isinstance(wish.document, str) else "", wish.namespace)
         else:

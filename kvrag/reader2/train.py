@@ -25,7 +25,7 @@ from kvrag.errors import SettingError
 from kvrag.reader.net import Net, Size
 from kvrag.reader.prompts import PLAIN, all_texts, prompt_parts
 from kvrag.reader.train import build_tokenizer, keep_memory, optimizers, save
-from kvrag.reader2.world import FULL, KINDS, Scale, draw, sample, words
+from kvrag.reader2.world import FULL, KINDS, NOT_STATED, Question, Scale, draw, sample, words
 
 WINDOW = 8192
 ECHO, CONTEXT = 0.3, 0.1  # weights of the questions' tokens and of the contexts'
@@ -34,15 +34,17 @@ MASTERY = 0.8  # share of right answers, averaged over about 40 steps, that ends
 
 @dataclass(frozen=True)
 class Stage:
-    """Contexts of one size: rows of a batch, questions per context, and whether all prompt formats occur."""
+    """Contexts of one size: rows of a batch, questions per context, whether all prompt formats and kinds occur."""
 
     scale: Scale
     rows: int
     questions: int
     formats: bool = True
+    answerable: bool = False  # no questions without an answer, which "not stated" would often get right
 
 
 STAGES = (
+    Stage(Scale((30, 60), (30, 60), (1, 1), (1, 1), 0.0, 0.0, ("listed", "code")), 16, 10, False, answerable=True),
     Stage(Scale((50, 70), (50, 70), (1, 1), (1, 1), near=0.0, idle=0.1), 16, 12, formats=False),
     Stage(Scale((60, 120), (24, 64), (2, 4), (1, 2), near=0.1, idle=0.3), 16, 12, formats=False),
     Stage(Scale((100, 250), (32, 96), (3, 6), (1, 3), near=0.2), 14, 16),
@@ -58,7 +60,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     rng = random.Random(seed)
     texts = all_texts() * 60
     for _ in range(200):
-        drawn = sample(rng, "train", STAGES[3].scale)
+        drawn = sample(rng, "train", Scale((250, 600), (48, 128), (4, 8), (1, 4)))
         texts.append("\n\n".join(drawn.passages))
     texts += [text for word in words() for text in (word, f" {word}")] * 300
     return build_tokenizer(texts, 4096, digits=1, window=WINDOW)
@@ -108,14 +110,17 @@ def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, split: st
 def _make_row(
     tokenizer: PreTrainedTokenizerFast, rng: random.Random, split: str, stage: Stage
 ) -> tuple[list[int], list[tuple[list[int], list[int], int]]]:
-    """Return the ids of a context, and those of its questions and answers with their kinds."""
-    drawn = sample(rng, split, stage.scale)
+    """Return the ids of a context, and those of its questions and answers with their kinds; at least one."""
+    asked: list[Question] = []
+    while not asked:
+        drawn = sample(rng, split, stage.scale)
+        asked = [one for one in drawn.questions if not (stage.answerable and one.answer == NOT_STATED)]
     if stage.formats:
         before, joint, after = prompt_parts(rng, drawn.passages)
     else:
         before, after = PLAIN.format(passages="\n\n".join(drawn.passages), question="{question}").split(" {question}")
         joint = " "
-    questions = draw(rng, drawn.questions, stage.questions)
+    questions = draw(rng, asked, stage.questions)
     texts = [before]
     for question in questions:
         texts += [f"{joint}{question.text}{after}", f" {question.answer}"]
@@ -174,7 +179,9 @@ def join_spaced(net: Net, tokenizer: PreTrainedTokenizerFast, std: float = 0.02)
     Otherwise a name at the beginning of a line has nothing to do with the same name within a sentence. Changes `net`.
     """
     vocabulary = tokenizer.get_vocab()
-    spaced = {vocabulary[word]: vocabulary[word[1:]] for word in vocabulary if word[0] == "Ġ" and word[1:] in vocabulary}
+    spaced = {
+        vocabulary[word]: vocabulary[word[1:]] for word in vocabulary if word[0] == "Ġ" and word[1:] in vocabulary
+    }
     weights = net.model.embed_tokens.weight.data
     weights[list(spaced)] = weights[list(spaced.values())] + torch.randn(weights.shape[1]) * std
 
@@ -202,7 +209,10 @@ class Training:
             SettingError: The checkpoint belongs to other settings.
         """
         self.settings, self.folder, self.device = settings, folder, torch.device(device)
-        self.tokenizer = train_tokenizer(settings.seed)
+        if self.checkpoint.exists():  # a changed world may make another one
+            self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        else:
+            self.tokenizer = train_tokenizer(settings.seed)
         torch.manual_seed(settings.seed)
         size = Size(
             len(self.tokenizer),
@@ -254,7 +264,7 @@ class Training:
         new = self.checkpoint.with_suffix(".new")
         torch.save(state, new)
         new.replace(self.checkpoint)
-        save(self.net, self.tokenizer, self.folder)
+        save(self.net, self.tokenizer, self.folder, world=2)
 
     def advance(self, decay: float = 1.0) -> tuple[dict[str, float], Score]:
         """Run one step; return the parts of the loss and the score on the training batch.

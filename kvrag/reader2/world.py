@@ -22,13 +22,16 @@ from hashlib import blake2b
 SPLITS = ("train", "test")
 PLACES = ("first", "middle", "heading", "list", "table", "matrix", "code", "back")
 """Where the name of a fact stands: in the chunk of the fact, or in one before it (`back`)."""
-KINDS = (*PLACES, "inverse", "inverse back", "two-hop", "unanswerable")
-"""Kinds of question: the place of a direct question's fact, or what else is asked."""
+KINDS = (*PLACES, "inverse", "inverse back", "two-hop", "unanswerable", "not retrieved")
+"""Kinds of question: the place of a direct question's fact, or what else is asked.
+
+The last two have no answer: nothing states it, or a chunk of the document that is not in the context does.
+"""
 NOT_STATED = "not stated"
 """Answer to what the context does not state."""
 
-_ONSETS = ("Cor", "Dell", "Hart", "Min", "Osk", "Pell", "Rav", "Sel", "Tarn", "Umb", "Vel", "Wex", "Bran", "Ghal", "Lor",
-           "Nim")  # fmt: skip
+_ONSETS = ("Cor", "Dell", "Hart", "Min", "Osk", "Pell", "Rav", "Sel", "Tarn", "Umb", "Vel", "Wex", "Bran", "Ghal",
+           "Lor", "Nim")  # fmt: skip
 _CODAS = ("vane", "mar", "lund", "wick", "ora", "eth", "ison", "by", "dune", "grave", "ley", "mond", "ric", "shaw",
           "ton", "zell")  # fmt: skip
 LEFT = tuple(onset + coda for onset in _ONSETS for coda in _CODAS)
@@ -61,16 +64,19 @@ class Kind:
 
 
 _KINDS = (
-    Kind("vessels", ("Star", "Wave", "Heron", "Lass", "Gull", "Pearl", "Swan", "Comet", "Spray", "Rover", "Queen", "Tide"),
+    Kind("vessels", ("Star", "Wave", "Heron", "Lass", "Gull", "Pearl", "Swan", "Comet", "Spray",
+                     "Rover", "Queen", "Tide"),
          {"master": "person", "cargo": "goods", "hull": "colour", "berth": "number", "tonnage": "number",
           "figurehead": "tool", "tender": "entity"}, "tender"),
-    Kind("stations", ("Ridge", "Gate", "Point", "Moor", "Peak", "Cape", "Hill", "Island", "Bay", "Field", "Rock", "Tower"),
+    Kind("stations", ("Ridge", "Gate", "Point", "Moor", "Peak", "Cape", "Hill", "Island", "Bay",
+                     "Field", "Rock", "Tower"),
          {"keeper": "person", "fuel": "goods", "roof": "colour", "altitude": "number", "device": "tool",
           "postcode": "number", "relay": "entity"}, "relay"),
     Kind("modules", ("Kit", "Core", "Hub", "Stack", "Shell", "Box", "Link", "Forge", "Mill", "Vault", "Lens", "Pipe"),
          {"author": "person", "language": "tongue", "theme": "colour", "timeout": "number", "port": "number",
           "codename": "goods", "fallback": "entity"}, "fallback"),
-    Kind("herbs", ("Moss", "Fern", "Thistle", "Lily", "Sage", "Reed", "Clover", "Nettle", "Mint", "Poppy", "Sorrel", "Yarrow"),
+    Kind("herbs", ("Moss", "Fern", "Thistle", "Lily", "Sage", "Reed", "Clover", "Nettle", "Mint",
+                     "Poppy", "Sorrel", "Yarrow"),
          {"finder": "person", "habitat": "growth", "blossom": "colour", "height": "number", "dose": "number",
           "dye": "goods", "rival": "entity"}, "rival"),
 )  # fmt: skip
@@ -139,19 +145,30 @@ class Question:
 class Sample:
     """Passages in reading order, the title of each one's document, and all questions with the answers.
 
-    A document's passages follow each other in the document too. `absent` are unanswerable questions whose answer stands
-    in the document, outside the passages.
+    A document's passages follow each other in the document too. `library` has all chunks of every document.
     """
 
     passages: tuple[str, ...]
     documents: tuple[str, ...]
     questions: tuple[Question, ...]
-    absent: frozenset[str]
+    library: dict[str, tuple[str, ...]]
+
+
+_FORMS = {"prose": 5, "headed": 3, "listed": 2, "code": 2, "table": 2, "matrix": 1.5}
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of a context, in tokens as of `count`, and the share of entities that nearly duplicate another's name."""
+    """Sizes of a context, and how hard it is to read.
+
+    Attributes:
+        context, chunk: Tokens, as of `count`.
+        chunks: Chunks of a document.
+        documents: Documents of a context.
+        near: Share of entities that nearly duplicate another's name.
+        idle: Share of sentences with an idle one behind them.
+        forms: Forms of sections, names of methods of `_Document`.
+    """
 
     context: tuple[int, int] = (2000, 6000)
     chunk: tuple[int, int] = (64, 256)
@@ -159,6 +176,7 @@ class Scale:
     documents: tuple[int, int] = (2, 5)
     near: float = 0.4
     idle: float = 0.5
+    forms: tuple[str, ...] = tuple(_FORMS)
 
 
 FULL = Scale()
@@ -240,31 +258,43 @@ class _Document:
     def attributes(self, low: int, high: int) -> list[str]:
         return self.rng.sample(list(self.kind.attributes), self.rng.randint(low, high))
 
+    def subject(self, low: int, high: int) -> tuple[str, list[str]]:
+        """Return an entity and attributes to state of it; sometimes the rest of an entity that had a section before."""
+        if self.facts and self.rng.random() < 0.15:
+            entity = self.rng.choice(self.facts).entity
+            stated = {fact.attribute for fact in self.facts if fact.entity == entity}
+            if len(stated) + low <= len(self.kind.attributes):
+                rest = [attribute for attribute in self.kind.attributes if attribute not in stated]
+                return entity, self.rng.sample(rest, min(len(rest), self.rng.randint(low, high)))
+        return self.next_entity(), self.attributes(low, high)
+
     def state(self, entity: str, attribute: str, style: str, unit: int, anchor: int, value: str) -> None:
         self.facts.append(Fact(entity, attribute, value, style, unit, anchor))
 
     def section(self) -> None:
-        forms = (self.prose, self.headed, self.listed, self.code, self.table, self.matrix)
-        self.rng.choices(forms, (5, 3, 2, 2, 2, 1.5))[0]()
+        form = self.rng.choices(self.scale.forms, [_FORMS[form] for form in self.scale.forms])[0]
+        getattr(self, form)()
 
     def prose(self) -> None:
         """A paragraph that names its entity once, after idle sentences or at once, then says "it"."""
-        entity, anchor = self.next_entity(), -1
+        (entity, attributes), anchor = self.subject(3, 6), -1
+        long_winded = self.rng.random() < self.scale.idle / 2
         opened = self.pause("\n\n")
-        for number, attribute in enumerate(self.attributes(3, 6)):
+        for number, attribute in enumerate(attributes):
             value = self.value(entity, attribute)
             form = self.rng.choice(_NAMED if anchor < 0 else _PRONOUN)
             text = form.format(e=entity, v=value, a=attribute)
             unit = self.add(text, " " if opened or number else "\n\n", naming=anchor < 0)
             self.state(entity, attribute, "pronoun" if number else "named", unit, unit if anchor < 0 else anchor, value)
             anchor = unit if anchor < 0 else anchor
-            self.pause()
+            for _ in range(self.rng.randint(2, 6) if long_winded else 1):
+                self.pause()
 
     def headed(self) -> None:
-        entity = self.next_entity()
+        entity, attributes = self.subject(3, 6)
         anchor = self.add(f"## {entity}", "\n\n", naming=True)
         started = self.pause("\n\n")
-        for attribute in self.attributes(3, 6):
+        for attribute in attributes:
             value = self.value(entity, attribute)
             text = self.rng.choice(_PRONOUN).format(v=value, a=attribute)
             unit = self.add(text, " " if started else "\n\n")
@@ -273,17 +303,17 @@ class _Document:
             self.pause()
 
     def listed(self) -> None:
-        entity = self.next_entity()
+        entity, attributes = self.subject(3, 7)
         anchor = self.add(self.rng.choice((f"Entries for {entity}:", f"{entity}:")), "\n\n", naming=True)
-        for attribute in self.attributes(3, 7):
+        for attribute in attributes:
             value = self.value(entity, attribute)
             unit = self.add(f"- {attribute}: {value}", "\n")
             self.state(entity, attribute, "list", unit, anchor, value)
 
     def code(self) -> None:
-        entity = self.next_entity()
+        entity, attributes = self.subject(3, 6)
         anchor = self.add(f"```\nopen( {entity} )", "\n\n", naming=True)
-        for attribute in self.attributes(3, 6):
+        for attribute in attributes:
             value = self.value(entity, attribute)
             unit = self.add(f"set {attribute} = {value};", "\n")
             self.state(entity, attribute, "code", unit, anchor, value)
@@ -352,6 +382,7 @@ def sample(rng: random.Random, split: str, scale: Scale = FULL) -> Sample:
     num_documents = rng.randint(*scale.documents)
     passages: list[str] = []
     titles: list[str] = []
+    library: dict[str, tuple[str, ...]] = {}
     shown: list[tuple[_Document, list[range], int]] = []  # with the number of the first passage
     kinds = rng.sample(_KINDS, len(_KINDS))
     for number in range(num_documents):
@@ -364,16 +395,14 @@ def sample(rng: random.Random, split: str, scale: Scale = FULL) -> Sample:
         window = chunks[first : first + wanted]
         shown.append((document, window, len(passages)))
         passages += [document.text(chunk) for chunk in window]
-        titles += [f"{document.title}, part {number + 1}"] * len(window)
-    questions, absent = _ask(rng, shown)
-    return Sample(tuple(passages), tuple(titles), tuple(questions), frozenset(absent))
+        title = f"{document.title}, part {number + 1}"
+        titles += [title] * len(window)
+        library[title] = tuple(map(document.text, chunks))
+    return Sample(tuple(passages), tuple(titles), tuple(_ask(rng, shown)), library)
 
 
-def _ask(
-    rng: random.Random, shown: Sequence[tuple[_Document, list[range], int]]
-) -> tuple[list[Question], list[str]]:
-    """Return the questions, and the texts of those whose answer stands outside the passages."""
-    known: dict[tuple[str, str], tuple[Fact, Kind, tuple[int, ...], str]] = {}
+def _ask(rng: random.Random, shown: Sequence[tuple[_Document, list[range], int]]) -> list[Question]:
+    known: dict[tuple[str, str], tuple[Fact, Kind, list[tuple[int, ...]], str]] = {}
     orphans: list[Fact] = []
     hidden: list[Fact] = []
     for document, window, offset in shown:
@@ -384,35 +413,36 @@ def _ask(
             elif fact.anchor < start:
                 orphans.append(fact)
             else:
-                support = _support(fact, window)
-                place = _place(document, fact, window, support)
-                known[fact.key] = fact, document.kind, tuple(number + offset for number in support), place
+                supports = _supports(fact, window)
+                place = _place(document, fact, window, supports[0])
+                moved = [tuple(number + offset for number in support) for support in supports]
+                known[fact.key] = fact, document.kind, moved, place
     values = Counter((fact.attribute, fact.value) for fact in [*orphans, *(fact for fact, *_ in known.values())])
     questions: list[Question] = []
-    for fact, kind, support, place in known.values():
+    for fact, kind, supports, place in known.values():
         text = _say(rng, _DIRECT, a=fact.attribute, e=fact.entity)
-        questions.append(Question(text, fact.value, place, support))
+        questions.append(Question(text, fact.value, place, supports[0]))
         if values[fact.attribute, fact.value] == 1:
             text = _say(rng, _INVERSE, a=fact.attribute, v=fact.value)
-            questions.append(Question(text, fact.entity, "inverse" + " back" * (place == "back"), support))
+            questions.append(Question(text, fact.entity, "inverse" + " back" * (place == "back"), supports[0]))
         if fact.attribute == kind.link:
             for attribute in kind.attributes:
                 if attribute != kind.link and (other := known.get((fact.value, attribute))):
                     text = _say(rng, _TWO_HOP, a=attribute, e=fact.entity, l=kind.link)
-                    both = tuple(sorted({*support, *other[2]}))
-                    questions.append(Question(text, other[0].value, "two-hop", both))
+                    unions = [tuple(sorted({*one, *two})) for one in supports for two in other[2]]
+                    questions.append(Question(text, other[0].value, "two-hop", min(unions, key=len)))
     # what nobody states: no loose statement of the same attribute either, which could be taken for it
     loose = {fact.attribute for fact in orphans}
     missing = {fact.key for fact in hidden}
-    absent: list[str] = []
-    for entity, (kind, support) in {fact.entity: (kind, support) for fact, kind, support, _ in known.values()}.items():
+    for entity, (kind, supports) in {
+        fact.entity: (kind, supports) for fact, kind, supports, _ in known.values()
+    }.items():
         for attribute in kind.attributes:
             if (entity, attribute) not in known and attribute not in loose:
+                what = "not retrieved" if (entity, attribute) in missing else "unanswerable"
                 text = _say(rng, _DIRECT, a=attribute, e=entity)
-                questions.append(Question(text, NOT_STATED, "unanswerable", support[:1]))
-                if (entity, attribute) in missing:
-                    absent.append(text)
-    return questions, absent
+                questions.append(Question(text, NOT_STATED, what, supports[0][:1]))
+    return questions
 
 
 def _say(rng: random.Random, forms: Sequence[str], **parts: str) -> str:
@@ -420,13 +450,13 @@ def _say(rng: random.Random, forms: Sequence[str], **parts: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _support(fact: Fact, window: Sequence[range]) -> tuple[int, ...]:
-    """Return the chunks needed: one that holds anchor and fact, or the last with the anchor up to the next fact."""
-    both = [number for number, chunk in enumerate(window) if fact.anchor in chunk and fact.unit in chunk]
-    if both:
-        return (both[0],)
-    first = max(number for number, chunk in enumerate(window) if fact.anchor in chunk)
-    return tuple(range(first, 1 + min(number for number, chunk in enumerate(window) if fact.unit in chunk)))
+def _supports(fact: Fact, window: Sequence[range]) -> list[tuple[int, ...]]:
+    """Return the chunks needed: each that holds anchor and fact, or else those from the one to the other."""
+    anchors, facts = (
+        [number for number, chunk in enumerate(window) if unit in chunk] for unit in (fact.anchor, fact.unit)
+    )
+    both: list[tuple[int, ...]] = [(number,) for number in anchors if number in facts]
+    return both or [tuple(range(max(anchors), min(facts) + 1))]
 
 
 def _place(document: _Document, fact: Fact, window: Sequence[range], support: tuple[int, ...]) -> str:
@@ -438,7 +468,7 @@ def _place(document: _Document, fact: Fact, window: Sequence[range], support: tu
     return "first" if opens else "middle"
 
 
-_WEIGHTS = {"inverse back": 2, "two-hop": 2, "back": 2, "unanswerable": 0.5}
+_WEIGHTS = {"inverse back": 2, "two-hop": 2, "back": 2, "unanswerable": 0.5, "not retrieved": 0.5}
 
 
 def draw(rng: random.Random, questions: Iterable[Question], num: int) -> list[Question]:

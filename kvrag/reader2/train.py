@@ -29,7 +29,7 @@ from kvrag.reader2.world import FULL, KINDS, NOT_STATED, Question, Scale, draw, 
 
 WINDOW = 8192
 ECHO, CONTEXT = 0.3, 0.1  # weights of the questions' tokens and of the contexts'
-MASTERY = 0.8  # share of right answers, averaged over about 40 steps, that ends a stage
+MASTERY = 0.75  # share of right answers, averaged over about 40 steps, that ends a stage
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from kvrag.reader2.world import FULL, KINDS, NOT_STATED, Question, Scale, draw, 
 
 WINDOW = 8192
 ECHO, CONTEXT = 0.3, 0.1  # weights of the questions' tokens and of the contexts'
-MASTERY = 0.75  # share of right answers, averaged over about 40 steps, that ends a stage
+MASTERY = 0.7  # share of right answers, averaged over about 40 steps, that ends a stage
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="default: all cores")
     parser.add_argument("--compile", action="store_true", help="compile the layers: pays after some hundred steps")
-    parser.add_argument("--test", action="store_true", help="only evaluate the checkpoint, on all stages reached")
+    parser.add_argument(
+        "--test", action="store_true", help="only evaluate the checkpoint, on the contexts of all stages"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
@@ -335,7 +337,7 @@ def main() -> None:
             print(time.strftime("%H:%M:%S"), text, file=log, flush=True)
 
         if args.test:
-            for stage in range(training.stage + 1):
+            for stage in range(len(STAGES)):
                 report(f"{training.step} held out, stage {stage}: {training.test(stage)}")
             return
         _train(training, args.steps, args.decay, report)
@@ -354,7 +356,7 @@ def _train(training: Training, steps: int, decay: int, report: Callable[[str], N
             seconds = (time.process_time() - started) / len(seen)
             report(f"{training.step} stage {stage} level {training.level:.2f} {means} {seconds:.1f}s/step {score}")
             score, seen, started = Score(), [], time.process_time()
-        if training.step % 100 == 0 or training.step == steps or training.stage != stage:
+        if training.step % 50 == 0 or training.step == steps or training.stage != stage:
             training.save()
         if training.step % 500 == 0 or training.stage != stage:
             report(f"{training.step} held out, stage {stage}: {training.test(stage)}")

@@ -13,8 +13,9 @@ from typing import Any
 
 from kvrag.errors import KvragError
 from kvrag.reader.world import KINDS, sample
+from kvrag.reader2 import world as second
 
-WORLD = "the reader's world"
+WORLDS = {1: "the reader's world", 2: "the second reader's world"}
 
 _ARTICLES = (4, 6)
 _PASSAGES = (12, 20)
@@ -44,9 +45,23 @@ class Row:
         return f"{self.id}#{digest.hexdigest()}"
 
 
-def world_rows(count: int, seed: int) -> list[Row]:
-    """Draw rows of held-out contexts, each kind of question equally often; a larger `count` appends rows."""
-    return [_world_row(number, seed) for number in range(count)]
+def world_rows(count: int, seed: int, world: int = 1) -> list[Row]:
+    """Draw rows of held-out contexts, each kind of question equally often; a larger `count` appends rows.
+
+    Args:
+        world: A key of `WORLDS`.
+    """
+    draw_row = {1: _world_row, 2: _second_world_row}[world]
+    return [draw_row(number, seed) for number in range(count)]
+
+
+def world_of(model: str) -> int:
+    """Return the world that a reader's configuration names; 1 for other models."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        return config["kvrag_world"] if config.get("kvrag_world") in WORLDS else 1
+    except (OSError, ValueError, AttributeError, TypeError):
+        return 1
 
 
 def _world_row(number: int, seed: int) -> Row:
@@ -60,6 +75,18 @@ def _world_row(number: int, seed: int) -> Row:
             answers = (question.answer,)
             return Row(f"world-{number}", drawn.passages, question.text, answers, kind, question.across, drawn.articles)
     raise KvragError(f"the world has no question of kind {kind!r} in {_TRIES} contexts")
+
+
+def _second_world_row(number: int, seed: int) -> Row:
+    rng = random.Random(f"{seed} {number}")
+    kind = second.KINDS[number % len(second.KINDS)]
+    for _ in range(_TRIES):
+        drawn = second.sample(rng, "test")
+        if questions := [question for question in drawn.questions if question.kind == kind]:
+            question = rng.choice(questions)
+            answers, across = (question.answer,), question.across
+            return Row(f"world2-{number}", drawn.passages, question.text, answers, kind, across, drawn.documents)
+    raise KvragError(f"the second world has no question of kind {kind!r} in {_TRIES} contexts")
 
 
 def file_rows(path: Path, count: int) -> list[Row]:

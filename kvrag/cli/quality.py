@@ -16,7 +16,7 @@ from typing import Any
 
 from kvrag.backend.transformers import Model
 from kvrag.bench import plots, quality
-from kvrag.bench.datasets import WORLD, Row, file_rows, world_rows
+from kvrag.bench.datasets import WORLDS, Row, file_rows, world_of, world_rows
 from kvrag.cli.common import progress, say
 from kvrag.config import CODECS, DEFAULT_CONTEXT, POLICIES
 from kvrag.errors import SettingError
@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="JSON lines with passages, question, answers (default: drawn from the reader's world)",
+    )
+    parser.add_argument(
+        "--world", type=int, choices=WORLDS, help="the world to draw from (default: the one the reader was trained on)"
     )
     parser.add_argument("--samples", type=int, default=200, metavar="N", help="number of questions (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the drawn questions and of the intervals")
@@ -213,8 +216,9 @@ def _rows(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
         rows = file_rows(args.data, args.samples)
         digest = blake2b(args.data.read_bytes(), digest_size=8).hexdigest()
         return rows, {"file": args.data.name, "digest": digest}
-    rows = world_rows(args.samples, args.seed)
-    return rows, {"file": WORLD, "seed": args.seed, "digest": rows[0].key}
+    world = args.world or world_of(args.model)
+    rows = world_rows(args.samples, args.seed, world)
+    return rows, {"file": WORLDS[world], "seed": args.seed, "digest": rows[0].key}
 
 
 def _keep(path: Path, result: dict[str, Any]) -> None:

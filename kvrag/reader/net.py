@@ -7,6 +7,7 @@ This is several times cheaper than one sequence per question, or one long sequen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,7 @@ class Size:
     intermediate_size: int = 384
     num_hidden_layers: int = 8
     num_attention_heads: int = 4
-    num_key_value_heads: int = 4  # equal to the number of attention heads
+    num_key_value_heads: int = 4
     head_dim: int = 64
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
@@ -47,7 +48,7 @@ class Net(nn.Module):
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
-        angles = torch.arange(4096)[:, None] / size.rope_theta ** (torch.arange(0, size.head_dim, 2) / size.head_dim)
+        angles = torch.arange(8192)[:, None] / size.rope_theta ** (torch.arange(0, size.head_dim, 2) / size.head_dim)
         self.register_buffer("cos", torch.cat([angles.cos()] * 2, -1), persistent=False)
         self.register_buffer("sin", torch.cat([angles.sin()] * 2, -1), persistent=False)
 
@@ -65,6 +66,23 @@ class Net(nn.Module):
         Returns:
             (B, Q, L, hidden_size) and (B, C, hidden_size) in bfloat16, (P, C) log-probabilities in float32.
         """
+        told = [int(depth * self.size.num_hidden_layers) for depth in POINTING]
+        x, half_way, scores = self._run(context, lengths, questions, told)
+        rows, tokens, depths, heads = pointers
+        looks = torch.stack([scores[number] for number in told])[depths, rows, tokens, heads].log_softmax(-1)
+        asked = self.model.norm(x[:, context.shape[1] :]).view(*questions.shape, -1)
+        return asked, half_way[:, : context.shape[1]].bfloat16(), looks
+
+    def read(self, context: Tensor, lengths: Tensor, questions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return final hidden states of the questions and of the context; arguments and shapes as in `forward`."""
+        x, _, _ = self._run(context, lengths, questions, ())
+        x = self.model.norm(x)
+        return x[:, context.shape[1] :].view(*questions.shape, -1), x[:, : context.shape[1]]
+
+    def _run(
+        self, context: Tensor, lengths: Tensor, questions: Tensor, told: Sequence[int]
+    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+        """Return the residual stream behind all layers and half-way, and the attention scores of the layers `told`."""
         batch, num_questions, length = questions.shape
         ids = torch.cat([context, questions.flatten(1)], 1)
         before = torch.arange(context.shape[1], device=ids.device).expand(batch, -1)
@@ -73,18 +91,15 @@ class Net(nn.Module):
         cos, sin = (table[positions][:, :, None].bfloat16() for table in (self.cos, self.sin))  # (B, T, 1, D)
         padding = torch.zeros(context.shape, device=ids.device).masked_fill_(before >= lengths[:, None], -1e4)
         own = torch.full((length, length), -1e4, device=ids.device).triu(1)
-        x = self.model.embed_tokens(ids)  # the residual stream is float32, because late layers add small values
-        told = [int(depth * self.size.num_hidden_layers) for depth in POINTING]
+        x = half_way = self.model.embed_tokens(ids)  # the residual stream is float32, because late layers add little
         scores: dict[int, Tensor] = {}
         for number, layer in enumerate(self.model.layers):
             if number in told and isinstance(layer, Layer):
                 scores[number] = self._look(layer, x, cos, sin, padding)
             x = layer(x, cos, sin, padding.bfloat16(), own.bfloat16(), num_questions)
             if number + 1 == self.size.num_hidden_layers // 2:
-                half_way = x[:, : context.shape[1]].bfloat16()
-        rows, tokens, depths, heads = pointers
-        looks = torch.stack([scores[number] for number in told])[depths, rows, tokens, heads].log_softmax(-1)
-        return self.model.norm(x[:, context.shape[1] :]).view(batch, num_questions, length, -1), half_way, looks
+                half_way = x
+        return x, half_way, scores
 
     def _look(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, padding: Tensor) -> Tensor:
         """Return (B, Q * L, 2, C) float32 attention scores of the layer's first two heads on the context.
@@ -184,23 +199,25 @@ class FeedForward(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention with RoPE, with as many key heads as query heads."""
+    """Grouped-query attention with RoPE."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.num_heads = size.num_attention_heads
+        self.head_dim = size.head_dim
+        self.groups = size.num_attention_heads // size.num_key_value_heads  # query heads per KV head
         self.q_proj = Matrix(size.num_attention_heads * size.head_dim, size.hidden_size)
-        self.k_proj = Matrix(size.num_attention_heads * size.head_dim, size.hidden_size)
-        self.v_proj = Matrix(size.num_attention_heads * size.head_dim, size.hidden_size)
+        self.k_proj = Matrix(size.num_key_value_heads * size.head_dim, size.hidden_size)
+        self.v_proj = Matrix(size.num_key_value_heads * size.head_dim, size.hidden_size)
         self.o_proj = Matrix(size.hidden_size, size.num_attention_heads * size.head_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, padding: Tensor, own: Tensor, num_questions: int) -> Tensor:
         """Attend over (B, T, hidden_size); other arguments as in `attend`."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (proj(x).view(*x.shape[:2], self.num_heads, -1) for proj in projections)  # (B, T, H, D)
-        return self.o_proj(
-            attend(_rotate(q, cos, sin), _rotate(k, cos, sin), v, padding, own, num_questions).flatten(2)
-        )
+        q, k, v = (proj(x).view(*x.shape[:2], -1, self.head_dim) for proj in projections)  # (B, T, H, D)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        if self.groups > 1:
+            k, v = (part.repeat_interleave(self.groups, dim=2) for part in (k, v))
+        return self.o_proj(attend(q, k, v, padding, own, num_questions).flatten(2))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

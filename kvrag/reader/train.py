@@ -64,16 +64,7 @@ HINT = 0.5  # weight of each auxiliary target
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on the world's words. Names are too rare to be tokens: they remain pairs of syllables."""
-    tokenizer = Tokenizer(models.BPE())
-    pattern = r"'[a-z]+| ?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    """Train a tokenizer on the world's words. Names are too rare to be tokens: they remain pairs of syllables."""
     rng = random.Random(seed)
     texts = all_texts() * 60
     for _ in range(1500):
@@ -82,8 +73,22 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         texts += [f" {question.text}" for question in draw(rng, drawn.questions, 8)]
     # repeated often enough to make every syllable a token in any position
     texts += [text for onset in ONSETS for text in (onset, f" {onset}", f" {onset.lower()}")] * 400
+    return build_tokenizer(texts, 1536, digits=2, window=WINDOW)
+
+
+def build_tokenizer(texts: Sequence[str], vocab_size: int, digits: int, window: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on texts; at most `digits` digits form a token."""
+    tokenizer = Tokenizer(models.BPE())
+    pattern = rf"'[a-z]+| ?\p{{L}}+| ?\p{{N}}{{1,{digits}}}| ?[^\s\p{{L}}\p{{N}}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=1536,
+        vocab_size=vocab_size,
         min_frequency=40,
         special_tokens=[AddedToken(name, special=True) for name in (BOS, EOS, PAD)],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -99,7 +104,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         eos_token=EOS,
         pad_token=PAD,
         chat_template=TEMPLATE,
-        model_max_length=WINDOW,
+        model_max_length=window,
         clean_up_tokenization_spaces=False,
     )
 
@@ -329,17 +334,22 @@ def optimizers(net: Net) -> list[torch.optim.Optimizer]:
     ]
 
 
-def save(net: Net, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the model in transformers' format, in bfloat16."""
+def save(net: Net, tokenizer: PreTrainedTokenizerFast, folder: Path, world: int = 1) -> None:
+    """Write the model in transformers' format, in bfloat16; its window is the tokenizer's.
+
+    Args:
+        world: The number of the reader's world, which `kvrag bench quality` asks about.
+    """
     size = net.size
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        max_position_embeddings=WINDOW,
+        max_position_embeddings=tokenizer.model_max_length,
         tie_word_embeddings=True,
         dtype="bfloat16",
+        kvrag_world=world,
         rope_parameters={"rope_type": "default", "rope_theta": size.rope_theta},
         **{k: v for k, v in asdict(size).items() if k != "rope_theta"},
     )
@@ -489,7 +499,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)  # vanishing activations would slow the CPU down
-    _keep_memory()
+    keep_memory()
     try:
         settings = Settings(args.steps, args.rate, args.seed)
         training = Training(settings, args.out, args.device, weights=args.weights)
@@ -511,7 +521,7 @@ def main() -> None:
                 bar.write(f"{training.step} held out {training.test()}")
 
 
-def _keep_memory() -> None:
+def keep_memory() -> None:
     """Make glibc keep freed memory: fresh pages for every step's activations cost a tenth of the time."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")

@@ -193,9 +193,10 @@ def test_cancelling_what_is_not_there_does_nothing(turns: Turns) -> None:
 def test_no_thread_outlives_the_engine(when: str) -> None:
     before = set(threading.enumerate())
     turns = Turns()
-    disk, ended = threading.Event(), threading.Event()
+    disk, began, ended = threading.Event(), threading.Event(), threading.Event()
 
     def work(job: Job) -> None:
+        began.set()
         try:
             if when == "reading":
                 disk.wait(20)
@@ -208,10 +209,12 @@ def test_no_thread_outlives_the_engine(when: str) -> None:
     turns.start("a", work, alone=when == "queued")
     if when == "ready":
         until(lambda: is_ready(turns, "a"))
+    if when == "reading":
+        until(began.is_set)
     turns.close()
     disk.set()
     until(lambda: set(threading.enumerate()) <= before, 5)
-    assert ended.is_set()
+    assert began.is_set() == ended.is_set() == (when != "queued"), "a queued job does not begin any more"
 
 
 class Two:

@@ -66,8 +66,8 @@ import sys
 import kvrag
 heavy = {"torch", "transformers", "faiss", "sentence_transformers", "langchain_core", "llama_index", "rich"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
-import transformers.generation, transformers.modeling_utils
-heavy -= set(sys.modules)  # before 5.20, transformers itself imports rich
+import transformers.generation.utils, transformers.modeling_utils
+heavy -= set(sys.modules)  # before 5.20, transformers itself imports rich, also through sklearn
 kvrag.BlendEngine, kvrag.FileStore, kvrag.LazyEngine
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 for name in kvrag.__all__:

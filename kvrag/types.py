@@ -57,6 +57,9 @@ class WarmReport:
         return cls(**{**known, "warnings": tuple(known.get("warnings", ()))})
 
 
+_TIMES = ("match_s", "load_s", "stitch_s", "select_s", "blend_s", "ttft_s")
+
+
 @dataclass(frozen=True, slots=True)
 class BlendReport:
     """Reuse and timing of one answer.
@@ -90,6 +93,19 @@ class BlendReport:
     decision: str = ""
     created_tokens: int = 0
     conversation_tokens: int = 0
+
+    @classmethod
+    def unblended(cls, prompt_tokens: int, cached_tokens: int, **known: Any) -> BlendReport:
+        """Return the report of a prompt that an engine or a server answered without kvrag's pipeline, as far as known.
+
+        Args:
+            cached_tokens: Number of tokens that came from its own prefix cache.
+            known: Fields to set; the others are zero or empty.
+        """
+        unknown: dict[str, Any] = dict.fromkeys(_TIMES, 0.0)
+        unknown |= {"recomputed_tokens": 0, "runs": (), "policy": "", "ratio": 0.0, "bytes_loaded": 0, "tier": ""}
+        counts = {"reused_tokens": cached_tokens, "fresh_tokens": prompt_tokens - cached_tokens, "exact": False}
+        return cls(**{"prompt_tokens": prompt_tokens, **counts, **unknown, **known})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""

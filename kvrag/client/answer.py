@@ -123,7 +123,4 @@ def report_of(content: object, usage: Body, missing: str = "") -> BlendReport:
         problem = f"the server could not reuse chunks: {content['error']}"
     prompt = usage.get("prompt_tokens") or 0
     reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    unknown: Body = dict.fromkeys(("ratio", "match_s", "load_s", "stitch_s", "select_s", "blend_s", "ttft_s"), 0.0)
-    unknown |= {"recomputed_tokens": 0, "bytes_loaded": 0, "policy": "", "tier": "", "exact": False}
-    counts = {"prompt_tokens": prompt, "reused_tokens": reused, "fresh_tokens": prompt - reused}
-    return BlendReport.from_dict({**unknown, **counts, "notes": [problem]})
+    return BlendReport.unblended(prompt, reused, notes=(problem,))

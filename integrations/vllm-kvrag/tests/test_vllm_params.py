@@ -198,5 +198,9 @@ def test_what_cannot_be_blended_is_refused(config: Any, groups: Any, layers: Any
         refuse_unsupported(config, groups or _groups(FullAttentionSpec()), layers)
 
 
-def test_an_ordinary_model_is_not_refused() -> None:
-    refuse_unsupported(_config(), _groups(FullAttentionSpec()), [_layer(0), _layer(1)])
+def test_only_layers_of_different_shapes_are_refused() -> None:
+    groups = _groups(FullAttentionSpec())
+    refuse_unsupported(_config(), groups, layers := [_layer(0), _layer(1)])
+    layers[1].num_kv_heads += 1
+    with pytest.raises(UnsupportedModelError):
+        refuse_unsupported(_config(), groups, layers)

@@ -7,7 +7,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -282,8 +282,14 @@ def test_reports_are_kept_under_a_tag(both: Both, texts: list[str]) -> None:
 
 def test_several_answers_to_one_prompt(both: Both, texts: list[str]) -> None:
     sampling = {"n": 2, "temperature": 1.0, "seed": 1, "logprobs": None}
-    both.vllm.ask(prompt_of(*reversed(texts)), 6, settings=sampling, ratio=0.15)
-    both.vllm.ask("\n\n".join(texts), settings=sampling, mode="warm", document="twice")
+    blended = both.vllm.ask(prompt_of(*reversed(texts)), 6, settings=sampling, ratio=0.15)
+    assert blended.report is not None
+    assert blended.report["reused_tokens"] > 100
+    warmed = both.vllm.ask("\n\n".join(texts), settings=sampling, mode="warm", document="twice")
+    assert warmed.report is not None
+    assert warmed.report["chunks"] == 1
+    with closing(FileStore(both.store)) as store:
+        assert len(store.documents()["twice"]) == 1
 
 
 # ---------------------------------------------------------------- disks

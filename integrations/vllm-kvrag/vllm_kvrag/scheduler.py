@@ -270,22 +270,11 @@ class Matching:
 def _nothing_blended(num_tokens: int, cached: int, config: BlendConfig) -> dict[str, Any]:
     """Return the report of a prompt that vLLM computed itself, behind `cached` tokens in pages that were blended."""
     ratio = DEFAULT_RATIO if config.ratio is None else config.ratio
-    return BlendReport(
-        prompt_tokens=num_tokens,
-        reused_tokens=cached,
-        recomputed_tokens=0,
-        fresh_tokens=num_tokens - cached,
-        runs=(),
+    return BlendReport.unblended(
+        num_tokens,
+        cached,
         policy=config.policy if cached else "full",
         ratio=ratio if cached else 1.0,
-        match_s=0.0,
-        load_s=0.0,
-        stitch_s=0.0,
-        select_s=0.0,
-        blend_s=0.0,
-        ttft_s=0.0,
-        bytes_loaded=0,
-        tier="",
         exact=not cached or config.ratio == 1.0,
         conversation_tokens=cached,
     ).to_dict()

@@ -150,6 +150,8 @@ def test_texts_of_one_request_are_held_without_a_name(kv: Warmer) -> None:
     assert kv.store.gc() == (0, 0)
     assert kv.store.gc(unused_days=-1) == (2, 0)
     kv.warm(SHARED, mode="on request")
+    kv.warm(SECRET, document=ON_REQUEST)
+    assert kv.served(SHARED) == kv.alone(SHARED), "nobody replaces the texts of requests by their document's name"
     kv.warm(SECRET, SHARED, document=ON_REQUEST[1:])
     assert kv.served(SHARED) == kv.alone(SHARED)
 

@@ -262,7 +262,7 @@ class Ingestion:
         for choice in choices:
             held[choice.piece.document].append(Holding(choice.piece.text, choice.key, choice.piece.source))
         for document, holdings in held.items():
-            self._store.set_document(document, holdings, namespace, replace=mode == "replace" and document != "")
+            self._store.set_document(document, holdings, namespace, replace=mode == "replace")
 
     def _has_room(self, missing: Sequence[_Choice]) -> bool:
         """Return whether the missing chunks fit into the store. If they fit, they were not evicted for lack of room."""

@@ -387,8 +387,8 @@ _Passage = tuple[str, str]  # text and subject
 class _Context:
     """Draws one context; see `sample`."""
 
-    def __init__(self, rng: random.Random, split: str) -> None:
-        self.rng, self.split = rng, split
+    def __init__(self, rng: random.Random, split: str, names: set[str]) -> None:
+        self.rng, self.split, self.names = rng, split, names
         self.used: set[str] = set()
         self.starts: set[str] = set()
         self.questions: list[Question] = []
@@ -403,9 +403,10 @@ class _Context:
                 onsets = _WORD_ONSETS if kind == "thing" else tuple(ONSETS)
                 drawn = self.rng.choice(_pairs(self.split, onsets, tuple(_CODAS[kind]), ""))
                 start = next(onset for onset in sorted(onsets, key=len, reverse=True) if drawn.startswith(onset))
-                if start.lower() in self.starts:
+                if start.lower() in self.starts or drawn in self.names:
                     continue
                 self.starts.add(start.lower())
+                self.names.add(drawn)
             elif kind == "year":
                 drawn = self.rng.choice(_pairs(self.split, _CENTURIES, _YEARS, ""))
             else:
@@ -557,9 +558,13 @@ def _define(word: str, meaning: str) -> str:
     return f"A {word} is a {meaning}."
 
 
-def sample(rng: random.Random, split: str, num_articles: int) -> Sample:
-    """Draw one context of `num_articles` articles, of about three passages each, and its questions."""
-    context = _Context(rng, split)
+def sample(rng: random.Random, split: str, num_articles: int, names: set[str] | None = None) -> Sample:
+    """Draw one context of `num_articles` articles, of about three passages each, and its questions.
+
+    Args:
+        names: Made-up names that other contexts use: this one uses none of them, and adds its own.
+    """
+    context = _Context(rng, split, set() if names is None else names)
     extra = rng.choices(("", "table", "glossary"), (0.2, 0.4, 0.4))[0] if num_articles > 1 else ""
     num_entities = num_articles - (extra != "")
     kinds = rng.choices(("person", "company", "town"), (0.55, 0.28, 0.17), k=num_entities)

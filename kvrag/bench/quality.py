@@ -40,7 +40,7 @@ AS_THEY_ARE = 0
 """Chunk length that leaves passages unchanged."""
 
 _FULL, _NONE, _RANDOM = "full", "none", "random"
-_FIXED = ("policy", "ratio", "controller", "context_tokens")  # fields of BlendConfig that the grid sets
+_FIXED = ("policy", "ratio", "controller", "context_tokens", "context")  # fields of BlendConfig that the grid sets
 _PORTION_BYTES = 1 << 30  # chunks are warmed and forgotten in portions of about this size
 _CODE = ("backend", "reuse", "ingest", "store", "generate", "request.py", "answer.py", "config.py")
 _METRICS = {"em": exact_match, "f1": token_f1, "rouge_l": rouge_l}
@@ -57,10 +57,12 @@ class Setup:
     preamble: bool = True
     codec: str = "native"
     context_tokens: int = 0
+    context: str = "text"
 
     def __str__(self) -> str:
         length = f"chunks of {self.chunk_tokens} tokens" if self.chunk_tokens else "passages as they are"
-        context = f", behind {self.context_tokens} tokens of context" if self.context_tokens else ""
+        behind = "title and headings" if self.context == "headings" else f"{self.context_tokens} tokens of context"
+        context = f", behind {behind}" if self.context_tokens else ""
         return f"{length}, preamble {'on' if self.preamble else 'off'}, codec {self.codec}{context}"
 
 
@@ -434,7 +436,7 @@ def _portions(tasks: Sequence[Task], bytes_per_token: int) -> Iterator[list[Task
 def _engine(stack: ExitStack, models: Models, setup: Setup, cells: Sequence[Cell], ram_bytes: int) -> BlendEngine:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-quality-", ignore_cleanup_errors=True))
     min_run = min(cell.config.min_run for cell in cells)  # minimum length of a stored chunk
-    config = BlendConfig(min_run=min_run, context_tokens=setup.context_tokens)
+    config = BlendConfig(min_run=min_run, context_tokens=setup.context_tokens, context=setup.context)
     return stack.enter_context(BlendEngine(models.get(setup.preamble), folder, config, ram_bytes, setup.codec))
 
 

@@ -70,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context-tokens",
         nargs="+",
-        metavar="N",
-        help="encode passages with N tokens of their document as context; 0 = alone (default: as `kvrag warm` if "
-        "rows name documents, else 0)",
+        metavar="N|headings",
+        help="encode passages with N tokens of their document as context, or with its title and headings; 0 = alone "
+        "(default: as `kvrag warm` if rows name documents, else 0)",
     )
     parser.add_argument(
         "--top-k",
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     cells = quality.make_cells(
         [policy for text in args.policies for policy in quality.split_policies(text)],
         _numbers(args.ratios, float, "--ratios"),
-        _setups(args, all(row.documents for row in rows)),
+        _setups(args, rows),
         quality.parse_settings(args.settings),
     )
     if args.against != _USUAL and args.against not in {cell.label for cell in cells}:
@@ -175,22 +175,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _setups(args: argparse.Namespace, have_documents: bool) -> list[quality.Setup]:
+def _setups(args: argparse.Namespace, rows: Sequence[Row]) -> list[quality.Setup]:
     lengths = _numbers(args.chunk_tokens, int, "--chunk-tokens")
     if any(0 != length < 16 for length in lengths):
         raise SettingError("--chunk-tokens must be 0 or at least 16: shorter chunks are not reused")
+    have_documents = all(row.documents for row in rows)
     usual = DEFAULT_CONTEXT if have_documents and not any(lengths) else 0
-    contexts = _numbers(args.context_tokens or [str(usual)], int, "--context-tokens")
-    if any(contexts) and not have_documents:
+    words = _words(args.context_tokens or [str(usual)])
+    contexts = [
+        (DEFAULT_CONTEXT, word) if word == "headings" else (_numbers([word], int, "--context-tokens")[0], "text")
+        for word in words
+    ]
+    if any(tokens < 0 for tokens, _ in contexts):
+        raise SettingError("--context-tokens must be at least 0")
+    if any(tokens for tokens, _ in contexts) and not have_documents:
         raise SettingError("--context-tokens needs rows with `documents`")
-    if any(contexts) and any(lengths):
+    if "headings" in words and not all(row.library for row in rows):
+        raise SettingError("--context-tokens headings needs documents with titles: --top-k, or rows with `library`")
+    if any(tokens for tokens, _ in contexts) and any(lengths):
         raise SettingError("--context-tokens and --chunk-tokens exclude each other: leave out one of them")
     preambles, codecs = _words(args.preamble), _words(args.codec)
     for name, words, known in (("--preamble", preambles, ("on", "off")), ("--codec", codecs, CODECS)):
         if unknown := [word for word in words if word not in known]:
             raise SettingError(f"{name} must be one of {', '.join(known)}, got {unknown[0]!r}")
     return [
-        quality.Setup(length, preamble == "on", codec, context)
+        quality.Setup(length, preamble == "on", codec, *context)
         for length in lengths
         for preamble in preambles
         for codec in codecs

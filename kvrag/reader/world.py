@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
 
+from kvrag.errors import KvragError
+
 SPLITS = ("train", "test")
 KINDS = ("direct", "anaphora", "inverse", "inverse across", "two-hop", "reference", "definition", "table", "comparison")
 """Kinds of question. All except `direct` and `inverse` depend on another passage than the one with the fact."""
@@ -198,6 +200,7 @@ _NOUNS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "paint": (["dark", "pale", "bright", "deep"], _COLOURS),
 }
 _CENTURIES, _YEARS = ("17", "18", "19", "20"), tuple(f"{year:02d}" for year in range(100))
+_TRIES = 100_000
 _COLUMNS = ["door", "coat", "roof", "hat", "chair", "gate"]
 
 
@@ -398,7 +401,7 @@ class _Context:
 
     def value(self, kind: str) -> str:
         """A name or value not yet in this context. No two names in a context begin alike, as in a novel."""
-        while True:
+        for _ in range(_TRIES):
             if kind in _CODAS:
                 onsets = _WORD_ONSETS if kind == "thing" else tuple(ONSETS)
                 drawn = self.rng.choice(_pairs(self.split, onsets, tuple(_CODAS[kind]), ""))
@@ -415,6 +418,7 @@ class _Context:
             if drawn not in self.used:
                 self.used.add(drawn)
                 return drawn
+        raise KvragError(f"no {kind} is left that the other contexts do not use: draw fewer contexts")
 
     def framed(self, phrases: tuple[str, ...], frames: tuple[str, ...], bare: float) -> tuple[str, str]:
         pairs = _framed(self.split, phrases, frames)

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from kvrag.errors import KvragError
+
 SPLITS = ("train", "test")
 PLACES = ("first", "middle", "heading", "list", "table", "matrix", "code", "back")
 """Where the name of a fact stands: in the chunk of the fact, or in one before it (`back`)."""
@@ -101,6 +103,7 @@ _IDLE = (
 )  # fmt: skip
 _TITLES = ("Register of {k}", "Notes on {k}", "Handbook of {k}", "All {k} in brief")
 
+_TRIES = 100_000
 _TOKEN = re.compile(r"\d|[^\W\d]+|[^\w\s]+|\n+")
 
 
@@ -199,7 +202,7 @@ class _Names:
         self.taken = taken
 
     def entity(self, kind: Kind) -> str:
-        while True:
+        for _ in range(_TRIES):
             left, right = self.rng.choice(LEFT), self.rng.choice(kind.right)
             if self.taken and self.rng.random() < self.near:
                 left = self.rng.choice(self.taken).split()[0]
@@ -207,6 +210,7 @@ class _Names:
             if name not in self.taken and reserved(left, right) == self.test:
                 self.taken.append(name)
                 return name
+        raise KvragError(f"no name of {kind.plural} is left that the other contexts do not use: draw fewer contexts")
 
     def value(self, type_: str) -> str:
         if type_ != "number":

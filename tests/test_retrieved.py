@@ -105,6 +105,10 @@ def test_rows_hold_the_nearest_chunks_best_first(corpus: Corpus, index: ChunkInd
         assert row.passages == tuple(hit.text for hit in index.search(row.question, 4))
         assert all(text in row.library[name] for text, name in zip(row.passages, row.documents, strict=True))
         assert all(corpus.documents[name] == chunks for name, chunks in row.library.items())
+        (around,) = (one for one in retrieved_rows(corpus, index, 9, k=1, around=1) if one.question == row.question)
+        chunks = around.library[around.documents[0]]
+        at = chunks.index(row.passages[0])
+        assert around.passages == chunks[max(0, at - 1) : at + 2], "neighbours in reading order"
     everything = retrieved_rows(corpus, index, 9, k=len(index))
     assert all(row.supported for row in everything)
     assert not all(row.supported for row in retrieved_rows(corpus, index, 9, k=1))
@@ -254,7 +258,9 @@ def test_a_second_world(run: Callable[..., str]) -> None:
         (["--top-k", "0"], "--top-k must be at least 1, got 0"),
         (["--top-k", "5000", "--articles", "5"], "--top-k must be from 1 to the"),
         (["--top-k", "3", "--articles", "0"], "--articles must be at least 1, got 0"),
-        (["--articles", "5"], "--articles needs --top-k K"),
+        (["--articles", "5"], "--articles and --around need --top-k K"),
+        (["--around", "1"], "--articles and --around need --top-k K"),
+        (["--top-k", "3", "--articles", "5", "--around", "-1"], "--around must be at least 0, got -1"),
         (["--data", "{rows}", "--top-k", "3"], "--data is asked as it is: leave out --world and --top-k"),
         (["--data", "{rows}", "--context-tokens", "headings"], "--context-tokens needs rows with `documents`"),
         (["--context-tokens", "headings"], "--context-tokens headings needs documents with titles"),

@@ -143,11 +143,12 @@ def open_index(
     return index
 
 
-def retrieved_rows(corpus: Corpus, index: ChunkIndex, count: int, k: int) -> list[Row]:
+def retrieved_rows(corpus: Corpus, index: ChunkIndex, count: int, k: int, around: int = 0) -> list[Row]:
     """Ask `count` questions, each kind equally often; a larger `count` appends rows.
 
     Args:
         k: Number of chunks to retrieve for each question.
+        around: Number of neighbours to retrieve with each of them, before and after it.
 
     Raises:
         SettingError: There are fewer chunks or questions.
@@ -166,7 +167,12 @@ def retrieved_rows(corpus: Corpus, index: ChunkIndex, count: int, k: int) -> lis
                 f"set --samples to at most {len(kinds) * len(group) + turn}, or choose other articles by --seed"
             )
         question = group[round_]
-        passages = tuple(hit.text for hit in index.search(question.text, k))
+        found: dict[str, None] = {}
+        for hit in index.search(question.text, k):
+            chunks = corpus.documents[home[hit.text]]
+            at = chunks.index(hit.text)
+            found |= dict.fromkeys(chunks[max(0, at - around) : at + around + 1])
+        passages = tuple(found)
         documents = tuple(home[passage] for passage in passages)
         rows.append(
             Row(

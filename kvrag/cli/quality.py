@@ -82,6 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "warmed as a whole (default: prompts of whole articles)",
     )
     parser.add_argument(
+        "--around",
+        type=int,
+        default=0,
+        metavar="N",
+        help="neighbours to retrieve with each chunk of --top-k (default: 0)",
+    )
+    parser.add_argument(
         "--articles",
         type=int,
         metavar="N",
@@ -238,8 +245,8 @@ def _asking(args: argparse.Namespace) -> quality.Asking:
 
 def _rows(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     """Return the rows, and a description of their source that does not depend on their number."""
-    if args.articles is not None and args.top_k is None:
-        raise SettingError("--articles needs --top-k K")
+    if args.top_k is None and (args.articles is not None or args.around):
+        raise SettingError("--articles and --around need --top-k K")
     if args.data and (args.top_k is not None or args.world):
         raise SettingError("--data is asked as it is: leave out --world and --top-k")
     if args.data:
@@ -256,17 +263,18 @@ def _rows(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
 def _retrieved(args: argparse.Namespace, world: int) -> tuple[list[Row], dict[str, Any]]:
     require_extra()
     articles = ARTICLES[world] if args.articles is None else args.articles
-    for name, value in (("--top-k", args.top_k), ("--articles", articles)):
-        if value < 1:
-            raise SettingError(f"{name} must be at least 1, got {value}")
+    for name, value, least in (("--top-k", args.top_k, 1), ("--articles", articles, 1), ("--around", args.around, 0)):
+        if value < least:
+            raise SettingError(f"{name} must be at least {least}, got {value}")
     corpus = draw_corpus(world, articles, args.seed)
     with (
         tempfile.TemporaryDirectory(prefix="kvrag-index-") as temporary,
         progress("indexing", quiet=args.json) as update,
         open_index(corpus, args.out or Path(temporary), update) as index,
     ):
-        rows = retrieved_rows(corpus, index, args.samples, args.top_k)
-    name = f"{WORLDS[world]}, top {args.top_k} of {len(corpus.chunks)} chunks"
+        rows = retrieved_rows(corpus, index, args.samples, args.top_k, args.around)
+    around = f" with {args.around} around each" if args.around else ""
+    name = f"{WORLDS[world]}, top {args.top_k} of {len(corpus.chunks)} chunks{around}"
     return rows, {"file": name, "seed": args.seed, "digest": corpus.digest, "embedder": index.embedder}
 
 

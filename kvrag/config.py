@@ -24,6 +24,9 @@ DEFAULT_RATIO = 0.15
 DEFAULT_CONTEXT = 256
 """Default number of context tokens that a chunk is encoded with."""
 
+CONTEXTS = ("text", "headings")
+"""What chunks are encoded behind: the preceding text of their source, or its title and the headings above them."""
+
 CANDIDATES = 2
 """Number of candidates of `query_hkvd`, as a multiple of its budget."""
 
@@ -104,6 +107,8 @@ class BlendConfig:
         context_tokens: At ingestion, a chunk is encoded with this many preceding tokens of its document as context, or
             up to twice as many where they are free, so that its KV resolves pronouns and references. 0 = every chunk is
             encoded alone: its KV, and every chunk that prompts reuse, depends on its own text only.
+        context: "text" = as said. "headings" = the context is the source's title, which is its name without folders and
+            suffix, and the Markdown headings above the chunk: at most `context_tokens` of them.
         check_layer: Layer at which `hkvd` measures the KV deviation; costs that many full layers.
         deviation_of: "k", "v" or "kv": tensors that `hkvd` compares.
         metric: "l2" (CacheBlend) or "cosine" (KVBoost): metric of `hkvd`.
@@ -120,6 +125,7 @@ class BlendConfig:
     controller: str = "auto"
     min_run: int = 16
     context_tokens: int = DEFAULT_CONTEXT
+    context: str = "text"
     check_layer: int = 1
     deviation_of: str = "kv"
     metric: str = "l2"
@@ -137,6 +143,7 @@ class BlendConfig:
         check_controller(self.controller)
         _check("min_run", self.min_run, 16, whole=True)  # guaranteed by the matcher
         _check("context_tokens", self.context_tokens, 0, whole=True)
+        _require(self.context in CONTEXTS, f"context must be {' or '.join(CONTEXTS)}, got {self.context!r}")
         _check("check_layer", self.check_layer, 1, whole=True)  # layer 0 cannot deviate
         _require(self.deviation_of in ("k", "v", "kv"), f"deviation_of must be k, v or kv, got {self.deviation_of!r}")
         _require(self.metric in ("l2", "cosine"), f"metric must be l2 or cosine, got {self.metric!r}")

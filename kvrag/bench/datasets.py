@@ -6,8 +6,9 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ _TRIES = 2000
 class Row:
     """A question about passages, and its accepted answers.
 
-    `documents` names the document of each passage, in reading order; empty = unknown. `kind` groups results. `across`:
-    whether the question depends on another passage than the one with the fact; None = unknown.
+    `kind` groups results. `across`: whether the question depends on another passage than the one with the fact; None =
+    unknown. `documents` names the document of each passage; empty = unknown. `library` has all chunks of these
+    documents, in reading order; empty = the passages are all there are, in reading order. `supported`: whether the
+    passages contain everything that the answer needs; None = unknown.
     """
 
     id: str
@@ -37,11 +40,16 @@ class Row:
     kind: str = ""
     across: bool | None = None
     documents: tuple[str, ...] = ()
+    library: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    supported: bool | None = None
 
     @property
     def key(self) -> str:
         """The id with a hash of the content, so that results of one row are never used for another."""
-        digest = blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=6)
+        content = asdict(self)
+        if not self.library:  # the key selects the passages that `--missing` leaves out: keep it as it was
+            del content["library"], content["supported"]
+        digest = blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=6)
         return f"{self.id}#{digest.hexdigest()}"
 
 
@@ -92,7 +100,8 @@ def _second_world_row(number: int, seed: int) -> Row:
 def file_rows(path: Path, count: int) -> list[Row]:
     """Read the first `count` rows of a file of JSON lines.
 
-    Each is an object with `passages`, `question`, `answers`, and optionally `id`, `kind`, `across` and `documents`.
+    Each is an object with `passages`, `question`, `answers`, and optionally `id`, `kind`, `across`, `documents`,
+    `library` and `supported`; see `Row`. A document has the same chunks in the libraries of all rows.
 
     Raises:
         KvragError: The file or a row is invalid; the message names the line.
@@ -108,10 +117,14 @@ def file_rows(path: Path, count: int) -> list[Row]:
     if not rows:
         raise KvragError(f"{path} is empty: write one JSON object per line, with passages, question and answers")
     seen: set[str] = set()
+    library: dict[str, tuple[str, ...]] = {}
     for (number, _), row in zip(numbered, rows, strict=True):
         if row.id in seen:
             raise KvragError(f"{path}, line {number}: duplicate id {row.id!r}")
         seen.add(row.id)
+        for name, chunks in row.library.items():
+            if library.setdefault(name, chunks) != chunks:
+                raise KvragError(f"{path}, line {number}: the document {name!r} has other chunks in an earlier line")
     return rows[:count]
 
 
@@ -133,6 +146,15 @@ def _file_row(line: str, where: str, number: str) -> Row:
     documents = fields.get("documents", [])
     if documents and not (_texts(documents) and len(documents) == len(fields["passages"])):
         raise KvragError(f"{where}: 'documents' must have a name for every passage")
+    library, supported = fields.get("library", {}), fields.get("supported")
+    if not isinstance(library, dict) or not all(map(_texts, library.values())):
+        raise KvragError(f"{where}: 'library' must be an object with a list of non-empty strings for every document")
+    if library and not all(
+        passage in library.get(name, ()) for name, passage in zip_longest(documents, fields["passages"])
+    ):
+        raise KvragError(f"{where}: 'library' must have every passage, under its name in 'documents'")
+    if not isinstance(supported, (bool, type(None))):
+        raise KvragError(f"{where}: 'supported' must be true or false")
     return Row(
         str(fields.get("id", number)),
         tuple(fields["passages"]),
@@ -141,6 +163,8 @@ def _file_row(line: str, where: str, number: str) -> Row:
         kind,
         across,
         tuple(documents),
+        {name: tuple(chunks) for name, chunks in library.items()},
+        supported,
     )
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvrag.backend.transformers import READER, Model
 from kvrag.bench.datasets import Row, rechunk
-from kvrag.bench.metrics import Bootstrap, Interval, Values, divergence, exact_match, rouge_l, token_f1
+from kvrag.bench.metrics import Bootstrap, Interval, Values, divergence, exact_match, normalise, rouge_l, token_f1
 from kvrag.bench.ttft import run_settings
 from kvrag.config import BlendConfig, Sampling, check_policy, check_ratio
 from kvrag.engine import BlendEngine
@@ -40,7 +40,7 @@ AS_THEY_ARE = 0
 """Chunk length that leaves passages unchanged."""
 
 _FULL, _NONE, _RANDOM = "full", "none", "random"
-_FIXED = ("policy", "ratio", "controller", "context_tokens")  # fields of BlendConfig that the grid sets
+_FIXED = ("policy", "ratio", "controller", "context_tokens", "context")  # fields of BlendConfig that the grid sets
 _PORTION_BYTES = 1 << 30  # chunks are warmed and forgotten in portions of about this size
 _CODE = ("backend", "reuse", "ingest", "store", "generate", "request.py", "answer.py", "config.py")
 _METRICS = {"em": exact_match, "f1": token_f1, "rouge_l": rouge_l}
@@ -57,10 +57,12 @@ class Setup:
     preamble: bool = True
     codec: str = "native"
     context_tokens: int = 0
+    context: str = "text"
 
     def __str__(self) -> str:
         length = f"chunks of {self.chunk_tokens} tokens" if self.chunk_tokens else "passages as they are"
-        context = f", behind {self.context_tokens} tokens of context" if self.context_tokens else ""
+        behind = "title and headings" if self.context == "headings" else f"{self.context_tokens} tokens of context"
+        context = f", behind {behind}" if self.context_tokens else ""
         return f"{length}, preamble {'on' if self.preamble else 'off'}, codec {self.codec}{context}"
 
 
@@ -185,12 +187,19 @@ def default_stop(model_name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Task:
-    """A row that fits: its chunks and its prompt, per chunk length."""
+    """A row that fits: its chunks and its prompt, per chunk length.
+
+    Attributes:
+        tokens: Length of the longest prompt.
+        hidden: Answers that the prompt does not contain, and that a chunk before one of its chunks in the same document
+            does: the model can only know them from the KV.
+    """
 
     row: Row
     chunks: dict[int, tuple[str, ...]]
     prompts: dict[int, str | Messages]
     tokens: int
+    hidden: tuple[str, ...]
 
 
 def make_tasks(
@@ -222,7 +231,7 @@ def make_tasks(
 def _task(model: Model, row: Row, lengths: Sequence[int], asking: Asking) -> Task:
     chunks: dict[int, tuple[str, ...]] = {}
     prompts: dict[int, str | Messages] = {}
-    longest = 0
+    longest, hidden = 0, tuple[str, ...]()
     for length in lengths:
         cut = rechunk(row.passages, length, lambda text: len(model.tokenizer.encode(text))) if length else row.passages
         retrieved = _retrieved(cut, asking.missing, row.key)
@@ -230,18 +239,48 @@ def _task(model: Model, row: Row, lengths: Sequence[int], asking: Asking) -> Tas
         text += "" if model.tokenizer.has_chat_template else "\n\nAnswer:"
         chunks[length], prompts[length] = cut, model.tokenizer.as_prompt(text)
         longest = max(longest, len(model.tokenizer.render(prompts[length])))
+        hidden = hidden if length else _hidden(row, retrieved)
     if longest + asking.max_tokens > model.context_window:
         raise ContextWindowError(
             f"row {row.id} has a prompt of {longest} tokens, which with {asking.max_tokens} for the answer do not fit "
             f"into the window of {model.name} ({model.context_window}): remove such rows, or skip them"
         )
-    return Task(row, chunks, prompts, longest)
+    return Task(row, chunks, prompts, longest, hidden)
 
 
 def _retrieved(chunks: Sequence[str], missing: float, seed: str) -> list[str]:
     """Return the chunks without a random share of them; at least one is kept."""
     rng = random.Random(seed)
     return [chunk for chunk in chunks if rng.random() >= missing] or [rng.choice(chunks)]
+
+
+def _hidden(row: Row, retrieved: Sequence[str]) -> tuple[str, ...]:
+    """Return `Task.hidden`."""
+    texts, names = _library(row)
+    last = {name: number for number, (text, name) in enumerate(zip(texts, names, strict=True)) if text in retrieved}
+    before = [
+        text
+        for number, (text, name) in enumerate(zip(texts, names, strict=True))
+        if number < last.get(name, 0) and text not in retrieved
+    ]
+    return tuple(
+        answer
+        for answer in row.answers
+        if any(_states(text, answer) for text in before)
+        and not any(_states(text, answer) for text in (*retrieved, row.question))
+    )
+
+
+def _states(text: str, answer: str) -> bool:
+    return f" {normalise(answer)} " in f" {normalise(text)} "
+
+
+def _library(row: Row) -> tuple[list[str], list[str]]:
+    """Return all chunks of the row's documents, each document's in reading order, with their documents' names."""
+    if not row.library:
+        return list(row.passages), [f"{row.key} {name}" for name in row.documents or ("",) * len(row.passages)]
+    texts = [text for chunks in row.library.values() for text in chunks]
+    return texts, [name for name, chunks in row.library.items() for _ in chunks]
 
 
 # ------------------------------------------------------------------------------------------------------ the rows
@@ -378,28 +417,37 @@ def measure(
 
 def _portions(tasks: Sequence[Task], bytes_per_token: int) -> Iterator[list[Task]]:
     portion: list[Task] = []
-    size = 0
+    size = 0.0
+    warmed: set[str] = set()
     for task in tasks:
-        if portion and size + task.tokens * bytes_per_token > _PORTION_BYTES:
+        new = {name: chunks for name, chunks in task.row.library.items() if name not in warmed}
+        letters = sum(len(chunk) for chunks in new.values() for chunk in chunks)
+        share = letters / sum(map(len, task.row.passages)) if task.row.library else 1
+        needed = task.tokens * share * bytes_per_token
+        if portion and size + needed > _PORTION_BYTES:
             yield portion
-            portion, size = [], 0
+            portion, size, warmed = [], 0.0, set()
         portion.append(task)
-        size += task.tokens * bytes_per_token
+        size += needed
+        warmed.update(new)
     yield portion
 
 
 def _engine(stack: ExitStack, models: Models, setup: Setup, cells: Sequence[Cell], ram_bytes: int) -> BlendEngine:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-quality-", ignore_cleanup_errors=True))
     min_run = min(cell.config.min_run for cell in cells)  # minimum length of a stored chunk
-    config = BlendConfig(min_run=min_run, context_tokens=setup.context_tokens)
+    config = BlendConfig(min_run=min_run, context_tokens=setup.context_tokens, context=setup.context)
     return stack.enter_context(BlendEngine(models.get(setup.preamble), folder, config, ram_bytes, setup.codec))
 
 
 def _warm(engines: dict[Setup, BlendEngine], task: Task) -> None:
     for setup, engine in engines.items():
         try:
-            documents = [f"{task.row.key} {name}" for name in task.row.documents] if setup.context_tokens else ""
-            engine.warm(task.chunks[setup.chunk_tokens], document=documents)
+            if setup.context_tokens:
+                texts, documents = _library(task.row)
+                engine.warm(texts, document=documents)
+            else:  # neighbours make no difference
+                engine.warm(task.chunks[setup.chunk_tokens])
         except ModelError as error:
             raise ModelError(f"row {task.row.id}: {error}") from error
 
@@ -502,6 +550,7 @@ def _table(tasks: Sequence[Task], cell: Cell, journal: Journal) -> dict[str, Val
         assert record is not None, "measured before"
         measured = {name: score(record["answer"], task.row.answers) for name, score in _METRICS.items()}
         measured |= {"kl": record["kl"], "agree": record["agree"], "ttft_s": record["ttft_s"]}
+        measured["leaked"] = exact_match(record["answer"], task.hidden)
         measured["reused"] = record["reused_tokens"] / record["prompt_tokens"]
         measured["recomputed"] = record["recomputed_tokens"] / max(1, record["reused_tokens"])
         for name, value in measured.items():
@@ -514,25 +563,31 @@ def _part(table: dict[str, Values], mask: np.ndarray[Any, np.dtype[np.bool_]]) -
 
 
 def _groups(tasks: Sequence[Task]) -> dict[str, np.ndarray[Any, np.dtype[np.bool_]]]:
-    """Return task masks by name: all, kinds of question, and whether the question depends on another passage."""
+    """Return task masks by name: all, kinds of question, what questions depend on, and what was retrieved."""
     groups = {"all": np.ones(len(tasks), bool)}
     for kind in dict.fromkeys(task.row.kind for task in tasks if task.row.kind):
         groups[f"kind: {kind}"] = np.array([task.row.kind == kind for task in tasks])
-    for across, name in ((True, ACROSS), (False, WITHIN)):
-        mask = np.array([task.row.across is across for task in tasks])
-        if mask.any():
-            groups[name] = mask
-    return groups
+    masks = {
+        ACROSS: [task.row.across is True for task in tasks],
+        WITHIN: [task.row.across is False for task in tasks],
+        RETRIEVED: [task.row.supported is True for task in tasks],
+        NOT_RETRIEVED: [task.row.supported is False for task in tasks],
+        HIDDEN: [bool(task.hidden) for task in tasks],
+    }
+    return groups | {name: np.array(mask) for name, mask in masks.items() if any(mask)}
 
 
 ACROSS, WITHIN = "hangs on another passage", "hangs on one passage"
+RETRIEVED, NOT_RETRIEVED = "answer retrieved", "answer not retrieved"
+HIDDEN = "answer only in a neighbour"
+"""Questions with `Task.hidden`; their metric `leaked` is the share of answers from what was not retrieved."""
 
 
 def _compare(
     bootstrap: Bootstrap, ours: dict[str, Values], full: dict[str, Values], rival: dict[str, Values] | None
 ) -> dict[str, Any]:
     result: dict[str, Any] = {"samples": len(ours["em"])}
-    for name in (*_METRICS, "agree", "kl"):
+    for name in (*_METRICS, "agree", "kl", "leaked"):
         result[name] = asdict(bootstrap.mean(ours[name]))
     for name in ("reused", "recomputed"):
         result[name] = float(ours[name].mean())
@@ -554,7 +609,7 @@ def _kept(bootstrap: Bootstrap, ours: Values, full: Values) -> Interval:
 
 
 def _brief(part: dict[str, Any]) -> dict[str, Any]:
-    names = ("samples", *_METRICS, "agree", "kl", "em_kept", "em_minus_full", "against")
+    names = ("samples", *_METRICS, "agree", "kl", "leaked", "em_kept", "em_minus_full", "against")
     return {name: part[name] for name in names if name in part}
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -17,7 +18,8 @@ from typing import Any
 from kvrag.backend.transformers import Model
 from kvrag.bench import plots, quality
 from kvrag.bench.datasets import WORLDS, Row, file_rows, world_of, world_rows
-from kvrag.cli.common import progress, say
+from kvrag.bench.retrieved import ARTICLES, draw_corpus, open_index, retrieved_rows
+from kvrag.cli.common import progress, require_extra, say
 from kvrag.config import CODECS, DEFAULT_CONTEXT, POLICIES
 from kvrag.errors import SettingError
 
@@ -68,9 +70,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context-tokens",
         nargs="+",
+        metavar="N|headings",
+        help="encode passages with N tokens of their document as context, or with its title and headings; 0 = alone "
+        "(default: as `kvrag warm` if rows name documents, else 0)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        metavar="K",
+        help="draw an index of articles, and ask about the K chunks nearest to each question; their documents are "
+        "warmed as a whole (default: prompts of whole articles)",
+    )
+    parser.add_argument(
+        "--around",
+        type=int,
+        default=0,
         metavar="N",
-        help="encode passages with N tokens of their document as context; 0 = alone (default: as `kvrag warm` if "
-        "rows name documents, else 0)",
+        help="neighbours to retrieve with each chunk of --top-k (default: 0)",
+    )
+    parser.add_argument(
+        "--articles",
+        type=int,
+        metavar="N",
+        help="number of articles in the index of --top-k (default: "
+        + ", ".join(f"{number} in world {world}" for world, number in ARTICLES.items())
+        + ")",
     )
     parser.add_argument(
         "--missing",
@@ -113,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     cells = quality.make_cells(
         [policy for text in args.policies for policy in quality.split_policies(text)],
         _numbers(args.ratios, float, "--ratios"),
-        _setups(args, all(row.documents for row in rows)),
+        _setups(args, rows),
         quality.parse_settings(args.settings),
     )
     if args.against != _USUAL and args.against not in {cell.label for cell in cells}:
@@ -158,22 +182,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _setups(args: argparse.Namespace, have_documents: bool) -> list[quality.Setup]:
+def _setups(args: argparse.Namespace, rows: Sequence[Row]) -> list[quality.Setup]:
     lengths = _numbers(args.chunk_tokens, int, "--chunk-tokens")
     if any(0 != length < 16 for length in lengths):
         raise SettingError("--chunk-tokens must be 0 or at least 16: shorter chunks are not reused")
+    have_documents = all(row.documents for row in rows)
     usual = DEFAULT_CONTEXT if have_documents and not any(lengths) else 0
-    contexts = _numbers(args.context_tokens or [str(usual)], int, "--context-tokens")
-    if any(contexts) and not have_documents:
+    words = _words(args.context_tokens or [str(usual)])
+    contexts = [
+        (DEFAULT_CONTEXT, word) if word == "headings" else (_numbers([word], int, "--context-tokens")[0], "text")
+        for word in words
+    ]
+    if any(tokens < 0 for tokens, _ in contexts):
+        raise SettingError("--context-tokens must be at least 0")
+    if any(tokens for tokens, _ in contexts) and not have_documents:
         raise SettingError("--context-tokens needs rows with `documents`")
-    if any(contexts) and any(lengths):
+    if "headings" in words and not all(row.library for row in rows):
+        raise SettingError("--context-tokens headings needs documents with titles: --top-k, or rows with `library`")
+    if any(tokens for tokens, _ in contexts) and any(lengths):
         raise SettingError("--context-tokens and --chunk-tokens exclude each other: leave out one of them")
     preambles, codecs = _words(args.preamble), _words(args.codec)
     for name, words, known in (("--preamble", preambles, ("on", "off")), ("--codec", codecs, CODECS)):
         if unknown := [word for word in words if word not in known]:
             raise SettingError(f"{name} must be one of {', '.join(known)}, got {unknown[0]!r}")
     return [
-        quality.Setup(length, preamble == "on", codec, context)
+        quality.Setup(length, preamble == "on", codec, *context)
         for length in lengths
         for preamble in preambles
         for codec in codecs
@@ -212,13 +245,37 @@ def _asking(args: argparse.Namespace) -> quality.Asking:
 
 def _rows(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     """Return the rows, and a description of their source that does not depend on their number."""
+    if args.top_k is None and (args.articles is not None or args.around):
+        raise SettingError("--articles and --around need --top-k K")
+    if args.data and (args.top_k is not None or args.world):
+        raise SettingError("--data is asked as it is: leave out --world and --top-k")
     if args.data:
         rows = file_rows(args.data, args.samples)
         digest = blake2b(args.data.read_bytes(), digest_size=8).hexdigest()
         return rows, {"file": args.data.name, "digest": digest}
     world = args.world or world_of(args.model)
+    if args.top_k is not None:
+        return _retrieved(args, world)
     rows = world_rows(args.samples, args.seed, world)
     return rows, {"file": WORLDS[world], "seed": args.seed, "digest": rows[0].key}
+
+
+def _retrieved(args: argparse.Namespace, world: int) -> tuple[list[Row], dict[str, Any]]:
+    require_extra()
+    articles = ARTICLES[world] if args.articles is None else args.articles
+    for name, value, least in (("--top-k", args.top_k, 1), ("--articles", articles, 1), ("--around", args.around, 0)):
+        if value < least:
+            raise SettingError(f"{name} must be at least {least}, got {value}")
+    corpus = draw_corpus(world, articles, args.seed)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvrag-index-") as temporary,
+        progress("indexing", quiet=args.json) as update,
+        open_index(corpus, args.out or Path(temporary), update) as index,
+    ):
+        rows = retrieved_rows(corpus, index, args.samples, args.top_k, args.around)
+    around = f" with {args.around} around each" if args.around else ""
+    name = f"{WORLDS[world]}, top {args.top_k} of {len(corpus.chunks)} chunks{around}"
+    return rows, {"file": name, "seed": args.seed, "digest": corpus.digest, "embedder": index.embedder}
 
 
 def _keep(path: Path, result: dict[str, Any]) -> None:
@@ -255,7 +312,8 @@ def table(result: dict[str, Any]) -> list[str]:
             for cell in rivals:
                 differences = "".join(f"{_interval(cell['against'][name], '+.3f'):25}" for name in ("em", "f1", "kl"))
                 lines.append(f"{cell['policy']:26}{_ratio(cell)}  {differences.rstrip()}")
-        groups = list(cells[0]["groups"])
+        lines += _by_retrieval(cells)
+        groups = [name for name in cells[0]["groups"] if name not in _RETRIEVAL]
         if groups:
             heads = [name.removeprefix("kind: ").replace("hangs on ", "") for name in groups]
             widths = [max(len(head), 5) + 2 for head in heads]
@@ -269,6 +327,37 @@ def table(result: dict[str, Any]) -> list[str]:
                 values = [cell["groups"][name]["em"]["value"] for name in groups]
                 cut = "".join(f"{value:>{width}.3f}" for value, width in zip(values, widths, strict=True))
                 lines.append(f"{cell['policy']:26}{_ratio(cell)}{cut}")
+    return lines
+
+
+_RETRIEVAL = (quality.RETRIEVED, quality.NOT_RETRIEVED, quality.HIDDEN)
+
+
+def _by_retrieval(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines about what was retrieved; none if that is unknown or does not differ."""
+    groups = [name for name in _RETRIEVAL if name in cells[0]["groups"]]
+    if not groups:
+        return []
+    heads, columns = "", ""
+    for name in groups:
+        if name == quality.HIDDEN:
+            continue
+        title = f"{name} ({cells[0]['groups'][name]['samples']})"
+        heads += f"{title:78}"
+        columns += f"{'EM':22}{'EM kept':22}{'top-1':>7}  {'KL':25}"
+    if quality.HIDDEN in groups:
+        heads += f"answers from what was not retrieved ({cells[0]['groups'][quality.HIDDEN]['samples']})"
+    lines = ["", "By what was retrieved", "", f"{'':34}{heads}".rstrip(), f"{'':26}{'ratio':>6}  {columns}".rstrip()]
+    for cell in cells:
+        text = f"{cell['policy']:26}{_ratio(cell)}  "
+        for name in groups:
+            group = cell["groups"][name]
+            if name == quality.HIDDEN:
+                text += _interval(group["leaked"])
+            else:
+                text += f"{_interval(group['em']):22}{_interval(group['em_kept']):22}{group['agree']['value']:>7.3f}  "
+                text += f"{_interval(group['kl'], '.4f'):25}"
+        lines.append(text.rstrip())
     return lines
 
 

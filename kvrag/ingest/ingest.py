@@ -22,6 +22,7 @@ from kvrag.control.tuning import Tuning
 from kvrag.errors import SettingError, reporting_memory
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.ingest.encode import batch_tokens, encode, row_lengths
+from kvrag.ingest.headings import headings_after, title
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore, TextState
 from kvrag.store.codec import pack
 from kvrag.types import WarmReport
@@ -210,29 +211,57 @@ class Ingestion:
     ) -> list[_Piece]:
         """Return the pieces to store: each text once per document and source, at its first position.
 
-        The context grows to twice `context_tokens` before it is cut back to `context_tokens`. Until then, consecutive
-        contexts share a prefix, which is computed once for all of them.
-
         Args:
             before: See `warm`.
         """
         pieces: dict[tuple[str, str, str], _Piece] = {}
+        contexts = self._headings if self._config.context == "headings" else self._preceding
+        for name, source, ids, key, context in zip(
+            names, sources, given.ids, given.keys, contexts(given.ids, sources, before), strict=True
+        ):
+            if key:
+                text = text_key(namespace, ids)
+                pieces.setdefault((name, source, text), _Piece(name, source, text, ids, context))
+        return list(pieces.values())
+
+    def _preceding(
+        self, texts: Sequence[list[int]], sources: Sequence[str], before: dict[str, list[int]]
+    ) -> Iterator[list[int]]:
+        """Yield the text that precedes each text in its source.
+
+        The context grows to twice `context_tokens` before it is cut back to `context_tokens`. Until then, consecutive
+        contexts share a prefix, which is computed once for all of them.
+        """
         blank = self._model.tokenizer.encode("\n\n")
-        limit, window = self._config.context_tokens, self._model.context_window - len(self._model.tokenizer.preamble)
-        for name, source, ids, key in zip(names, sources, given.ids, given.keys, strict=True):
+        limit = self._config.context_tokens
+        for source, ids in zip(sources, texts, strict=True):
             context = before.get(source, [])
             if shared := _overlap(context, ids):
                 context = context[:-shared]
             elif context:
                 context = [*context, *blank]
-            room = window - len(ids)
+            room = self._room(ids)
             if len(context) > min(2 * limit, room):
                 context = context[len(context) - min(limit, room) :]
             before[source] = [*context, *ids] if source and limit else []
-            if key:
-                text = text_key(namespace, ids)
-                pieces.setdefault((name, source, text), _Piece(name, source, text, ids, context))
-        return list(pieces.values())
+            yield context
+
+    def _headings(
+        self, texts: Sequence[list[int]], sources: Sequence[str], before: dict[str, list[int]]
+    ) -> Iterator[list[int]]:
+        """Yield the title of each text's source and the headings above the text; `before` has those at its end."""
+        tokenizer = self._model.tokenizer
+        for source, ids in zip(sources, texts, strict=True):
+            limit = min(self._config.context_tokens, self._room(ids)) if source else 0
+            path = tokenizer.decode(before[source]).split("\n\n") if before.get(source) else [title(source)]
+            context = tokenizer.encode("\n\n".join([*path, ""]))
+            yield context[max(0, len(context) - limit) :]
+            if limit:
+                before[source] = tokenizer.encode("\n\n".join(headings_after(path, tokenizer.decode(ids))))
+
+    def _room(self, ids: Sequence[int]) -> int:
+        """Return the number of tokens that the window has for the context of a text."""
+        return self._model.context_window - len(self._model.tokenizer.preamble) - len(ids)
 
     def _look_up(self, pieces: Sequence[_Piece]) -> dict[str, TextState]:
         return self._store.look_up(list(dict.fromkeys(piece.text for piece in pieces)))

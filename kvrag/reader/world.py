@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
 
+from kvrag.errors import KvragError
+
 SPLITS = ("train", "test")
 KINDS = ("direct", "anaphora", "inverse", "inverse across", "two-hop", "reference", "definition", "table", "comparison")
 """Kinds of question. All except `direct` and `inverse` depend on another passage than the one with the fact."""
@@ -198,6 +200,7 @@ _NOUNS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "paint": (["dark", "pale", "bright", "deep"], _COLOURS),
 }
 _CENTURIES, _YEARS = ("17", "18", "19", "20"), tuple(f"{year:02d}" for year in range(100))
+_TRIES = 100_000
 _COLUMNS = ["door", "coat", "roof", "hat", "chair", "gate"]
 
 
@@ -387,8 +390,8 @@ _Passage = tuple[str, str]  # text and subject
 class _Context:
     """Draws one context; see `sample`."""
 
-    def __init__(self, rng: random.Random, split: str) -> None:
-        self.rng, self.split = rng, split
+    def __init__(self, rng: random.Random, split: str, names: set[str]) -> None:
+        self.rng, self.split, self.names = rng, split, names
         self.used: set[str] = set()
         self.starts: set[str] = set()
         self.questions: list[Question] = []
@@ -398,14 +401,15 @@ class _Context:
 
     def value(self, kind: str) -> str:
         """A name or value not yet in this context. No two names in a context begin alike, as in a novel."""
-        while True:
+        for _ in range(_TRIES):
             if kind in _CODAS:
                 onsets = _WORD_ONSETS if kind == "thing" else tuple(ONSETS)
                 drawn = self.rng.choice(_pairs(self.split, onsets, tuple(_CODAS[kind]), ""))
                 start = next(onset for onset in sorted(onsets, key=len, reverse=True) if drawn.startswith(onset))
-                if start.lower() in self.starts:
+                if start.lower() in self.starts or drawn in self.names:
                     continue
                 self.starts.add(start.lower())
+                self.names.add(drawn)
             elif kind == "year":
                 drawn = self.rng.choice(_pairs(self.split, _CENTURIES, _YEARS, ""))
             else:
@@ -414,6 +418,7 @@ class _Context:
             if drawn not in self.used:
                 self.used.add(drawn)
                 return drawn
+        raise KvragError(f"no {kind} is left that the other contexts do not use: draw fewer contexts")
 
     def framed(self, phrases: tuple[str, ...], frames: tuple[str, ...], bare: float) -> tuple[str, str]:
         pairs = _framed(self.split, phrases, frames)
@@ -557,9 +562,13 @@ def _define(word: str, meaning: str) -> str:
     return f"A {word} is a {meaning}."
 
 
-def sample(rng: random.Random, split: str, num_articles: int) -> Sample:
-    """Draw one context of `num_articles` articles, of about three passages each, and its questions."""
-    context = _Context(rng, split)
+def sample(rng: random.Random, split: str, num_articles: int, names: set[str] | None = None) -> Sample:
+    """Draw one context of `num_articles` articles, of about three passages each, and its questions.
+
+    Args:
+        names: Made-up names that other contexts use: this one uses none of them, and adds its own.
+    """
+    context = _Context(rng, split, set() if names is None else names)
     extra = rng.choices(("", "table", "glossary"), (0.2, 0.4, 0.4))[0] if num_articles > 1 else ""
     num_entities = num_articles - (extra != "")
     kinds = rng.choices(("person", "company", "town"), (0.55, 0.28, 0.17), k=num_entities)

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from kvrag.errors import KvragError
+
 SPLITS = ("train", "test")
 PLACES = ("first", "middle", "heading", "list", "table", "matrix", "code", "back")
 """Where the name of a fact stands: in the chunk of the fact, or in one before it (`back`)."""
@@ -101,6 +103,7 @@ _IDLE = (
 )  # fmt: skip
 _TITLES = ("Register of {k}", "Notes on {k}", "Handbook of {k}", "All {k} in brief")
 
+_TRIES = 100_000
 _TOKEN = re.compile(r"\d|[^\W\d]+|[^\w\s]+|\n+")
 
 
@@ -188,14 +191,18 @@ def reserved(*parts: str) -> bool:
 
 
 class _Names:
-    """Draws entities and values of one split; no two entities of a sample are the same."""
+    """Draws entities and values of one split; no two entities of a sample are the same.
 
-    def __init__(self, rng: random.Random, split: str, near: float) -> None:
+    Args:
+        taken: Entities of other samples: no entity is the same as one of them.
+    """
+
+    def __init__(self, rng: random.Random, split: str, near: float, taken: list[str]) -> None:
         self.rng, self.test, self.near = rng, split == "test", near
-        self.taken: list[str] = []
+        self.taken = taken
 
     def entity(self, kind: Kind) -> str:
-        while True:
+        for _ in range(_TRIES):
             left, right = self.rng.choice(LEFT), self.rng.choice(kind.right)
             if self.taken and self.rng.random() < self.near:
                 left = self.rng.choice(self.taken).split()[0]
@@ -203,6 +210,7 @@ class _Names:
             if name not in self.taken and reserved(left, right) == self.test:
                 self.taken.append(name)
                 return name
+        raise KvragError(f"no name of {kind.plural} is left that the other contexts do not use: draw fewer contexts")
 
     def value(self, type_: str) -> str:
         if type_ != "number":
@@ -375,9 +383,13 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def sample(rng: random.Random, split: str, scale: Scale = FULL) -> Sample:
-    """Draw one context and its questions."""
-    names = _Names(rng, split, scale.near)
+def sample(rng: random.Random, split: str, scale: Scale = FULL, names: list[str] | None = None) -> Sample:
+    """Draw one context and its questions.
+
+    Args:
+        names: Entities that other contexts use: this one uses none of them, and adds its own.
+    """
+    drawer = _Names(rng, split, scale.near, [] if names is None else names)
     budget = rng.randint(*scale.context)
     num_documents = rng.randint(*scale.documents)
     passages: list[str] = []
@@ -388,7 +400,7 @@ def sample(rng: random.Random, split: str, scale: Scale = FULL) -> Sample:
     for number in range(num_documents):
         size = rng.randint(*scale.chunk)
         tokens = size * rng.randint(*scale.chunks)
-        document = _Document(rng, names, scale, kinds[number % len(kinds)], tokens)
+        document = _Document(rng, drawer, scale, kinds[number % len(kinds)], tokens)
         chunks = document.split(size, rng.choice((0, 0, size // 8, size // 4)), rng.random() < 0.5)
         wanted = max(1, (budget - sum(map(count, passages))) // (num_documents - number) // size)
         first = rng.randint(0, max(0, len(chunks) - wanted))

@@ -1,0 +1,31 @@
+"""The title and the headings above a text, as the context that it is encoded behind."""
+
+from __future__ import annotations
+
+import re
+
+_HEADING = re.compile(r"(#{1,6})\s+\S")
+_SUFFIX = re.compile(r"\.[A-Za-z]{2,5}$")
+
+
+def title(source: str) -> str:
+    """Return the title of a source: its name, of a path or URL the last part without the suffix."""
+    return _SUFFIX.sub("", re.split(r"[/\\]", source.rstrip("/\\"))[-1])
+
+
+def headings_after(path: list[str], text: str) -> list[str]:
+    """Return the title and the Markdown headings above what follows `text`.
+
+    Lines of a code block are no headings, if the text has the fence that opens it.
+
+    Args:
+        path: The title and the headings above `text`, the outermost first.
+    """
+    in_code = False
+    for line in text.splitlines():
+        in_code ^= line.lstrip().startswith(("```", "~~~"))
+        if not in_code and (found := _HEADING.match(line)):
+            level = len(found[1])
+            name, *above = path
+            path = [name, *(other for other in above if other.index(" ") < level), line.strip()]
+    return path

@@ -32,7 +32,7 @@ from kvrag.reuse.stitch import Stitched
 
 IMAGES = Path(__file__).parent / "images"
 MEASURED = IMAGES / "ttft-length.json"
-POLICIES = ("query", "hkvd", "hybrid", "first_k", "random")
+POLICIES = ("query", "hkvd", "first_k", "random")
 SHAPE, LAYERS, CHUNKS, CHUNK_TOKENS = "qwen2.5-0.5b", 8, (1, 2, 4, 8), 512
 WIDTH = 104  # characters of a line of text
 

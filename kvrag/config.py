@@ -14,7 +14,7 @@ from kvrag.errors import SettingError
 CODECS = ("native", "int8", "int4")
 """Codecs of stored KV: as the model computes it, or in 8 or 4 bits; see `kvrag.store.codec`."""
 
-POLICIES = ("none", "full", "hkvd", "hkvd_gradual", "seam", "first_k", "query", "query_hkvd", "hybrid", "random")
+POLICIES = ("none", "full", "hkvd", "hkvd_gradual", "seam", "first_k", "query", "query_hkvd", "random")
 
 DEFAULT_POLICY = "query"
 
@@ -113,8 +113,9 @@ class BlendConfig:
         deviation_of: "k", "v" or "kv": tensors that `hkvd` compares.
         metric: "l2" (CacheBlend) or "cosine" (KVBoost): metric of `hkvd`.
         min_deviation: `hkvd` does not recompute tokens with a smaller deviation, at any ratio.
-        seam_before, seam_after: Tokens that `seam` and `hybrid` select at the end of a run and at the start of the
-            next.
+        seam_before, seam_after: Tokens that `seam` selects at the end of a run and at the start of the next.
+        first_tokens: Tokens at the start of every run that `query` and `query_hkvd` recompute in any case, as far as
+            two thirds of the budget allow; 0 = the question's attention alone decides.
         band: Layers whose attention `query` and `query_hkvd` use, as fractions of the depth.
         smoothing: Width in tokens of the window that averages `query` scores; odd.
         seed: Seed of `random`.
@@ -132,7 +133,8 @@ class BlendConfig:
     min_deviation: float = 0.0
     seam_before: int = 0
     seam_after: int = 4
-    band: tuple[float, float] = (0.5, 1.0)
+    first_tokens: int = 2
+    band: tuple[float, float] = (0.5, 0.8)
     smoothing: int = 1
     seed: int = 0
 
@@ -150,6 +152,7 @@ class BlendConfig:
         _check("min_deviation", self.min_deviation, 0)
         _check("seam_before", self.seam_before, 0, whole=True)
         _check("seam_after", self.seam_after, 0, whole=True)
+        _check("first_tokens", self.first_tokens, 0, whole=True)
         low, high = self.band
         _require(0.0 <= low < high <= 1.0, f"band must be two rising fractions in [0, 1], got {self.band}")
         _check("smoothing", self.smoothing, 1, whole=True)

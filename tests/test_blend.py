@@ -139,7 +139,7 @@ def test_blocks_give_what_one_pass_gives(
 
 
 @pytest.mark.parametrize("family", [*WINDOWS, "gemma2", "qwen3_moe"])
-@pytest.mark.parametrize("policy", ["none", "hkvd", "query", "hybrid"])
+@pytest.mark.parametrize("policy", ["none", "hkvd", "query", "seam"])
 def test_memory_that_was_never_written_is_never_read(
     family: str, policy: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,7 +103,7 @@ def test_nothing_measured_is_blended() -> None:
 
 
 def test_selecting_costs_what_the_policy_looks_at() -> None:
-    assert selecting(BlendConfig(policy="hybrid", band=(0.34, 0.52)), 28) == (15 / 28, 0.0, 0.0)
+    assert selecting(BlendConfig(policy="query", band=(0.34, 0.52)), 28) == (15 / 28, 0.0, 0.0)
     assert selecting(BlendConfig(policy="hkvd", check_layer=3), 6) == (0.0, 0.5, 0.0)
     assert selecting(BlendConfig(policy="first_k"), 6) == (0.0, 0.0, 0.0)
     assert selecting(BlendConfig(policy="query_hkvd", band=(0.5, 1.0)), 28) == (1.0, 0.0, 0.5)
@@ -274,7 +274,7 @@ def test_a_slow_model_is_blended(engine: BlendEngine) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"ratio": 0.15}, {"policy": "hybrid"}, {"policy": "first_k"}, {"policy": "none"}, {"controller": "off"}],
+    [{"ratio": 0.15}, {"policy": "query_hkvd"}, {"policy": "first_k"}, {"policy": "none"}, {"controller": "off"}],
     ids=str,
 )
 def test_what_is_given_is_obeyed(settings: dict[str, Any], engine: BlendEngine) -> None:

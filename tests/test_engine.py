@@ -283,7 +283,7 @@ def test_a_long_prompt_in_blocks(engine: BlendEngine, hf: Any, monkeypatch: pyte
     engine.warm(CHUNKS)
     ids = engine.model.tokenizer.render(messages(*CHUNKS * 11))
     assert len(ids) > 1500
-    for policy in ("hkvd", "query", "query_hkvd", "hybrid"):
+    for policy in ("hkvd", "query", "query_hkvd"):
         done = prepare(engine, ids, 1.0, policy)
         assert len(done.report.runs) == 44
         assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
@@ -693,12 +693,12 @@ def test_the_bundled_reader_answers(tmp_path: Path) -> None:
         prompt = messages(*CHUNKS, question="Question: Where was Kan Dror born?")
         answers = {
             policy: engine.generate(prompt, policy=policy, ratio=1.0, max_new_tokens=8, temperature=0)
-            for policy in ("full", "hkvd", "hybrid")
+            for policy in ("full", "hkvd", "query")
         }
         assert len({answer.token_ids for answer in answers.values()}) == 1
-        assert answers["hybrid"].text.strip()
-        assert answers["hybrid"].report.exact
-        assert len(answers["hybrid"].report.runs) == 4
+        assert answers["query"].text.strip()
+        assert answers["query"].report.exact
+        assert len(answers["query"].report.runs) == 4
 
 
 def test_a_model_in_bfloat16_stores_bfloat16(tokenizer: Any, tmp_path: Path) -> None:

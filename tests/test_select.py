@@ -17,11 +17,12 @@ from kvrag.reuse.blend import blend
 from kvrag.reuse.select import Selection, select
 from kvrag.reuse.stitch import Stitched
 
-INFORMED = ("hkvd", "hkvd_gradual", "seam", "first_k", "query", "query_hkvd", "hybrid", "random")
+INFORMED = ("hkvd", "hkvd_gradual", "seam", "first_k", "query", "query_hkvd", "random")
 
 
 def _pick(model: Model, stitched: Stitched, policy: str, ratio: float, **changes: Any) -> list[int]:
-    return select(model, stitched, BlendConfig(policy=policy, ratio=ratio, **changes)).positions.tolist()
+    config = BlendConfig(policy=policy, ratio=ratio, **{"first_tokens": 0, "band": (0.5, 1.0), **changes})
+    return select(model, stitched, config).positions.tolist()
 
 
 @pytest.mark.parametrize("policy", INFORMED)
@@ -284,19 +285,26 @@ def test_seam_takes_what_is_nearest_to_a_seam(model: Model, lay_out: LayOut) -> 
     assert both == {run.start for run in runs} | {run.stop - 1 - i for run in runs for i in range(2)}
 
 
-def test_hybrid_takes_the_seams_first_and_then_asks_the_question(model: Model, lay_out: LayOut) -> None:
+def test_the_first_tokens_of_runs_come_before_what_the_question_attends_to(model: Model, lay_out: LayOut) -> None:
     stitched = lay_out(*CHUNKS)
-    runs, inexact = [run for run in stitched.runs if not stitched.exact[run.start]], stitched.inexact
-    seams = {run.start + i for run in runs for i in range(4)} | {run.stop - 1 - i for run in runs for i in range(2)}
-    settings: dict[str, Any] = {"seam_before": 2, "seam_after": 4}
-    few = _pick(model, lay_out(*CHUNKS), "hybrid", 6 / len(inexact), **settings)
-    assert set(few) == {run.start for run in runs} | {run.stop - 1 for run in runs}, "equally many at each"
-    assert set(_pick(model, lay_out(*CHUNKS), "hybrid", 18 / len(inexact), **settings)) == seams
-    more = set(_pick(model, lay_out(*CHUNKS), "hybrid", 40 / len(inexact), **settings))
-    by_query = set(_pick(model, lay_out(*CHUNKS), "query", 40 / len(inexact)))
-    assert seams <= more
-    assert len(more - seams) == 22
-    assert more - seams <= by_query | seams
+    runs, num = [run for run in stitched.runs if not stitched.exact[run.start]], len(stitched.inexact)
+
+    def picked(budget: int, first_tokens: int, policy: str = "query") -> set[int]:
+        return set(_pick(model, lay_out(*CHUNKS), policy, budget / num, first_tokens=first_tokens))
+
+    assert len(runs) == 3
+    first = {run.start + i for run in runs for i in range(2)}
+    for policy in ("query", "query_hkvd"):
+        both = picked(20, 2, policy)
+        assert len(both) == 20
+        assert first <= both
+        assert not first <= picked(20, 0, policy), "otherwise this test shows nothing"
+    assert both != picked(20, 0)
+    assert picked(20, 2) - first <= picked(20, 0)
+    few = picked(5, 2)  # two thirds of five are one token of every run
+    assert {run.start for run in runs} <= few
+    assert few - {run.start for run in runs} <= picked(5, 0)
+    assert picked(4, 2) == picked(4, 0), "not one of every run would fit"
 
 
 def test_random_is_repeatable_and_its_own(model: Model, lay_out: LayOut) -> None:
@@ -315,17 +323,3 @@ def test_choosing_never_makes_kv_worse(policy: str, model: Model, lay_out: LayOu
     logits = blend(model, stitched, Selection(stitched.inexact))
     full = model.new_cache(len(stitched.ids))
     torch.testing.assert_close(logits, model.forward(stitched.ids[None], full), atol=1e-4, rtol=1e-4)
-
-
-def test_hybrid_does_not_listen_where_the_seams_take_the_whole_budget(
-    model: Model, lay_out: LayOut, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stitched = lay_out(*CHUNKS)
-    heard: list[int] = []
-    listen = model.attention_received
-    monkeypatch.setattr(model, "attention_received", lambda *args: heard.append(1) or listen(*args))
-    num_inexact = len(stitched.inexact)
-    _pick(model, stitched, "hybrid", 4 / num_inexact, seam_after=4, seam_before=0)
-    assert heard == []
-    _pick(model, lay_out(*CHUNKS), "hybrid", 40 / num_inexact, seam_after=4, seam_before=0)
-    assert heard == [1]

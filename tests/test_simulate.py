@@ -74,9 +74,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_check_predicts_what_it_measures(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_LEARNED", ((2, 20),))
-    monkeypatch.setattr(
-        bench, "_PREDICTED", (("plain", 2, 30, "hybrid", 0.15, None), ("slow", 2, 20, "none", 0.0, 2e6))
-    )
+    monkeypatch.setattr(bench, "_PREDICTED", (("plain", 2, 30, "query", 0.15, None), ("slow", 2, 20, "none", 0.0, 2e6)))
     points = bench.check(model, 1, lambda line: None)
     assert [point.name for point in points] == ["plain", "slow"]
     for point in points:

@@ -252,7 +252,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policies",
         nargs="+",
-        default=["none", "first_k", "query", "hybrid", "hkvd"],
+        default=["none", "first_k", "query", "hkvd"],
         choices=POLICIES,
         help="policies to compare with full prefill and an exact prefix cache",
     )

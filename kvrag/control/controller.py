@@ -28,7 +28,7 @@ class Workload:
         prompt, reused, inexact: Tokens of the prompt; those with stored KV; those of them that may deviate.
         kept: Tokens of the conversation's cached prefix.
         bytes: Bytes to load from below the RAM tier.
-        query_pass: Share of the layers that selection runs on the fresh tokens (`query`, `hybrid`).
+        query_pass: Share of the layers that selection runs on the fresh tokens (`query`).
         detection_pass: Share of the layers that selection runs on all tokens (`hkvd`).
         candidate_pass: Share of the layers that selection runs on candidates (`query_hkvd`).
     """
@@ -108,7 +108,7 @@ def blend_seconds(speed: Speed, request: Workload, ratio: float) -> float:
 
 def selecting(config: BlendConfig, num_layers: int) -> tuple[float, float, float]:
     """Return (query_pass, detection_pass, candidate_pass) of a policy; see Workload."""
-    if config.policy in ("query", "query_hkvd", "hybrid"):
+    if config.policy in ("query", "query_hkvd"):
         candidate_pass = num_layers // 2 / num_layers if config.policy == "query_hkvd" else 0.0
         return math.ceil(config.band[1] * num_layers) / num_layers, 0.0, candidate_pass
     if config.policy.startswith("hkvd"):

@@ -167,7 +167,27 @@ def _best(scores: Tensor, num: int) -> Tensor:
 
 
 def query(context: Context) -> Scores:
-    """Attention of the question (the tokens after the last run) over the stitched KV (ProphetKV, QCFuse).
+    """The first tokens of every run, then those that the question attends to over the stitched KV (ProphetKV, QCFuse).
+
+    The first tokens of a chunk were encoded without the text before them, so they count regardless of the question.
+    """
+    attention = _attention(context)
+    return Scores(attention.values + _first_tokens(context), attention.final_rows)
+
+
+def _first_tokens(context: Context) -> Tensor:
+    """Return (T,) scores above any attention for `first_tokens` of every run, the same number of each, 0 elsewhere."""
+    stitched, config = context.stitched, context.config
+    scores = torch.zeros(len(stitched.ids))
+    runs = [run for run in stitched.runs if not stitched.exact[run.start]]
+    num = min(config.first_tokens, int(_FIRST_SHARE * context.budget) // max(len(runs), 1))
+    for run in runs:
+        scores[run.start : run.start + min(num, len(run))] = 2.0  # attention is at most 1
+    return scores
+
+
+def _attention(context: Context) -> Scores:
+    """Attention of the question, the tokens after the last run.
 
     Root mean square over the heads and a band of layers, so that one head with high attention counts more than many
     with low attention; optionally smoothed over neighbours.
@@ -196,37 +216,18 @@ def query(context: Context) -> Scores:
 
 
 def query_hkvd(context: Context) -> Scores:
-    """Among twice the budget by `query`, the highest products of attention and KV deviation half-way down.
+    """The first tokens, then among twice the budget by `query` the highest products of attention and KV deviation.
 
-    A self-contained text draws attention but hardly changes, so recomputing it would be wasted. Measuring the deviation
-    runs half of the layers on the candidates, about as much work as the recompute itself.
+    The deviation is measured half-way down. A self-contained text draws attention but hardly changes, so recomputing it would be wasted.
+    Measuring the deviation runs half of the layers on the candidates, about as much work as the recompute itself.
     """
-    inexact, attention = context.stitched.inexact, query(context)
-    candidates = inexact[_best(attention.values[inexact], CANDIDATES * context.budget)]
+    inexact, first, attention = context.stitched.inexact, _first_tokens(context), _attention(context)
+    candidates = inexact[_best((attention.values + first)[inexact], CANDIDATES * context.budget)]
     rows = torch.cat([context.stitched.fresh, candidates]).sort().values
     deviation = _deviation(context, context.backend.num_layers // 2, rows)
     values = torch.where(deviation > -torch.inf, attention.values * deviation, -torch.inf)
+    values[first > 0] = torch.inf
     return Scores(values, attention.final_rows)
-
-
-def hybrid(context: Context) -> Scores:
-    """The tokens at the seams first, the same number at each, then by `query`.
-
-    All seams count, regardless of the question's attention: the first tokens of a chunk were encoded without the text
-    before them.
-    """
-    config, inexact = context.config, context.stitched.inexact
-    seams = torch.zeros(len(context.stitched.ids))
-    for run in context.stitched.runs:
-        after = torch.arange(min(config.seam_after, len(run)))
-        before = torch.arange(min(config.seam_before, len(run)))
-        # attention is at most 1; tokens nearer to the seam come first
-        seams[run.start + after] += 3.0 - after / len(run)
-        seams[run.stop - 1 - before] += 3.0 - before / len(run)
-    if int((seams[inexact] > 0).sum()) >= context.budget:
-        return Scores(seams)  # with short chunks, the seams fill the budget
-    attention = query(context)
-    return Scores(attention.values + seams, attention.final_rows)
 
 
 def _l2(fresh: Tensor, cached: Tensor) -> Tensor:
@@ -240,6 +241,7 @@ def _cosine(fresh: Tensor, cached: Tensor) -> Tensor:
 
 
 _MIN_QUERIES = 8
+_FIRST_SHARE = 2 / 3  # of the budget, at most, for the first tokens of runs
 _STAGES = ((1.4, 1 / 3), (1.0, 2 / 3), (0.6, 1.0))  # (share of the budget, up to this share of the layers); mean 1
 _METRICS = {"l2": _l2, "cosine": _cosine}
 _SCORES: dict[str, Callable[[Context], Scores]] = {
@@ -249,6 +251,5 @@ _SCORES: dict[str, Callable[[Context], Scores]] = {
     "first_k": first_k,
     "query": query,
     "query_hkvd": query_hkvd,
-    "hybrid": hybrid,
     "random": random,
 }

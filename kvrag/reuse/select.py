@@ -218,8 +218,9 @@ def _attention(context: Context) -> Scores:
 def query_hkvd(context: Context) -> Scores:
     """The first tokens, then among twice the budget by `query` the highest products of attention and KV deviation.
 
-    The deviation is measured half-way down. A self-contained text draws attention but hardly changes, so recomputing it would be wasted.
-    Measuring the deviation runs half of the layers on the candidates, about as much work as the recompute itself.
+    The deviation is measured half-way down. A self-contained text draws attention but hardly changes, so recomputing it
+    would be wasted. Measuring the deviation runs half of the layers on the candidates, about as much work as the
+    recompute itself.
     """
     inexact, first, attention = context.stitched.inexact, _first_tokens(context), _attention(context)
     candidates = inexact[_best((attention.values + first)[inexact], CANDIDATES * context.budget)]

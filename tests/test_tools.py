@@ -301,7 +301,7 @@ def put_together(deltas: list[Delta]) -> list[tuple[str, str, str]]:
 
 LONG = '{"where": "</tool_call> up \\"{ and\ndown", "far": [{"a": 1}, "}"]}'
 FORMATS = {
-    "hermes": "Well.\n<tool_call>\n{\"name\": \"look\", \"arguments\": %s}\n</tool_call>\n" + HERMES_ONE,
+    "hermes": 'Well.\n<tool_call>\n{"name": "look", "arguments": %s}\n</tool_call>\n' + HERMES_ONE,
     "llama": '{"name": "look", "parameters": %s}; {"name": "count", "parameters": {"number": 1}}',
     "llama-function": '{"type": "function", "function": {"name": "look", "parameters": %s}}',
     "mistral": '[TOOL_CALLS] [{"name": "look", "arguments": %s}, {"name": "count", "arguments": {"number": 1}}]',
@@ -334,7 +334,7 @@ def test_a_call_cut_off_is_invalid_wherever_it_is_cut(form: str, size: int) -> N
         [call] = deltas[-1].invalid_calls
         assert (call.name, call.id, call.arguments) == (name, number, arguments)
         assert name == "look"
-        with pytest.raises(ValueError, match="."):
+        with pytest.raises(json.JSONDecodeError):
             json.loads(arguments)
         assert not any(delta.tool_calls for delta in deltas)
         assert "".join(delta.text for delta in deltas) == ("Well." if form == "hermes" else "")

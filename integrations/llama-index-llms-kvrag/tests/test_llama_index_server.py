@@ -6,12 +6,13 @@ import asyncio
 import json
 import pickle
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from llama_index.core import StorageContext, VectorStoreIndex
-from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.base.llms.types import ChatMessage, ToolCallBlock
 from llama_index.core.embeddings import MockEmbedding
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import TextNode
@@ -165,11 +166,15 @@ async def test_arguments_are_streamed_in_pieces(local: BlendLLM, remote: BlendLL
         call: dict[str, Any] = {"user_msg": "Who?", "tool_required": True, "max_tokens": 80}
         seen = []
         async for response in await llm.astream_chat_with_tools([NOTE], **call):
-            calls = llm.get_tool_calls_from_response(response, error_on_no_tool_call=False)
-            seen += [call.tool_kwargs.get("text") for call in calls]
-        texts = [text for text in seen if text]
+            for block in response.message.blocks:
+                if isinstance(block, ToolCallBlock):
+                    assert llm.get_tool_calls_from_response(response)[0].tool_name == "take_note"
+                    seen.append(block.tool_kwargs)
+        *pieces, last = seen
+        assert list(last) == ["text"]
+        texts = [piece for piece in pieces if isinstance(piece, str)]
         assert len(set(texts)) > 3
-        assert all(seen[-1].startswith(text[:-1]) for text in texts)
+        assert all(after.startswith(before) for before, after in pairwise(texts))
 
 
 def test_tools_are_called(local: BlendLLM, remote: BlendLLM) -> None:

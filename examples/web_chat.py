@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from bs4 import BeautifulSoup
 from langchain_kvrag import FaissVectorStore, SentenceTransformerEmbeddings
-from langchain_text_splitters import RecursiveCharacterTextSplitter
-from pypdf import PdfReader
 
 from kvrag import BlendEngine, BlendReport, Explanation
+from kvrag.retrieval import documents
 
 TOP_K, CHUNK_TOKENS = 4, 256
 SAMPLES = sorted((Path(__file__).parent / "corpus").glob("*.txt"))
@@ -38,22 +36,21 @@ class Chat:
 
     def add(self, paths: list[str | Path], progress: gr.Progress = gr.Progress()) -> str:  # noqa: B008
         """Warm and index files. A file replaces an earlier one with the same name."""
-        encode, reports = self.engine.model.tokenizer.encode, []
-        splitter = RecursiveCharacterTextSplitter(
-            chunk_size=CHUNK_TOKENS, chunk_overlap=0, length_function=lambda text: len(encode(text))
-        )
+        encode, reports, problems = self.engine.model.tokenizer.encode, [], []
+        split = documents.splitter(lambda text: len(encode(text)), CHUNK_TOKENS, 0)
         for number, path in enumerate(map(Path, paths)):
             progress((number, len(paths)), desc=f"warming {path.name}", unit="documents")
-            try:
-                chunks = splitter.split_text(read(path))
-            except Exception as error:  # pypdf raises many types
-                gr.Warning(f"{path.name} cannot be read: {error}")
+            content = documents.parse(path.name, path.suffix, path.read_bytes())
+            problems += [f"\n- {escape(str(problem))}" for problem in content.problems]
+            if not content.texts:
                 continue
+            chunks = split(content.texts)
             reports.append(self.engine.warm(chunks, document=path.name))
             self.vectors.delete(self.ids.pop(path.name, []))
             self.ids[path.name] = self.vectors.add_texts(chunks)
         encoded, seconds = sum(report.new for report in reports), sum(report.seconds for report in reports)
-        return f"**{len(self.ids)} documents, {len(self.vectors.ids)} chunks**, {encoded} encoded now, {seconds:.1f} s"
+        found = f"**{len(self.ids)} documents, {len(self.vectors.ids)} chunks**, {encoded} encoded now, {seconds:.1f} s"
+        return found + "\n" + "".join(problems)
 
     def ask(self, question: str, shown: list[Any], turns: list[Any]) -> Iterator[tuple[Any, ...]]:
         """Stream the answer, then show its timing and reuse."""
@@ -77,13 +74,6 @@ class Chat:
         prompt, report, explained = last
         full = self.engine.generate(prompt, policy="full", max_new_tokens=1).report if compare else None
         return panel(report, full, explained)
-
-
-def read(path: Path) -> str:
-    if path.suffix.lower() == ".pdf":
-        return "\n\n".join(page.extract_text() for page in PdfReader(path).pages)
-    text = path.read_text(encoding="utf-8-sig")
-    return BeautifulSoup(text, "html.parser").get_text("\n", strip=True) if "htm" in path.suffix.lower() else text
 
 
 def panel(report: BlendReport, full: BlendReport | None, explained: Explanation) -> str:
@@ -130,7 +120,7 @@ def main() -> None:
                 question = gr.Textbox(placeholder="Ask about the documents", show_label=False, submit_btn=True)
                 gr.Examples(QUESTIONS, question, label="For the sample articles")
             with gr.Column(scale=2):
-                files = gr.File(label="Documents: .txt .md .html .pdf", file_count="multiple", height=120)
+                files = gr.File(label="Documents: " + " ".join(documents.SUFFIXES), file_count="multiple", height=120)
                 samples = gr.Button("Use the sample articles", size="sm")
                 status = gr.Markdown(min_height=40)
                 compare = gr.Checkbox(True, label="After each answer, also measure full prefill of its prompt")

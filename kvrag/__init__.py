@@ -22,7 +22,7 @@ from kvrag.errors import (
     UnsupportedModelError,
 )
 from kvrag.inspect.explanation import Explanation
-from kvrag.types import Answer, BlendReport, Delta, Run, ToolCall, WarmReport
+from kvrag.types import Answer, BlendReport, CallPiece, Delta, InvalidCall, Run, ToolCall, WarmReport
 
 if TYPE_CHECKING:
     from kvrag.backend.transformers import Model
@@ -39,6 +39,7 @@ __all__ = [
     "BlendConfig",
     "BlendEngine",
     "BlendReport",
+    "CallPiece",
     "ChunkUnreadableError",
     "ContextWindowError",
     "DamagedChunkError",
@@ -47,6 +48,7 @@ __all__ = [
     "FileStore",
     "FingerprintMismatchError",
     "Grammar",
+    "InvalidCall",
     "KVStore",
     "KvragError",
     "LLMBase",

@@ -24,7 +24,7 @@ from kvrag.inspect.history import History
 from kvrag.request import Pipeline, Prefilled, Prompt
 from kvrag.reuse.conversation import CachedPrefix, Conversation, Conversations, Turn
 from kvrag.store import serve
-from kvrag.types import Answer, BlendReport, Delta, Messages, ToolCall
+from kvrag.types import Answer, BlendReport, Delta, InvalidCall, Messages, ToolCall
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -230,16 +230,18 @@ def join(deltas: Iterable[Delta]) -> Answer:
     text, last, num_tokens = "", None, 0
     token_ids: list[int] = []
     calls: list[ToolCall] = []
+    invalid: list[InvalidCall] = []
     for delta in deltas:
         text += delta.text
         token_ids += delta.token_ids
         num_tokens += delta.num_tokens
         calls += delta.tool_calls
+        invalid += delta.invalid_calls
         last = delta
     assert last is not None
     assert last.finish_reason is not None
     assert last.report is not None
-    return Answer(text, tuple(token_ids), last.finish_reason, last.report, tuple(calls), num_tokens)
+    return Answer(text, tuple(token_ids), last.finish_reason, last.report, tuple(calls), num_tokens, tuple(invalid))
 
 
 def _with_created(report: BlendReport, created: set[str]) -> BlendReport:

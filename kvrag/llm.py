@@ -144,6 +144,11 @@ class LLMSettings(EngineSettings, AnswerSettings):
         return cls(**{row.name: getattr(llm, row.name) for row in fields(cls)})
 
     @staticmethod
+    def length(value: Any) -> Any:
+        """Return `max_tokens`, where None = the default, as in the frameworks' other classes."""
+        return _ANSWER["max_tokens"].default if value is None else value
+
+    @staticmethod
     def plain(value: Any) -> Any:
         """Return folders and dtypes as strings, so that settings can be serialised; other values are unchanged."""
         torch = sys.modules.get("torch")  # otherwise no value can be a dtype

@@ -137,8 +137,34 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class InvalidCall:
+    """A tool call that cannot be executed: it was cut off, or its arguments are not a JSON object.
+
+    `name` is "" if it was cut off before its name. `arguments` is the text that exists.
+    """
+
+    name: str
+    arguments: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """The next characters of a tool call's JSON arguments.
+
+    `index` is the number of the call in the answer. The first piece of a call has its `name` and `id`, the others have
+    "".
+    """
+
+    index: int
+    arguments: str
+    name: str = ""
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
-    """A complete generation. `text` is the answer without its tool calls.
+    """A complete generation. `text` is the answer without its tool calls, valid or not.
 
     `num_tokens` is the number of generated tokens. Servers send it without the `token_ids`.
     """
@@ -149,6 +175,7 @@ class Answer:
     report: BlendReport
     tool_calls: tuple[ToolCall, ...] = ()
     num_tokens: int = 0
+    invalid_calls: tuple[InvalidCall, ...] = ()
 
     def __post_init__(self) -> None:
         _count(self)
@@ -159,8 +186,9 @@ class Delta:
     """A piece of a streamed answer.
 
     The last one has `finish_reason` and `report` set; its `text` may be empty. `token_ids` are the tokens generated
-    since the previous delta, `num_tokens` their number, `tool_calls` the calls completed by them. Servers send no
-    `token_ids`, and the number of all tokens with the last delta.
+    since the previous delta, `num_tokens` their number, `call_pieces` their part of tool calls, at most one piece of
+    each call. `tool_calls` and `invalid_calls` are the calls that end here; all their pieces have been sent. Servers
+    send no `token_ids`, and the number of all tokens with the last delta.
     """
 
     text: str
@@ -169,6 +197,8 @@ class Delta:
     report: BlendReport | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     num_tokens: int = 0
+    call_pieces: tuple[CallPiece, ...] = ()
+    invalid_calls: tuple[InvalidCall, ...] = ()
 
     def __post_init__(self) -> None:
         _count(self)

@@ -14,8 +14,7 @@ import httpx
 from fastapi import FastAPI
 
 from kvrag import BlendEngine
-from kvrag.cli import documents
-from kvrag.cli.serve import _read
+from kvrag.retrieval import documents
 from kvrag.retrieval.index import ChunkIndex
 from kvrag.server import Corpus, ServerSettings, bind, create_app, make_server, url
 
@@ -68,7 +67,9 @@ def make_corpus(engine: BlendEngine, folder: Path, namespace: str = "") -> Corpu
     folder.mkdir(parents=True, exist_ok=True)
     encode = engine.model.tokenizer.encode
     split = documents.splitter(lambda text: len(encode(text)), 40, 0)
-    return Corpus(engine, ChunkIndex(folder / "index.sqlite"), folder / "corpus", _read, split, namespace=namespace)
+    return Corpus(
+        engine, ChunkIndex(folder / "index.sqlite"), folder / "corpus", documents.parse, split, namespace=namespace
+    )
 
 
 @contextmanager

@@ -308,7 +308,9 @@ def test_every_kind_of_file_is_read(tmp_path: Path, as_json: Json) -> None:
     (docs / "e.bin").write_bytes(b"\0\1")
     warmed = as_json("warm", docs, "--store", tmp_path / "kv", "--text-field", "body")
     assert warmed["files"] == 4
-    assert warmed["skipped_files"] == {}
+    [others] = warmed["problems"]
+    assert others == {"file": str(docs), "line": None, "message": others["message"]}
+    assert "1 .bin" in others["message"]
     context = as_json("ask", "What?", "--store", tmp_path / "kv", "--top-k", 9, "--max-tokens", 1)["context"]
     assert {hit["text"] for hit in context} == {
         "Mira plays the harp.",
@@ -323,21 +325,25 @@ def test_files_that_are_not_text_are_named_and_skipped(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Callable[..., str]
 ) -> None:
     broken = {"bin.txt": b"\0\1\2", "latin.txt": "caf\xe9 \xfc".encode("latin-1"), "bad.pdf": b"%PDF-1.7 nothing"}
-    broken |= {"bad.jsonl": b'{"text": "fine"}\n[1]\n', "empty.md": b" \n"}
+    broken |= {"bad.jsonl": b'{"text": 5}\n[1]\n', "empty.md": b" \n"}
+    broken["latin.txt"] = b"\xff\0\xff\0\xfe"
+    (folder / "lines.jsonl").write_bytes(b'{"text": "A line of its own."}\n[1]\n')
     for name, content in broken.items():
         (folder / name).write_bytes(content)
     assert main(["warm", str(folder), "--store", str(tmp_path / "kv"), "--json"]) == 0
     captured = capsys.readouterr()
     result = json.loads(captured.out)
-    assert {Path(name).name for name in result["skipped_files"]} == set(broken)
-    assert result["files"] == 3
-    for name in broken:
-        assert f"skipped {folder / name}: " in captured.err
-    assert "line 2" in result["skipped_files"][str(folder / "bad.jsonl")]
+    problems = {(Path(problem["file"]).name, problem["line"]) for problem in result["problems"]}
+    whole = {(name, None) for name in broken if name != "bad.jsonl"}
+    assert problems == whole | {("bad.jsonl", 1), ("bad.jsonl", 2), ("lines.jsonl", 2)}
+    assert result["files"] == 4
+    for problem in result["problems"]:
+        line = "" if problem["line"] is None else f", line {problem['line']}"
+        assert f"{problem['file']}{line}: skipped: " in captured.err
     with (folder / "huge.txt").open("wb") as huge:
         huge.truncate(2 << 30)  # holes take no room
     assert main(["warm", str(folder / "huge.txt"), str(folder / "ingla.txt"), "--store", str(tmp_path / "kv")]) == 0
-    assert "huge.txt: the file is larger than 1 GiB: split it" in capsys.readouterr().err
+    assert "huge.txt: skipped: the file is larger than 1 GiB: split it" in capsys.readouterr().err
     only = fails("warm", folder / "bin.txt", folder / "bad.pdf", "--store", tmp_path / "kv")
     assert "none of 2 files could be read" in only
     assert "no files with text in" in fails("estimate", tmp_path / "kv" / "chunks")

@@ -93,7 +93,7 @@ def test_documents_whose_files_are_gone(
     (folder / "short.txt").write_text("Too short.")
     kept = run(capsys, *command)
     assert (kept["gone"], kept["dropped"]) == ([gone], 0)
-    assert list(kept["skipped_files"]) == [str(folder / "binary.txt")]
+    assert [problem["file"] for problem in kept["problems"]] == [str(folder / "binary.txt")]
     assert kept["warnings"] == ["1 chunks are too short: they can be retrieved but not reused"]
     pruned = run(capsys, *command, "--prune")
     assert pruned["dropped"] > 0

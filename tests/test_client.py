@@ -24,6 +24,7 @@ from kvrag import (
     ContextWindowError,
     Delta,
     Grammar,
+    InvalidCall,
     KvragError,
     PromptError,
     RemoteEngine,
@@ -31,6 +32,7 @@ from kvrag import (
     SettingError,
     WarmReport,
 )
+from kvrag.answer import join
 from kvrag.client.texts import Texts, batches, whole_documents
 
 OBJECT = {"type": "object"}
@@ -136,13 +138,17 @@ def test_tool_calls(fake: FakeVllm, remote: RemoteEngine, stream: bool) -> None:
     if stream:
         deltas = list(remote.stream(USER, tools=tools, tool_choice="look"))
         calls, text = [call for delta in deltas for call in delta.tool_calls], "".join(d.text for d in deltas)
-        finish = deltas[-1].finish_reason
+        invalid, finish = [call for delta in deltas for call in delta.invalid_calls], deltas[-1].finish_reason
+        pieces = [(piece.index, piece.id, piece.name) for delta in deltas for piece in delta.call_pieces if piece.id]
+        assert pieces == [(0, "c1", "look"), (1, "c2", "rest"), (2, "c3", "rest")]
     else:
         answer = remote.generate(USER, tools=tools, tool_choice="look")
         calls, text, finish = list(answer.tool_calls), answer.text, answer.finish_reason
+        invalid = list(answer.invalid_calls)
     found = [(call.id, call.name, call.arguments) for call in calls]
     assert found == [("c1", "look", {"far": True}), ("c2", "rest", {})]
-    assert "broken" in text
+    assert invalid == [InvalidCall("rest", '{"broken', "c3")]
+    assert not stream or not text
     assert finish == "stop"
     body = fake.requests[0]
     assert body["tools"] == tools
@@ -151,6 +157,21 @@ def test_tool_calls(fake: FakeVllm, remote: RemoteEngine, stream: bool) -> None:
     assert fake.requests[-1]["tool_choice"] == "required"
     with pytest.raises(PromptError, match="tools need a chat prompt"):
         remote.generate("text", tools=tools)
+
+
+@pytest.mark.parametrize("calls", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_forced_call_cut_off_is_invalid(fake: FakeVllm, remote: RemoteEngine, stream: bool, calls: bool) -> None:
+    if calls:  # cut off before its arguments; vLLM may also omit it
+        fake.calls = [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": ""}}]
+    fake.finish = "length"
+    asked: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "look"}}], "tool_choice": "look"}
+    answer = join(remote.stream(USER, **asked)) if stream else remote.generate(USER, **asked)
+    [call] = answer.invalid_calls
+    assert (call.name, call.arguments) == ("look" if calls else "", "")
+    assert (answer.tool_calls, answer.finish_reason) == ((), "length")
+    assert stream or calls or answer.text == ""
+    assert calls or not remote.generate(USER, tools=asked["tools"]).invalid_calls  # an answer that was not forced
 
 
 def test_a_history_is_sent_in_openais_form(fake: FakeVllm, remote: RemoteEngine) -> None:

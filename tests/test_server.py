@@ -186,8 +186,12 @@ def test_a_tool_that_must_be_called_is_called(client: OpenAI, stream: bool) -> N
     )
     if stream:
         pieces = list(said)
-        [call] = [call for piece in pieces for call in piece.choices[0].delta.tool_calls or ()]
-        assert call.index == 0
+        call, *rest = [call for piece in pieces for call in piece.choices[0].delta.tool_calls or ()]
+        assert call.id
+        assert len(rest) > 2
+        for more in rest:  # as OpenAI's: the first fragment has id and name
+            assert (more.index, more.id, more.function.name) == (0, None, None)
+            call.function.arguments += more.function.arguments
         reason = pieces[-1].choices[0].finish_reason
     else:
         [call] = said.choices[0].message.tool_calls
@@ -196,6 +200,29 @@ def test_a_tool_that_must_be_called_is_called(client: OpenAI, stream: bool) -> N
     assert reason == "tool_calls"
     assert call.function.name == "look"
     assert isinstance(json.loads(call.function.arguments)["far"], bool)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_call_cut_off_has_the_finish_reason_length(client: OpenAI, stream: bool) -> None:
+    def ask(length: int) -> Any:
+        return client.chat.completions.create(
+            model=NAME, messages=MESSAGES, tools=[TOOL], tool_choice="required", max_tokens=length, stream=stream
+        )
+
+    for length in (1, 4, 12):
+        if stream:
+            pieces = [piece.choices[0] for piece in ask(length)]
+            assert not any(piece.delta.content for piece in pieces)
+            said = [call.function for piece in pieces for call in piece.delta.tool_calls or ()]
+            reason = pieces[-1].finish_reason
+        else:
+            choice = ask(length).choices[0]
+            assert choice.message.content is None
+            said, reason = [call.function for call in choice.message.tool_calls], choice.finish_reason
+        assert said
+        assert reason == "length"
+        with pytest.raises(json.JSONDecodeError):
+            json.loads("".join(part.arguments for part in said))
 
 
 def test_what_tools_said_can_be_told(client: OpenAI, engine: BlendEngine) -> None:
@@ -333,7 +360,8 @@ def test_documents_come_and_go(served: Served) -> None:
         ("a", "text/html; charset=utf-8", b"<p>Zel owns a snake.</p>"),
         ("a.pdf", "", PDF),
         ("a", "application/pdf", PDF),
-        ("a.jsonl", "", b'{"text": "Zel owns a snake."}'),
+        ("a.jsonl", "", b'{"text": "Zel owns a snake."}\nbroken'),
+        ("a.txt", "", "Zel owns a snake.".encode("utf-16")),
         ("a b/c%2Fd.txt", "", "Zel owns a snake.".encode("utf-8-sig")),
     ],
 )
@@ -341,6 +369,7 @@ def test_files_are_uploaded(served: Served, corpus: Corpus, name: str, content_t
     headers = {"Content-Type": content_type} if content_type else {}
     added = served.http.put(f"/v1/corpus/{name}", content=content, headers=headers)
     assert added.status_code == 202, added.text
+    assert [problem["line"] for problem in added.json()["problems"]] == [2] * (name == "a.jsonl")
     place = f"/v1/corpus/{name}"
     until(lambda: served.http.get(place).json()["status"] == "ready")
     assert [hit.text for hit in corpus.search("Zel owns a snake.", 1, 0)] == ["Zel owns a snake."]
@@ -351,7 +380,8 @@ def test_files_are_uploaded(served: Served, corpus: Corpus, name: str, content_t
     ("name", "content", "reason"),
     [
         ("a.txt", b"\0\1\2", "binary"),
-        ("a", "caf\xe9".encode("latin-1"), "UTF-8"),
+        ("a", b"\x89PNG\r\n", "a: skipped: it is an image (PNG)"),
+        ("a.jsonl", b"{}\n[]", "a.jsonl, line 1: skipped: it has no field 'text'"),
         ("a.pdf", b"%PDF-1.7 nothing", "PDF"),
         ("a.txt", b"  ", "no text"),
         ("%2E%2E/%2E%2E/etc/passwd", b"text", "'..' between slashes"),

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from conftest import CHUNKS
 
-from kvrag import BlendEngine, Delta, FileStore, Grammar, Model, PromptError, SettingError, ToolCall
+from kvrag import BlendEngine, Delta, FileStore, Grammar, InvalidCall, Model, PromptError, SettingError, ToolCall
+from kvrag.answer import join
 from kvrag.generate.tools import CallParser, prepare
+from kvrag.types import FinishReason
 
 HELLO = [{"role": "user", "content": "Hello."}]
 
@@ -264,7 +266,7 @@ def test_calls_are_found(text: str, said: str, calls: list[Any], size: int) -> N
         '{"name": "look", "parameters": ',
         "<tool_call>\nlook up\n</tool_call> is how",
         '<tool_call>{"name": "look", "arguments": [1]}</tool_call>',
-        '<tool_call>{"name": "look", "arguments": {"where": "</tool_call>',
+        '<tool_call>{"name": "look", "args": "</tool_call>',
         'Use {"name": "look", "parameters": {}}',
     ],
 )
@@ -278,19 +280,118 @@ def test_text_is_said_as_soon_as_it_is_certainly_no_call() -> None:
     assert pieces == [*"one", " t", *"wo", " <th", *"ree", " f", *"our"]
 
 
+def spell(text: str, size: int, finish: FinishReason) -> list[Delta]:
+    """What a parser makes of an answer that arrives in pieces of this size."""
+    parser = CallParser(("look", "count"))
+    pieces = [Delta(text[at : at + size], (1,)) for at in range(0, len(text), size)]
+    return [parser.parse(piece) for piece in [*pieces, Delta("", (), finish)]]
+
+
+def put_together(deltas: list[Delta]) -> list[tuple[str, str, str]]:
+    """Name, id and arguments of the calls, from their pieces."""
+    calls: dict[int, tuple[str, str, str]] = {}
+    for delta in deltas:
+        assert len({piece.index for piece in delta.call_pieces}) == len(delta.call_pieces)
+        for piece in delta.call_pieces:
+            name, number, arguments = calls.get(piece.index, ("", "", ""))
+            calls[piece.index] = (name + piece.name, number + piece.id, arguments + piece.arguments)
+    assert list(calls) == list(range(len(calls)))
+    return list(calls.values())
+
+
+LONG = '{"where": "</tool_call> up \\"{ and\ndown", "far": [{"a": 1}, "}"]}'
+FORMATS = {
+    "hermes": 'Well.\n<tool_call>\n{"name": "look", "arguments": %s}\n</tool_call>\n' + HERMES_ONE,
+    "llama": '{"name": "look", "parameters": %s}; {"name": "count", "parameters": {"number": 1}}',
+    "llama-function": '{"type": "function", "function": {"name": "look", "parameters": %s}}',
+    "mistral": '[TOOL_CALLS] [{"name": "look", "arguments": %s}, {"name": "count", "arguments": {"number": 1}}]',
+    "mistral-args": "[TOOL_CALLS]look[ARGS]%s",
+}
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("form", FORMATS)
+def test_arguments_come_in_pieces_that_make_up_the_calls(form: str, size: int) -> None:
+    deltas = spell(FORMATS[form] % LONG, size, "stop")
+    calls = [call for delta in deltas for call in delta.tool_calls]
+    assert not any(delta.invalid_calls for delta in deltas)
+    assert calls[0].arguments == json.loads(LONG, strict=False)
+    assert [(name, number, json.loads(text)) for name, number, text in put_together(deltas)] == [
+        (call.name, call.id, call.arguments) for call in calls
+    ]
+    if size == 1:
+        assert sum(bool(delta.call_pieces) for delta in deltas) > 40  # they come while the model writes
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_call_cut_off_is_invalid_wherever_it_is_cut(form: str, size: int) -> None:
+    text = FORMATS[form] % LONG
+    start = text.index(LONG)
+    for end in range(start + 1, start + len(LONG)):
+        deltas = spell(text[:end], size, "length")
+        [(name, number, arguments)] = put_together(deltas)
+        [call] = deltas[-1].invalid_calls
+        assert (call.name, call.id, call.arguments) == (name, number, arguments)
+        assert name == "look"
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(arguments)
+        assert not any(delta.tool_calls for delta in deltas)
+        assert "".join(delta.text for delta in deltas) == ("Well." if form == "hermes" else "")
+    for end in range(start + len(LONG), start + len(LONG) + 2):  # only closing marks are missing
+        [call] = (call for delta in spell(text[:end], size, "length") for call in delta.tool_calls)  # type: ignore[assignment]
+        assert call.arguments == json.loads(LONG, strict=False)
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('<tool_call>{"name": "look", "arguments": {"where": "</tool_call>', '{"where": "</tool_call>'),
+        ('<tool_call>{"name": "look", "arguments": {"a": 1} or}</tool_call>', '{"a": 1} or}'),
+        ('look{"a": 1} is what I would say', '{"a": 1} is what I would say'),
+    ],
+)
+def test_a_call_that_is_malformed_after_its_arguments_began_is_invalid(text: str, arguments: str, size: int) -> None:
+    deltas = spell(text, size, "stop")
+    [call] = (call for delta in deltas for call in delta.invalid_calls)
+    assert (call.name, call.arguments) == ("look", arguments)
+    assert put_together(deltas) == [("look", call.id, arguments)]
+    assert not any(delta.text or delta.tool_calls for delta in deltas)
+
+
+def test_an_answer_that_only_resembles_a_call_is_text_when_cut() -> None:
+    assert [delta.text for delta in spell('{"name": "lo', 1000, "length")] == ["", '{"name": "lo']
+    [call] = spell('<tool_call>\n{"name": "lo', 3, "length")[-1].invalid_calls
+    assert (call.name, call.arguments) == ("", "")
+
+
+def test_a_forced_call_cut_off_is_never_text(talker: BlendEngine) -> None:
+    settings = {"tools": TOOLS, "temperature": 1.5, "seed": 7}
+    whole = len(talker.generate(HELLO, tool_choice="look", max_new_tokens=100, **settings).token_ids)
+    for length in range(1, whole):
+        deltas = list(talker.stream(HELLO, tool_choice="look", max_new_tokens=length, **settings))
+        answer = join(deltas)
+        assert answer.finish_reason == "length"
+        assert answer.text == ""
+        [(name, number, arguments)] = put_together(deltas)
+        assert name == "look"
+        if answer.tool_calls:  # only closing marks are missing
+            assert check(answer.tool_calls[0])
+        else:
+            assert answer.invalid_calls == (InvalidCall("look", arguments, number),)
+    [unknown] = talker.generate(HELLO, tool_choice="any", max_new_tokens=1, **settings).invalid_calls
+    assert (unknown.name, unknown.arguments) == ("", "")
+    stopped = talker.generate(HELLO, tool_choice="look", stop=['"'], max_new_tokens=100, **settings)
+    assert (stopped.text, len(stopped.invalid_calls), stopped.finish_reason) == ("", 1, "stop")
+
+
+CALLS_FIELD = {"open": "<call>", "close": "</call>", "content": "json", "repeats": True}
+TRANSFORM = {"type": "function", "function": {"name": "{content.tool}", "arguments": "{content.with}"}}
 RESPONSES = {
     "start_anchor": "assistant:",
     "defaults": {"role": "assistant"},
-    "fields": {
-        "content": {"close": "<eot>"},
-        "tool_calls": {
-            "open": "<call>",
-            "close": "</call>",
-            "content": "json",
-            "repeats": True,
-            "transform": {"type": "function", "function": {"name": "{content.tool}", "arguments": "{content.with}"}},
-        },
-    },
+    "fields": {"content": {"close": "<eot>"}, "tool_calls": {**CALLS_FIELD, "transform": TRANSFORM}},
 }
 
 
@@ -315,6 +416,20 @@ def test_a_tokenizer_that_says_how_its_answers_look_is_believed(tokenizer: Any, 
     assert hear("Nothing.") == ("Nothing.", [])
     broken = '<call>{"tool": look}</call>'
     assert hear(f"So: {broken} or not") == (f"So: {broken.removeprefix('<call>')} or not", [])
+    theirs.response_template = {**RESPONSES, "fields": {"content": {"close": "<eot>"}, "tool_calls": CALLS_FIELD}}
+    parser = prepared.parser(model.tokenizer, model.tokenizer.render(HELLO))
+    assert parser is not None
+    text = '<call>{"name": "look", "arguments": {"where": "up"}}</call>'
+    deltas = [parser.parse(Delta(letter, (1,))) for letter in text] + [parser.parse(Delta("", (), "stop"))]
+    assert [(call.name, call.arguments) for delta in deltas for call in delta.tool_calls] == [UP]
+    assert [(name, json.loads(arguments)) for name, _, arguments in put_together(deltas)] == [UP]
+    assert sum(bool(delta.call_pieces) for delta in deltas) > 10
+    for cut in ('<call>{"tool": "lo', text[:-20]):
+        parser = prepared.parser(model.tokenizer, model.tokenizer.render(HELLO))
+        assert parser is not None
+        deltas = [parser.parse(Delta(letter, (1,))) for letter in cut] + [parser.parse(Delta("", (), "length"))]
+        assert not any(delta.text or delta.tool_calls for delta in deltas)
+        assert [len(delta.invalid_calls) for delta in deltas] == [0] * len(cut) + [1]
     forced = prepare(model.tokenizer, HELLO, TOOLS, "look")
     assert forced.template == {}
     assert isinstance(forced.parser(model.tokenizer, []), CallParser)

@@ -99,7 +99,7 @@ def test_upload_ask_stream_and_a_second_turn(page: Any, url: str, tmp_path: Path
     (folder / "kan.md").write_text("\n\n".join(CHUNKS[2:]))
     (folder / "broken.pdf").write_bytes(b"%PDF-1.4 no more than this")
     page.set_input_files("input[type=file]", sorted(folder.iterdir()))
-    page.get_by_text("broken.pdf cannot be read").wait_for()
+    page.get_by_text("broken.pdf: skipped: it is a broken or protected PDF").wait_for()
     page.get_by_text("3 documents, 3 chunks").wait_for()
 
     page.evaluate(WATCH)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 
-from kvrag.cli import documents
 from kvrag.cli.common import human_bytes, progress, say
 from kvrag.config import CODECS
 from kvrag.errors import KvragError, SettingError
+from kvrag.retrieval import documents
 
 _BANDWIDTHS = {  # bytes per second
     "network, 10 Gbit/s": 1.2e9,
@@ -89,19 +89,17 @@ def _count(args: argparse.Namespace) -> int:
     from kvrag.backend.transformers.loading import load_tokenizer
 
     tokenizer = load_tokenizer(args.model)
-    total = 0
-    paths = documents.find(args.paths)
-    skipped = 0
+    total = num_read = 0
+    paths, problems = documents.find(args.paths)
     with progress("counting", args.json) as report:
         for number, path in enumerate(paths, 1):
-            try:
-                texts = documents.read(path, args.text_field)
-            except documents.UnreadableError as error:
-                say(f"skipped {path}: {error}")
-                skipped += 1
-            else:
-                total += sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+            content = documents.read(path, args.text_field)
+            problems += content.problems
+            num_read += bool(content.texts)
+            total += sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in content.texts)
             report(number, len(paths))
-    if skipped == len(paths):
-        raise KvragError(f"no text to count: none of {skipped} files could be read")
+    for problem in problems:
+        say(str(problem))
+    if not num_read:
+        raise KvragError(f"no text to count: none of {len(paths)} files could be read")
     return total

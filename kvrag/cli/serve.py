@@ -6,7 +6,6 @@ import argparse
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.cli import documents
 from kvrag.cli.common import (
     add_answer_arguments,
     add_engine_arguments,
@@ -29,6 +27,7 @@ from kvrag.cli.common import (
 from kvrag.cli.prompt import stuff
 from kvrag.config import DEFAULT_CONTEXT, BlendConfig
 from kvrag.errors import KvragError, SettingError
+from kvrag.retrieval import documents
 
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
@@ -213,15 +212,7 @@ def _corpus(
     encode = engine.model.tokenizer.encode
     split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, args.chunk_overlap)
     tasks = retrieval_folder(engine, namespace) / "corpus"
-    return Corpus(engine, index, tasks, _read, split, settings.max_pending, namespace)
-
-
-def _read(kind: str, content: bytes) -> list[str]:
-    """Return the texts of an upload."""
-    with tempfile.NamedTemporaryFile(prefix="kvrag-upload-", suffix=kind) as file:
-        file.write(content)
-        file.flush()
-        return documents.read(Path(file.name))
+    return Corpus(engine, index, tasks, documents.parse, split, settings.max_pending, namespace)
 
 
 def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, corpora: Sequence[Corpus]) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.cli import documents
 from kvrag.cli.common import (
     add_engine_arguments,
     folder,
@@ -27,6 +26,7 @@ from kvrag.client.connection import KEY_VARIABLE
 from kvrag.config import DEFAULT_CONTEXT
 from kvrag.errors import KvragError, SettingError, StoreFullError
 from kvrag.fingerprint import text_key
+from kvrag.retrieval import documents
 
 if TYPE_CHECKING:
     from kvrag.client import RemoteEngine
@@ -87,10 +87,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Documents to encode with their chunks, and unreadable files with reasons."""
+    """Documents to encode with their chunks, and what was skipped in the files."""
 
     chunks: dict[str, list[str]]
-    unreadable: dict[str, str]
+    problems: list[dict[str, Any]]
     tokens: int
     new_tokens: int
 
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
             result = warm(engine, index, plan, args.json, args.namespace)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_INTERRUPTED) from None
-        result |= {"gone": gone, "dropped": dropped, "skipped_files": plan.unreadable}
+        result |= {"gone": gone, "dropped": dropped, "problems": plan.problems}
         result |= {"store": str(folder(engine).path), "model": engine.model.name}
     return _finish(result, args, started)
 
@@ -139,7 +139,7 @@ def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
         gone = sorted(name for name in known if not os.path.lexists(name))
         dropped = sum(engine.forget(name, namespace=args.namespace) for name in gone) if args.prune else 0
         encode = _tokenizer(args.tokenizer or engine.model_name, engine)
-        chunks, unreadable = read_chunks(args, encode)
+        chunks, problems = read_chunks(args, encode)
         lengths = {name: sum(len(encode(text)) for text in texts) for name, texts in chunks.items()}
         say(f"{len(chunks)} documents, {sum(lengths.values())} tokens, for {engine.model_name} on {args.server}")
         totals: dict[str, Any] = dict.fromkeys(_TOTALS, 0)
@@ -159,7 +159,7 @@ def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
         if totals["skipped"]:
             warnings[f"{totals['skipped']} chunks are too short: they can be retrieved but not reused"] = None
         result = totals | {"files": len(chunks), "warnings": list(warnings), "gone": gone, "dropped": dropped}
-        return result | {"server": args.server, "model": engine.model_name, "skipped_files": unreadable}
+        return result | {"server": args.server, "model": engine.model_name, "problems": problems}
 
 
 def _tokenizer(name: str, engine: RemoteEngine) -> Callable[[str], list[int]]:
@@ -199,7 +199,7 @@ def _finish(result: dict[str, Any], args: argparse.Namespace, started: float) ->
 def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
     """Read and split all files without encoding."""
     encode = engine.model.tokenizer.encode
-    chunks, unreadable = read_chunks(args, encode)
+    chunks, problems = read_chunks(args, encode)
     lengths: dict[str, int] = {}
     for texts in chunks.values():
         for ids in map(encode, texts):
@@ -207,33 +207,32 @@ def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
                 lengths[text_key(args.namespace, ids)] = len(ids)
     stored = engine.store.look_up(list(lengths))
     new = sum(length for text, length in lengths.items() if not stored[text].variants)
-    return Plan(chunks, unreadable, sum(lengths.values()), new)
+    return Plan(chunks, problems, sum(lengths.values()), new)
 
 
 def read_chunks(
     args: argparse.Namespace, encode: Callable[[str], list[int]]
-) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return the chunks of all readable files, and the reasons for the others, which are reported.
+) -> tuple[dict[str, list[str]], list[dict[str, Any]]]:
+    """Return the chunks of all readable files, and the problems, which are also printed.
 
     Raises:
         KvragError: No file could be read.
     """
     split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, args.chunk_overlap)
-    paths = documents.find(args.paths)
+    paths, problems = documents.find(args.paths)
     chunks: dict[str, list[str]] = {}
-    unreadable: dict[str, str] = {}
     with progress("reading", args.json) as report:
         for number, path in enumerate(paths, 1):
-            try:
-                chunks[str(path)] = split(documents.read(path, args.text_field))
-            except documents.UnreadableError as error:
-                unreadable[str(path)] = str(error)
+            content = documents.read(path, args.text_field)
+            problems += content.problems
+            if content.texts:
+                chunks[str(path)] = split(content.texts)
             report(number, len(paths))
-    for name, reason in unreadable.items():
-        say(f"skipped {name}: {reason}")
+    for problem in problems:
+        say(str(problem))
     if not chunks:
-        raise KvragError(f"no text to warm: none of {len(unreadable)} files could be read")
-    return chunks, unreadable
+        raise KvragError(f"no text to warm: none of {len(paths)} files could be read")
+    return chunks, [problem.to_dict() for problem in problems]
 
 
 def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool, namespace: str = "") -> dict[str, Any]:

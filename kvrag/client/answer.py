@@ -9,7 +9,7 @@ from typing import Any
 
 from kvrag.client.connection import Body
 from kvrag.errors import ServerError
-from kvrag.types import Answer, BlendReport, Delta, FinishReason, ToolCall
+from kvrag.types import Answer, BlendReport, CallPiece, Delta, FinishReason, InvalidCall, ToolCall
 
 
 @dataclass
@@ -26,30 +26,36 @@ class AnswerBuilder:
     """Builds an answer from a response, or from the events of a stream.
 
     Attributes:
+        is_forced: The answer must be a tool call.
         extras: Fields of the responses that OpenAI does not have.
         usage: OpenAI's usage.
     """
 
+    is_forced: bool = False
     extras: Body = field(default_factory=dict)
     usage: Body = field(default_factory=dict)
     _text: str = ""
     _calls: list[_PartialCall] = field(default_factory=list)
-    _done: list[ToolCall] = field(default_factory=list)
-    _complete: int = 0  # calls that were examined
+    _valid: list[ToolCall] = field(default_factory=list)
+    _invalid: list[InvalidCall] = field(default_factory=list)
+    _ended: int = 0  # calls that were examined
     _finish: str | None = None
 
     def add(self, body: Body) -> Delta:
-        """Add a response or an event; return what is new and complete."""
+        """Add a response or an event; return what is new."""
         self.extras |= {name: body[name] for name in ("kvrag", "kv_transfer_params") if body.get(name)}
         self.usage = body.get("usage") or self.usage
         text = ""
+        pieces: list[CallPiece] = []
         for choice in body.get("choices") or ():
             said = choice.get("delta") or choice.get("message") or {}
             text += said.get("content") or choice.get("text") or ""
             for position, part in enumerate(said.get("tool_calls") or ()):
-                self._add_call(part.get("index", position), part)
+                pieces.append(self._add_call(part.get("index", position), part))
             self._finish = choice.get("finish_reason") or self._finish
-        return self._delta(text, len(self._calls) - 1)  # the last one may go on
+        self._text += text
+        valid, invalid = self._end_calls(len(self._calls) - 1)  # the last one may go on
+        return Delta(text, call_pieces=tuple(pieces), tool_calls=valid, invalid_calls=invalid)
 
     def last(self, report: BlendReport) -> Delta:
         """Return the last delta.
@@ -59,42 +65,52 @@ class AnswerBuilder:
         """
         if self._finish not in ("stop", "length", "tool_calls", "function_call"):
             raise ServerError(f"the server ended the answer early ({self._finish or 'the stream broke off'}): retry")
-        rest = self._delta("", len(self._calls))
         finish: FinishReason = "length" if self._finish == "length" else "stop"
-        return Delta(rest.text, (), finish, report, rest.tool_calls, self.usage.get("completion_tokens") or 0)
+        pieces: tuple[CallPiece, ...] = ()
+        if self.is_forced and not self._calls and finish == "length":  # vLLM omits a call that was cut off
+            self._text, pieces = "", (self._add_call(0, {}),)
+        valid, invalid = self._end_calls(len(self._calls))
+        num_tokens = self.usage.get("completion_tokens") or 0
+        return Delta("", (), finish, report, valid, num_tokens, pieces, invalid)
 
     def answer(self, report: BlendReport) -> Answer:
         """Return the answer after everything was added."""
         last = self.last(report)
         assert last.finish_reason is not None
-        return Answer(self._text, (), last.finish_reason, report, tuple(self._done), last.num_tokens)
+        calls = tuple(self._valid), last.num_tokens, tuple(self._invalid)
+        return Answer(self._text, (), last.finish_reason, report, *calls)
 
-    def _add_call(self, index: int, part: dict[str, Any]) -> None:
+    def _add_call(self, index: int, part: dict[str, Any]) -> CallPiece:
         while len(self._calls) <= index:
             self._calls.append(_PartialCall())
         call, function = self._calls[index], part.get("function") or {}
-        call.id = call.id or part.get("id") or ""
-        call.name += function.get("name") or ""
-        call.arguments += function.get("arguments") or ""
+        is_new = not call.id
+        call.id = call.id or part.get("id") or uuid.uuid4().hex[:9]
+        name, arguments = function.get("name") or "", function.get("arguments") or ""
+        call.name += name
+        call.arguments += arguments
+        return CallPiece(index, arguments, name, call.id if is_new else "")
 
-    def _delta(self, text: str, complete: int) -> Delta:
-        """Return the delta of a text and of the first `complete` calls; what is not a valid call is text."""
-        calls = []
-        for call in self._calls[self._complete : max(complete, self._complete)]:
-            arguments = _arguments(call.arguments)
+    def _end_calls(self, num: int) -> tuple[tuple[ToolCall, ...], tuple[InvalidCall, ...]]:
+        """Return those of the first `num` calls that are new."""
+        valid: list[ToolCall] = []
+        invalid: list[InvalidCall] = []
+        for call in self._calls[self._ended : max(num, self._ended)]:
+            arguments = _arguments(call.arguments, is_cut=call is self._calls[-1] and self._finish == "length")
             if arguments is None:
-                text += f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}'
+                invalid.append(InvalidCall(call.name, call.arguments, call.id))
             else:
-                calls.append(ToolCall(call.name, arguments, call.id or uuid.uuid4().hex[:9]))
-        self._complete = max(complete, self._complete)
-        self._text += text
-        self._done += calls
-        return Delta(text, tool_calls=tuple(calls))
+                valid.append(ToolCall(call.name, arguments, call.id))
+        self._ended = max(num, self._ended)
+        self._valid += valid
+        self._invalid += invalid
+        return tuple(valid), tuple(invalid)
 
 
-def _arguments(text: str) -> dict[str, Any] | None:
+def _arguments(text: str, is_cut: bool) -> dict[str, Any] | None:
+    """Return the arguments; None if they are no JSON object. Servers omit empty ones, unless the answer was cut off."""
     try:
-        value = json.loads(text, strict=False) if text.strip() else {}
+        value = json.loads(text, strict=False) if text.strip() or is_cut else {}
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -182,7 +182,7 @@ class RemoteEngine:
         return self._stream(_question(prompt, **settings))
 
     def _stream(self, question: Question) -> Generator[Delta, None, None]:
-        server, builder, tag = self._server(), AnswerBuilder(), uuid.uuid4().hex
+        server, builder, tag = self._server(), AnswerBuilder(question.is_forced), uuid.uuid4().hex
         with closing(self._connection.stream(server.request(question, tag))) as events:
             for event in events:
                 yield from _visible(builder.add(event))
@@ -190,14 +190,16 @@ class RemoteEngine:
 
     def generate(self, prompt: str | Messages, **settings: Any) -> Answer:
         """Return the complete answer; arguments as in `BlendEngine.stream`."""
-        server, request = self._prepare(_question(prompt, **settings), "")
-        builder = AnswerBuilder()
+        question = _question(prompt, **settings)
+        server, request = self._prepare(question, "")
+        builder = AnswerBuilder(question.is_forced)
         builder.add(self._connection.answer(request))
         return builder.answer(server.report(builder.extras, builder.usage, ""))
 
     async def astream(self, prompt: str | Messages, **settings: Any) -> AsyncGenerator[Delta, None]:
         """Like `stream`, without blocking the event loop."""
-        question, builder, tag = _question(prompt, **settings), AnswerBuilder(), uuid.uuid4().hex
+        question, tag = _question(prompt, **settings), uuid.uuid4().hex
+        builder = AnswerBuilder(question.is_forced)
         server, request = await asyncio.to_thread(self._prepare, question, tag)
         async with aclosing(self._connection.astream(request)) as events:
             async for event in events:
@@ -207,8 +209,9 @@ class RemoteEngine:
 
     async def agenerate(self, prompt: str | Messages, **settings: Any) -> Answer:
         """Like `generate`, without blocking the event loop."""
-        server, request = await asyncio.to_thread(self._prepare, _question(prompt, **settings), "")
-        builder = AnswerBuilder()
+        question = _question(prompt, **settings)
+        server, request = await asyncio.to_thread(self._prepare, question, "")
+        builder = AnswerBuilder(question.is_forced)
         builder.add(await self._connection.aanswer(request))
         return builder.answer(server.report(builder.extras, builder.usage, ""))
 
@@ -313,7 +316,7 @@ def _question(
 
 
 def _visible(delta: Delta) -> Sequence[Delta]:
-    return (delta,) if delta.text or delta.tool_calls else ()
+    return (delta,) if delta.text or delta.call_pieces or delta.tool_calls or delta.invalid_calls else ()
 
 
 def _sum(reports: list[WarmReport]) -> WarmReport:

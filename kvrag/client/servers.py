@@ -42,6 +42,11 @@ class Question:
     grammar: Grammar | None
     template: Body
 
+    @property
+    def is_forced(self) -> bool:
+        """True if the answer must be a tool call."""
+        return self.tool_choice not in (None, "auto", "none")
+
 
 class Server(Protocol):
     """Protocol: a kind of server, with one of its models.

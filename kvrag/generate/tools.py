@@ -17,7 +17,7 @@ from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import Grammar, check_json
 from kvrag.errors import PromptError, SettingError
 from kvrag.generate.grammar import guarded
-from kvrag.types import Delta, Messages, ToolCall
+from kvrag.types import CallPiece, Delta, InvalidCall, Messages, ToolCall
 
 _NAME, _ARGUMENTS = "NAME", "ARGUMENTS"
 _ABSENT = "\0"  # occurs in no template
@@ -26,6 +26,13 @@ _CALL_MARKS = (
     "[TOOL_CALLS]",
     "<|python_tag|>",
 )  # before a call; text in some tokenizers
+
+# up to the arguments of a call
+_HEAD = re.compile(
+    r'\s*\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"function"\s*:\s*\{\s*)?'
+    r'"name"\s*:\s*"(?P<name>[\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_MISTRAL_HEAD = re.compile(r"(?P<name>[\w.-]+)(?:\[ARGS\])?(?=\{)")
 
 _BARE = re.compile(r"\[?\s*(\{\s*(\"|\Z)|\Z)")  # a JSON object or a list of them, or a prefix of one
 
@@ -63,6 +70,7 @@ class Prepared:
         grammar: Grammar that the answer must match.
         tools: Tools that the answer may call.
         is_native: The chat template renders the tools.
+        forced: Names of the tools of which one must be called.
     """
 
     prompt: str | Messages
@@ -70,6 +78,7 @@ class Prepared:
     grammar: Grammar | None = None
     tools: tuple[dict[str, Any], ...] = ()
     is_native: bool = False
+    forced: tuple[str, ...] = ()
 
     def with_template(self, template: Mapping[str, Any] | None) -> Prepared:
         """Return it with more variables for the chat template."""
@@ -84,8 +93,8 @@ class Prepared:
         if not self.tools:
             return None
         if self.is_native and tokenizer.has_response_parser:
-            return _TemplateParser(tokenizer.response_parser(ids, self.tools))
-        return CallParser(_names(self.tools))
+            return _TemplateParser(tokenizer.response_parser(ids, self.tools), self.forced)
+        return CallParser(_names(self.tools), self.forced)
 
 
 def prepare(
@@ -133,7 +142,7 @@ def prepare(
         grammar = _call_grammar(tokenizer, dialect, wanted)
     elif grammar is not None:
         grammar = _call_grammar(tokenizer, dialect, known, grammar)
-    return Prepared(messages, {"tools": list(known)} if is_native else {}, grammar, known, is_native)
+    return Prepared(messages, {"tools": list(known)} if is_native else {}, grammar, known, is_native, forced)
 
 
 def _listed(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
@@ -281,53 +290,183 @@ class AnswerParser(Protocol):
     control_tokens: bool
 
     def parse(self, delta: Delta) -> Delta:
-        """Return the delta with the text that cannot be part of a call, and the complete calls."""
+        """Return the delta with the text that cannot be part of a call, and with the calls."""
+
+
+class _OpenCall:
+    """A call whose arguments arrive.
+
+    Attributes:
+        start: Position of the arguments in the call's text.
+        taken: Number of their characters that were taken.
+        arguments: These characters, as strict JSON.
+    """
+
+    def __init__(self, index: int, name: str, start: int) -> None:
+        self.index, self.name, self.id, self.start = index, name, _new_id(), start
+        self.taken, self.arguments = 0, ""
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+
+    @property
+    def is_complete(self) -> bool:
+        return self.taken > 0 and self._depth == 0
+
+    def take(self, text: str) -> str:
+        """Take what belongs to the arguments from the call's text; return what is new."""
+        more = ""
+        for letter in text[self.start + self.taken :]:
+            if self.is_complete:
+                break
+            self.taken += 1
+            # models write line breaks into strings, which JSON forbids
+            more += json.dumps(letter)[1:-1] if self._in_string and letter < " " else letter
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._in_string:
+                self._is_escaped, self._in_string = letter == "\\", letter != '"'
+            else:
+                self._in_string = letter == '"'
+                self._depth += {"{": 1, "}": -1}.get(letter, 0)
+        self.arguments += more
+        return more
+
+
+class _Calls:
+    """The calls of an answer: those that its next delta begins, continues or ends.
+
+    Attributes:
+        num: Number of calls so far.
+    """
+
+    def __init__(self, forced: Sequence[str]) -> None:
+        self.num = 0
+        self._forced = forced
+        self._open: _OpenCall | None = None
+        self._pieces: list[CallPiece] = []
+        self._valid: list[ToolCall] = []
+        self._invalid: list[InvalidCall] = []
+
+    @property
+    def is_open(self) -> bool:
+        """True if pieces of an unfinished call were sent."""
+        return self._open is not None
+
+    def stream(self, text: str, head: re.Match[str] | None) -> None:
+        """Send what the text of a call has of its arguments, once `head` is what precedes them."""
+        if self._open is None and head is not None:
+            self._open = _OpenCall(self.num, head["name"], head.end())
+            self._begin(self._open.take(text), self._open.name, self._open.id)
+        elif self._open is not None and (more := self._open.take(text)):
+            self._pieces.append(CallPiece(self._open.index, more))
+
+    def end(self, calls: Sequence[ToolCall]) -> None:
+        """End with these calls. The first one is the one that was streamed, if any."""
+        for call in calls:
+            if self._open is None:
+                self._begin(json.dumps(call.arguments, ensure_ascii=False), call.name, call.id)
+                self._valid.append(call)
+            else:
+                self._valid.append(replace(call, id=self._open.id))
+            self._open = None
+
+    def fail(self, text: str) -> None:
+        """End with an invalid call, of which this text exists."""
+        if self._open is None:
+            name = self._forced[0] if len(self._forced) == 1 else ""
+            self._open = _OpenCall(self.num, name, len(text))
+            self._begin("", name, self._open.id)
+        opened, rest = self._open, text[self._open.start + self._open.taken :]
+        arguments = _arguments(opened.arguments) if opened.is_complete and not rest.strip("}] \n") else None
+        if arguments is not None:  # only closing marks are missing
+            self.end([_call(opened.name, arguments)])
+            return
+        if rest:
+            self._pieces.append(CallPiece(opened.index, rest))
+        self._invalid.append(InvalidCall(opened.name, opened.arguments + rest, opened.id))
+        self._open = None
+
+    def into(self, delta: Delta, text: str) -> Delta:
+        """Return the delta with this text and what is new. Forgets what is new."""
+        pieces: dict[int, CallPiece] = {}
+        for piece in self._pieces:
+            before = pieces.get(piece.index)
+            pieces[piece.index] = replace(before, arguments=before.arguments + piece.arguments) if before else piece
+        valid, invalid = tuple(self._valid), tuple(self._invalid)
+        self._pieces, self._valid, self._invalid = [], [], []
+        return replace(delta, text=text, call_pieces=tuple(pieces.values()), tool_calls=valid, invalid_calls=invalid)
+
+    def _begin(self, arguments: str, name: str, id: str) -> None:
+        self._pieces.append(CallPiece(self.num, arguments, name, id))
+        self.num += 1
 
 
 class CallParser:
-    """Parses calls in the Hermes, Qwen, Llama 3 and Mistral formats. Anything that is not a valid call is text."""
+    """Parses calls in the Hermes, Qwen, Llama 3 and Mistral formats.
+
+    Anything else is text. A call is invalid if it was cut off, or if it is malformed after its arguments have begun.
+    """
 
     control_tokens = False
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+    def __init__(self, names: Sequence[str], forced: Sequence[str] = ()) -> None:
+        """Take the names of the tools, and of those of which the answer must be a call."""
+        self._names, self._forced = names, forced
         self._held = ""  # possibly a call, or the beginning of one
-        self._has_text = self._has_calls = False
+        self._has_text = False
+        self._calls = _Calls(forced)
 
     def parse(self, delta: Delta) -> Delta:
         """See `AnswerParser`."""
         self._held += delta.text
-        text, calls = self._split(is_end=delta.finish_reason is not None)
-        self._has_calls = self._has_calls or bool(calls)
+        is_end = delta.finish_reason is not None
+        text = self._split(is_end, is_cut=delta.finish_reason == "length")
+        if is_end and self._forced and not self._calls.num:
+            text = ""  # the beginning of a call
+            self._calls.fail("")
         self._has_text = self._has_text or bool(text.strip())
-        return replace(delta, text=text, tool_calls=tuple(calls))
+        return self._calls.into(delta, text)
 
-    def _split(self, is_end: bool) -> tuple[str, list[ToolCall]]:
-        if not (self._has_text or self._has_calls) and self._may_be_bare():
+    def _split(self, is_end: bool, is_cut: bool) -> str:
+        """Return the text that is no call; the calls are found in `_calls`."""
+        if not self._has_text and (self._calls.is_open or not self._calls.num) and self._may_be_bare():
+            text = self._without_marks()
+            head = _HEAD.match(text) or _MISTRAL_HEAD.match(text)
+            self._calls.stream(text, head if head and head["name"] in self._names else None)
             if not is_end:
-                return "", []
+                return ""
             if calls := self._bare_calls():
-                return "", calls
-        text, calls = "", []
+                self._calls.end(calls)
+                return ""
+            if self._calls.is_open or (is_cut and self._held.lstrip().startswith(_CALL_MARKS)):
+                self._calls.fail(text)
+                return ""
+        text = ""
         while True:
             before, tag, rest = self._held.partition(_OPEN)
             if not tag:
                 break
             inside, closed, after = _first_tagged(rest)
-            if not is_end and (not closed or _ends_in_string(inside)):
+            self._calls.stream(inside, _HEAD.match(inside))
+            if not is_end and not closed:
                 solid = before.rstrip()
                 self._held = self._held[len(solid) :]
-                return text + solid, calls
-            found = _calls(inside)
-            text += before.rstrip() if found else before + tag + inside + closed
-            calls += found
+                return text + solid
+            if found := _calls(inside):
+                self._calls.end(found)
+            elif self._calls.is_open or (is_cut and not closed):
+                self._calls.fail(inside)
+            else:
+                text += before + tag + inside + closed
+                self._held = after
+                continue
+            text += before.rstrip()
             self._held = after
-        if is_end and (calls or self._has_calls):
+        if is_end and self._calls.num:
             self._held = self._held.rstrip()
         kept = 0 if is_end else self._undecided()
         text += self._held[: len(self._held) - kept]
         self._held = self._held[len(self._held) - kept :]
-        return text, calls
+        return text
 
     def _undecided(self) -> int:
         """Return the number of characters at the end that may begin a tag, or the white space before one."""
@@ -343,13 +482,17 @@ class CallParser:
         starts = (*_CALL_MARKS, *(name + mark for name in self._names for mark in ("{", "[ARGS]")))
         return any(head.startswith(start) or start.startswith(head) for start in starts)
 
-    def _bare_calls(self) -> list[ToolCall]:
+    def _without_marks(self) -> str:
         text = self._held.strip()
-        for word in _CALL_MARKS:
-            text = text.removeprefix(word).strip()
+        for mark in _CALL_MARKS:
+            text = text.removeprefix(mark).strip()
+        return text
+
+    def _bare_calls(self) -> list[ToolCall]:
+        text = self._without_marks()
         for name in self._names:  # Mistral's: name{...}
             rest = text.removeprefix(name).removeprefix("[ARGS]")
-            if rest != text and (arguments := _arguments(rest)) is not None:
+            if rest != text and rest and (arguments := _arguments(rest)) is not None:
                 return [_call(name, arguments)]
         calls = _calls(text) or [call for part in text.split(";") for call in _calls(part)]
         return calls if all(call.name in self._names for call in calls) else []
@@ -360,40 +503,83 @@ class _TemplateParser:
 
     control_tokens = True
 
-    def __init__(self, parser: Any) -> None:
-        self._parser = parser
+    def __init__(self, parser: Any, forced: Sequence[str] = ()) -> None:
+        self._parser, self._forced = parser, forced
         self._open = ""  # text since the last complete event
+        self._region: str | None = None  # text of the open call
         self._has_failed = False
+        self._calls = _Calls(forced)
 
     def parse(self, delta: Delta) -> Delta:
-        self._open += delta.text
-        events: list[dict[str, Any]] = []
-        if not self._has_failed:
-            try:
-                events += self._parser.feed(delta.text)
-                if delta.finish_reason is not None:
-                    events += self._parser.finalize()[1]
-            except ValueError:  # for example a call whose arguments are not JSON
-                self._has_failed = True
+        is_end, is_cut = delta.finish_reason is not None, delta.finish_reason == "length"
+        text = self._feed(delta.text)
+        if is_end:
+            text += self._finalize(is_cut)
+            if self._forced and not self._calls.num:
+                text = ""  # the beginning of a call
+                self._calls.fail("")
+        return self._calls.into(delta, text)
+
+    def _feed(self, text: str) -> str:
+        self._open += text
         if self._has_failed:
-            text, self._open = self._open, ""
-            return replace(delta, text=text)
+            return self._rest()
+        try:
+            return self._text_of(self._parser.feed(text))
+        except ValueError:  # for example a call whose arguments are not JSON
+            return self._fail(is_cut=False)
+
+    def _finalize(self, is_cut: bool) -> str:
+        if self._has_failed:
+            return ""
+        if is_cut and self._region is not None:  # the parser would complete the call
+            return self._fail(is_cut)
+        try:
+            return self._text_of(self._parser.finalize()[1])
+        except ValueError:
+            return self._fail(is_cut)
+
+    def _text_of(self, events: Sequence[dict[str, Any]]) -> str:
+        """Return the text in these events; the calls are found in `_calls`."""
         if any(event["type"] != "region_open" and not event.get("dirty") for event in events):
             self._open = ""
-        text, calls = "", []
+        text = ""
         for event in events:
-            if event["type"] == "region_close" and event["field"] == "tool_calls":
-                calls += _calls_in(event["value"])
-            elif event["type"] == "region_chunk" and event["field"] != "tool_calls":
-                text += event["text"]
-        return replace(delta, text=text, tool_calls=tuple(calls))
+            if event["field"] != "tool_calls":
+                text += event["text"] if event["type"] == "region_chunk" else ""
+            elif event["type"] == "region_chunk":
+                self._region = (self._region or "") + event["text"]
+                self._calls.stream(self._region, _HEAD.match(self._region))
+            elif event["type"] == "region_open":
+                self._region = ""
+            else:
+                calls = _calls_in(event["value"])
+                if calls or not self._calls.is_open:
+                    self._calls.end(calls)
+                else:
+                    self._calls.fail(self._region or "")
+                self._region = None
+        return text
+
+    def _fail(self, is_cut: bool) -> str:
+        """Give up parsing; return the text that is no call."""
+        self._has_failed = True
+        if self._region is None or not (is_cut or self._calls.is_open):
+            return self._rest()
+        self._calls.fail(self._region)
+        self._open = ""
+        return ""
+
+    def _rest(self) -> str:
+        text, self._open = self._open, ""
+        return text
 
 
 def _first_tagged(text: str) -> tuple[str, str, str]:
     """Split at the closing tag into text before, tag and text after. Tags inside JSON strings are skipped."""
     inside, closed, after = text.partition(_CLOSE)
-    while _ends_in_string(inside) and _CLOSE in after:
-        more, _, after = after.partition(_CLOSE)
+    while closed and _ends_in_string(inside):
+        more, closed, after = after.partition(_CLOSE)
         inside += _CLOSE + more
     return inside, closed, after
 
@@ -430,7 +616,11 @@ def _calls_in(value: Any) -> list[ToolCall]:
 
 
 def _call(name: str, arguments: dict[str, Any]) -> ToolCall:
-    return ToolCall(name, arguments, uuid.uuid4().hex[:9])
+    return ToolCall(name, arguments, _new_id())
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:9]
 
 
 def _arguments(value: Any) -> dict[str, Any] | None:

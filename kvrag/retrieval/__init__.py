@@ -1,1 +1,1 @@
-"""Embedding search over chunks, for the command line, the server and the examples."""
+"""Reading files, and embedding search over chunks, for the command line, the server and the examples."""

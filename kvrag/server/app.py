@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError
+from kvrag.retrieval.documents import Content
 from kvrag.server.answers import chat_work, completion_work, respond, warm_work, while_connected
 from kvrag.server.corpus import Corpus, check_id
 from kvrag.server.errors import ApiError, handle_errors, json_response
@@ -44,6 +45,8 @@ _KINDS = {
     "text/markdown": ".md",
     "text/html": ".html",
     "application/pdf": ".pdf",
+    "application/vnd.openxmlformats-officedocument.wordprocessingml.document": ".docx",
+    "text/csv": ".csv",
     "application/jsonl": ".jsonl",
 }
 _ENCODING_S = 10.0  # seconds for the corpora to reach a point where the next server can resume
@@ -144,21 +147,24 @@ _FILE = {"requestBody": {"content": {"application/octet-stream": {"schema": {"ty
 
 @router.put("/v1/corpus/{document:path}", status_code=202, openapi_extra=_FILE)
 async def upload_document(document: str, request: Request, state: Server, tenant: Caller) -> Response:
-    """Add the uploaded file (text, Markdown, HTML, PDF or JSONL, by the id's suffix or the content type)."""
+    """Add the uploaded file (text, Markdown, HTML, PDF, Word, CSV or JSONL, by the id's suffix or the content type).
+
+    The response lists what was skipped in it as `problems`.
+    """
     corpus = tenant.require_corpus()
     check_id(document)
     if tenant.uploads >= UPLOADS:
         raise ApiError(429, "too many concurrent uploads: retry later", "queue_full")
     tenant.uploads += 1
     try:
-        texts = await _read_upload(document, request, state, tenant)
+        found = await _read_upload(document, request, state, tenant)
     finally:
         tenant.uploads -= 1
-    status = await asyncio.to_thread(corpus.add, document, texts)
-    return json_response(status.to_dict(), 202)
+    status = await asyncio.to_thread(corpus.add, document, found.texts)
+    return json_response(status.to_dict() | {"problems": [problem.to_dict() for problem in found.problems]}, 202)
 
 
-async def _read_upload(document: str, request: Request, state: State, tenant: Tenant) -> list[str]:
+async def _read_upload(document: str, request: Request, state: State, tenant: Tenant) -> Content:
     corpus, content = tenant.require_corpus(), bytearray()
     async for part in request.stream():
         content += part
@@ -166,11 +172,14 @@ async def _read_upload(document: str, request: Request, state: State, tenant: Te
     if kind not in (*_KINDS.values(), ".htm"):
         kind = _KINDS.get(request.headers.get("content-type", "").partition(";")[0].strip().lower(), ".txt")
 
-    def work() -> Generator[list[str], None, None]:
+    def work() -> Generator[Content, None, None]:
         try:
-            yield corpus.read(kind, bytes(content))
+            found = corpus.read(document, kind, bytes(content))
         except KvragError as error:
             raise ApiError(400, f"{document} cannot be read: {error}", "unreadable_document") from error
+        if not found.texts:
+            raise ApiError(400, "; ".join(map(str, found.problems[:3])), "unreadable_document")
+        yield found
 
     pieces = state.reading.run(work, state.settings.timeout, tenant.namespace)
     return await while_connected(request, _only(pieces))

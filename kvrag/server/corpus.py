@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, StoreError, StoreFullError, StoreReadOnlyError
+from kvrag.retrieval.documents import Content
 from kvrag.retrieval.index import ChunkIndex, Hit
 from kvrag.server.errors import ApiError
 
@@ -80,7 +81,7 @@ class Corpus:
         engine: BlendEngine,
         index: ChunkIndex,
         folder: Path,
-        read: Callable[[str, bytes], list[str]],
+        read: Callable[[str, str, bytes], Content],
         split: Callable[[Sequence[str]], list[str]],
         max_pending: int = 256,
         namespace: str = "",
@@ -89,7 +90,7 @@ class Corpus:
 
         Args:
             folder: Folder of the tasks, created if missing.
-            read: Returns the texts of a file, given its suffix (".pdf") and content; raises KvragError without text.
+            read: Reads a file, given its name, suffix (".pdf") and content.
             split: Splits texts into chunks.
             max_pending: Maximum number of waiting documents.
             namespace: Namespace of the chunks.

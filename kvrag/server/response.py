@@ -10,7 +10,7 @@ from typing import Any
 
 from kvrag.retrieval.index import Hit
 from kvrag.server.schemas import Answering, ChatRequest
-from kvrag.types import BlendReport, Delta, ToolCall
+from kvrag.types import BlendReport, CallPiece, Delta, InvalidCall, ToolCall
 
 Piece = Delta | list[Hit]
 """A piece of an answer: first the retrieved chunks, if any, then the deltas."""
@@ -26,7 +26,7 @@ class ResponseBuilder:
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._text = ""
-        self._calls: list[ToolCall] = []
+        self._calls: list[ToolCall | InvalidCall] = []
         self._hits: list[Hit] | None = None
         self._report: BlendReport | None = None
         self._finish_reason: str | None = None
@@ -37,9 +37,11 @@ class ResponseBuilder:
         if isinstance(piece, list):
             self._hits = piece
             return Delta("")
-        calls = piece.tool_calls
+        calls: list[ToolCall | InvalidCall] = [*piece.tool_calls, *piece.invalid_calls]
+        pieces = piece.call_pieces
         if isinstance(self.request, ChatRequest) and self.request.parallel_tool_calls is False:
             calls = calls[: max(0, 1 - len(self._calls))]
+            pieces = tuple(each for each in pieces if each.index == 0)
         self._text += piece.text
         self._calls += calls
         self._num_tokens += len(piece.token_ids)
@@ -47,7 +49,7 @@ class ResponseBuilder:
             self._report = piece.report
             called = self._calls and piece.finish_reason == "stop"
             self._finish_reason = "tool_calls" if called else piece.finish_reason
-        return Delta(piece.text, tool_calls=calls)
+        return Delta(piece.text, call_pieces=pieces)
 
     def whole(self) -> dict[str, Any]:
         """Return the body of a non-streamed response."""
@@ -71,14 +73,13 @@ class ResponseBuilder:
 
     def events(self, delta: Delta) -> Sequence[dict[str, Any]]:
         """Return the events of a delta from `add`; none if it is empty."""
-        if not (delta.text or delta.tool_calls):
+        if not (delta.text or delta.call_pieces):
             return ()
         if not self._is_chat:
             return (self._chunk(delta.text),)
         content: dict[str, Any] = {"content": delta.text} if delta.text else {}
-        if delta.tool_calls:
-            first = len(self._calls) - len(delta.tool_calls)
-            content["tool_calls"] = [{"index": first + i, **_call(call)} for i, call in enumerate(delta.tool_calls)]
+        if delta.call_pieces:
+            content["tool_calls"] = [_fragment(piece) for piece in delta.call_pieces]
         return (self._chunk(content),)
 
     def last_events(self) -> Sequence[dict[str, Any]]:
@@ -127,6 +128,14 @@ class ResponseBuilder:
         return {"citations": cited}
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    arguments = json.dumps(call.arguments, ensure_ascii=False)
+def _fragment(piece: CallPiece) -> dict[str, Any]:
+    function = {"arguments": piece.arguments}
+    if not piece.id:
+        return {"index": piece.index, "function": function}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": {"name": piece.name, **function}}
+
+
+def _call(call: ToolCall | InvalidCall) -> dict[str, Any]:
+    is_valid = isinstance(call, ToolCall)
+    arguments = json.dumps(call.arguments, ensure_ascii=False) if is_valid else call.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

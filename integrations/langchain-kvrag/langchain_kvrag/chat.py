@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from importlib.util import find_spec
@@ -16,13 +15,14 @@ from langchain_core.language_models import BaseChatModel, LangSmithParams, Langu
 from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.messages.tool import tool_call, tool_call_chunk
+from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableGenerator, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.json import parse_partial_json
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from kvrag import (
@@ -268,18 +268,24 @@ class _ChunkBuilder:
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._num_tokens = self._num_calls = 0
+        self._ids: dict[str, int] = {}  # index of each call
 
     def add(self, delta: Delta) -> ChatGenerationChunk:
         """Return the chunk for the next delta."""
         self._num_tokens += delta.num_tokens
-        calls = [
-            tool_call_chunk(
-                name=call.name, args=json.dumps(call.arguments, ensure_ascii=False), id=call.id, index=index
+        self._num_calls += len(delta.tool_calls)
+        pieces = {
+            piece.index: tool_call_chunk(
+                name=piece.name or None, args=piece.arguments, id=piece.id or None, index=piece.index
             )
-            for index, call in enumerate(delta.tool_calls, self._num_calls)
-        ]
-        self._num_calls += len(calls)
-        message = AIMessageChunk(content=delta.text, tool_call_chunks=calls)
+            for piece in delta.call_pieces
+        }
+        self._ids |= {piece.id: piece.index for piece in delta.call_pieces if piece.id}
+        for call in delta.invalid_calls:
+            index = self._ids[call.id]
+            piece = pieces.setdefault(index, tool_call_chunk(args="", index=index))
+            piece["args"] = (piece["args"] or "") + _unparsable_end(call.arguments)
+        message = AIMessageChunk(content=delta.text, tool_call_chunks=list(pieces.values()))
         if delta.report is not None:
             # only on the last chunk: LangChain adds up the usage of chunks and concatenates names
             message.usage_metadata = _usage(delta.report, self._num_tokens)
@@ -294,10 +300,38 @@ def _result(answer: Answer, model_name: str) -> ChatResult:
     message = AIMessage(
         content=answer.text,
         tool_calls=[tool_call(name=call.name, args=call.arguments, id=call.id) for call in answer.tool_calls],
+        invalid_tool_calls=[
+            invalid_tool_call(
+                name=call.name or None, args=call.arguments, id=call.id, error=_why_invalid(answer.finish_reason)
+            )
+            for call in answer.invalid_calls
+        ],
         usage_metadata=_usage(answer.report, answer.num_tokens),
         response_metadata=_metadata(answer.report, model_name, _finish_reason(answer, len(answer.tool_calls))),
     )
     return ChatResult(generations=[ChatGeneration(message=message)])
+
+
+def _why_invalid(finish_reason: str) -> str:
+    if finish_reason == "length":
+        return "the call was cut off: raise max_tokens, or limit the length of strings and lists in the schema"
+    return "the arguments are not a JSON object"
+
+
+def _unparsable_end(arguments: str) -> str:
+    """Return an end for invalid arguments that prevents LangChain from repairing them.
+
+    It repairs the arguments of merged chunks, and an agent would execute the call with those that were not cut off.
+    """
+    ends = ("]", "}", '"]', '"}', '""]', '""}')  # one closes a string, if any, and then a bracket that is not open
+    return next(end for end in ends if not _is_repairable(arguments + end))
+
+
+def _is_repairable(arguments: str) -> bool:
+    try:
+        return isinstance(parse_partial_json(arguments), dict)
+    except ValueError:
+        return False
 
 
 def _metadata(report: BlendReport, model_name: str, finish_reason: str | None) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class BlendSettings(BaseLanguageModel[Any], LLMBase):
 
     _lazy: LazyEngine = PrivateAttr(default_factory=LazyEngine)
     _plain = field_validator("model", "store", "dtype", mode="before")(LLMSettings.plain)
+    _length = field_validator("max_tokens", mode="before")(LLMSettings.length)
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:

@@ -223,6 +223,11 @@ def test_wrong_settings_are_refused_when_the_object_is_made(cls: type, wrong: di
         cls(**wrong)
 
 
+@pytest.mark.parametrize("cls", [ChatBlend, BlendLLM])
+def test_no_max_tokens_is_the_default(cls: type, settings: dict[str, Any]) -> None:
+    assert cls(**{**settings, "max_tokens": None}).max_tokens == 256
+
+
 def test_an_engine_already_built_excludes_settings_of_the_model(tmp_path: Path) -> None:
     engine = BlendEngine.from_pretrained("reader", store=tmp_path, dtype="float32")
     chat = ChatBlend(engine=engine, max_tokens=4)

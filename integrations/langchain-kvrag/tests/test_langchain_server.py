@@ -49,6 +49,10 @@ def look_up(name: Literal["Mira", "Kan"]) -> str:
     return name
 
 
+WRITTEN = {"type": "object", "properties": {"text": {"type": "string", "maxLength": 20}}, "required": ["text"]}
+write = {"type": "function", "function": {"name": "write", "parameters": WRITTEN}}
+
+
 def an_engine(model: Model, folder: Path) -> BlendEngine:
     return BlendEngine(model, FileStore(folder, min_free_bytes=0), BlendConfig(controller="off"))
 
@@ -154,6 +158,37 @@ def test_settings_of_a_call_arrive(local: ChatBlend, remote: ChatBlend) -> None:
         text = QUESTION if "documents" not in call else f"{call['documents'][0]}\n\nQuestion: Who?"
         assert told(remote.invoke(text, **call)) == told(local.invoke(text, **call)), call
     assert remote.invoke(text, documents=call.get("documents")).response_metadata["kvrag"]["policy"]
+
+
+@pytest.mark.parametrize("length", [1, 12, 20])
+async def test_a_call_cut_off_is_invalid(local: ChatBlend, remote: ChatBlend, length: int) -> None:
+    for llm in (local, remote):
+        bound = llm.bind_tools([write], tool_choice="write", max_tokens=length)
+        answers = [
+            await bound.ainvoke(QUESTION),
+            await asyncio.to_thread(bound.invoke, QUESTION),
+            whole([piece async for piece in bound.astream(QUESTION)]),
+        ]
+        for answer in answers:
+            assert (answer.text, answer.tool_calls) == ("", [])
+            assert answer.response_metadata["finish_reason"] == "length"
+            [call] = answer.invalid_tool_calls
+            assert call["name"] == "write"
+            assert call["id"]
+        assert "cut off: raise max_tokens" in answers[0].invalid_tool_calls[0]["error"]
+        assert answers[2].invalid_tool_calls[0]["args"].startswith(answers[0].invalid_tool_calls[0]["args"])
+
+
+async def test_arguments_are_streamed_in_pieces(local: ChatBlend, remote: ChatBlend) -> None:
+    for llm in (local, remote):
+        bound = llm.bind_tools([write], tool_choice="write", max_tokens=80)
+        pieces = [piece async for piece in bound.astream(QUESTION)]
+        chunks = [chunk for piece in pieces for chunk in piece.tool_call_chunks]
+        assert len(chunks) > 5
+        assert [chunk["name"] for chunk in chunks if chunk["name"]] == ["write"]
+        [call] = whole(pieces).tool_calls
+        assert json.loads("".join(chunk["args"] or "" for chunk in chunks)) == call["args"]
+        assert isinstance(call["args"]["text"], str)
 
 
 def test_tools_are_called(local: ChatBlend, remote: ChatBlend) -> None:

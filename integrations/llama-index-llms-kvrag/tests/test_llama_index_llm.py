@@ -221,6 +221,10 @@ def test_wrong_settings_are_refused_when_the_object_is_made(wrong: dict[str, Any
         BlendLLM(**wrong)
 
 
+def test_no_max_tokens_is_the_default(settings: dict[str, Any]) -> None:
+    assert BlendLLM(**{**settings, "max_tokens": None}).max_tokens == 256
+
+
 def test_an_engine_already_built_excludes_settings_of_the_model(tmp_path: Path) -> None:
     engine = BlendEngine.from_pretrained("reader", store=tmp_path, dtype="float32")
     assert BlendLLM(engine=engine, max_tokens=4).complete(QUESTION).raw["kvrag"]["prompt_tokens"] > 4  # type: ignore[index]

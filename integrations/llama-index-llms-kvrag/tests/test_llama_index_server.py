@@ -6,19 +6,20 @@ import asyncio
 import json
 import pickle
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from llama_index.core import StorageContext, VectorStoreIndex
-from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.base.llms.types import ChatMessage, ToolCallBlock
 from llama_index.core.embeddings import MockEmbedding
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import TextNode
 from llama_index.core.tools import FunctionTool
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from serving import NAME, Served, serving
 
 from kvrag import BlendConfig, BlendEngine, ContextWindowError, FileStore, Model, ServerError, SettingError
@@ -46,6 +47,18 @@ def look_up(name: str) -> str:
     return f"{name} plays."
 
 
+class Note(BaseModel):
+    """A note."""
+
+    text: str = Field(max_length=20)
+
+
+def take_note(text: str) -> str:
+    """Take a note."""
+    return text
+
+
+NOTE = FunctionTool.from_defaults(take_note, fn_schema=Note)
 TOOL = FunctionTool.from_defaults(look_up, fn_schema=Wanted)
 
 
@@ -118,6 +131,50 @@ def test_the_metadata_is_the_servers(local: BlendLLM, remote: BlendLLM) -> None:
     assert theirs.is_function_calling_model
     assert theirs.model_name == NAME
     assert remote.encode("One two") == local.encode("One two")
+
+
+@pytest.mark.parametrize("length", [1, 20])
+async def test_a_call_cut_off_is_an_error(local: BlendLLM, remote: BlendLLM, length: int) -> None:
+    for llm in (local, remote):
+        call: dict[str, Any] = {"user_msg": "Who?", "tool_required": True, "max_tokens": length}
+        cut = pytest.raises(ValueError, match=r"the tool '(take_note|Note)' was cut off: raise max_tokens")
+        with cut:
+            await llm.achat_with_tools([NOTE], **call)
+        with cut:
+            await asyncio.to_thread(llm.chat_with_tools, [NOTE], **call)
+        seen = []
+        with cut:
+            async for response in await llm.astream_chat_with_tools([NOTE], **call):
+                seen.append(response)
+        assert seen[-1].raw["finish_reason"] == "length"
+        assert not any(response.message.content for response in seen)
+        asked: dict[str, Any] = {"tools": [NOTE.metadata.to_openai_tool()], "tool_choice": "required"}
+        response = await llm.achat(USER, max_tokens=length, **asked)
+        assert response.raw["finish_reason"] == "length"
+        assert not response.message.content
+        with cut:
+            llm.get_tool_calls_from_response(response, error_on_no_tool_call=False)
+        with cut:
+            pieces = await llm.astream_structured_predict(
+                Note, PromptTemplate("Write."), llm_kwargs={"max_tokens": length}
+            )
+            [piece async for piece in pieces]
+
+
+async def test_arguments_are_streamed_in_pieces(local: BlendLLM, remote: BlendLLM) -> None:
+    for llm in (local, remote):
+        call: dict[str, Any] = {"user_msg": "Who?", "tool_required": True, "max_tokens": 80}
+        seen = []
+        async for response in await llm.astream_chat_with_tools([NOTE], **call):
+            for block in response.message.blocks:
+                if isinstance(block, ToolCallBlock):
+                    assert llm.get_tool_calls_from_response(response)[0].tool_name == "take_note"
+                    seen.append(block.tool_kwargs)
+        *pieces, last = seen
+        assert list(last) == ["text"]
+        texts = [piece for piece in pieces if isinstance(piece, str)]
+        assert len(set(texts)) > 3
+        assert all(after.startswith(before) for before, after in pairwise(texts))
 
 
 def test_tools_are_called(local: BlendLLM, remote: BlendLLM) -> None:

@@ -129,7 +129,7 @@ async def test_an_answer_can_be_made_to_keep_to_a_schema(llm: BlendLLM) -> None:
 
 
 def test_an_object_that_gets_too_long_is_an_error(llm: BlendLLM) -> None:
-    with pytest.raises(ValueError, match=r"called no tool.* was cut off: raise max_tokens"):
+    with pytest.raises(ValueError, match=r"the tool 'Wanted' was cut off: raise max_tokens"):
         llm.structured_predict(Wanted, PromptTemplate("Who?"), llm_kwargs={"max_tokens": 3})
 
 

@@ -32,6 +32,7 @@ from llama_index.core.bridge.pydantic import (
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
+from llama_index.core.llms.utils import parse_partial_json
 from llama_index.core.program.utils import get_program_for_llm
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
@@ -39,9 +40,20 @@ from llama_index.core.tools.types import BaseTool
 from llama_index.core.types import BasePydanticProgram, Model
 from llama_index.llms.kvrag.messages import assistant_message, template_messages
 
-from kvrag import Answer, BlendEngine, BlendReport, Delta, LazyEngine, LLMBase, LLMSettings, RemoteEngine, ToolCall
+from kvrag import (
+    Answer,
+    BlendEngine,
+    BlendReport,
+    CallPiece,
+    Delta,
+    LazyEngine,
+    LLMBase,
+    LLMSettings,
+    RemoteEngine,
+)
 
 _Prompt = str | list[dict[str, Any]]
+_LONGER = "raise max_tokens, or limit the length of strings and lists in the schema"
 
 
 def source_name(node: BaseNode | NodeWithScore | str, collection: str = "default") -> str:
@@ -87,6 +99,7 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
 
     _lazy: LazyEngine = PrivateAttr(default_factory=LazyEngine)
     _plain = field_validator("model", "store", "dtype", mode="before")(LLMSettings.plain)
+    _length = field_validator("max_tokens", mode="before")(LLMSettings.length)
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
@@ -166,26 +179,46 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """Return the tool calls in a response.
+        """Return the tool calls in a response. Those of a stream have the arguments that have arrived.
 
         Raises:
-            ValueError: There is none, and `error_on_no_tool_call` is set.
+            ValueError: A call was cut off, or is malformed; or there is none, and `error_on_no_tool_call` is set.
         """
         calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
+        _check_calls(response)
         if error_on_no_tool_call and not calls:
-            cut_off = isinstance(response.raw, dict) and response.raw.get("finish_reason") == "length"
-            way_out = (
-                "; it was cut off: raise max_tokens, or limit the length of strings and lists in the schema"
-                if cut_off
-                else ""
-            )
+            way_out = f"; it was cut off: {_LONGER}" if _is_cut_off(response) else ""
             raise ValueError(f"the model called no tool but answered {response.message.content!r:.200}{way_out}")
         return [
-            ToolSelection.model_validate(
-                {"tool_id": call.tool_call_id or "", "tool_name": call.tool_name, "tool_kwargs": call.tool_kwargs}
+            ToolSelection(
+                tool_id=call.tool_call_id or "",
+                tool_name=call.tool_name,
+                tool_kwargs=call.tool_kwargs if isinstance(call.tool_kwargs, dict) else _so_far(call.tool_kwargs),
             )
             for call in calls
         ]
+
+    def stream_chat_with_tools(self, *args: Any, **kwargs: Any) -> ChatResponseGen:
+        """Like `FunctionCallingLLM.stream_chat_with_tools`; raises ValueError at the end of an invalid call."""
+        responses = super().stream_chat_with_tools(*args, **kwargs)
+
+        def checked() -> ChatResponseGen:
+            for response in responses:
+                yield response
+                _check_calls(response)
+
+        return checked()
+
+    async def astream_chat_with_tools(self, *args: Any, **kwargs: Any) -> ChatResponseAsyncGen:
+        """Like `stream_chat_with_tools`, off the event loop."""
+        responses = await super().astream_chat_with_tools(*args, **kwargs)
+
+        async def checked() -> ChatResponseAsyncGen:
+            async for response in responses:
+                yield response
+                _check_calls(response)
+
+        return checked()
 
     def _prepare_chat_with_tools(
         self,
@@ -214,6 +247,7 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
         allow_parallel_tool_calls: bool = False,
         **kwargs: Any,
     ) -> ChatResponse:
+        _check_calls(response)
         if not allow_parallel_tool_calls:
             calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
             response.message = assistant_message(response.message.content or "", calls[:1])
@@ -279,24 +313,74 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
 
 
 @dataclass(frozen=True, slots=True)
+class _Call:
+    """A tool call; `arguments` is a dict once it is complete and valid, JSON before."""
+
+    name: str
+    id: str
+    arguments: dict[str, Any] | str
+
+    def add(self, piece: CallPiece) -> _Call:
+        assert isinstance(self.arguments, str)
+        return _Call(self.name or piece.name, self.id or piece.id, self.arguments + piece.arguments)
+
+
+@dataclass(frozen=True, slots=True)
 class _Response:
     """The response so far, with its latest delta."""
 
     text: str = ""
     delta: str | None = None
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[_Call, ...] = ()
     num_tokens: int = 0
     raw: dict[str, Any] | None = None
 
     @classmethod
     def all_of(cls, answer: Answer) -> _Response:
         raw = _raw(answer.report, answer.num_tokens, answer.finish_reason)
-        return cls(answer.text, None, answer.tool_calls, answer.num_tokens, raw)
+        calls = tuple(_Call(call.name, call.id, call.arguments) for call in (*answer.tool_calls, *answer.invalid_calls))
+        return cls(answer.text, None, calls, answer.num_tokens, raw)
 
     def add(self, delta: Delta) -> _Response:
         num_tokens = self.num_tokens + delta.num_tokens
         raw = None if delta.report is None else _raw(delta.report, num_tokens, delta.finish_reason)
-        return _Response(self.text + delta.text, delta.text, self.calls + delta.tool_calls, num_tokens, raw)
+        calls = dict(enumerate(self.calls))
+        for piece in delta.call_pieces:
+            calls[piece.index] = calls.get(piece.index, _Call("", "", "")).add(piece)
+        complete = {call.id: _Call(call.name, call.id, call.arguments) for call in delta.tool_calls}
+        return _Response(
+            self.text + delta.text,
+            delta.text,
+            tuple(complete.get(call.id, call) for call in calls.values()),
+            num_tokens,
+            raw,
+        )
+
+
+def _is_cut_off(response: ChatResponse) -> bool:
+    return isinstance(response.raw, dict) and response.raw.get("finish_reason") == "length"
+
+
+def _check_calls(response: ChatResponse) -> None:
+    """Raise ValueError if a complete response has an invalid tool call."""
+    if response.raw is None:  # more of the stream follows
+        return
+    for block in response.message.blocks:
+        if isinstance(block, ToolCallBlock) and not isinstance(block.tool_kwargs, dict):
+            if _is_cut_off(response):
+                raise ValueError(f"the call of the tool {block.tool_name!r} was cut off: {_LONGER}")
+            raise ValueError(
+                f"the model called the tool {block.tool_name!r} with malformed arguments: {block.tool_kwargs!r:.200}"
+            )
+
+
+def _so_far(arguments: str) -> dict[str, Any]:
+    """Return what the beginning of JSON arguments contains."""
+    try:
+        found = parse_partial_json(arguments)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _pieces(deltas: Generator[Delta, None, None]) -> Generator[_Response, None, None]:

@@ -1,0 +1,409 @@
+"""Reading files and splitting their texts into chunks."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+import logging
+import re
+import unicodedata
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from io import BytesIO
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+from kvrag.errors import KvragError
+
+SUFFIXES = (".txt", ".md", ".html", ".htm", ".pdf", ".docx", ".csv", ".jsonl")
+_LARGEST = 1 << 30  # splitting a text takes several times its size in memory
+_LARGEST_XML = 64 << 20  # of a .docx: parsed, it takes about 20 times its size
+_LISTED = 100  # lines of a file that are listed
+_SAMPLE = 200  # lines to guess an encoding from
+_PLAUSIBLE = 1 << 16  # characters to check a guess with
+
+_ENCODINGS = (
+    *("cp1252", "cp1250", "cp1251", "cp1253", "cp1254", "cp1255", "cp1256", "koi8_r", "mac_roman"),
+    *("cp932", "euc_jp", "gb18030", "big5", "euc_kr"),
+)
+_BOMS = {  # UTF-32's begin with UTF-16's
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_IMAGE = re.compile(
+    rb"\x89(?P<PNG>PNG)|(?P<JPEG>\xff\xd8\xff)|(?P<GIF>GIF8[79]a)|RIFF....(?P<WebP>WEBP)|(?P<TIFF>II\*\0|MM\0\*)"
+    rb"|(?P<BMP>BM....\0\0\0\0)|....ftyp(?P<HEIF>heic|heix|mif1|avif)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What was skipped or guessed in a file.
+
+    Attributes:
+        line: Line number in the file, from 1; None = the file.
+    """
+
+    file: str
+    message: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.file}{'' if self.line is None else f', line {self.line}'}: {self.message}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Content:
+    """Texts of a file, none if it could not be read, and what was skipped or guessed."""
+
+    file: str
+    texts: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    _num_lines: int = 0
+
+    def note(self, message: str, line: int | None = None) -> None:
+        """Add a problem. Only the first 100 lines are listed."""
+        self._num_lines += line is not None
+        if line is None or self._num_lines <= _LISTED:
+            self.problems.append(Problem(self.file, message, line))
+
+    def close(self) -> None:
+        """Count the lines that are not listed."""
+        if self._num_lines > _LISTED:
+            self.note(f"skipped: {self._num_lines - _LISTED} more lines")
+
+
+class _UnreadableError(Exception):
+    """A file or a line without readable text. The message gives the reason."""
+
+
+def find(paths: Iterable[str | Path]) -> tuple[list[Path], list[Problem]]:
+    """Return the files among the paths, and the files with known suffixes in the folders, except hidden ones.
+
+    The problems list what was left out.
+
+    Raises:
+        KvragError: A path does not exist, or no file was found.
+    """
+    found: dict[Path, None] = {}
+    problems: list[Problem] = []
+    wanted = [Path(path) for path in paths]
+    for path in wanted:
+        if path.is_dir():
+            others: Counter[str] = Counter()
+            for file in sorted(path.rglob("*")):
+                suffix = file.suffix.lower()
+                if any(part.startswith(".") for part in file.relative_to(path).parts) or file.is_dir():
+                    continue
+                if suffix not in SUFFIXES:
+                    others[suffix or "without suffix"] += 1
+                elif file.is_symlink() and not file.exists():
+                    problems.append(Problem(str(file.absolute()), "skipped: the link is broken"))
+                else:
+                    found[file.resolve()] = None
+            if others:
+                kinds = ", ".join(f"{number} {suffix}" for suffix, number in others.most_common())
+                reason = f"skipped: files of other kinds ({kinds}); a file named as PATH is read as text"
+                problems.append(Problem(str(path.resolve()), reason))
+        elif path.exists():
+            found[path.resolve()] = None
+        elif path.is_symlink():
+            raise KvragError(f"{path} is a broken link: check its target")
+        else:
+            raise KvragError(f"{path} does not exist: check the path")
+    if not found:
+        raise KvragError(f"no files with text in {', '.join(map(str, wanted))} (looked for {' '.join(SUFFIXES)})")
+    return list(found), problems
+
+
+def read(path: Path, text_field: str = "text") -> Content:
+    """Read a file. Its problems are listed, not raised.
+
+    Args:
+        text_field: Field with the text, in the objects of .jsonl files.
+
+    Raises:
+        KvragError: A package for its kind is not installed.
+    """
+    try:
+        if not path.is_file():  # reading a device or a pipe may never end
+            raise _UnreadableError("it is not a regular file")
+        if path.stat().st_size > _LARGEST:
+            raise _UnreadableError("the file is larger than 1 GiB: split it")
+        content = path.read_bytes()
+    except (OSError, _UnreadableError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        return Content(str(path), problems=[Problem(str(path), f"skipped: {reason}")])
+    return parse(str(path), path.suffix, content, text_field)
+
+
+def parse(name: str, kind: str, content: bytes, text_field: str = "text") -> Content:
+    """Read the content of a file; see `read`.
+
+    Args:
+        name: Its name in the list of problems.
+        kind: Its suffix, such as ".pdf". Unknown kinds are read as text.
+    """
+    readers: dict[str, Callable[[bytes, Content], list[str]]] = {
+        ".html": _html,
+        ".htm": _html,
+        ".pdf": _pdf,
+        ".docx": _docx,
+        ".csv": _csv,
+        ".jsonl": lambda content, found: _jsonl(content, found, text_field),
+    }
+    found = Content(name)
+    try:
+        if image := _IMAGE.match(content):
+            raise _UnreadableError(
+                f"it is an image ({image.lastgroup}), and only text is read: extract its text with OCR, "
+                "for example with tesseract"
+            )
+        texts = readers.get(kind.lower(), _plain)(content, found)
+        found.texts = [_without_surrogates(text) for text in texts if text.strip()]
+        if not found.texts and not found._num_lines:
+            raise _UnreadableError("the file contains no text")
+    except _UnreadableError as error:
+        found.note(f"skipped: {error}")
+    found.close()
+    return found
+
+
+def splitter(count: Callable[[str], int], chunk_tokens: int, overlap: int) -> Callable[[Sequence[str]], list[str]]:
+    """Return a function that splits texts into chunks of at most `chunk_tokens`, measured by `count`.
+
+    Raises:
+        KvragError: The lengths are contradictory, or the splitter is not installed.
+    """
+    try:
+        from langchain_text_splitters import RecursiveCharacterTextSplitter
+    except ImportError as error:
+        raise _missing_extra(error) from None
+    if chunk_tokens < 1 or not 0 <= overlap < chunk_tokens:
+        raise KvragError(f"chunks of {chunk_tokens} tokens cannot overlap by {overlap}: raise --chunk-tokens")
+    split = RecursiveCharacterTextSplitter(chunk_size=chunk_tokens, chunk_overlap=overlap, length_function=count)
+    return lambda texts: [chunk for text in texts for chunk in split.split_text(text)]
+
+
+# ---------------------------------------------------------------- encodings
+
+
+def _text(content: bytes, found: Content, declared: str | None = None) -> str:
+    """Decode text. A guessed encoding is noted.
+
+    Args:
+        declared: Encoding that the file names.
+    """
+    for bom, encoding in _BOMS.items():
+        if content.startswith(bom):
+            text = _decode_or_none(content, encoding)
+            if text is None:
+                raise _UnreadableError(f"the file begins as {encoding} but is not: it is damaged or binary")
+            return text
+    if content.startswith(b"%PDF-"):
+        raise _UnreadableError("it is a PDF: give its name the suffix .pdf")
+    if content.startswith((b"PK\3\4", b"\xd0\xcf\x11\xe0")):
+        raise _UnreadableError("it is an archive or an Office document: save it as .docx, .csv or .pdf")
+    if b"\0" not in content:
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError:
+            text = None if declared is None else _decode_or_none(content, declared)
+        if text is not None:
+            return text
+        guesses = _guesses(content)
+    else:
+        # in UTF-16, one half of every ASCII character is 0
+        is_little = content[1::2].count(0) > content[::2].count(0)
+        guesses = iter(["utf-16-le" if is_little else "utf-16-be"])
+    for encoding in guesses:
+        text = _decode_or_none(content, encoding)
+        if text is not None and _is_plausible(text):
+            found.note(f"not in UTF-8: read as {encoding}, a guess; save it as UTF-8 if characters are wrong")
+            return text
+    raise _UnreadableError("the file is binary: convert it to .txt, .html or .pdf")
+
+
+def _is_plausible(text: str) -> bool:
+    """Return whether the text has no control characters and no characters that do not exist."""
+    letters = set(text[:_PLAUSIBLE])
+    return not any(unicodedata.category(letter) in ("Cc", "Cn", "Co") and not letter.isspace() for letter in letters)
+
+
+def _decode_or_none(content: bytes, encoding: str) -> str | None:
+    try:
+        text = content.decode(encoding)
+    except (UnicodeError, LookupError):
+        return None
+    return None if "\0" in text else text
+
+
+def _guesses(content: bytes) -> Iterator[str]:
+    """Yield likely encodings of text that is neither UTF-8 nor UTF-16, the likeliest first."""
+    try:
+        from charset_normalizer import from_bytes
+    except ImportError as error:
+        raise _missing_extra(error) from None
+    high = re.compile(rb"[\x80-\xff]")
+    starts = ((line, found.start()) for line in BytesIO(content) if (found := high.search(line)))
+    sample = b"".join(line[start : start + 4096] for line, start in islice(starts, _SAMPLE))
+    for match in from_bytes(sample, cp_isolation=list(_ENCODINGS), enable_fallback=False):
+        yield match.encoding
+
+
+def _without_surrogates(text: str) -> str:
+    """Return the text without lone surrogates, which tokenizers reject. JSON and PDFs may contain them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+# ---------------------------------------------------------------- kinds of files
+
+
+def _plain(content: bytes, found: Content) -> list[str]:
+    return [_text(content, found)]
+
+
+def _html(content: bytes, found: Content) -> list[str]:
+    try:
+        from bs4 import BeautifulSoup
+        from bs4.dammit import EncodingDetector
+    except ImportError as error:
+        raise _missing_extra(error) from None
+    text = _text(content, found, EncodingDetector.find_declared_encoding(content, is_html=True))
+    try:
+        soup = BeautifulSoup(text, "html.parser")
+        for tag in soup(["script", "style", "noscript"]):
+            tag.decompose()
+        return [soup.get_text("\n", strip=True)]
+    except (RecursionError, AssertionError, ValueError) as error:  # of the parser
+        raise _UnreadableError(f"it is broken HTML ({type(error).__name__}: {error})") from error
+
+
+def _pdf(content: bytes, found: Content) -> list[str]:
+    try:
+        from pypdf import PdfReader
+    except ImportError as error:
+        raise _missing_extra(error) from None
+    logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns about many valid PDFs
+    try:
+        text = "\n\n".join(page.extract_text() for page in PdfReader(BytesIO(content)).pages)
+    except Exception as error:  # pypdf raises various types: KeyError, RecursionError, zlib.error
+        raise _UnreadableError(f"it is a broken or protected PDF ({type(error).__name__}: {error})") from error
+    if not text.strip():
+        raise _UnreadableError("the PDF has no text, only images: run OCR first, for example with ocrmypdf")
+    return [text]
+
+
+def _docx(content: bytes, found: Content) -> list[str]:
+    try:
+        from docx import Document
+    except ImportError as error:
+        raise _missing_extra(error) from None
+    if content.startswith(b"\xd0\xcf\x11\xe0"):
+        raise _UnreadableError("it is protected by a password, or a .doc file: save it as .docx without a password")
+    try:
+        # these sizes are the most that is unpacked
+        sizes = {info.filename: info.file_size for info in zipfile.ZipFile(BytesIO(content)).infolist()}
+        xml = sum(size for name, size in sizes.items() if name.endswith((".xml", ".rels")))
+        if sum(sizes.values()) > _LARGEST or xml > _LARGEST_XML:
+            raise _UnreadableError("the document is larger than 64 MiB of text or 1 GiB when unpacked: split it")
+        return ["\n\n".join(_blocks(Document(BytesIO(content))))]
+    except _UnreadableError:
+        raise
+    except Exception as error:  # python-docx, zipfile and lxml raise various types
+        raise _UnreadableError(f"it is a broken Word document ({type(error).__name__}: {error})") from error
+
+
+def _blocks(container: Any) -> Iterator[str]:
+    """Yield the paragraphs and the tables of a Word document or of a table cell."""
+    for block in container.iter_inner_content():
+        if not hasattr(block, "rows"):
+            yield block.text
+            continue
+        rows = []
+        for row in block.rows:
+            cells = [next(same) for _, same in groupby(row.cells, key=lambda cell: cell._tc)]  # merged cells repeat
+            rows.append(" | ".join(" ".join(_blocks(cell)) for cell in cells))
+        yield "\n".join(rows)
+
+
+def _csv(content: bytes, found: Content) -> list[str]:
+    """Return one text, in which each row is a paragraph of lines `column: value`."""
+    text = _text(content, found)
+    if "\n" not in text:
+        text = text.replace("\r", "\n")
+    # the header decides: few of the other delimiters occur in it
+    delimiter = max(",;\t|", key=lambda delimiter: len(next(_rows(text, delimiter, Content("")), [])))
+    rows = _rows(text, delimiter, found)
+    header = next(rows, [])
+    paragraphs = []
+    for row in rows:
+        names = [*header, *[""] * (len(row) - len(header))]
+        values = zip(names, row, strict=False)
+        paragraphs.append("\n".join(f"{name}: {value}" if name else value for name, value in values if value.strip()))
+    return ["\n\n".join(filter(None, paragraphs))]
+
+
+def _rows(text: str, delimiter: str, found: Content) -> Iterator[list[str]]:
+    """Yield the rows that are not empty. A row that cannot be read is noted."""
+    reader = csv.reader((line.group() for line in re.finditer(r"[^\n]*\n|[^\n]+", text)), delimiter=delimiter)
+    while True:
+        start = reader.line_num + 1
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:  # a field is too long, mostly because of a quote that is not closed
+            found.note(f"skipped: the row cannot be read ({error}): check its quotes", start)
+            continue
+        if any(value.strip() for value in row):
+            yield [value.strip() for value in row]
+
+
+def _jsonl(content: bytes, found: Content, text_field: str) -> list[str]:
+    texts = []
+    for number, line in enumerate(_text(content, found).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            texts.append(_text_in(line, text_field))
+        except _UnreadableError as error:
+            found.note(f"skipped: {error}", number)
+    return texts
+
+
+def _text_in(line: str, text_field: str) -> str:
+    try:
+        value = json.loads(line)
+    except RecursionError:
+        raise _UnreadableError("it is nested too deeply") from None
+    except ValueError as error:
+        raise _UnreadableError(f"it is not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise _UnreadableError(f"it must be a JSON object, got {type(value).__name__}")
+    if text_field not in value:
+        has = ", ".join(map(repr, value)) or "none"
+        raise _UnreadableError(f"it has no field {text_field!r}, but {has:.80} (see --text-field)")
+    if not isinstance(value[text_field], str):
+        raise _UnreadableError(f"{text_field!r} must be a string, got {type(value[text_field]).__name__}")
+    return str(value[text_field])
+
+
+def _missing_extra(error: ImportError) -> KvragError:
+    return KvragError(f"{error.name or error} is not installed: pip install 'kvrag[cli]'")

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from kvrag.control.prompts import GapPrompt
 from kvrag.errors import KvragError
 from kvrag.reader.world import KINDS, sample
 from kvrag.reader2 import world as second
@@ -27,7 +28,8 @@ class Row:
     """A question about passages, and its accepted answers.
 
     `documents` names the document of each passage, in reading order; empty = unknown. `kind` groups results. `across`:
-    whether the question depends on another passage than the one with the fact; None = unknown.
+    whether the question depends on another passage than the one with the fact; None = unknown. `beginning`: the
+    sentence that the answer completes, in place of a question.
     """
 
     id: str
@@ -37,6 +39,7 @@ class Row:
     kind: str = ""
     across: bool | None = None
     documents: tuple[str, ...] = ()
+    beginning: str = ""
 
     @property
     def key(self) -> str:
@@ -142,6 +145,22 @@ def _file_row(line: str, where: str, number: str) -> Row:
         across,
         tuple(documents),
     )
+
+
+def document_rows(prompts: Sequence[GapPrompt]) -> list[Row]:
+    """Return rows for prompts made of documents; the accepted answer is the first word of what is missing."""
+    return [
+        Row(
+            f"{made.gap.kind}-{number}",
+            made.chunks,
+            "",
+            (made.gap.word,),
+            made.gap.kind,
+            made.across,
+            beginning=made.gap.beginning,
+        )
+        for number, made in enumerate(prompts)
+    ]
 
 
 def _texts(value: Any) -> bool:

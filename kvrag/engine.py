@@ -319,7 +319,7 @@ class BlendEngine:
             namespace: Namespace of the chunks.
             policy: Overrides the engine's policy.
             target, sure, ratios, tokens: See `kvrag.control.calibrate.Criterion`.
-            count: Maximum number of generated prompts.
+            count: Maximum number of generated prompts, not counting those that full prefill guesses at.
             chunks: Number of chunks per generated prompt.
             search: Retrieves the chunks of generated prompts, best first, from a query and their number; None = by the
                 rare words that they share.
@@ -332,7 +332,7 @@ class BlendEngine:
         Raises:
             SettingError: An argument is out of range.
             StoreError: No stored chunks could be recomputed.
-            KvragError: No prompts could be generated.
+            KvragError: No prompts could be generated, or the model completes none of them (PromptError).
             ContextWindowError: A prompt is too long.
             ModelError: Logits are NaN.
         """
@@ -340,14 +340,17 @@ class BlendEngine:
         if count < 1 or chunks < 2:
             raise SettingError(f"count must be at least 1 and chunks at least 2, got {count} and {chunks}")
         criterion, config = Criterion(target, sure, ratios, tokens), overridden(self.config, None, policy, None)
+        words: list[str] | None = None
         if prompts is None:
             texts = calibrate.chunk_texts(self.model, self.store, namespace)
-            made = make_prompts(self.model, texts, search or search_by_words(texts), count, chunks, seed, tokens)
-            ids = [prompt.ids for prompt in made]
+            candidates = count * calibrate.CANDIDATES
+            made = make_prompts(self.model, texts, search or search_by_words(texts), candidates, chunks, seed, tokens)
+            ids, words = [prompt.ids for prompt in made], [prompt.gap.word for prompt in made]
         else:
             ids = calibrate.render(self.model, prompts)
         prefill = partial(self.prefill, namespace=namespace)
-        found = calibrate.calibrate(self.model, prefill, ids, config, criterion, progress)
+        most = None if words is None else count
+        found = calibrate.calibrate(self.model, prefill, ids, config, criterion, progress, words, most)
         return self._tuning.keep_calibration(found) if found.is_usable else found
 
     def prefill(

@@ -524,6 +524,9 @@ def summarise(
     full_cells = {cell.setup.chunk_tokens: cell for cell in cells if cell.label == _FULL}
     tables = {cell: _table(tasks, cell, full_cells[cell.setup.chunk_tokens], journal) for cell in cells}
     groups = _groups(tasks)
+    right = next(table["em"] for cell, table in tables.items() if cell.label == _FULL) == 1
+    if tasks[0].row.beginning and right.any():
+        groups[RIGHT] = right
     bootstraps = {name: Bootstrap(int(mask.sum()), seed) for name, mask in groups.items()}
     results = []
     for cell, table in tables.items():
@@ -588,6 +591,7 @@ def _groups(tasks: Sequence[Task]) -> dict[str, np.ndarray[Any, np.dtype[np.bool
 
 
 ACROSS, WITHIN = "hangs on another passage", "hangs on one passage"
+RIGHT = "full prefill goes on as the documents do"
 
 
 def _compare(

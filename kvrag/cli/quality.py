@@ -39,7 +39,7 @@ _NOT_DOCS = ("data", "world", "missing", "instruction", "skip_long")
 _DOCS_TOKENS = 32768  # of the folder at most: minutes of encoding and gigabytes of disk for a model of 7B
 _DOCS_STOP = ("\n", ". ")  # behind the sentence's end nothing is asked
 _KEEPS = 0.95  # share of the answers that must be full prefill's
-_ABLE = 0.2  # share of the sentences that a model must complete as they go on, for the result to mean much
+_ABLE = 0.3  # share of the sentences that a model must complete as they go on, for the result to mean much
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -419,47 +419,50 @@ def documents_table(result: dict[str, Any]) -> list[str]:
         f"{data['folder']}: {data['chunks']} chunks, {data['tokens']} tokens, from {data['files_read']} of "
         f"{data['files']} files; {settings['samples']} prompts of {data['top_k']} chunks, {num_cloze} of them cloze; "
         "95 % intervals",
-        f"full prefill goes on as the documents do in {full['em']['value']:.1%} of the prompts",
+        f"{quality.RIGHT} in {full['em']['value']:.1%} of the prompts",
     ]
     for setup, cells in quality.by_setup(result).items():
         lines += ["", str(setup), ""]
         lines.append(
-            f"{'':20}{'ratio':>6}  {'answers kept':36}{'cloze words kept':>17}{'top-1':>8}{'KL':>9}{'as documents':>14}"
+            f"{'':20}{'ratio':>6}  {'answers kept':36}{'right words kept':>17}{'cloze words kept':>18}"
+            f"{'top-1':>8}{'KL':>9}"
         )
         for cell in cells[1:]:
-            word = cell["groups"].get(f"kind: {CLOZE}", {}).get("word")
+            right, cloze = (
+                cell["groups"][name]["word"]["value"] if name in cell["groups"] else None
+                for name in (quality.RIGHT, f"kind: {CLOZE}")
+            )
             bar = "#" * round(10 * cell["same"]["value"])
             lines.append(
                 f"{cell['policy']:20}{_ratio(cell)}  {bar:11}{_percent(cell['same']):25}"
-                f"{format(word['value'], '.1%') if word else '-':>17}{cell['agree']['value']:>8.1%}"
-                f"{cell['kl']['value']:>9.4f}{cell['em']['value']:>14.1%}"
+                f"{_share(right):>17}{_share(cloze):>18}{cell['agree']['value']:>8.1%}{cell['kl']['value']:>9.4f}"
             )
-    lines.append("")
-    if full["em"]["value"] < _ABLE:
-        lines.append(
-            "This model rarely completes a sentence of these documents, so most answers are guesses, which any "
-            "rounding changes: use --data with questions that it can answer."
-        )
-    return [*lines, result["verdict"]]
+    return [*lines, "", result["verdict"]]
 
 
 def verdict(result: dict[str, Any]) -> str:
     """Return whether blending keeps full prefill's answers, and at which ratio, in one sentence."""
-    setup = next(iter(quality.by_setup(result)))  # the first of several
-    cells = quality.by_setup(result)[setup][1:]
-    policy = next(cell["policy"] for cell in cells if cell["ratio"] is not None)
-    line = sorted((cell for cell in cells if cell["policy"] == policy), key=lambda cell: cell["ratio"])
+    full, _, *others = next(iter(quality.by_setup(result).values()))  # the first setup and policy of several
+    line = sorted((cell for cell in others if cell["policy"] == others[0]["policy"]), key=lambda cell: cell["ratio"])
     fails = [number for number, cell in enumerate(line) if cell["same"]["value"] < _KEEPS]
-    best = min(fails[-1] + 1 if fails else 0, len(line) - 1)
     keeps = not fails or fails[-1] < len(line) - 1
-    cell = line[best]
-    answers = f"{_percent(cell['same'])} of {cell['samples']} short answers are the same"
+    cell = line[fails[-1] + 1 if fails and keeps else 0 if keeps else -1]
+    shares = f"{_percent(cell['same'])} of {cell['samples']} short answers are full prefill's"
+    if quality.RIGHT in cell["groups"]:
+        right = cell["groups"][quality.RIGHT]
+        shares += f", and {_share(right['word']['value'])} of the {right['samples']} words that it gets right"
+    if full["em"]["value"] < _ABLE:
+        return (
+            f"Undecided: full prefill itself gets only {_share(full['em']['value'])} of these sentences right, so most "
+            f"answers are guesses (use --data with questions); at ratio {cell['ratio']:g}, {shares}."
+        )
     if keeps:
-        return f"Yes: at ratio {cell['ratio']:g}, blending keeps full prefill's answers on these documents; {answers}."
-    return (
-        f"No: up to ratio {cell['ratio']:g}, blending keeps less than {_KEEPS:.0%} of full prefill's answers on these "
-        f"documents; there, {answers}."
-    )
+        return f"Yes: blending keeps your answers from ratio {cell['ratio']:g} on; there, {shares}."
+    return f"No: blending keeps less than {_KEEPS:.0%} of your answers up to ratio {cell['ratio']:g}; there, {shares}."
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _percent(interval: dict[str, float]) -> str:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig, check_ratio
-from kvrag.errors import ModelError, SettingError, StoreError
+from kvrag.control.prompts import first_word
+from kvrag.errors import ModelError, PromptError, SettingError, StoreError
 from kvrag.reuse.stitch import Stitched
 from kvrag.store import KVStore
 from kvrag.types import Messages
@@ -29,6 +30,7 @@ GRID = (0.05, 0.15, 0.3, 0.6)
 PROMPTS = 40  # generated prompts by default: minutes
 _CHUNKS = 1000  # stored chunks that prompts are generated from
 _FEW = 30  # prompts; with fewer, the interval is wider than any relevant difference
+CANDIDATES = 3  # generated prompts for each that is used: full prefill guesses at some
 _LEAST = 10  # prompts after which an interrupted calibration is kept
 _Z = 1.96  # 95 %
 
@@ -160,6 +162,8 @@ def calibrate(
     config: BlendConfig,
     criterion: Criterion,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    words: Sequence[str] | None = None,
+    count: int | None = None,
 ) -> Calibration:
     """Compare blending with full prefill on the same ids, at every ratio.
 
@@ -167,6 +171,9 @@ def calibrate(
         prompts: Token ids; prompts without anything to recompute are left out.
         config: Policy and its settings; its ratio is ignored.
         progress: Called with (prefills done, prefills to do).
+        words: The word that each prompt's answer should begin with. Prompts that full prefill answers otherwise are
+            left out: their answers are guesses, which any rounding changes.
+        count: Stop after this many prompts that were not left out.
 
     Returns:
         The result; of the prompts done so far on a KeyboardInterrupt, if there are any.
@@ -174,23 +181,31 @@ def calibrate(
     Raises:
         SettingError: The policy has no ratio.
         StoreError: No prompt contains stored chunks that could be recomputed.
+        PromptError: Full prefill answers no prompt with its word.
         ModelError: Logits are NaN.
     """
     if config.policy in ("none", "full"):
         raise SettingError(f"policy {config.policy!r} has no ratio to calibrate")
     grid = criterion.ratios
     rows: list[dict[float, list[bool]]] = []  # agreement at every token, per prompt and ratio
-    done = left_out = 0
+    done = left_out = guessed = 0
     is_interrupted = False
-    progress(0, total := len(prompts) * (len(grid) + 1))
+    count = min(count or len(prompts), len(prompts))
+    progress(0, total := count * (len(grid) + 1))
     try:
-        for ids in prompts:
+        for ids, word in zip(prompts, words or [""] * len(prompts), strict=True):
+            if len(rows) == count:
+                break
             first = prefill(ids, _at(config, grid[0]))
             if not len(first.stitched.inexact):
                 left_out += 1
-                progress(done := done + len(grid) + 1, total)
+                if words is None:
+                    progress(done := done + len(grid) + 1, total)
                 continue
             answer = _greedy(model, prefill(ids, replace(config, policy="full", controller="off")), criterion.tokens)
+            if word and first_word(model.tokenizer.decode(answer)) != word:
+                guessed += 1
+                continue
             progress(done := done + 1, total)
             same: dict[float, list[bool]] = {}
             for ratio in grid:
@@ -202,6 +217,11 @@ def calibrate(
         if not rows:
             raise
         is_interrupted = True
+    if not rows and guessed:
+        raise PromptError(
+            f"the model completes none of {guessed} sentences as the documents do, so its answers are guesses: "
+            "give questions that it can answer (--questions FILE)"
+        )
     if not rows:
         raise StoreError(
             "no prompt contains two stored chunks, so there is nothing to recompute: "
@@ -209,8 +229,10 @@ def calibrate(
         )
     curve = tuple(_agreement(ratio, [row[ratio] for row in rows]) for ratio in grid)
     notes = [f"{left_out} prompts had nothing to recompute and were left out"] if left_out else []
+    if guessed:
+        notes.append(f"{guessed} prompts were left out: full prefill completes them otherwise than the documents")
     if is_interrupted:
-        notes.append(f"interrupted after {len(rows) + left_out} of {len(prompts)} prompts")
+        notes.append(f"interrupted after {len(rows)} of {count} prompts")
     if len(rows) < _FEW:
         notes.append(f"only {len(rows)} prompts: the interval is wide, give more prompts")
     return Calibration(

@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
                 search = _search(index)
             elif not args.json:
                 say("no chunk index beside this store: chunks are retrieved by the rare words that they share")
+            if not args.json:
+                say("making prompts of the chunks")
         report = stack.enter_context(progress("calibrating", args.json))
         if not args.json:
             advice = "fewer with --prompts or --ratios; Ctrl-C reports what was found so far"

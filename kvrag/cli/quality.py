@@ -243,7 +243,7 @@ def _read_documents(args: argparse.Namespace, model: Model) -> tuple[dict[str, l
             update(min(num_tokens, _DOCS_TOKENS), _DOCS_TOKENS)
     digest = blake2b(json.dumps(sorted(corpus.values())).encode(), digest_size=8).hexdigest()
     data = {
-        "folder": args.docs.name,
+        "folder": args.docs.resolve().name,
         "digest": digest,
         "seed": args.seed,
         "top_k": args.top_k,

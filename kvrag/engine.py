@@ -14,6 +14,7 @@ from kvrag.backend.transformers import LoadOptions, Model
 from kvrag.config import BlendConfig, check_bytes, check_codec, check_names, check_namespace, show_options
 from kvrag.control import calibrate
 from kvrag.control.calibrate import Calibration, Criterion
+from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
 from kvrag.errors import KvragError, SettingError
 from kvrag.generate.tools import prepare
@@ -301,8 +302,10 @@ class BlendEngine:
         target: float = 0.99,
         sure: bool = False,
         ratios: Sequence[float] = calibrate.GRID,
-        count: int = 100,
+        count: int = calibrate.PROMPTS,
         chunks: int = 4,
+        search: Search | None = None,
+        seed: int = 0,
         tokens: int = 8,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Calibration:
@@ -311,17 +314,25 @@ class BlendEngine:
         The result is stored beside the chunks, for later engines too; see `kvrag.control.calibrate`.
 
         Args:
-            prompts: As in `stream`, with chunks that were warmed; None = generated from the stored chunks.
+            prompts: As in `stream`, with chunks that were warmed; None = generated from the stored chunks, see
+                `kvrag.control.prompts`.
             namespace: Namespace of the chunks.
             policy: Overrides the engine's policy.
             target, sure, ratios, tokens: See `kvrag.control.calibrate.Criterion`.
-            count: Maximum number of generated prompts.
+            count: Maximum number of generated prompts, not counting those that full prefill guesses at.
             chunks: Number of chunks per generated prompt.
+            search: Retrieves the chunks of generated prompts, best first, from a query and their number; None = by the
+                rare words that they share.
+            seed: Seed of generated prompts.
             progress: Called with (prefills done, prefills to do).
+
+        Returns:
+            The result. On a KeyboardInterrupt, that of the prompts done so far; with fewer than ten it is not kept.
 
         Raises:
             SettingError: An argument is out of range.
             StoreError: No stored chunks could be recomputed.
+            KvragError: No prompts could be generated, or the model completes none of them (PromptError).
             ContextWindowError: A prompt is too long.
             ModelError: Logits are NaN.
         """
@@ -329,14 +340,18 @@ class BlendEngine:
         if count < 1 or chunks < 2:
             raise SettingError(f"count must be at least 1 and chunks at least 2, got {count} and {chunks}")
         criterion, config = Criterion(target, sure, ratios, tokens), overridden(self.config, None, policy, None)
+        words: list[str] | None = None
         if prompts is None:
             texts = calibrate.chunk_texts(self.model, self.store, namespace)
-            ids = calibrate.make_prompts(self.model, texts, count, chunks)
+            candidates = count * calibrate.CANDIDATES
+            made = make_prompts(self.model, texts, search or search_by_words(texts), candidates, chunks, seed, tokens)
+            ids, words = [prompt.ids for prompt in made], [prompt.gap.word for prompt in made]
         else:
             ids = calibrate.render(self.model, prompts)
         prefill = partial(self.prefill, namespace=namespace)
-        found = calibrate.calibrate(self.model, prefill, ids, config, criterion, progress)
-        return self._tuning.keep_calibration(found)
+        most = None if words is None else count
+        found = calibrate.calibrate(self.model, prefill, ids, config, criterion, progress, words, most)
+        return self._tuning.keep_calibration(found) if found.is_usable else found
 
     def prefill(
         self,

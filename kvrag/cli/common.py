@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kvrag.retrieval.index import ChunkIndex
     from kvrag.store import FileStore
 
+_LINE_S = 10.0  # seconds between lines of progress without a terminal
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -174,7 +176,11 @@ def say(message: str) -> None:
 
 @contextmanager
 def progress(title: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr, updated with (done, total); nothing if `quiet` or without a terminal."""
+    """Show progress on stderr, updated with (done, total): a bar, or without a terminal a line every ten seconds.
+
+    Args:
+        quiet: Show nothing.
+    """
     missing_extra = KvragError("rich is not installed: pip install 'kvrag[cli]'")
     try:
         from rich.console import Console
@@ -182,10 +188,58 @@ def progress(title: str, quiet: bool = False) -> Iterator[Callable[[int, int], N
     except ImportError:
         raise missing_extra from None
     console = Console(stderr=True)
+    if not quiet and not console.is_terminal:
+        yield _progress_lines(title)
+        return
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _progress_lines(title: str) -> Callable[[int, int], None]:
+    started = said = time.monotonic()
+    before: int | None = None  # done in an earlier run
+
+    def update(done: int, total: int) -> None:
+        nonlocal said, before
+        now, before = time.monotonic(), done if before is None else before
+        if now - said >= _LINE_S and total:
+            left = (now - started) / (done - before) * (total - done) if done > before else None
+            say(f"{title}: {done / total:.0%}" + (f", about {duration(left)} left" if left else ""))
+            said = now
+
+    return update
+
+
+def forecast(update: Callable[[int, int], None], steps: int, advice: str) -> Callable[[int, int], None]:
+    """Return `update`, which also says how long everything will take once the first prompt is done.
+
+    Args:
+        steps: Steps per prompt.
+        advice: Ends the line.
+    """
+    began: tuple[float, int] | None = None
+    is_said = False
+
+    def updated(done: int, total: int) -> None:
+        nonlocal began, is_said
+        began = began or (time.monotonic(), done)
+        if not is_said and done - began[1] >= steps:
+            seconds = (time.monotonic() - began[0]) / (done - began[1]) * (total - began[1])
+            say(f"{(total - began[1]) // steps} prompts take about {duration(seconds)}, by the first one: {advice}")
+            is_said = True
+        update(done, total)
+
+    return updated
+
+
+def duration(seconds: float) -> str:
+    """Format a duration: 45 s, 12 min, 1 h 30 min."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def human_bytes(size: float) -> str:

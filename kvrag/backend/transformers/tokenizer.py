@@ -56,10 +56,10 @@ class Tokenizer:
     def render(self, prompt: str | Messages | TokenIds, **template: Any) -> list[int]:
         """Return the ids of a prompt, tokenised once.
 
-        Token ids are returned unchanged. A string is used as it is, with the tokenizer's own BOS. Messages are rendered with the chat template, which
-        writes all control tokens itself: control tokens in a message stay text. `template` is passed to it. If the
-        template rejects the messages, they are merged and tried again: first consecutive messages of one role, then the
-        system message into the first user message.
+        Token ids are returned unchanged. A string is used as it is, with the tokenizer's own BOS. Messages are rendered
+        with the chat template, which writes all control tokens itself: control tokens in a message stay text.
+        `template` is passed to it. If the template rejects the messages, they are merged and tried again: first
+        consecutive messages of one role, then the system message into the first user message.
 
         Raises:
             PromptError: The prompt is empty, cannot be encoded, contains anything but text or an unknown token id, or

@@ -31,6 +31,11 @@ _shared: Shared[BlendEngine] = Shared()
 _show = show_options(AnswerOptions, ANSWER_DEFAULTS)
 
 
+def default_store(model: Model, codec: str) -> Path:
+    """Return the folder of a model's store if none is given."""
+    return Path.home() / ".cache" / "kvrag" / model.fingerprint.stored_as(codec).digest
+
+
 class BlendEngine:
     """Answers prompts from pre-encoded chunks. Thread-safe.
 
@@ -66,7 +71,7 @@ class BlendEngine:
         self.fingerprint = model.fingerprint.stored_as(codec)
         check_bytes("conversation_bytes", conversation_bytes)
         if store is None:
-            store = Path.home() / ".cache" / "kvrag" / self.fingerprint.digest
+            store = default_store(model, codec)
         self.store: KVStore = FileStore(store) if isinstance(store, (str, Path)) else store
         self.store.bind(self.fingerprint)
         self._catalog, self._tuning = Catalog(self.store), Tuning(model, self.store)

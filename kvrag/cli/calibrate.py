@@ -6,10 +6,18 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvrag.cli.common import add_engine_arguments, open_engine, open_index, progress, require_chunks, say
+from kvrag.cli.common import (
+    add_engine_arguments,
+    at_least,
+    existing_path,
+    open_engine,
+    open_index,
+    progress,
+    require_chunks,
+    say,
+)
 from kvrag.cli.prompt import as_prompt, stuff
 from kvrag.config import POLICIES
 from kvrag.errors import PromptError
@@ -24,25 +32,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag calibrate`."""
     add_engine_arguments(parser)
     parser.add_argument(
-        "--questions", metavar="FILE", help="file with one question per line; chunks are retrieved as in `kvrag ask`"
+        "--questions",
+        type=existing_path,
+        metavar="FILE",
+        help="file with one question per line; chunks are retrieved as in `kvrag ask`",
     )
     parser.add_argument("--policy", choices=POLICIES, help="which tokens to recompute (default: as in `kvrag ask`)")
     parser.add_argument(
-        "--target", type=float, default=0.99, metavar="SHARE", help="share of first tokens that must match full prefill"
+        "--target",
+        type=at_least(0, float, 1),
+        default=0.99,
+        metavar="SHARE",
+        help="share of first tokens that must match full prefill",
     )
     parser.add_argument(
         "--sure",
         action="store_true",
         help="require the lower end of the confidence interval to reach the target; takes hundreds of prompts",
     )
-    parser.add_argument("--ratios", type=float, nargs="+", metavar="R", help="ratios to try (default: 0.02 to 0.6)")
     parser.add_argument(
-        "--prompts", type=int, default=100, metavar="N", help="maximum number of prompts (default: 100)"
+        "--ratios", type=at_least(0, float, 1), nargs="+", metavar="R", help="ratios to try (default: 0.02 to 0.6)"
     )
-    parser.add_argument("--top-k", type=int, default=4, metavar="K", help="chunks per prompt (default: 4)")
+    parser.add_argument(
+        "--prompts", type=at_least(1), default=100, metavar="N", help="maximum number of prompts (default: 100)"
+    )
+    parser.add_argument("--top-k", type=at_least(2), default=4, metavar="K", help="chunks per prompt (default: 4)")
     parser.add_argument(
         "--around",
-        type=int,
+        type=at_least(0),
         default=0,
         metavar="N",
         help="with --questions: neighbours to retrieve with each chunk (default: 0)",
@@ -53,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, store the result beside the chunks, and print the curve."""
     from kvrag.control.calibrate import GRID
 
-    with open_engine(args) as engine:
+    with open_engine(args, is_warmed=True) as engine:
         prompts = _retrieve(engine, args) if args.questions else None
         with progress("calibrating", args.json) as report:
             found = engine.calibrate(
@@ -77,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _retrieve(engine: BlendEngine, args: argparse.Namespace) -> Sequence[str | Messages]:
-    lines = (line.strip() for line in Path(args.questions).read_text("utf-8", "replace").splitlines())
+    lines = (line.strip() for line in args.questions.read_text("utf-8", "replace").splitlines())
     questions = list(dict.fromkeys(line for line in lines if line))[: args.prompts]
     if not questions:
         raise PromptError(f"{args.questions} contains no questions: write one per line")

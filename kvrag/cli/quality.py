@@ -17,92 +17,10 @@ from typing import Any
 from kvrag.backend.transformers import Model
 from kvrag.bench import plots, quality
 from kvrag.bench.datasets import WORLDS, Row, file_rows, world_of, world_rows
+from kvrag.cli.bench import USUAL
 from kvrag.cli.common import progress, say
-from kvrag.config import CODECS, DEFAULT_CONTEXT, POLICIES
+from kvrag.config import CODECS, DEFAULT_CONTEXT
 from kvrag.errors import SettingError
-
-_USUAL = "hkvd"  # the usual reference in the literature
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `kvrag bench quality`."""
-    parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader' for the bundled model")
-    parser.add_argument(
-        "--dtype", default="auto", help="dtype of the model: bfloat16, float16, float32 (default: as stored)"
-    )
-    parser.add_argument("--device", help="device: cuda, cpu, ... (default: a GPU if there is one)")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        help="JSON lines with passages, question, answers (default: drawn from the reader's world)",
-    )
-    parser.add_argument(
-        "--world", type=int, choices=WORLDS, help="the world to draw from (default: the one the reader was trained on)"
-    )
-    parser.add_argument("--samples", type=int, default=200, metavar="N", help="number of questions (default: 200)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the drawn questions and of the intervals")
-    informed = [policy for policy in POLICIES if policy not in ("full", "none", "random")]
-    parser.add_argument(
-        "--policies",
-        nargs="+",
-        default=informed,
-        metavar="POLICY",
-        help="policies, optionally with settings: hkvd hkvd:check_layer=3,metric=cosine query:band=0.2:0.6 "
-        "(default: all; full, none and random are always included)",
-    )
-    parser.add_argument("--ratios", nargs="+", default=["0.05", "0.15", "0.3"], metavar="R", help="0 to 1")
-    parser.add_argument(
-        "--chunk-tokens",
-        nargs="+",
-        default=["0"],
-        metavar="N",
-        help="cut and join the passages into chunks of about N tokens; 0 = unchanged (default)",
-    )
-    parser.add_argument(
-        "--preamble", nargs="+", default=["on"], metavar="on|off", help="encode chunks with or without the preamble"
-    )
-    parser.add_argument(
-        "--codec", nargs="+", default=["native"], metavar="|".join(CODECS), help="codecs of the stored KV"
-    )
-    parser.add_argument(
-        "--context-tokens",
-        nargs="+",
-        metavar="N",
-        help="encode passages with N tokens of their document as context; 0 = alone (default: as `kvrag warm` if "
-        "rows name documents, else 0)",
-    )
-    parser.add_argument(
-        "--missing",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="share of the passages to leave out of the prompts at random, as if not retrieved",
-    )
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="NAME=VALUE", dest="settings", help="settings of all policies"
-    )
-    parser.add_argument(
-        "--against", default=_USUAL, metavar="POLICY", help=f"policy to compare with (default: {_USUAL})"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=16, metavar="N", help="maximum length of an answer (default: 16)"
-    )
-    parser.add_argument(
-        "--stop",
-        nargs="+",
-        metavar="TEXT",
-        help=r"strings that end an answer; \n = line break (default: \n\n for the reader)",
-    )
-    parser.add_argument("--instruction", default="", metavar="TEXT", help="text between passages and question")
-    parser.add_argument("--skip-long", action="store_true", help="skip rows that do not fit into the window")
-    parser.add_argument(
-        "--ram-bytes", type=int, default=2 << 30, help="size of the RAM tier (default: 2 GiB; 0 = read from disk)"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="store rows.jsonl and results.json there; run again to resume"
-    )
-    parser.add_argument("--plots", action="store_true", help="write plots to --out; needs kvrag[bench]")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         _setups(args, all(row.documents for row in rows)),
         quality.parse_settings(args.settings),
     )
-    if args.against != _USUAL and args.against not in {cell.label for cell in cells}:
+    if args.against != USUAL and args.against not in {cell.label for cell in cells}:
         raise SettingError(f"--against {args.against!r} is not among the measured policies")
     if args.plots:
         if args.out is None:

@@ -580,6 +580,10 @@ def test_pages_of_others_may_not_ask(engine: BlendEngine) -> None:
         assert served.http.get("/v1/models", headers={"Host": "evil.example"}).status_code == 400
         asked = served.http.get("/v1/models", headers={"Origin": ours})
         assert (asked.status_code, asked.headers["Access-Control-Allow-Origin"]) == (200, ours)
+        assert served.http.get("/v1/models", headers={"Origin": served.url}).status_code == 200  # a page of its own
+    with serving(engine) as served:  # a page that has redirected its own host name to this server
+        evil = {"Host": "evil.example", "Origin": "http://evil.example"}
+        assert served.http.get("/v1/models", headers=evil).status_code == 403
     with serving(engine, origins=("*",)) as served:
         asked = served.http.get("/v1/models", headers={"Origin": "http://evil.example"})
         assert (asked.status_code, asked.headers["Access-Control-Allow-Origin"]) == (200, "*")
@@ -595,10 +599,11 @@ def test_a_key_is_needed(narrow: Served) -> None:
         {"Authorization": "Basic dHdv"},
         {"Authorization": b"Bearer two\xff"},
     ):
-        for path in ("/v1/models", "/metrics", "/openapi.json"):
+        for path in ("/v1/models", "/metrics", "/v1/responses"):
             said = httpx.get(narrow.url + path, headers=headers)
             assert (said.status_code, said.json()["error"]["code"]) == (401, "invalid_api_key")
-    assert httpx.get(f"{narrow.url}/health").status_code == 200
+    for path in ("/health", "/docs", "/openapi.json"):
+        assert httpx.get(narrow.url + path).status_code == 200
     for key in ("one", "two"):
         assert OpenAI(base_url=f"{narrow.url}/v1", api_key=key).models.list().data[0].id == NAME
     with pytest.raises(openai.AuthenticationError):

@@ -259,7 +259,7 @@ def match(parser: argparse.ArgumentParser) -> None:
         ("--case-tokens", 30_000, "tokens of the adversarial prompts; 0 leaves the first part out"),
         ("--repeats", 5, "of each of these; the best counts"),
     ):
-        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
+        _add_number(parser, name, default, what)
     parser.add_argument(
         "--folder", type=Path, help="where the synthetic store is made and kept (default: a temporary folder)"
     )

@@ -150,12 +150,12 @@ def open_engine(args: argparse.Namespace, is_warmed: bool = False, **config: Any
     Raises:
         StoreError: There is no store, with `is_warmed`.
     """
+    if is_warmed and args.store is not None:
+        existing_store(args.store)  # before the slow imports
+    settings = BlendConfig(**config)
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine, default_store
 
-    if is_warmed and args.store is not None:
-        existing_store(args.store)  # before the slow loading
-    settings = BlendConfig(**config)
     model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device)
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():

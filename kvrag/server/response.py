@@ -139,6 +139,7 @@ class ResponseBuilder:
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.report is not None
+        choice.offset = 0
         made: dict[str, Any] = {"index": index, "logprobs": self._logprobs(choice.logprobs, choice)}
         made |= {"finish_reason": choice.finish_reason, "kvrag": choice.report.to_dict()}
         if not self._is_chat:

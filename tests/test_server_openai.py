@@ -456,8 +456,8 @@ def test_langchain_uses_the_responses_interface(served: Served, engine: BlendEng
     assert said.usage_metadata["output_tokens"] == 8
     assert "".join(piece.text for piece in llm.stream(QUESTION)) == expected
     tool = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": PARAMETERS}}
-    called = llm.bind_tools([tool], tool_choice="look").invoke(QUESTION, max_tokens=64)
-    print(called)
+    llm.max_tokens = 64
+    called = llm.bind_tools([tool], tool_choice="look").invoke(QUESTION)
     assert [call["name"] for call in called.tool_calls] == ["look"]
 
 

@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    for module in ("fastapi", "uvicorn", "prometheus_client", "sse_starlette"):
+    for module in ("fastapi", "uvicorn", "prometheus_client", "sse_starlette", "python_multipart"):
         if find_spec(module) is None:
             raise KvragError(f"{module} is not installed: pip install 'kvrag[server]'")
     settings, config = _settings(args), _config(args)  # report mistakes before the slow imports

@@ -151,7 +151,7 @@ for argv in json.loads(sys.argv[1]):
 
 
 def test_the_shapes_of_benchmarks_are_those_that_exist() -> None:
-    assert kvrag.cli.bench._SHAPES == tuple(SHAPES)
+    assert tuple(SHAPES) == kvrag.cli.bench._SHAPES
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,16 @@ from kvrag.inspect.verify import Check, verify
 from kvrag.request import Pipeline, Prefilled
 from kvrag.reuse.catalog import Catalog
 from kvrag.store import FileStore, KVStore, MemoryTier
-from kvrag.types import Answer, BlendReport, Delta, Messages, WarmReport
+from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport
 
 _shared: Shared[BlendEngine] = Shared()
 
 _show = show_options(AnswerOptions, ANSWER_DEFAULTS)
+
+
+def default_store(model: Model, codec: str) -> Path:
+    """Return the folder of a model's store if none is given."""
+    return Path.home() / ".cache" / "kvrag" / model.fingerprint.stored_as(codec).digest
 
 
 class BlendEngine:
@@ -67,7 +72,7 @@ class BlendEngine:
         self.fingerprint = model.fingerprint.stored_as(codec)
         check_bytes("conversation_bytes", conversation_bytes)
         if store is None:
-            store = Path.home() / ".cache" / "kvrag" / self.fingerprint.digest
+            store = default_store(model, codec)
         self.store: KVStore = FileStore(store) if isinstance(store, (str, Path)) else store
         self.store.bind(self.fingerprint)
         self._catalog, self._tuning = Catalog(self.store), Tuning(model, self.store)
@@ -169,11 +174,13 @@ class BlendEngine:
     # ---------------------------------------------------------------- answers
 
     @_show
-    def stream(self, prompt: str | Messages, **options: Unpack[AnswerOptions]) -> Generator[Delta, None, None]:
+    def stream(
+        self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]
+    ) -> Generator[Delta, None, None]:
         """Stream an answer. Work is done only when the consumer requests the next delta.
 
         Args:
-            prompt: A string, used as it is, or messages for the chat template.
+            prompt: A string or token ids, used as they are, or messages for the chat template.
             documents: Chunks that the prompt contains; those not stored are encoded and stored now.
             namespace: Only chunks and conversations of this namespace are reused.
             ratio, policy: Override the engine's `config`; with either, the controller does not decide.
@@ -183,7 +190,8 @@ class BlendEngine:
                 `kvrag.generate.tools.prepare`.
             grammar: Grammar that the answer must match.
             template: Variables for the chat template, such as `enable_thinking`.
-            max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed: See `Sampling`.
+            max_new_tokens, temperature, top_p, top_k, repetition_penalty, frequency_penalty, presence_penalty,
+                logit_bias, logprobs, seed: See `Sampling`.
 
         Yields:
             One Delta per token; the last one has `finish_reason` and the report.
@@ -197,12 +205,14 @@ class BlendEngine:
         return self._answering.stream(Question.of(self.model.tokenizer, prompt, self.config, options))
 
     @_show
-    def generate(self, prompt: str | Messages, **options: Unpack[AnswerOptions]) -> Answer:
+    def generate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
         """Return the complete answer; arguments as in `stream`."""
         return join(self.stream(prompt, **options))
 
     @_show
-    async def astream(self, prompt: str | Messages, **options: Unpack[AnswerOptions]) -> AsyncGenerator[Delta, None]:
+    async def astream(
+        self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]
+    ) -> AsyncGenerator[Delta, None]:
         """Like `stream`, off the event loop."""
         deltas = self.stream(prompt, **options)
         end = object()
@@ -220,7 +230,7 @@ class BlendEngine:
             deltas.close()
 
     @_show
-    async def agenerate(self, prompt: str | Messages, **options: Unpack[AnswerOptions]) -> Answer:
+    async def agenerate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
         """Like `generate`, off the event loop; cancelling it stops the work after the current step."""
         deltas = self.astream(prompt, **options)
         try:

@@ -10,14 +10,18 @@ from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvrag.control.prompts import GapPrompt
 from kvrag.errors import KvragError
 from kvrag.reader.world import KINDS, sample
 from kvrag.reader2 import world as second
 
+if TYPE_CHECKING:
+    from kvrag.control.prompts import GapPrompt
+
 WORLDS = {1: "the reader's world", 2: "the second reader's world"}
+ARTICLES = {1: 1000, 2: 100}
+"""Default number of articles in an index, per world: their chunks are embedded in about a minute on two cores."""
 
 _ARTICLES = (4, 6)
 _PASSAGES = (12, 20)

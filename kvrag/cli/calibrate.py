@@ -7,10 +7,19 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvrag.cli.common import add_engine_arguments, forecast, open_engine, open_index, progress, require_chunks, say
+from kvrag.cli.common import (
+    add_engine_arguments,
+    at_least,
+    existing_path,
+    forecast,
+    open_engine,
+    open_index,
+    progress,
+    require_chunks,
+    say,
+)
 from kvrag.cli.prompt import as_prompt, stuff
 from kvrag.config import POLICIES
 from kvrag.errors import PromptError
@@ -28,13 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     parser.add_argument(
         "--questions",
+        type=existing_path,
         metavar="FILE",
         help="file with one question per line; chunks are retrieved as in `kvrag ask` (default: prompts made from the "
         "chunks)",
     )
     parser.add_argument("--policy", choices=POLICIES, help="which tokens to recompute (default: as in `kvrag ask`)")
     parser.add_argument(
-        "--target", type=float, default=0.99, metavar="SHARE", help="share of first tokens that must match full prefill"
+        "--target",
+        type=at_least(0, float, 1),
+        default=0.99,
+        metavar="SHARE",
+        help="share of first tokens that must match full prefill",
     )
     parser.add_argument(
         "--sure",
@@ -42,14 +56,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="require the lower end of the confidence interval to reach the target; takes hundreds of prompts",
     )
     parser.add_argument(
-        "--ratios", type=float, nargs="+", metavar="R", help="ratios to try (default: 0.05 0.15 0.3 0.6)"
+        "--ratios",
+        type=at_least(0, float, 1),
+        nargs="+",
+        metavar="R",
+        help="ratios to try (default: 0.05 0.15 0.3 0.6)",
     )
-    parser.add_argument("--prompts", type=int, default=40, metavar="N", help="maximum number of prompts (default: 40)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts made without --questions")
-    parser.add_argument("--top-k", type=int, default=4, metavar="K", help="chunks per prompt (default: 4)")
+    parser.add_argument(
+        "--prompts", type=at_least(1), default=40, metavar="N", help="maximum number of prompts (default: 40)"
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of the prompts made without --questions")
+    parser.add_argument("--top-k", type=at_least(2), default=4, metavar="K", help="chunks per prompt (default: 4)")
     parser.add_argument(
         "--around",
-        type=int,
+        type=at_least(0),
         default=0,
         metavar="N",
         help="with --questions: neighbours to retrieve with each chunk (default: 0)",
@@ -61,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     from kvrag.control.calibrate import GRID
 
     ratios = tuple(dict.fromkeys(args.ratios or GRID))
-    with open_engine(args) as engine, ExitStack() as stack:
+    with open_engine(args, is_warmed=True) as engine, ExitStack() as stack:
         prompts = _retrieve(engine, args) if args.questions else None
         search = None
         if prompts is None:
@@ -104,7 +124,7 @@ def _search(index: ChunkIndex) -> Search:
 
 
 def _retrieve(engine: BlendEngine, args: argparse.Namespace) -> Sequence[str | Messages]:
-    lines = (line.strip() for line in Path(args.questions).read_text("utf-8", "replace").splitlines())
+    lines = (line.strip() for line in args.questions.read_text("utf-8", "replace").splitlines())
     questions = list(dict.fromkeys(line for line in lines if line))[: args.prompts]
     if not questions:
         raise PromptError(f"{args.questions} contains no questions: write one per line")

@@ -18,8 +18,9 @@ from typing import Any
 
 from kvrag.backend.transformers import Model
 from kvrag.bench import plots, quality
-from kvrag.bench.datasets import WORLDS, Row, document_rows, file_rows, world_of, world_rows
-from kvrag.bench.retrieved import ARTICLES, draw_corpus, open_index, retrieved_rows
+from kvrag.bench.datasets import ARTICLES, WORLDS, Row, document_rows, file_rows, world_of, world_rows
+from kvrag.bench.retrieved import draw_corpus, open_index, retrieved_rows
+from kvrag.cli.bench import USUAL
 from kvrag.cli.common import forecast, progress, require_extra, say
 from kvrag.config import CODECS, DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES
 from kvrag.control.prompts import CLOZE, make_prompts
@@ -27,7 +28,6 @@ from kvrag.errors import SettingError
 from kvrag.retrieval import documents
 from kvrag.retrieval.index import ChunkIndex
 
-_USUAL = "hkvd"  # the usual reference in the literature
 _INFORMED = [policy for policy in POLICIES if policy not in ("full", "none", "random")]
 _DEFAULTS: dict[str, Any] = {"samples": 200, "policies": _INFORMED, "chunk_tokens": ["0"], "max_tokens": 16}
 _DEFAULTS_DOCS: dict[str, Any] = {
@@ -42,115 +42,6 @@ _DOCS_TOKENS = 32768  # of the folder at most: minutes of encoding and gigabytes
 _DOCS_STOP = ("\n", ". ")  # behind the sentence's end nothing is asked
 _KEEPS = 0.95  # share of the answers that must be full prefill's
 _ABLE = 0.3  # share of the sentences that a model must complete as they go on, for the result to mean much
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `kvrag bench quality`."""
-    parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader' for the bundled model")
-    parser.add_argument(
-        "--dtype", default="auto", help="dtype of the model: bfloat16, float16, float32 (default: as stored)"
-    )
-    parser.add_argument("--device", help="device: cuda, cpu, ... (default: a GPU if there is one)")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        help="JSON lines with passages, question, answers (default: drawn from the reader's world)",
-    )
-    parser.add_argument(
-        "--world", type=int, choices=WORLDS, help="the world to draw from (default: the one the reader was trained on)"
-    )
-    parser.add_argument(
-        "--docs",
-        type=Path,
-        metavar="FOLDER",
-        help="documents to make prompts from, without questions: compares blending with full prefill on sentences "
-        "that break off",
-    )
-    parser.add_argument("--samples", type=int, metavar="N", help="number of questions (default: 200; with --docs 100)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the drawn questions and of the intervals")
-    parser.add_argument(
-        "--policies",
-        nargs="+",
-        metavar="POLICY",
-        help="policies, optionally with settings: hkvd hkvd:check_layer=3,metric=cosine query:band=0.2:0.6 "
-        f"(default: all; full, none and random are always included; with --docs {DEFAULT_POLICY}, full and none)",
-    )
-    parser.add_argument("--ratios", nargs="+", default=["0.05", "0.15", "0.3"], metavar="R", help="0 to 1")
-    parser.add_argument(
-        "--chunk-tokens",
-        nargs="+",
-        metavar="N",
-        help="cut and join the passages into chunks of about N tokens; 0 = unchanged (default); with --docs the "
-        "maximum length of a chunk, as for `kvrag warm` (default: 256)",
-    )
-    parser.add_argument(
-        "--preamble", nargs="+", default=["on"], metavar="on|off", help="encode chunks with or without the preamble"
-    )
-    parser.add_argument(
-        "--codec", nargs="+", default=["native"], metavar="|".join(CODECS), help="codecs of the stored KV"
-    )
-    parser.add_argument(
-        "--context-tokens",
-        nargs="+",
-        metavar="N|headings",
-        help="encode passages with N tokens of their document as context, or with its title and headings; 0 = alone "
-        "(default: as `kvrag warm` if rows name documents, else 0)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        metavar="K",
-        help="chunks to retrieve for a prompt: from --docs (default: 4), else from an index of drawn articles, which "
-        "are warmed as a whole (default: prompts of whole articles)",
-    )
-    parser.add_argument(
-        "--around",
-        type=int,
-        default=0,
-        metavar="N",
-        help="neighbours to retrieve with each chunk of --top-k (default: 0)",
-    )
-    parser.add_argument(
-        "--articles",
-        type=int,
-        metavar="N",
-        help="number of articles in the index of --top-k (default: "
-        + ", ".join(f"{number} in world {world}" for world, number in ARTICLES.items())
-        + ")",
-    )
-    parser.add_argument(
-        "--missing",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="share of the passages to leave out of the prompts at random, as if not retrieved",
-    )
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="NAME=VALUE", dest="settings", help="settings of all policies"
-    )
-    parser.add_argument(
-        "--against", default=_USUAL, metavar="POLICY", help=f"policy to compare with (default: {_USUAL})"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="maximum length of an answer (default: 16; with --docs 8)"
-    )
-    parser.add_argument(
-        "--stop",
-        nargs="+",
-        metavar="TEXT",
-        help=r"strings that end an answer; \n = line break (default: \n\n for the reader; with --docs the end of the "
-        "sentence or line)",
-    )
-    parser.add_argument("--instruction", default="", metavar="TEXT", help="text between passages and question")
-    parser.add_argument("--skip-long", action="store_true", help="skip rows that do not fit into the window")
-    parser.add_argument(
-        "--ram-bytes", type=int, default=2 << 30, help="size of the RAM tier (default: 2 GiB; 0 = read from disk)"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="store rows.jsonl and results.json there; run again to resume"
-    )
-    parser.add_argument("--plots", action="store_true", help="write plots to --out; needs kvrag[bench]")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -168,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if documents_given and not any(text.startswith("random") for text in args.policies):
         cells = [cell for cell in cells if cell.label != "random"]
-    if args.against != _USUAL and args.against not in {cell.label for cell in cells}:
+    if args.against != USUAL and args.against not in {cell.label for cell in cells}:
         raise SettingError(f"--against {args.against!r} is not among the measured policies")
     if args.plots:
         if args.out is None:
@@ -230,6 +121,10 @@ def _fill(args: argparse.Namespace) -> None:
         for name in _NOT_DOCS:
             if getattr(args, name) != args.parser.get_default(name):
                 raise SettingError(f"--{name.replace('_', '-')} and --docs exclude each other: leave out one of them")
+        require_extra()
+        documents.find([args.docs])  # report mistakes before loading the model
+        if args.top_k == 1:
+            raise SettingError("--top-k with --docs must be at least 2: blending needs several chunks")
     for name, value in (_DEFAULTS if args.docs is None else _DEFAULTS_DOCS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -363,8 +258,6 @@ def _asking(args: argparse.Namespace) -> quality.Asking:
         ("--max-tokens", args.max_tokens, 1),
         ("--seed", args.seed, 0),
         ("--ram-bytes", args.ram_bytes, 0),
-        # blending needs several chunks; the drawn index also shows what one chunk loses
-        ("--top-k", 2 if args.top_k is None else args.top_k, 1 if args.docs is None else 2),
     ):
         if value < least:
             raise SettingError(f"{name} must be at least {least}, got {value}")
@@ -396,9 +289,6 @@ def _rows(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
 def _retrieved(args: argparse.Namespace, world: int) -> tuple[list[Row], dict[str, Any]]:
     require_extra()
     articles = ARTICLES[world] if args.articles is None else args.articles
-    for name, value, least in (("--articles", articles, 1), ("--around", args.around, 0)):
-        if value < least:
-            raise SettingError(f"{name} must be at least {least}, got {value}")
     corpus = draw_corpus(world, articles, args.seed)
     with (
         tempfile.TemporaryDirectory(prefix="kvrag-index-") as temporary,

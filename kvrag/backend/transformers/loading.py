@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from kvrag.backend.transformers.smollm2 import SMOLLM2, smollm2_path
 from kvrag.errors import KvragError, ModelLoadError, SettingError, UnsupportedModelError, out_of_memory
 
 READER = "reader"
@@ -39,6 +40,17 @@ def reader_path() -> str:
     return str(files("kvrag") / "reader")
 
 
+def model_path(name: str) -> str:
+    """Return the folder of a model that comes with a package, else the name itself.
+
+    Raises:
+        ModelLoadError: The package is not installed, or its model cannot be converted.
+    """
+    if name == READER:
+        return reader_path()
+    return smollm2_path() if name == SMOLLM2 else name
+
+
 def load(
     name: str,
     *,
@@ -60,7 +72,7 @@ def load(
     if attn_implementation is not None:
         refuse_attention(attn_implementation)
     _refuse_settings(dtype, device)
-    path = reader_path() if name == READER else name
+    path = model_path(name)
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **where)
@@ -81,7 +93,7 @@ def load_config(
     name: str, revision: str | None = None, trust_remote_code: bool = False, local_files_only: bool = False
 ) -> Any:
     """Load a model's configuration without its weights; raises like `load`."""
-    path = reader_path() if name == READER else name
+    path = model_path(name)
     where = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
     try:
         config = AutoConfig.from_pretrained(path, **where)
@@ -95,7 +107,7 @@ def load_tokenizer(
     name: str, revision: str | None = None, trust_remote_code: bool = False, local_files_only: bool = False
 ) -> Any:
     """Load a model's tokenizer only; raises like `load`."""
-    path = reader_path() if name == READER else name
+    path = model_path(name)
     where = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
     try:
         return AutoTokenizer.from_pretrained(path, **where)

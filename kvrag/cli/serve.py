@@ -246,7 +246,7 @@ def _open_page(args: argparse.Namespace, settings: ServerSettings, url: str, cor
     say(f"chat with {settings.name} on {url}/; stop with Ctrl-C")
     if args.json:
         print(json.dumps({"url": url, "model": settings.name, "pid": os.getpid()}), flush=True)
-    elif not args.no_browser:
+    elif not args.no_browser and {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ):  # a browser in a terminal would wait
         webbrowser.open(f"{url}/")
 
 

@@ -36,7 +36,7 @@ def _take(url: str) -> None:
         page = browser.new_page(viewport={"width": 1366, "height": 800}, device_scale_factor=1.5)
         page.set_default_timeout(600_000)
         page.goto(url)
-        for number, question in enumerate(QUESTIONS[:2]):
+        for number, question in enumerate(list(QUESTIONS)[:2]):
             page.fill("#question", question)
             page.press("#question", "Enter")
             page.locator(".verdict:not([hidden])").nth(number).wait_for()

@@ -6,16 +6,17 @@ from pathlib import Path
 
 from kvrag.errors import KvragError
 
-QUESTIONS = (
-    "How many days of paid holiday does a full-time employee have?",
-    "When is the canteen open?",
-    "Who is the head of the calibration laboratory?",
-    "How much does a Gannet weigh?",
-    "Where is the calibration laboratory?",
-    "Who is the leader of the IT team?",
-    "How long does the probation period last?",
-)
-"""Questions that SmolLM2-135M-Instruct answers correctly by full prefill; chosen by that alone."""
+QUESTIONS = {
+    "How many days of paid holiday does a full-time employee have?": "28",
+    "When is the canteen open?": "11:30",
+    "Who is the head of the calibration laboratory?": "Okafor",
+    "How much does a Gannet weigh?": "31",
+    "Where is the calibration laboratory?": "Danholm",
+    "Who is the leader of the IT team?": "Haddad",
+    "How long does the probation period last?": "six months",
+}
+"""Questions -> what a right answer contains. SmolLM2-135M-Instruct answers them correctly by full prefill; they were
+chosen by that alone."""
 
 CHUNK_TOKENS, TOP_K = 256, 10
 """Chunk length and number of retrieved chunks for them: prompts of about 2,000 tokens."""

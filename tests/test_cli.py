@@ -532,7 +532,7 @@ def test_the_corpus_is_of_the_readers_world() -> None:
 
 def test_the_demo_asks_both_ways(tmp_path: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "MODEL", "reader")  # a store of seconds, not of a minute
-    monkeypatch.setattr(sample, "QUESTIONS", sample.QUESTIONS[:2])
+    monkeypatch.setattr(sample, "QUESTIONS", dict(list(sample.QUESTIONS.items())[:2]))
     result = as_json("demo", "--store", tmp_path / "kv")
     assert result["warm"]["files"] == len(sample.documents())
     assert [outcome["question"] for outcome in result["questions"]] == list(sample.QUESTIONS)
@@ -544,13 +544,12 @@ def test_the_demo_asks_both_ways(tmp_path: Path, as_json: Json, monkeypatch: pyt
 
 def test_the_demo_says_its_number_first_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     long = "word " * 40
-    outcome = demo.Outcome(long, long, f"{long} more", 0.5, 1.5, 2000, 1900, 285)
-    other = demo.Outcome("Who?", "Ada.", "Nobody.", 0.5, 1.5, 2000, 1900, 285)
+    outcome = demo.Outcome(long, "Ada", f"{long} Ada", f"{long} Ada", 0.5, 1.5, 2000, 1900, 285)
+    other = demo.Outcome("Who?", "Ada", "Nobody.", "It is Ada.", 0.5, 1.5, 2000, 1900, 285)
     demo._print([outcome, other, outcome])
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[0] == "First token 3.0x sooner: 0.50 s instead of 1.50 s"
-    assert "2 of 3 answers begin with the same" in lines[1]
-    assert lines[2].endswith("0 are the same in every word.")
+    assert lines[2] == "Right answers: 2 of 3, full prefill 3 of 3. The same in every word: 2."
     assert max(map(len, lines)) <= 80
 
 

@@ -34,4 +34,4 @@ for _path in FILES:
 @router.get("/samples.json")
 def samples() -> Response:
     """Return the sample documents by name, and the questions about them."""
-    return json_response({"documents": sample.documents(), "questions": sample.QUESTIONS})
+    return json_response({"documents": sample.documents(), "questions": list(sample.QUESTIONS)})

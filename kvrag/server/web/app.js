@@ -8,7 +8,7 @@ let key = sessionStorage.getItem("kvrag-key") ?? "";
 let models = { plain: "", rag: "" };
 let samples = { documents: {}, questions: [] };
 let turns = []; // {question, answer}
-let races = []; // {blend, full: seconds to the first token, agrees}
+let races = []; // {blend, full: seconds to the first token, same}
 let documents = [];
 const uploads = new Map(); // name -> share sent, or the reason why it failed
 let busy = null; // AbortController of the question that is being answered
@@ -340,7 +340,6 @@ const median = (numbers) => {
   const middle = sorted.length >> 1;
   return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
 };
-const beginning = (text) => text.split(/\s+/).slice(0, 5).join(" ");
 
 function judge(turn, blend, first, full, second) {
   if (first.seconds === null || second.seconds === null) return;
@@ -348,12 +347,11 @@ function judge(turn, blend, first, full, second) {
   blend.box.querySelector(".bar i").style.width = `${(100 * first.seconds) / slower}%`;
   full.box.querySelector(".bar i").style.width = `${(100 * second.seconds) / slower}%`;
   const same = first.text === second.text;
-  const agrees = beginning(first.text) === beginning(second.text);
-  const how = same ? "the same answer" : agrees ? "answers begin with the same five words" : "the answers differ";
+  const how = same ? "the same answer" : "the answers differ";
   const verdict = turn.querySelector(".verdict");
   verdict.textContent = `${ratio(first.seconds, second.seconds)}, ${how}`;
   verdict.hidden = false;
-  races.push({ blend: first.seconds, full: second.seconds, same, agrees });
+  races.push({ blend: first.seconds, full: second.seconds, same });
   showScore();
   follow();
 }
@@ -367,11 +365,10 @@ function showScore() {
   const blend = median(races.map((race) => race.blend));
   const full = median(races.map((race) => race.full));
   const same = races.filter((race) => race.same).length;
-  const agree = races.filter((race) => race.agrees).length;
   $("score-number").textContent = ratio(blend, full);
   $("score-text").textContent =
     `median of ${count(races.length, "question")}: ${format(blend)} against ${format(full)}; ` +
-    `same answer ${same} of ${races.length}, same first words ${agree} of ${races.length}`;
+    `same answer to ${same} of ${races.length}`;
 }
 
 function showSources(turn, found) {

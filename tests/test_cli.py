@@ -214,7 +214,7 @@ def test_out_of_memory_is_one_line(fails: Callable[..., str], monkeypatch: pytes
     def full(*_: object, **__: object) -> Any:
         raise error
 
-    monkeypatch.setattr(BlendEngine, "from_pretrained", full)
+    monkeypatch.setattr(Model, "from_pretrained", full)
     for error in (MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), RuntimeError("other")):
         if "other" in str(error):
             with pytest.raises(RuntimeError, match="other"):

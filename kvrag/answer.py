@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, TypedDict
@@ -24,7 +24,7 @@ from kvrag.inspect.history import History
 from kvrag.request import Pipeline, Prefilled, Prompt
 from kvrag.reuse.conversation import CachedPrefix, Conversation, Conversations, Turn
 from kvrag.store import serve
-from kvrag.types import Answer, BlendReport, Delta, InvalidCall, Messages, ToolCall
+from kvrag.types import Answer, BlendReport, Delta, InvalidCall, Messages, TokenIds, TokenLogprob, ToolCall
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -45,6 +45,10 @@ class AnswerOptions(TypedDict, total=False):
     top_p: float | None
     top_k: int | None
     repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    logprobs: int | None
     seed: int | None
 
 
@@ -70,7 +74,9 @@ class Question:
     sampling: Sampling
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, prompt: str | Messages, config: BlendConfig, given: AnswerOptions) -> Question:
+    def of(
+        cls, tokenizer: Tokenizer, prompt: str | Messages | TokenIds, config: BlendConfig, given: AnswerOptions
+    ) -> Question:
         """Return the question that a prompt and its options ask; raises the errors of `BlendEngine.stream`."""
         options = fill_options("stream", ANSWER_DEFAULTS, given)
         config = overridden(config, options["ratio"], options["policy"], options["controller"])
@@ -104,8 +110,7 @@ class Answering:
         created = self._warm(question.documents, namespace, notes) if question.documents else set()
         done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
         # computed now, since a stream may be closed at any point; more text may change a plain prompt's last token
-        is_text = isinstance(prepared.prompt, str)
-        generation_prompt = 1 if is_text else tokenizer.generation_prompt_length(**prepared.template)
+        generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)
         control_tokens = parser is not None and parser.control_tokens
         cache, sampling = done.stitched.cache, question.sampling
         call: Call | None = None
@@ -231,17 +236,28 @@ def join(deltas: Iterable[Delta]) -> Answer:
     token_ids: list[int] = []
     calls: list[ToolCall] = []
     invalid: list[InvalidCall] = []
+    logprobs: list[TokenLogprob] = []
     for delta in deltas:
         text += delta.text
         token_ids += delta.token_ids
         num_tokens += delta.num_tokens
         calls += delta.tool_calls
         invalid += delta.invalid_calls
+        logprobs += delta.logprobs
         last = delta
     assert last is not None
     assert last.finish_reason is not None
     assert last.report is not None
-    return Answer(text, tuple(token_ids), last.finish_reason, last.report, tuple(calls), num_tokens, tuple(invalid))
+    return Answer(
+        text,
+        tuple(token_ids),
+        last.finish_reason,
+        last.report,
+        tuple(calls),
+        num_tokens,
+        tuple(invalid),
+        tuple(logprobs),
+    )
 
 
 def _with_created(report: BlendReport, created: set[str]) -> BlendReport:

@@ -47,6 +47,11 @@ def _check(name: str, value: object, least: float, whole: bool = False) -> None:
     _require(ok, f"{name} must be {'an integer of ' if whole else ''}at least {least:g}, got {value!r}")
 
 
+def _check_range(name: str, value: object, limit: float) -> None:
+    ok = isinstance(value, Real) and not isinstance(value, bool) and abs(cast(float, value)) <= limit
+    _require(ok, f"{name} must be in [{-limit:g}, {limit:g}], got {value!r}")
+
+
 def check_ratio(ratio: float) -> float:
     """Return `ratio` if it is a recompute ratio, else raise SettingError."""
     ok = isinstance(ratio, Real) and not isinstance(ratio, bool) and 0.0 <= ratio <= 1.0
@@ -168,6 +173,10 @@ class Sampling:
         max_new_tokens: Maximum length of the answer.
         temperature: 0 = greedy.
         top_p, top_k, repetition_penalty: As in transformers' GenerationConfig.
+        frequency_penalty, presence_penalty: Subtracted from the logits of tokens that the answer contains, per
+            occurrence or once, as by OpenAI; in [-2, 2].
+        logit_bias: Numbers in [-100, 100] that are added to the logits, by token id.
+        logprobs: Report the log probability of every token, and this many of the likeliest tokens (0 to 20).
         seed: Makes sampling repeatable.
         stop: The answer ends before the first of these strings, independent of token boundaries.
     """
@@ -177,12 +186,16 @@ class Sampling:
     top_p: float | None = None
     top_k: int | None = None
     repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
         _check("max_new_tokens", self.max_new_tokens, 1, whole=True)
-        for name in ("max_new_tokens", "top_k", "seed"):
+        for name in ("max_new_tokens", "top_k", "seed", "logprobs"):
             if (value := getattr(self, name)) is not None:
                 _check(name, value, 0, whole=True)
                 self._set(name, int(value))  # torch and transformers accept only Python numbers
@@ -193,6 +206,13 @@ class Sampling:
                 _require(ok, f"{name} must be from {1 / _EXTREME:g} to {_EXTREME:g}, got {value!r}")
                 self._set(name, float(value))
         _require(self.top_p is None or self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        for name in ("frequency_penalty", "presence_penalty"):
+            _check_range(name, getattr(self, name) or 0, 2)
+        _require(isinstance(self.logit_bias, Mapping | None), f"logit_bias must be a dict, got {self.logit_bias!r:.80}")
+        for token, value in (self.logit_bias or {}).items():
+            _check("a token id of logit_bias", token, 0, whole=True)
+            _check_range(f"logit_bias of token {token}", value, 100)
+        _require((self.logprobs or 0) <= 20, f"logprobs must be at most 20, got {self.logprobs}")
         _require(self.seed is None or self.seed < 1 << 64, f"seed must be less than 2**64, got {self.seed}")
         ok = isinstance(self.stop, Sequence | Set) and not isinstance(self.stop, str | bytes)
         _require(ok, f"stop must be a sequence of strings, got {self.stop!r:.80}")

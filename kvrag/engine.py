@@ -14,6 +14,7 @@ from kvrag.backend.transformers import LoadOptions, Model
 from kvrag.config import BlendConfig, check_bytes, check_codec, check_names, check_namespace, show_options
 from kvrag.control import calibrate
 from kvrag.control.calibrate import Calibration, Criterion
+from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
 from kvrag.errors import KvragError, SettingError
 from kvrag.generate.tools import prepare
@@ -24,11 +25,16 @@ from kvrag.inspect.verify import Check, verify
 from kvrag.request import Pipeline, Prefilled
 from kvrag.reuse.catalog import Catalog
 from kvrag.store import FileStore, KVStore, MemoryTier
-from kvrag.types import Answer, BlendReport, Delta, Messages, WarmReport
+from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport
 
 _shared: Shared[BlendEngine] = Shared()
 
 _show = show_options(AnswerOptions, ANSWER_DEFAULTS)
+
+
+def default_store(model: Model, codec: str) -> Path:
+    """Return the folder of a model's store if none is given."""
+    return Path.home() / ".cache" / "kvrag" / model.fingerprint.stored_as(codec).digest
 
 
 class BlendEngine:
@@ -66,7 +72,7 @@ class BlendEngine:
         self.fingerprint = model.fingerprint.stored_as(codec)
         check_bytes("conversation_bytes", conversation_bytes)
         if store is None:
-            store = Path.home() / ".cache" / "kvrag" / self.fingerprint.digest
+            store = default_store(model, codec)
         self.store: KVStore = FileStore(store) if isinstance(store, (str, Path)) else store
         self.store.bind(self.fingerprint)
         self._catalog, self._tuning = Catalog(self.store), Tuning(model, self.store)
@@ -168,11 +174,13 @@ class BlendEngine:
     # ---------------------------------------------------------------- answers
 
     @_show
-    def stream(self, prompt: str | Messages, **options: Unpack[AnswerOptions]) -> Generator[Delta, None, None]:
+    def stream(
+        self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]
+    ) -> Generator[Delta, None, None]:
         """Stream an answer. Work is done only when the consumer requests the next delta.
 
         Args:
-            prompt: A string, used as it is, or messages for the chat template.
+            prompt: A string or token ids, used as they are, or messages for the chat template.
             documents: Chunks that the prompt contains; those not stored are encoded and stored now.
             namespace: Only chunks and conversations of this namespace are reused.
             ratio, policy: Override the engine's `config`; with either, the controller does not decide.
@@ -182,7 +190,8 @@ class BlendEngine:
                 `kvrag.generate.tools.prepare`.
             grammar: Grammar that the answer must match.
             template: Variables for the chat template, such as `enable_thinking`.
-            max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed: See `Sampling`.
+            max_new_tokens, temperature, top_p, top_k, repetition_penalty, frequency_penalty, presence_penalty,
+                logit_bias, logprobs, seed: See `Sampling`.
 
         Yields:
             One Delta per token; the last one has `finish_reason` and the report.
@@ -196,12 +205,14 @@ class BlendEngine:
         return self._answering.stream(Question.of(self.model.tokenizer, prompt, self.config, options))
 
     @_show
-    def generate(self, prompt: str | Messages, **options: Unpack[AnswerOptions]) -> Answer:
+    def generate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
         """Return the complete answer; arguments as in `stream`."""
         return join(self.stream(prompt, **options))
 
     @_show
-    async def astream(self, prompt: str | Messages, **options: Unpack[AnswerOptions]) -> AsyncGenerator[Delta, None]:
+    async def astream(
+        self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]
+    ) -> AsyncGenerator[Delta, None]:
         """Like `stream`, off the event loop."""
         deltas = self.stream(prompt, **options)
         end = object()
@@ -219,7 +230,7 @@ class BlendEngine:
             deltas.close()
 
     @_show
-    async def agenerate(self, prompt: str | Messages, **options: Unpack[AnswerOptions]) -> Answer:
+    async def agenerate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
         """Like `generate`, off the event loop; cancelling it stops the work after the current step."""
         deltas = self.astream(prompt, **options)
         try:
@@ -301,8 +312,10 @@ class BlendEngine:
         target: float = 0.99,
         sure: bool = False,
         ratios: Sequence[float] = calibrate.GRID,
-        count: int = 100,
+        count: int = calibrate.PROMPTS,
         chunks: int = 4,
+        search: Search | None = None,
+        seed: int = 0,
         tokens: int = 8,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Calibration:
@@ -311,17 +324,25 @@ class BlendEngine:
         The result is stored beside the chunks, for later engines too; see `kvrag.control.calibrate`.
 
         Args:
-            prompts: As in `stream`, with chunks that were warmed; None = generated from the stored chunks.
+            prompts: As in `stream`, with chunks that were warmed; None = generated from the stored chunks, see
+                `kvrag.control.prompts`.
             namespace: Namespace of the chunks.
             policy: Overrides the engine's policy.
             target, sure, ratios, tokens: See `kvrag.control.calibrate.Criterion`.
-            count: Maximum number of generated prompts.
+            count: Maximum number of generated prompts, not counting those that full prefill guesses at.
             chunks: Number of chunks per generated prompt.
+            search: Retrieves the chunks of generated prompts, best first, from a query and their number; None = by the
+                rare words that they share.
+            seed: Seed of generated prompts.
             progress: Called with (prefills done, prefills to do).
+
+        Returns:
+            The result. On a KeyboardInterrupt, that of the prompts done so far; with fewer than ten it is not kept.
 
         Raises:
             SettingError: An argument is out of range.
             StoreError: No stored chunks could be recomputed.
+            KvragError: No prompts could be generated, or the model completes none of them (PromptError).
             ContextWindowError: A prompt is too long.
             ModelError: Logits are NaN.
         """
@@ -329,14 +350,18 @@ class BlendEngine:
         if count < 1 or chunks < 2:
             raise SettingError(f"count must be at least 1 and chunks at least 2, got {count} and {chunks}")
         criterion, config = Criterion(target, sure, ratios, tokens), overridden(self.config, None, policy, None)
+        words: list[str] | None = None
         if prompts is None:
             texts = calibrate.chunk_texts(self.model, self.store, namespace)
-            ids = calibrate.make_prompts(self.model, texts, count, chunks)
+            candidates = count * calibrate.CANDIDATES
+            made = make_prompts(self.model, texts, search or search_by_words(texts), candidates, chunks, seed, tokens)
+            ids, words = [prompt.ids for prompt in made], [prompt.gap.word for prompt in made]
         else:
             ids = calibrate.render(self.model, prompts)
         prefill = partial(self.prefill, namespace=namespace)
-        found = calibrate.calibrate(self.model, prefill, ids, config, criterion, progress)
-        return self._tuning.keep_calibration(found)
+        most = None if words is None else count
+        found = calibrate.calibrate(self.model, prefill, ids, config, criterion, progress, words, most)
+        return self._tuning.keep_calibration(found) if found.is_usable else found
 
     def prefill(
         self,

@@ -185,7 +185,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
             if "grammar" in request:
                 raise SettingError("response_format and grammar exclude each other: leave out one of them")
             request["grammar"] = Grammar.of_response_format(response_format)
-        Sampling(**{row.name: request[row.name] for row in fields(Sampling)})
+        Sampling(**{row.name: request[row.name] for row in fields(Sampling) if row.name in request})
         check_namespace(request["namespace"])
         for name, check in (("ratio", check_ratio), ("policy", check_policy), ("controller", check_controller)):
             if request[name] is not None:

@@ -9,6 +9,9 @@ from typing import Any, Literal
 Messages = list[dict[str, Any]]
 """Chat messages in the form of transformers' chat templates: `{"role": ..., "content": ...}`."""
 
+TokenIds = list[int]
+"""A prompt of token ids, used as it is."""
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -163,10 +166,23 @@ class CallPiece:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log probability of a generated token, by the model's logits before any sampling setting.
+
+    `top` contains the likeliest tokens and their log probabilities, best first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A complete generation. `text` is the answer without its tool calls, valid or not.
 
-    `num_tokens` is the number of generated tokens. Servers send it without the `token_ids`.
+    `num_tokens` is the number of generated tokens. Servers send it without the `token_ids`. `logprobs` has one entry
+    per token if they were requested.
     """
 
     text: str
@@ -176,6 +192,7 @@ class Answer:
     tool_calls: tuple[ToolCall, ...] = ()
     num_tokens: int = 0
     invalid_calls: tuple[InvalidCall, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
     def __post_init__(self) -> None:
         _count(self)
@@ -186,9 +203,10 @@ class Delta:
     """A piece of a streamed answer.
 
     The last one has `finish_reason` and `report` set; its `text` may be empty. `token_ids` are the tokens generated
-    since the previous delta, `num_tokens` their number, `call_pieces` their part of tool calls, at most one piece of
-    each call. `tool_calls` and `invalid_calls` are the calls that end here; all their pieces have been sent. Servers
-    send no `token_ids`, and the number of all tokens with the last delta.
+    since the previous delta, `num_tokens` their number, `logprobs` their log probabilities if requested, `call_pieces`
+    their part of tool calls, at most one piece of each call. `tool_calls` and `invalid_calls` are the calls that end
+    here; all their pieces have been sent. Servers send no `token_ids`, and the number of all tokens with the last
+    delta.
     """
 
     text: str
@@ -199,6 +217,7 @@ class Delta:
     num_tokens: int = 0
     call_pieces: tuple[CallPiece, ...] = ()
     invalid_calls: tuple[InvalidCall, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
     def __post_init__(self) -> None:
         _count(self)

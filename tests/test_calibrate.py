@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +14,11 @@ import pytest
 import torch
 from conftest import CHUNKS, messages
 
-from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError, StoreError
+from kvrag import BlendConfig, BlendEngine, FileStore, KvragError, Model, ModelError, SettingError, StoreError
 from kvrag.config import DEFAULT_POLICY
-from kvrag.control.calibrate import FILE, Agreement, Calibration, choose, make_prompts, settings_of, wilson
+from kvrag.control.calibrate import FILE, Agreement, Calibration, choose, settings_of, wilson
+from kvrag.control.prompts import first_word, make_prompts, search_by_words
+from kvrag.errors import PromptError
 
 PROMPT = messages(*CHUNKS)
 PROMPTS = [messages(*CHUNKS[i:], *CHUNKS[:i], question=f"Question {i}: who likes curry?") for i in range(4)]
@@ -204,21 +206,36 @@ def test_a_store_that_keeps_no_texts_is_calibrated_for_one_engine(model: Model, 
 # ---------------------------------------------------------------- prompts of its own
 
 
-def test_made_prompts_are_the_same_every_time_and_hold_what_they_ask_about(warmed: BlendEngine, model: Model) -> None:
-    prompts = make_prompts(model, CHUNKS, 10, size=3)
-    assert prompts == make_prompts(model, CHUNKS, 10, size=3)
-    assert len(prompts) == 10
-    for ids in prompts:
-        report = warmed.prefill(ids).report
-        assert len(report.runs) == 3
-        text = model.tokenizer.decode(ids)
-        _, beginning = text.split("How does this sentence of the text go on? ")
-        assert sum(beginning.split("\n")[0].strip() in chunk for chunk in CHUNKS) >= 1
+def test_prompts_are_made_of_the_chunks_and_guesses_are_left_out(
+    warmed: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_prompts(warmed.model, CHUNKS, search_by_words(CHUNKS), 6)
+    words = []
+    for prompt in made:
+        done = warmed.prefill(prompt.ids, BlendConfig(policy="full", controller="off"))
+        answer, logits = [], done.logits
+        for _ in range(8):
+            answer.append(int(logits.argmax()))
+            logits = warmed.model.forward(torch.tensor([answer[-1:]]), done.stitched.cache)
+        words.append(first_word(warmed.model.tokenizer.decode(answer)))
+    wanted = [words[0], "never", words[2], *words[3:]]
+    changed = [replace(one, gap=replace(one.gap, word=word)) for one, word in zip(made, wanted, strict=True)]
+    asked: list[int] = []
 
+    def remade(model: Model, texts: list[str], search: object, count: int, *_: object) -> list[Any]:
+        asked.append(count)
+        return changed
 
-def test_without_prompts_they_are_made_of_the_chunks(warmed: BlendEngine) -> None:
-    found = warmed.calibrate(count=5, ratios=(0.2,))
-    assert found.curve[0].prompts == 5
+    monkeypatch.setattr("kvrag.engine.make_prompts", remade)
+    steps: list[tuple[int, int]] = []
+    found = warmed.calibrate(count=2, ratios=(0.2,), progress=lambda *step: steps.append(step))
+    assert asked == [6]
+    assert found.curve[0].prompts == 2
+    assert "1 prompts were left out: full prefill completes them otherwise" in found.notes[0]
+    assert steps == [(done, 4) for done in range(5)]
+    changed = [replace(one, gap=replace(one.gap, word="never")) for one in made]
+    with pytest.raises(PromptError, match="completes none of 6 sentences"):
+        warmed.calibrate(count=2)
 
 
 # ---------------------------------------------------------------- what goes wrong
@@ -260,8 +277,8 @@ def test_an_empty_store(engine: BlendEngine) -> None:
 
 
 def test_chunks_without_sentences(engine: BlendEngine) -> None:
-    engine.warm([", ".join(f"{n}{i}" for i in range(40)).replace(" ", "") for n in "ab"])
-    with pytest.raises(StoreError, match="no stored chunk has a sentence"):
+    engine.warm(["==".join(f"{n}{i}" for i in range(40)) for n in "ab"])
+    with pytest.raises(KvragError, match="none of 2 chunks has a complete sentence"):
         engine.calibrate()
 
 
@@ -285,13 +302,27 @@ def test_logits_that_are_nan(policy: str, warmed: BlendEngine, monkeypatch: pyte
     assert not (Path(warmed.store.stats().path) / FILE).exists()
 
 
-def test_an_interrupted_calibration_leaves_the_old_one(warmed: BlendEngine) -> None:
-    _kept(warmed)
-
+def _interrupt_at(step: int) -> Callable[[int, int], None]:
     def interrupt(done: int, total: int) -> None:
-        if done > 3:
+        if done == step:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        warmed.calibrate(PROMPTS, progress=interrupt)
-    assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.05
+    return interrupt
+
+
+def test_an_interrupted_calibration_reports_the_prompts_that_are_done(warmed: BlendEngine) -> None:
+    _kept(warmed)
+    whole = warmed.calibrate(PROMPTS[:2], ratios=(0.1, 0.5)).curve
+    _kept(warmed)
+    again = BlendEngine(warmed.model, Path(warmed.store.stats().path))
+    with again:
+        found = again.calibrate(PROMPTS, ratios=(0.1, 0.5), progress=_interrupt_at(8))  # in the third prompt
+        assert (found.curve, found.interrupted, found.is_usable) == (whole, True, False)
+        assert found.notes[0] == "interrupted after 2 of 4 prompts"
+        assert again.generate(PROMPT, max_new_tokens=1).report.ratio == 0.05, "too few: the old one stays"
+        with pytest.raises(KeyboardInterrupt):
+            again.calibrate(PROMPTS, progress=_interrupt_at(3))
+        many = [*PROMPTS, *PROMPTS, *PROMPTS]
+        found = again.calibrate(many, ratios=(0.9,), target=0.01, progress=_interrupt_at(21))
+        assert (found.curve[0].prompts, found.is_usable) == (10, True)
+        assert again.generate(PROMPT, max_new_tokens=1).report.ratio == 0.9

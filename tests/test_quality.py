@@ -22,6 +22,13 @@ from kvrag.cli import quality as command
 from kvrag.cli.main import main
 from kvrag.reader.world import KINDS
 
+PROSE = [
+    "The harbour of Selmunde was built by the engineer Tarvik in those years. It is still used by small boats today.",
+    "After the war the bridge over the river was also designed by Tarvik and his brother. It carries two tracks.",
+    "Most of the fish that is sold on the market comes from the cold lakes in the north. Prices rise every winter.",
+    "The old railway station has a roof of glass and a clock that is always late. It was painted green last year.",
+]
+
 # -------------------------------------------------------------------- metrics
 
 
@@ -212,10 +219,13 @@ def fails(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
     def call(*argv: object) -> str:
         capsys.readouterr()
-        assert main(["bench", "quality", *map(str, argv)]) == 1
+        try:
+            code: object = main(["bench", "quality", *map(str, argv)])
+        except SystemExit as end:  # wrong arguments
+            code = end.code
         captured = capsys.readouterr()
-        assert captured.out == ""
-        assert captured.err.splitlines()[-1].startswith("kvrag: ")
+        assert (code in (1, 2), captured.out) == (True, "")
+        assert captured.err.splitlines()[-1].startswith("kvrag")
         return captured.err.splitlines()[-1]
 
     return call
@@ -379,13 +389,141 @@ def test_a_folder_that_another_run_writes_to_is_refused(
     assert "is damaged or not of this command" in fails(*SMALL, "--out", tmp_path)
 
 
+# -------------------------------------------------------------------- prompts made of documents
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two files of prose and one that is not text."""
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    half = len(PROSE) // 2
+    (folder / "one.md").write_text("\n\n".join(PROSE[:half]))
+    (folder / "two.txt").write_text("\n\n".join(PROSE[half:]))
+    (folder / "three.txt").write_bytes(b"\0")
+    return folder
+
+
+DOCS = ("--samples", 4, "--chunk-tokens", 40, "--ratios", 0.3, 1.0, "--max-tokens", 3, "--top-k", 2)
+
+
+def test_prompts_are_made_of_a_folder(bench: Bench, folder: Path, tmp_path: Path) -> None:
+    result = bench("--docs", folder, *DOCS, "--out", tmp_path / "out", "--plots")
+    assert [(cell["policy"], cell["ratio"]) for cell in result["cells"]] == [
+        ("full", None),
+        ("none", None),
+        ("query", 0.3),
+        ("query", 1.0),
+    ]
+    data = result["settings"]["data"]
+    assert (data["folder"], data["files"], data["top_k"]) == ("docs", 3, 2)
+    assert data["chunks"] >= 4
+    everything = result["cells"][-1]
+    assert everything["same"]["value"] == everything["agree"]["value"] == everything["word"]["value"] == 1
+    assert everything["same"]["low"] == pytest.approx(0.51, abs=0.01), "four of four are not certainty"
+    assert everything["kl"]["value"] < 1e-9 < result["cells"][1]["kl"]["value"]
+    assert everything["reused"] > 0.2
+    assert {name for name in everything["groups"] if name.startswith("kind")} == {"kind: cloze", "kind: continuation"}
+    assert (tmp_path / "out" / "kept.png").stat().st_size > 5000
+    assert _timeless(bench("--docs", folder, *DOCS)) == _timeless(result)
+    assert bench("--docs", folder, *DOCS, "--seed", 1)["settings"]["data"]["seed"] == 1
+
+
+def test_the_report_ends_in_one_sentence(folder: Path, bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    result = bench("--docs", folder, *DOCS)
+    assert main(["bench", "quality", "--docs", str(folder), *map(str, DOCS)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[-1] == result["verdict"]
+    assert "4 prompts take about" in captured.err
+    assert "three.txt: skipped: the file is binary" in captured.err
+
+
+def _point(ratio: float | None, same: float, policy: str = "query", right: float = 0.9) -> dict[str, Any]:
+    def interval(value: float) -> dict[str, float]:
+        return {"value": value, "low": value, "high": value}
+
+    groups = {quality.RIGHT: {"samples": 7, "word": interval(1.0)}}
+    setup = {"chunk_tokens": 0, "preamble": True, "codec": "native", "context_tokens": 256, "context": "text"}
+    cell = {"policy": policy, "ratio": ratio, "samples": 9, "same": interval(same), "em": interval(right)}
+    return {**cell, **setup, "groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("kept", "right", "said"),
+    [
+        (
+            (0.9, 0.96, 0.97),
+            0.9,
+            "Yes: blending keeps your answers from ratio 0.15 on; there, 96.0% [96.0%, 96.0%] of 9",
+        ),
+        ((0.96, 0.9, 0.97), 0.9, "Yes: blending keeps your answers from ratio 0.3 on"),  # the first was luck
+        ((1.0, 0.96, 0.95), 0.9, "Yes: blending keeps your answers from ratio 0.05 on"),
+        ((0.9, 0.96, 0.94), 0.9, "No: blending keeps less than 95% of your answers up to ratio 0.3; there, 94.0%"),
+        ((1.0, 1.0, 1.0), 0.1, "Undecided: full prefill itself gets only 10.0% of these sentences right"),
+    ],
+)
+def test_the_verdict(kept: Sequence[float], right: float, said: str) -> None:
+    line = [_point(ratio, same) for ratio, same in zip((0.05, 0.15, 0.3), kept, strict=True)]
+    cells = [_point(None, 1.0, "full", right), _point(None, 0.5, "none"), *reversed(line)]
+    sentence = command.verdict({"cells": cells})
+    assert sentence.startswith(said)
+    assert "100.0% of the 7 words that it gets right" in sentence
+
+
+def test_an_interrupted_run_reports_the_prompts_that_are_done(
+    folder: Path, bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = bench("--docs", folder, *DOCS, "--samples", 2)
+    measure, calls = quality._measure_row, []
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return measure(*args)
+
+    monkeypatch.setattr(quality, "_measure_row", interrupted)
+    assert main(["bench", "quality", "--docs", str(folder), *map(str, DOCS), "--json"]) == 130
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert result["settings"]["samples"] == 2
+    assert _timeless(result)[0] == _timeless(whole)[0]
+    assert "interrupted after 2 of 4 prompts" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--docs", "{missing}"], "does not exist"),
+        (["--docs", "{empty}"], "no files with text in"),
+        (["--docs", "{short}"], "there is only one: give more documents, or shorter chunks (--chunk-tokens)"),
+        (["--docs", "{docs}", "--chunk-tokens", "1200", "--top-k", "9", "--max-tokens", "1900"], "do not fit into"),
+        (["--docs", "{docs}", "--data", "x.jsonl"], "--data and --docs exclude each other"),
+        (["--docs", "{docs}", "--missing", "0.3"], "--missing and --docs exclude each other"),
+        (["--docs", "{docs}", "--chunk-tokens", "20,40"], "must be one number of at least 16"),
+        (["--docs", "{docs}", "--chunk-tokens", "x"], "--chunk-tokens: invalid literal"),
+        (["--docs", "{docs}", "--top-k", "1"], "--top-k must be at least 2"),
+        (["--docs", "{docs}", "--around", "1"], "--around and --docs exclude each other"),
+    ],
+)
+def test_a_folder_that_cannot_be_asked_about(
+    argv: list[str], message: str, fails: Callable[..., str], folder: Path, tmp_path: Path
+) -> None:
+    names = {name: tmp_path / name for name in ("missing", "empty", "short", "docs")}
+    names["empty"].mkdir()
+    names["short"].mkdir()
+    (names["short"] / "a.txt").write_text("A short text of one chunk that has eight words.")
+    assert message in fails(*(part.format(**names) for part in argv), "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 # -------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--data", "{missing}"], "cannot read"),
+        (["--data", "{missing}"], "does not exist"),
         (["--data", "{empty}"], "is empty"),
         (["--data", "{long}"], "row long has a prompt of"),
         (["--data", "{long}", "--skip-long"], "none of 1 rows fits into the window of tiny"),
@@ -395,7 +533,7 @@ def test_a_folder_that_another_run_writes_to_is_refused(
         (["--ratios", ","], "pass at least one"),
         (["--chunk-tokens", "4"], "--chunk-tokens must be 0 or at least 16"),
         (["--preamble", "maybe"], "--preamble must be one of on, off, got 'maybe'"),
-        (["--codec", "zip"], "--codec must be one of native, int8, int4, got 'zip'"),
+        (["--codec", "zip"], "unknown codec 'zip'; choose one of native, int8, int4"),
         (["--set", "policy=seam"], "'policy=seam' is not a setting"),
         (["--samples", "0"], "--samples must be at least 1"),
         (["--against", "best"], "--against 'best' is not among the measured policies"),

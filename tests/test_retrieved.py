@@ -15,9 +15,9 @@ import pytest
 import kvrag.retrieval.index
 from kvrag import BlendConfig, BlendEngine, KvragError, Model
 from kvrag.bench import quality
-from kvrag.bench.datasets import Row, file_rows
+from kvrag.bench.datasets import ARTICLES, Row, file_rows
 from kvrag.bench.quality import Asking, Setup, make_cells, make_tasks
-from kvrag.bench.retrieved import ARTICLES, Corpus, draw_corpus, open_index, retrieved_rows
+from kvrag.bench.retrieved import Corpus, draw_corpus, open_index, retrieved_rows
 from kvrag.cli import quality as command
 from kvrag.cli.main import main
 from kvrag.fingerprint import text_key
@@ -222,7 +222,11 @@ def run(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
     def call(*argv: object, fails: bool = False) -> str:
         capsys.readouterr()
-        assert main(["bench", "quality", *map(str, argv)]) == int(fails)
+        try:
+            code: object = main(["bench", "quality", *map(str, argv)])
+        except SystemExit as end:  # wrong arguments
+            code = end.code
+        assert bool(code) == fails
         captured = capsys.readouterr()
         return captured.err.splitlines()[-1] if fails else captured.out
 
@@ -255,12 +259,12 @@ def test_a_second_world(run: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--top-k", "0"], "--top-k must be at least 1, got 0"),
+        (["--top-k", "0"], "--top-k: must be at least 1, got 0"),
         (["--top-k", "5000", "--articles", "5"], "--top-k must be from 1 to the"),
-        (["--top-k", "3", "--articles", "0"], "--articles must be at least 1, got 0"),
+        (["--top-k", "3", "--articles", "0"], "--articles: must be at least 1, got 0"),
         (["--articles", "5"], "--articles and --around need --top-k K"),
         (["--around", "1"], "--articles and --around need --top-k K"),
-        (["--top-k", "3", "--articles", "5", "--around", "-1"], "--around must be at least 0, got -1"),
+        (["--top-k", "3", "--articles", "5", "--around", "-1"], "--around: must be at least 0, got -1"),
         (["--data", "{rows}", "--top-k", "3"], "--data is asked as it is: leave out --world and --top-k"),
         (["--data", "{rows}", "--context-tokens", "headings"], "--context-tokens needs rows with `documents`"),
         (["--context-tokens", "headings"], "--context-tokens headings needs documents with titles"),

@@ -31,7 +31,7 @@ from test_cli import PDF
 from transformers import AutoModelForCausalLM
 
 import kvrag
-from kvrag import BlendConfig, BlendEngine, Delta, FileStore, Grammar, Model
+from kvrag import Answer, BlendConfig, BlendEngine, Delta, FileStore, Grammar, Model
 from kvrag.bench.load import load
 from kvrag.server import ApiKey, Corpus, ServerSettings
 from kvrag.server.answers import EventStream
@@ -109,6 +109,11 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+def shown(answer: Answer) -> str:
+    """The text of a chat: it does not begin with a space."""
+    return answer.text.lstrip()
+
+
 # -------------------------------------------------------------------- OpenAI's SDK
 
 
@@ -118,7 +123,7 @@ def test_a_chat_says_what_the_engine_says(client: OpenAI, engine: BlendEngine) -
     assert expected.report.reused_tokens > 40
     said = client.chat.completions.create(model=NAME, messages=prompt, temperature=0, max_tokens=12)
     [choice] = said.choices
-    assert (choice.message.content, choice.finish_reason) == (expected.text, "length")
+    assert (choice.message.content, choice.finish_reason) == (shown(expected), "length")
     assert said.usage is not None
     assert said.usage.prompt_tokens == expected.report.prompt_tokens
     assert said.usage.completion_tokens == 12
@@ -142,7 +147,7 @@ def test_a_stream_says_the_same_as_the_whole(client: OpenAI, engine: BlendEngine
     )
     assert pieces[0].choices[0].delta.role == "assistant"
     assert len(pieces) > 5
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces[:-1]) == expected.text
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces[:-1]) == shown(expected)
     assert [piece.choices[0].finish_reason for piece in pieces[:-1] if piece.choices[0].finish_reason] == ["length"]
     assert pieces[-1].choices == []
     assert pieces[-1].usage is not None
@@ -161,7 +166,7 @@ def test_a_completion_goes_on_with_a_text(client: OpenAI, engine: BlendEngine, s
 
 
 def test_an_answer_ends_before_a_stop_string(client: OpenAI, engine: BlendEngine) -> None:
-    whole = engine.generate(MESSAGES, **PLAIN).text
+    whole = shown(engine.generate(MESSAGES, **PLAIN))
     stop = whole[4:7]
     said = client.chat.completions.create(model=NAME, messages=MESSAGES, temperature=0, max_tokens=12, stop=stop)
     assert said.choices[0].message.content == whole[: whole.index(stop)]
@@ -235,7 +240,7 @@ def test_what_tools_said_can_be_told(client: OpenAI, engine: BlendEngine) -> Non
     ]
     said = client.chat.completions.create(model=NAME, messages=history, temperature=0, max_tokens=4)
     theirs = [{**history[0], "role": "system"}, history[1], {**history[2], "content": ""}, history[3]]
-    assert said.choices[0].message.content == engine.generate(theirs, temperature=0, max_new_tokens=4).text
+    assert said.choices[0].message.content == shown(engine.generate(theirs, temperature=0, max_new_tokens=4))
 
 
 def test_an_answer_keeps_to_a_schema(client: OpenAI, engine: BlendEngine) -> None:
@@ -248,7 +253,9 @@ def test_an_answer_keeps_to_a_schema(client: OpenAI, engine: BlendEngine) -> Non
         response_format={"type": "json_schema", "json_schema": {"name": "place", "schema": schema}},
     )
     text = said.choices[0].message.content
-    assert text == engine.generate(MESSAGES, temperature=0, max_new_tokens=64, grammar=Grammar(json_schema=schema)).text
+    assert text == shown(
+        engine.generate(MESSAGES, temperature=0, max_new_tokens=64, grammar=Grammar(json_schema=schema))
+    )
     assert list(json.loads(text or "")) == ["far"]
 
 
@@ -280,7 +287,7 @@ def test_documents_are_placed_before_the_question_and_reused(served: Served, eng
     new, again = (served.ask(QUESTION, documents=[texts[0], {"id": "b", "text": texts[1]}]).json() for _ in range(2))
     prompt = "\n\n".join([*texts, f"Question: {QUESTION}"])
     assert again["choices"] == new["choices"]
-    assert again["choices"][0]["message"]["content"] == engine.generate(as_user(prompt), **PLAIN).text
+    assert again["choices"][0]["message"]["content"] == shown(engine.generate(as_user(prompt), **PLAIN))
     before, after = (said["usage"]["prompt_tokens_details"]["cached_tokens"] for said in (new, again))
     assert before >= 20  # the second was warmed
     assert after > before + 16
@@ -298,7 +305,7 @@ def test_control_tokens_stay_text(served: Served, engine: BlendEngine) -> None:
     text = f"{CHUNKS[0]} {''.join(tokens)} Say yes."
     said = served.ask("".join(tokens) + "Who?", documents=[text]).json()
     prompt = as_user(f"{text}\n\nQuestion: {''.join(tokens)}Who?")
-    assert said["choices"][0]["message"]["content"] == engine.generate(prompt, **PLAIN).text
+    assert said["choices"][0]["message"]["content"] == shown(engine.generate(prompt, **PLAIN))
     ids = engine.model.tokenizer.render(prompt)
     assert said["usage"]["prompt_tokens"] == len(ids)
     plain = engine.model.tokenizer.render(as_user("x"))
@@ -324,7 +331,7 @@ def test_the_server_retrieves_and_tells_from_where(
     else:
         text = first["choices"][0]["message"]["content"]
         assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == expected.report.reused_tokens
-    assert text == expected.text
+    assert text == shown(expected)
 
 
 def test_documents_come_and_go(served: Served) -> None:
@@ -431,10 +438,10 @@ def test_langchain_speaks_to_it(served: Served, engine: BlendEngine) -> None:
     llm = ChatOpenAI(base_url=f"{served.url}/v1", api_key="none", model=NAME, temperature=0, max_tokens=12)
     expected = engine.generate(MESSAGES, **PLAIN)
     said = llm.invoke([HumanMessage(QUESTION)])
-    assert said.content == expected.text
+    assert said.content == shown(expected)
     assert said.usage_metadata is not None
     assert said.usage_metadata["input_tokens"] == expected.report.prompt_tokens
-    assert "".join(str(piece.content) for piece in llm.stream(QUESTION)) == expected.text
+    assert "".join(str(piece.content) for piece in llm.stream(QUESTION)) == shown(expected)
     called = llm.bind_tools([TOOL], tool_choice="look").invoke(QUESTION, max_tokens=64)
     assert [call["name"] for call in called.tool_calls] == ["look"]
     schema = {"title": "Place", "description": "A place.", **TOOL["function"]["parameters"]}
@@ -452,7 +459,7 @@ async def test_langchain_streams_side_by_side(served: Served, engine: BlendEngin
         return "".join([str(piece.content) async for piece in llm.astream(question)])
 
     said = await asyncio.gather(*map(ask, questions))
-    assert list(said) == [engine.generate(as_user(question), **PLAIN).text for question in questions]
+    assert list(said) == [shown(engine.generate(as_user(question), **PLAIN)) for question in questions]
 
 
 def test_curl_speaks_to_it(served: Served, engine: BlendEngine) -> None:
@@ -462,7 +469,7 @@ def test_curl_speaks_to_it(served: Served, engine: BlendEngine) -> None:
     lines = [line for line in done.stdout.splitlines() if line]
     assert lines[-1] == "data: [DONE]"
     deltas = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"] for line in lines[:-1]]
-    assert "".join(delta.get("content", "") for delta in deltas) == engine.generate(MESSAGES, **PLAIN).text
+    assert "".join(delta.get("content", "") for delta in deltas) == shown(engine.generate(MESSAGES, **PLAIN))
 
 
 # -------------------------------------------------------------------- bad input
@@ -471,23 +478,34 @@ def test_curl_speaks_to_it(served: Served, engine: BlendEngine) -> None:
 @pytest.mark.parametrize(
     ("changes", "status", "code", "words"),
     [
-        ({"n": 2}, 400, "unsupported_value", "one request per"),
-        ({"logprobs": True}, 400, "unsupported_value", "logprobs"),
-        ({"frequency_penalty": 0.5}, 400, "unsupported_value", "repetition_penalty"),
-        ({"temperature": "hot"}, 400, "invalid_value", "temperature"),
-        ({"temperature": 3}, 400, "invalid_value", "temperature"),
-        ({"max_tokens": 1.5}, 400, "invalid_value", "max_tokens"),
-        ({"max_tokens": 0}, 400, "invalid_value", "max_tokens"),
+        (
+            {"n": 0},
+            400,
+            "integer_below_min_value",
+            "'n': integer below minimum value. Expected a value >= 1, but got 0",
+        ),
+        ({"logprobs": 2}, 400, "invalid_type", "'logprobs': expected a boolean, but got an integer instead."),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "integer_above_max_value", "Expected a value <= 20, but got 21"),
+        ({"top_logprobs": 2}, 400, "invalid_value", "logprobs=true"),
+        ({"frequency_penalty": -2.5}, 400, "decimal_below_min_value", "'frequency_penalty': decimal below minimum"),
+        ({"logit_bias": {"a": 1}}, 400, "invalid_value", "'logit_bias.a"),
+        ({"logit_bias": {"5": 101}}, 400, "integer_above_max_value", "'logit_bias.5'"),
+        ({"logit_bias": {"999999": 1}}, 400, "invalid_value", "unknown token 999999"),
+        ({"modalities": ["text", "audio"]}, 400, "invalid_value", "for 'modalities[1]': 'audio'. Supported values are"),
+        ({"temperature": "hot"}, 400, "invalid_type", "'temperature': expected a decimal, but got a string"),
+        ({"temperature": 3}, 400, "integer_above_max_value", "temperature"),
+        ({"max_tokens": 1.5}, 400, "invalid_type", "'max_tokens': expected an integer, but got a decimal"),
+        ({"max_tokens": 0}, 400, "integer_below_min_value", "max_tokens"),
         ({"max_tokens": 5000}, 400, "invalid_value", "limit of 4096"),
-        ({"seed": 1 << 70}, 400, "invalid_value", "seed"),
+        ({"seed": 1 << 70}, 400, "integer_above_max_value", "seed"),
         ({"stop": [""]}, 400, "invalid_value", "stop"),
         ({"stop": ["x" * 300]}, 400, "invalid_value", "stop"),
-        ({"colour": "red"}, 400, "invalid_value", "colour"),
+        ({"colour": "red"}, 400, "unknown_parameter", "Unknown parameter: 'colour'."),
         ({"model": "gpt"}, 404, "model_not_found", "'reader', 'reader-rag'"),
         ({"model": "\ud800"}, 404, "model_not_found", "ud800"),
         ({"messages": []}, 400, "invalid_value", "messages"),
-        ({"messages": "hello"}, 400, "invalid_value", "messages"),
-        ({"messages": [{"role": "king", "content": "a"}]}, 400, "invalid_value", "role"),
+        ({"messages": "hello"}, 400, "invalid_type", "'messages': expected an array, but got a string"),
+        ({"messages": [{"role": "king", "content": "a"}]}, 400, "invalid_value", "'messages[0].role': 'king'"),
         ({"messages": [{"role": "user", "content": ""}]}, 400, "invalid_value", "empty"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}, 400, None, "surrogate"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "invalid_value", "only text"),
@@ -498,11 +516,16 @@ def test_curl_speaks_to_it(served: Served, engine: BlendEngine) -> None:
         ({"tool_choice": "required"}, 400, "invalid_value", "tool_choice"),
         ({"response_format": {"type": "xml"}}, 400, "invalid_value", "response_format"),
         ({"stream_options": {"include_usage": True}}, 400, "invalid_value", "stream"),
-        ({"documents": [1]}, 400, "invalid_value", "documents"),
+        ({"documents": [1]}, 400, "invalid_type", "documents[0]"),
         ({"retrieval": {"top_k": 2}}, 400, "invalid_value", "reader-rag"),
         ({"model": "reader-rag", "documents": ["a"]}, 400, "invalid_value", "'reader'"),
         ({"policy": "magic"}, 400, "invalid_value", "policy"),
-        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "invalid_value", "chat_template"),
+        (
+            {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+            400,
+            "unknown_parameter",
+            "'chat_template_kwargs.chat",
+        ),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )
@@ -527,13 +550,19 @@ def test_a_wrong_request_is_refused_in_openais_words(
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("completions", {"prompt": ["a", "b"]}, "one string"),
-        ("completions", {"prompt": [1, 2]}, "one string"),
+        ("completions", {}, "Missing required parameter: 'prompt'."),
+        ("completions", {"prompt": []}, "empty"),
+        ("completions", {"prompt": ["a", ""]}, "empty"),
+        ("completions", {"prompt": [1, 999999]}, "unknown token id 999999"),
+        ("completions", {"prompt": ["a", "b"], "n": 65}, "exceed 128 answers"),
+        ("completions", {"prompt": "a", "best_of": 2}, "best_of"),
         ("completions", {"prompt": " "}, "empty"),
         ("completions", {"prompt": "a", "documents": ["b"]}, "documents"),
         ("completions", {"prompt": "a", "model": f"{NAME}-rag"}, "chat"),
         ("completions", {"prompt": "a", "echo": True}, "echo"),
-        ("embeddings", {"input": [[1, 2]]}, "token ids"),
+        ("embeddings", {"input": [[1, 2]]}, "not token ids of"),
+        ("embeddings", {"input": [7592, 999999]}, "not token ids of"),
+        ("embeddings", {"input": ["a", ""]}, "1 to 2048"),
         ("embeddings", {"input": []}, "1 to 2048"),
         ("embeddings", {"input": "a", "dimensions": 3}, "384"),
         ("corpus", {"text": " "}, "empty"),
@@ -581,6 +610,10 @@ def test_pages_of_others_may_not_ask(engine: BlendEngine) -> None:
         assert served.http.get("/v1/models", headers={"Host": "evil.example"}).status_code == 400
         asked = served.http.get("/v1/models", headers={"Origin": ours})
         assert (asked.status_code, asked.headers["Access-Control-Allow-Origin"]) == (200, ours)
+        assert served.http.get("/v1/models", headers={"Origin": served.url}).status_code == 200  # a page of its own
+    with serving(engine) as served:  # a page that has redirected its own host name to this server
+        evil = {"Host": "evil.example", "Origin": "http://evil.example"}
+        assert served.http.get("/v1/models", headers=evil).status_code == 403
     with serving(engine, origins=("*",)) as served:
         asked = served.http.get("/v1/models", headers={"Origin": "http://evil.example"})
         assert (asked.status_code, asked.headers["Access-Control-Allow-Origin"]) == (200, "*")
@@ -596,10 +629,11 @@ def test_a_key_is_needed(narrow: Served) -> None:
         {"Authorization": "Basic dHdv"},
         {"Authorization": b"Bearer two\xff"},
     ):
-        for path in ("/v1/models", "/metrics", "/openapi.json"):
+        for path in ("/v1/models", "/metrics", "/v1/responses"):
             said = httpx.get(narrow.url + path, headers=headers)
             assert (said.status_code, said.json()["error"]["code"]) == (401, "invalid_api_key")
-    assert httpx.get(f"{narrow.url}/health").status_code == 200
+    for path in ("/health", "/docs", "/openapi.json"):
+        assert httpx.get(narrow.url + path).status_code == 200
     for key in ("one", "two"):
         assert OpenAI(base_url=f"{narrow.url}/v1", api_key=key).models.list().data[0].id == NAME
     with pytest.raises(openai.AuthenticationError):
@@ -634,7 +668,7 @@ def test_who_finds_the_queue_full_is_sent_away(narrow: Served, engine: BlendEngi
             assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
             assert int(refused.headers["Retry-After"]) > 0
     waiting.join()
-    assert answers[0].json()["choices"][0]["message"]["content"] == engine.generate(MESSAGES, **PLAIN).text
+    assert answers[0].json()["choices"][0]["message"]["content"] == shown(engine.generate(MESSAGES, **PLAIN))
     assert narrow.metric('kvrag_request_failure_total{status="429"}') == 2
 
 

@@ -137,6 +137,10 @@ def test_documents_share_chunks(store: KVStore) -> None:
     assert list(store.documents("x/")) == ["x/one", "x/two"]
     assert set(store.documents("x/")["x/one"]) == {A.key, B.key}
     assert list(store.documents("x/t")) == ["x/two"]
+    lengths = {chunk.key: len(chunk.ids) for chunk in (A, B, C)}
+    assert store.count_tokens("x/t") == {"x/two": lengths[B.key] + lengths[C.key]}
+    assert store.count_tokens() == store.count_tokens("x/") != {}
+    assert store.count_tokens("", "other") == {}
     before = store.removals()
     assert store.set_document("x/one", []) == [A.key]
     assert store.removals() != before

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -143,18 +142,6 @@ def _kl(reference: Tensor, logits: Tensor) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `kvrag bench codec`."""
-    parser.add_argument("paths", nargs="+", type=Path, metavar="FILE", help="text files, one chunk each")
-    parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader'")
-    parser.add_argument("--dtype", default="auto", help="bfloat16, float16, float32 (default: as stored)")
-    parser.add_argument(
-        "--question", default="Question: Who is this about?", metavar="TEXT", help="question of each prompt"
-    )
-    parser.add_argument("--prompts", type=int, default=50, metavar="N", help="number of prompts (default: 50)")
-    parser.add_argument("--chunks", type=int, default=6, metavar="N", help="chunks per prompt (default: 6)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,13 +10,18 @@ from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrag.errors import KvragError
 from kvrag.reader.world import KINDS, sample
 from kvrag.reader2 import world as second
 
+if TYPE_CHECKING:
+    from kvrag.control.prompts import GapPrompt
+
 WORLDS = {1: "the reader's world", 2: "the second reader's world"}
+ARTICLES = {1: 1000, 2: 100}
+"""Default number of articles in an index, per world: their chunks are embedded in about a minute on two cores."""
 
 _ARTICLES = (4, 6)
 _PASSAGES = (12, 20)
@@ -30,7 +35,8 @@ class Row:
     `kind` groups results. `across`: whether the question depends on another passage than the one with the fact; None =
     unknown. `documents` names the document of each passage; empty = unknown. `library` has all chunks of these
     documents, in reading order; empty = the passages are all there are, in reading order. `supported`: whether the
-    passages contain everything that the answer needs; None = unknown.
+    passages contain everything that the answer needs; None = unknown. `beginning`: the sentence that the answer
+    completes, in place of a question.
     """
 
     id: str
@@ -42,6 +48,7 @@ class Row:
     documents: tuple[str, ...] = ()
     library: dict[str, tuple[str, ...]] = field(default_factory=dict)
     supported: bool | None = None
+    beginning: str = ""
 
     @property
     def key(self) -> str:
@@ -49,6 +56,8 @@ class Row:
         content = asdict(self)
         if not self.library:  # the key selects the passages that `--missing` leaves out: keep it as it was
             del content["library"], content["supported"]
+        if not self.beginning:
+            del content["beginning"]
         digest = blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=6)
         return f"{self.id}#{digest.hexdigest()}"
 
@@ -166,6 +175,22 @@ def _file_row(line: str, where: str, number: str) -> Row:
         {name: tuple(chunks) for name, chunks in library.items()},
         supported,
     )
+
+
+def document_rows(prompts: Sequence[GapPrompt]) -> list[Row]:
+    """Return rows for prompts made of documents; the accepted answer is the first word of what is missing."""
+    return [
+        Row(
+            f"{made.gap.kind}-{number}",
+            made.chunks,
+            "",
+            (made.gap.word,),
+            made.gap.kind,
+            made.across,
+            beginning=made.gap.beginning,
+        )
+        for number, made in enumerate(prompts)
+    ]
 
 
 def _texts(value: Any) -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.shapes import random_model
-from kvrag.bench.ttft import add_number, add_shape, one_token_words, run_settings
+from kvrag.bench.ttft import one_token_words, run_settings
 from kvrag.config import DEFAULT_CONTEXT
 from kvrag.engine import BlendEngine
 from kvrag.ingest.encode import BATCH_TOKENS
@@ -63,14 +63,6 @@ def _forward(net: Model, texts: list[str]) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - started
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `kvrag bench ingest`."""
-    add_shape(parser)
-    add_number(parser, "--chunks", 16, "to encode")
-    add_number(parser, "--chunk-tokens", 256, "tokens per chunk")
-    add_number(parser, "--document-chunks", 1, "chunks per document, each the context of the next")
 
 
 def run(args: argparse.Namespace) -> int:

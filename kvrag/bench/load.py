@@ -250,20 +250,6 @@ def _count(result: LoadResult, error: Exception) -> None:
     result.errors[name] = result.errors.get(name, 0) + 1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `kvrag bench serve`."""
-    parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="URL of the server (default: http://127.0.0.1:8000)"
-    )
-    parser.add_argument("--api-key", default="", metavar="KEY", help="API key, if the server requires one")
-    parser.add_argument("--model", default="", help="model name (default: the server's first model)")
-    parser.add_argument("--clients", type=int, default=32, metavar="N", help="concurrent clients (default: 32)")
-    parser.add_argument("--seconds", type=float, default=120, metavar="S", help="duration in seconds (default: 120)")
-    parser.add_argument(
-        "--kill", type=int, default=8, metavar="N", help="clients per second that disconnect mid-stream (default: 8)"
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the load test; return 1 on a failure."""
     try:

@@ -391,22 +391,6 @@ def _peak() -> Iterator[list[int]]:
         thread.join()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Command line of `kvrag bench match`."""
-    for name, default, what in (
-        ("--chunks", 20_000, "in the catalog of the second part"),
-        ("--chunk-tokens", 512, "tokens in each of them"),
-        ("--prompt-tokens", 5_400, "tokens of the prompts matched against it"),
-        ("--prompts", 200, "such prompts; the median counts"),
-        ("--case-tokens", 30_000, "tokens of the adversarial prompts; 0 leaves the first part out"),
-        ("--repeats", 5, "of each of these; the best counts"),
-    ):
-        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
-    parser.add_argument(
-        "--folder", type=Path, help="where the synthetic store is made and kept (default: a temporary folder)"
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     progress: Callable[[str], None] = lambda what: print(what, file=sys.stderr, flush=True)  # noqa: E731

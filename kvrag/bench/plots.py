@@ -29,6 +29,35 @@ def draw(result: Result, folder: Path) -> list[Path]:
     return paths
 
 
+def draw_kept(result: Result, folder: Path) -> list[Path]:
+    """Write one plot: the share of full prefill's answers that is kept, over the ratio; plain reuse is ratio 0."""
+    require()
+    groups = by_setup(result)
+    figure, axes = _axes(1, len(groups))
+    for axis, (setup, cells) in zip(axes[0], groups.items(), strict=True):
+        plain = cells[1]
+        for policy, line in _lines(cells).items():
+            ratios = [0.0, *(cell["ratio"] for cell in line)]
+            parts = {"all prompts": [plain, *line]}
+            kinds = [name for name in plain["groups"] if name.startswith("kind: ")]
+            parts |= {name: [cell["groups"][name] for cell in (plain, *line)] for name in kinds}
+            for name, points in parts.items():
+                values = [point["same"] for point in points]
+                is_all = name == "all prompts"
+                label = f"{policy}: {name.removeprefix('kind: ')} (N={points[0]['samples']})"
+                style = {"marker": "o", "ms": 4, "lw": 2} if is_all else {"ls": ":", "lw": 1}
+                (drawn,) = axis.plot(ratios, [value["value"] for value in values], label=label, **style)
+                if is_all:
+                    low, high = ([value[end] for value in values] for end in ("low", "high"))
+                    axis.fill_between(ratios, low, high, alpha=0.15, color=drawn.get_color(), linewidth=0)
+        axis.set_title(f"{result['settings']['data']['folder']}, {result['environment']['model']}\n{setup}", fontsize=7)
+        axis.set(xlabel="ratio (0 = plain reuse)", ylabel="answers that are full prefill's")
+        axis.yaxis.set_major_formatter("{x:.0%}")
+        axis.set_ylim(top=1.01)
+        axis.legend(fontsize=7)
+    return [_save(figure, folder / "kept.png")]
+
+
 def _axes(rows: int, columns: int) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 

@@ -13,8 +13,8 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import blake2b
 from importlib.metadata import version
@@ -31,6 +31,8 @@ from kvrag.bench.datasets import Row, rechunk
 from kvrag.bench.metrics import Bootstrap, Interval, Values, divergence, exact_match, normalise, rouge_l, token_f1
 from kvrag.bench.ttft import run_settings
 from kvrag.config import BlendConfig, Sampling, check_policy, check_ratio
+from kvrag.control.calibrate import wilson
+from kvrag.control.prompts import first_word, render
 from kvrag.engine import BlendEngine
 from kvrag.errors import ContextWindowError, KvragError, ModelError, PromptError, SettingError
 from kvrag.generate.decode import decode
@@ -44,6 +46,7 @@ _FIXED = ("policy", "ratio", "controller", "context_tokens", "context")  # field
 _PORTION_BYTES = 1 << 30  # chunks are warmed and forgotten in portions of about this size
 _CODE = ("backend", "reuse", "ingest", "store", "generate", "request.py", "answer.py", "config.py")
 _METRICS = {"em": exact_match, "f1": token_f1, "rouge_l": rouge_l}
+_AGAINST_FULL = ("agree", "kl", "same", "word")  # first token, first token's distribution, answer, first word
 
 
 # ------------------------------------------------------------------------------------------------------ the grid
@@ -187,7 +190,7 @@ def default_stop(model_name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Task:
-    """A row that fits: its chunks and its prompt, per chunk length.
+    """A row that fits: its chunks and its prompt, as text, messages or token ids, per chunk length.
 
     Attributes:
         tokens: Length of the longest prompt.
@@ -197,7 +200,7 @@ class Task:
 
     row: Row
     chunks: dict[int, tuple[str, ...]]
-    prompts: dict[int, str | Messages]
+    prompts: dict[int, str | Messages | list[int]]
     tokens: int
     hidden: tuple[str, ...]
 
@@ -224,13 +227,18 @@ def make_tasks(
         except PromptError as error:
             raise PromptError(f"row {row.id}: {error}") from error
     if not tasks:
-        raise ContextWindowError(f"none of {len(rows)} rows fits into the window of {model.name}")
+        raise ContextWindowError(
+            f"none of {len(rows)} rows fits into the window of {model.name} ({model.context_window}): shorten them"
+        )
     return tasks, skipped
 
 
 def _task(model: Model, row: Row, lengths: Sequence[int], asking: Asking) -> Task:
+    if row.beginning:
+        ids = render(model.tokenizer, row.passages, row.beginning)
+        return Task(row, {}, {AS_THEY_ARE: ids}, len(ids), ())
     chunks: dict[int, tuple[str, ...]] = {}
-    prompts: dict[int, str | Messages] = {}
+    prompts: dict[int, str | Messages | list[int]] = {}
     longest, hidden = 0, tuple[str, ...]()
     for length in lengths:
         cut = rechunk(row.passages, length, lambda text: len(model.tokenizer.encode(text))) if length else row.passages
@@ -238,14 +246,18 @@ def _task(model: Model, row: Row, lengths: Sequence[int], asking: Asking) -> Tas
         text = "\n\n".join([*retrieved, *filter(None, [asking.instruction]), f"Question: {row.question}"])
         text += "" if model.tokenizer.has_chat_template else "\n\nAnswer:"
         chunks[length], prompts[length] = cut, model.tokenizer.as_prompt(text)
-        longest = max(longest, len(model.tokenizer.render(prompts[length])))
+        longest = max(longest, len(_ids(model, prompts[length])))
         hidden = hidden if length else _hidden(row, retrieved)
     if longest + asking.max_tokens > model.context_window:
         raise ContextWindowError(
             f"row {row.id} has a prompt of {longest} tokens, which with {asking.max_tokens} for the answer do not fit "
-            f"into the window of {model.name} ({model.context_window}): remove such rows, or skip them"
+            f"into the window of {model.name} ({model.context_window}): shorten it, or skip such rows (--skip-long)"
         )
     return Task(row, chunks, prompts, longest, hidden)
+
+
+def _ids(model: Model, prompt: str | Messages | list[int]) -> list[int]:
+    return prompt if isinstance(prompt, list) and isinstance(prompt[0], int) else model.tokenizer.render(prompt)
 
 
 def _retrieved(chunks: Sequence[str], missing: float, seed: str) -> list[str]:
@@ -381,6 +393,9 @@ class Models:
         return self._bare
 
 
+Progress = Callable[[int, int], None]
+
+
 def measure(
     model: Model,
     tasks: Sequence[Task],
@@ -388,7 +403,7 @@ def measure(
     asking: Asking,
     journal: Journal,
     ram_bytes: int = 2 << 30,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> None:
     """Fill the journal with a record per cell and task, skipping existing ones.
 
@@ -396,23 +411,56 @@ def measure(
         ModelError: Logits or KV are NaN or infinite.
     """
     models = Models(model)
-    sampling = Sampling(max_new_tokens=asking.max_tokens, temperature=0, stop=asking.stop)
-    setups = list(dict.fromkeys(cell.setup for cell in cells if cell.label != _FULL))
-    done, total = 0, len(tasks)
-    progress(done, total)
+    setups = {cell.setup for cell in cells if cell.label != _FULL}
+    before, total = 0, len(tasks)
+    progress(before, total)
     for portion in _portions(tasks, model.bytes_per_token * len(setups)):
-        pending = {task.row.key for task in portion if not all(journal.find(cell, task.row) for cell in cells)}
-        progress(done := done + len(portion) - len(pending), total)
-        if not pending:
-            continue
-        with ExitStack() as stack:
-            engines = {setup: _engine(stack, models, setup, cells, ram_bytes // len(setups)) for setup in setups}
-            for number, task in enumerate(portion):
-                # also for finished tasks: which chunks are stored, and by which engine, must not depend on the progress
-                _warm(engines, task)
-                if task.row.key in pending:
-                    journal.add(list(_measure_row(engines, task, cells, sampling, number)))
-                    progress(done := done + 1, total)
+
+        def moved(done: int, _: int, before: int = before) -> None:
+            progress(before + done, total)
+
+        if len(finished(portion, cells, journal)) < len(portion):
+            with open_engines(models, cells, ram_bytes) as engines:
+                answer(engines, portion, cells, asking, journal, moved)
+        before += len(portion)
+        progress(before, total)
+
+
+def encode(engines: dict[Setup, BlendEngine], documents: Mapping[str, Sequence[str]], progress: Progress) -> None:
+    """Encode the chunks of documents, by name, with every engine."""
+    done, total = 0, len(engines) * sum(map(len, documents.values()))
+    for engine in engines.values():
+        for name, chunks in documents.items():
+            progress(done, total)
+            engine.warm(chunks, document=name)
+            done += len(chunks)
+    progress(done, total)
+
+
+def answer(
+    engines: dict[Setup, BlendEngine],
+    tasks: Sequence[Task],
+    cells: Sequence[Cell],
+    asking: Asking,
+    journal: Journal,
+    progress: Progress,
+) -> None:
+    """Like `measure`, with engines that are open."""
+    sampling = Sampling(max_new_tokens=asking.max_tokens, temperature=0, stop=asking.stop)
+    done = finished(tasks, cells, journal)
+    pending, num_done = {task.row.key for task in tasks} - {task.row.key for task in done}, len(done)
+    progress(num_done, len(tasks))
+    for number, task in enumerate(tasks):
+        # also for finished tasks: which chunks are stored, and by which engine, must not depend on the progress
+        _warm(engines, task)
+        if task.row.key in pending:
+            journal.add(list(_measure_row(engines, task, cells, sampling, number)))
+            progress(num_done := num_done + 1, len(tasks))
+
+
+def finished(tasks: Sequence[Task], cells: Sequence[Cell], journal: Journal) -> list[Task]:
+    """Return the tasks with a record of every cell."""
+    return [task for task in tasks if all(journal.find(cell, task.row) for cell in cells)]
 
 
 def _portions(tasks: Sequence[Task], bytes_per_token: int) -> Iterator[list[Task]]:
@@ -433,6 +481,14 @@ def _portions(tasks: Sequence[Task], bytes_per_token: int) -> Iterator[list[Task
     yield portion
 
 
+@contextmanager
+def open_engines(models: Models, cells: Sequence[Cell], ram_bytes: int) -> Iterator[dict[Setup, BlendEngine]]:
+    """Open an engine per setup, each on an empty store."""
+    setups = list(dict.fromkeys(cell.setup for cell in cells if cell.label != _FULL))
+    with ExitStack() as stack:
+        yield {setup: _engine(stack, models, setup, cells, ram_bytes // len(setups)) for setup in setups}
+
+
 def _engine(stack: ExitStack, models: Models, setup: Setup, cells: Sequence[Cell], ram_bytes: int) -> BlendEngine:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-quality-", ignore_cleanup_errors=True))
     min_run = min(cell.config.min_run for cell in cells)  # minimum length of a stored chunk
@@ -441,6 +497,8 @@ def _engine(stack: ExitStack, models: Models, setup: Setup, cells: Sequence[Cell
 
 
 def _warm(engines: dict[Setup, BlendEngine], task: Task) -> None:
+    if not task.chunks:
+        return  # encoded before, with their documents
     for setup, engine in engines.items():
         try:
             if setup.context_tokens:
@@ -463,7 +521,7 @@ def _measure_row(
         # every cell is first, second, ... equally often, and all find the same KV in the RAM tier
         turn = number % len(others)
         for engine in suiting.values():
-            engine.prefill(engine.model.tokenizer.render(prompt), BlendConfig(policy=_NONE, controller="off"))
+            engine.prefill(_ids(engine.model, prompt), BlendConfig(policy=_NONE, controller="off"))
         for cell in [full, *others[turn:], *others[:turn]]:
             engine = suiting[cell.setup] if cell is not full else next(iter(suiting.values()))
             try:
@@ -484,9 +542,11 @@ def _by_length(cells: Sequence[Cell]) -> list[Cell]:
     return sorted(cells, key=lambda cell: (cell.setup.chunk_tokens, cell.label != _FULL))
 
 
-def _answer(engine: BlendEngine, cell: Cell, prompt: str | Messages, sampling: Sampling) -> tuple[Record, Tensor]:
+def _answer(
+    engine: BlendEngine, cell: Cell, prompt: str | Messages | list[int], sampling: Sampling
+) -> tuple[Record, Tensor]:
     started = time.perf_counter()
-    ids = engine.model.tokenizer.render(prompt)
+    ids = _ids(engine.model, prompt)
     done = engine.prefill(ids, cell.config)
     deltas = decode(engine.model, done.ids, done.stitched.cache, done.logits, sampling)
     first = next(deltas)
@@ -509,16 +569,16 @@ def summarise(
     tasks: Sequence[Task], cells: Sequence[Cell], journal: Journal, seed: int, against: str = "hkvd"
 ) -> list[dict[str, Any]]:
     """Return metrics per cell with 95 % intervals, compared with full prefill and with `against` at the same ratio."""
-    tables = {cell: _table(tasks, cell, journal) for cell in cells}
+    full_cells = {cell.setup.chunk_tokens: cell for cell in cells if cell.label == _FULL}
+    tables = {cell: _table(tasks, cell, full_cells[cell.setup.chunk_tokens], journal) for cell in cells}
     groups = _groups(tasks)
+    right = next(table["em"] for cell, table in tables.items() if cell.label == _FULL) == 1
+    if tasks[0].row.beginning and right.any():
+        groups[RIGHT] = right
     bootstraps = {name: Bootstrap(int(mask.sum()), seed) for name, mask in groups.items()}
     results = []
     for cell, table in tables.items():
-        full = next(
-            table
-            for other, table in tables.items()
-            if other.label == _FULL and other.setup.chunk_tokens == cell.setup.chunk_tokens
-        )
+        full = tables[full_cells[cell.setup.chunk_tokens]]
         rival = next(
             (
                 table
@@ -543,12 +603,17 @@ def summarise(
     return results
 
 
-def _table(tasks: Sequence[Task], cell: Cell, journal: Journal) -> dict[str, Values]:
-    records = [journal.find(cell, task.row) for task in tasks]
+def _table(tasks: Sequence[Task], cell: Cell, full: Cell, journal: Journal) -> dict[str, Values]:
     columns: dict[str, list[float]] = {}
-    for task, record in zip(tasks, records, strict=True):
+    for task in tasks:
+        record, reference = journal.find(cell, task.row), journal.find(full, task.row)
         assert record is not None, "measured before"
-        measured = {name: score(record["answer"], task.row.answers) for name, score in _METRICS.items()}
+        assert reference is not None, "measured before"
+        given, wanted = record["answer"], reference["answer"]
+        # the documents' own continuation is known to the first word
+        scored = first_word(given) if task.row.beginning else given
+        measured = {name: score(scored, task.row.answers) for name, score in _METRICS.items()}
+        measured |= {"same": exact_match(given, [wanted]), "word": float(first_word(given) == first_word(wanted))}
         measured |= {"kl": record["kl"], "agree": record["agree"], "ttft_s": record["ttft_s"]}
         measured["leaked"] = exact_match(record["answer"], task.hidden)
         measured["reused"] = record["reused_tokens"] / record["prompt_tokens"]
@@ -581,14 +646,18 @@ ACROSS, WITHIN = "hangs on another passage", "hangs on one passage"
 RETRIEVED, NOT_RETRIEVED = "answer retrieved", "answer not retrieved"
 HIDDEN = "answer only in a neighbour"
 """Questions with `Task.hidden`; their metric `leaked` is the share of answers from what was not retrieved."""
+RIGHT = "full prefill goes on as the documents do"
 
 
 def _compare(
     bootstrap: Bootstrap, ours: dict[str, Values], full: dict[str, Values], rival: dict[str, Values] | None
 ) -> dict[str, Any]:
     result: dict[str, Any] = {"samples": len(ours["em"])}
-    for name in (*_METRICS, "agree", "kl", "leaked"):
+    for name in (*_METRICS, *_AGAINST_FULL, "leaked"):
         result[name] = asdict(bootstrap.mean(ours[name]))
+    for name in ("same", "word"):
+        if ours[name].min() == ours[name].max():  # no resample of equal values differs
+            result[name] |= dict(zip(("low", "high"), wilson(int(ours[name].sum()), len(ours[name])), strict=True))
     for name in ("reused", "recomputed"):
         result[name] = float(ours[name].mean())
     for name in _METRICS:
@@ -609,7 +678,7 @@ def _kept(bootstrap: Bootstrap, ours: Values, full: Values) -> Interval:
 
 
 def _brief(part: dict[str, Any]) -> dict[str, Any]:
-    names = ("samples", *_METRICS, "agree", "kl", "leaked", "em_kept", "em_minus_full", "against")
+    names = ("samples", *_METRICS, *_AGAINST_FULL, "leaked", "em_kept", "em_minus_full", "against")
     return {name: part[name] for name in names if name in part}
 
 

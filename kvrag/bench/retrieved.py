@@ -22,9 +22,6 @@ from kvrag.reader import world as first
 from kvrag.reader2 import world as second
 from kvrag.retrieval.index import ChunkIndex
 
-ARTICLES = {1: 1000, 2: 100}
-"""Default number of articles per world: their chunks are embedded in about a minute on two cores."""
-
 _ASKED = {1: 42, 2: 30}  # contexts that are asked about: more would use up the names of the test split
 _PER_CONTEXT = {1: 5, 2: 1}  # articles
 _SCALE = second.Scale(context=(1 << 30, 1 << 30), chunk=(64, 160), chunks=(8, 16), documents=(1, 1))  # whole documents

@@ -16,16 +16,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from kvrag.backend.transformers import Model
 from kvrag.config import DEFAULT_POLICY, BlendConfig
-from kvrag.control.controller import Workload, decide, selecting
 from kvrag.control.cost import CostModel, Speed
-from kvrag.engine import BlendEngine
 from kvrag.types import BlendReport
+
+if TYPE_CHECKING:  # the options of the command need the tables only
+    from torch import Tensor
+
+    from kvrag.backend.transformers import Model
+    from kvrag.engine import BlendEngine
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,8 @@ def simulate(
     policy: str = DEFAULT_POLICY,
 ) -> Iterator[Cell]:
     """Return all combinations: chunks in bf16 fill the context, the first one behind the preamble is not counted."""
+    from kvrag.control.controller import Workload, decide, selecting
+
     for device, model, load, context in itertools.product(devices, models, loads, contexts):
         shape = MODELS[model]
         cell = Cell(device, model, load, context)
@@ -187,6 +190,8 @@ _PREDICTED = (  # name, chunks, tokens of each, policy, ratio, bytes per second 
 def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Point]:
     """Fit some shapes with the engine's own cost model, predict others and measure them; the RAM tier is off."""
     from kvrag.bench.ttft import one_token_words
+    from kvrag.control.controller import Workload, decide, selecting
+    from kvrag.engine import BlendEngine
 
     words, rng = one_token_words(net), random.Random(0)
 
@@ -288,38 +293,6 @@ def _throttled(engine: BlendEngine, bytes_per_s: float | None) -> Iterator[None]
         yield
     finally:
         store.open = opening
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `kvrag bench simulate`."""
-    parser.add_argument(
-        "--devices",
-        nargs="+",
-        default=list(DEVICES),
-        choices=DEVICES,
-        metavar="DEVICE",
-        help=f"devices of the tables: {'; '.join(DEVICES)} (default: all)",
-    )
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        default=list(MODELS),
-        choices=MODELS,
-        metavar="MODEL",
-        help=f"models of the first table: {', '.join(MODELS)} (default: all)",
-    )
-    parser.add_argument(
-        "--context", type=int, default=4000, metavar="N", help="context length of the first table (default: 4000)"
-    )
-    parser.add_argument("--length-model", default="Llama-3.1-8B", choices=MODELS, help="model of the second table")
-    parser.add_argument("--length-load", default="NVMe, 3 GB/s", choices=LOADS, help="bandwidth of the second table")
-    parser.add_argument("--ratio", type=float, default=0.15, metavar="R", help="recompute ratio (default: 0.15)")
-    parser.add_argument(
-        "--check", action="store_true", help="compare predictions with measurements on this machine; takes minutes"
-    )
-    parser.add_argument("--model", default="qwen2.5-0.5b", help="with --check: shape of the random model")
-    parser.add_argument("--layers", type=int, help="with --check: use only the first N layers")
-    parser.add_argument("--repeats", type=int, default=3, help="with --check: number of repeats")
 
 
 def run(args: argparse.Namespace) -> int:

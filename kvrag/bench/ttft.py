@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.shapes import SHAPES, random_model
-from kvrag.config import DEFAULT_POLICY, POLICIES, BlendConfig
+from kvrag.backend.transformers.shapes import random_model
+from kvrag.config import DEFAULT_POLICY, BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.types import BlendReport, Messages
 
@@ -224,38 +224,6 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-
-
-def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every benchmark on a random model."""
-    parser.add_argument("--model", default="qwen2.5-0.5b", choices=sorted(SHAPES), help="shape of the random model")
-    parser.add_argument("--layers", type=int, metavar="N", help="use only the first N layers")
-    add_number(parser, "--repeats", 3, "number of repeats; the median counts")
-
-
-def add_number(parser: argparse.ArgumentParser, name: str, default: float, what: str) -> None:
-    """Add an option for a number of the default's type, with the default in its help."""
-    parser.add_argument(name, type=type(default), default=default, metavar="N", help=f"{what} (default: {default})")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `kvrag bench ttft`."""
-    add_shape(parser)
-    add_number(parser, "--chunks", 6, "chunks per prompt")
-    add_number(parser, "--chunk-tokens", 512, "tokens per chunk")
-    add_number(parser, "--question-tokens", 64, "tokens of the question")
-    add_number(parser, "--ratio", 0.15, "recompute ratio")
-    add_number(parser, "--check-layer", 1, "of hkvd")
-    parser.add_argument(
-        "--ram-bytes", type=int, default=0, metavar="N", help="size of the RAM tier (default: off, read from disk)"
-    )
-    parser.add_argument(
-        "--policies",
-        nargs="+",
-        default=["none", "first_k", "query", "hkvd"],
-        choices=POLICIES,
-        help="policies to compare with full prefill and an exact prefix cache",
-    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from kvrag.cli.common import (
     add_answer_arguments,
     add_engine_arguments,
-    existing_store,
     open_engine,
     open_index,
     require_chunks,
@@ -34,9 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.question.strip():
         raise PromptError("the question is empty: pass one in quotes")
     require_extra()
-    if args.store is not None:
-        existing_store(args.store)
-    with open_engine(args) as engine, open_index(engine, args.namespace) as index:
+    with open_engine(args, is_warmed=True) as engine, open_index(engine, args.namespace) as index:
         require_chunks(index)
         hits = index.search(args.question, args.top_k, args.around)
         prompt = as_prompt(engine, [{"role": "user", "content": stuff(engine, args.question, hits)}])
@@ -45,5 +42,6 @@ def run(args: argparse.Namespace) -> int:
         context = [asdict(hit) for hit in hits]
         print(json.dumps({"answer": text, "context": context, "report": report.to_dict()}))
     else:
+        say(f"sources: {', '.join(dict.fromkeys(hit.document or 'without a name' for hit in hits))}")
         say(summary(report))
     return 0

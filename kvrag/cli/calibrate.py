@@ -5,11 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvrag.cli.common import add_engine_arguments, open_engine, open_index, progress, require_chunks, say
+from kvrag.cli.common import (
+    add_engine_arguments,
+    at_least,
+    existing_path,
+    forecast,
+    open_engine,
+    open_index,
+    progress,
+    require_chunks,
+    say,
+)
 from kvrag.cli.prompt import as_prompt, stuff
 from kvrag.config import POLICIES
 from kvrag.errors import PromptError
@@ -17,32 +27,49 @@ from kvrag.types import Messages
 
 if TYPE_CHECKING:
     from kvrag.control.calibrate import Calibration
+    from kvrag.control.prompts import Search
     from kvrag.engine import BlendEngine
+    from kvrag.retrieval.index import ChunkIndex
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag calibrate`."""
     add_engine_arguments(parser)
     parser.add_argument(
-        "--questions", metavar="FILE", help="file with one question per line; chunks are retrieved as in `kvrag ask`"
+        "--questions",
+        type=existing_path,
+        metavar="FILE",
+        help="file with one question per line; chunks are retrieved as in `kvrag ask` (default: prompts made from the "
+        "chunks)",
     )
     parser.add_argument("--policy", choices=POLICIES, help="which tokens to recompute (default: as in `kvrag ask`)")
     parser.add_argument(
-        "--target", type=float, default=0.99, metavar="SHARE", help="share of first tokens that must match full prefill"
+        "--target",
+        type=at_least(0, float, 1),
+        default=0.99,
+        metavar="SHARE",
+        help="share of first tokens that must match full prefill",
     )
     parser.add_argument(
         "--sure",
         action="store_true",
         help="require the lower end of the confidence interval to reach the target; takes hundreds of prompts",
     )
-    parser.add_argument("--ratios", type=float, nargs="+", metavar="R", help="ratios to try (default: 0.02 to 0.6)")
     parser.add_argument(
-        "--prompts", type=int, default=100, metavar="N", help="maximum number of prompts (default: 100)"
+        "--ratios",
+        type=at_least(0, float, 1),
+        nargs="+",
+        metavar="R",
+        help="ratios to try (default: 0.05 0.15 0.3 0.6)",
     )
-    parser.add_argument("--top-k", type=int, default=4, metavar="K", help="chunks per prompt (default: 4)")
+    parser.add_argument(
+        "--prompts", type=at_least(1), default=40, metavar="N", help="maximum number of prompts (default: 40)"
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of the prompts made without --questions")
+    parser.add_argument("--top-k", type=at_least(2), default=4, metavar="K", help="chunks per prompt (default: 4)")
     parser.add_argument(
         "--around",
-        type=int,
+        type=at_least(0),
         default=0,
         metavar="N",
         help="with --questions: neighbours to retrieve with each chunk (default: 0)",
@@ -53,31 +80,51 @@ def run(args: argparse.Namespace) -> int:
     """Measure, store the result beside the chunks, and print the curve."""
     from kvrag.control.calibrate import GRID
 
-    with open_engine(args) as engine:
+    ratios = tuple(dict.fromkeys(args.ratios or GRID))
+    with open_engine(args, is_warmed=True) as engine, ExitStack() as stack:
         prompts = _retrieve(engine, args) if args.questions else None
-        with progress("calibrating", args.json) as report:
-            found = engine.calibrate(
-                prompts,
-                policy=args.policy,
-                target=args.target,
-                sure=args.sure,
-                ratios=args.ratios or GRID,
-                count=args.prompts,
-                chunks=args.top_k,
-                progress=report,
-            )
+        search = None
+        if prompts is None:
+            index = stack.enter_context(open_index(engine, args.namespace))
+            if len(index):
+                search = _search(index)
+            elif not args.json:
+                say("no chunk index beside this store: chunks are retrieved by the rare words that they share")
+            if not args.json:
+                say("making prompts of the chunks")
+        report = stack.enter_context(progress("calibrating", args.json))
+        if not args.json:
+            advice = "fewer with --prompts or --ratios; Ctrl-C reports what was found so far"
+            report = forecast(report, len(ratios) + 1, advice)
+        found = engine.calibrate(
+            prompts,
+            namespace=args.namespace,
+            policy=args.policy,
+            target=args.target,
+            sure=args.sure,
+            ratios=ratios,
+            count=args.prompts,
+            chunks=args.top_k,
+            search=search,
+            seed=args.seed,
+            progress=report,
+        )
         where = engine.store.stats().path
     if args.json:
         print(json.dumps(asdict(found) | {"store": where, "verdict": _verdict(found)}))
-        return 0
-    _print(found, where)
-    if not args.questions:
-        say("the questions were generated from the chunks: pass your own with --questions FILE")
-    return 0
+    else:
+        _print(found, where)
+        if not args.questions:
+            say("the prompts were made from the chunks: pass your own questions with --questions FILE")
+    return 130 if found.interrupted else 0
+
+
+def _search(index: ChunkIndex) -> Search:
+    return lambda query, k: [hit.text for hit in index.search(query, k)]
 
 
 def _retrieve(engine: BlendEngine, args: argparse.Namespace) -> Sequence[str | Messages]:
-    lines = (line.strip() for line in Path(args.questions).read_text("utf-8", "replace").splitlines())
+    lines = (line.strip() for line in args.questions.read_text("utf-8", "replace").splitlines())
     questions = list(dict.fromkeys(line for line in lines if line))[: args.prompts]
     if not questions:
         raise PromptError(f"{args.questions} contains no questions: write one per line")
@@ -100,11 +147,14 @@ def _print(found: Calibration, where: str) -> None:
         print(f"{point.ratio:>6g}{point.share:>9.1%}   {interval:<15}{later:>14}{mark}")
     for note in found.notes:
         say(note)
-    print(f"\n{_verdict(found)}; stored in {where}")
+    print(f"\n{_verdict(found)}" + (f"; stored in {where}" if found.is_usable else ""))
 
 
 def _verdict(found: Calibration) -> str:
     by = "with 95 % confidence" if found.sure else "by the measured share"
+    if not found.is_usable:
+        best = "no ratio reaches" if found.ratio is None else f"ratio {found.ratio:g} reaches"
+        return f"{best} {found.target:.1%} {by}; too few prompts were done, so the default is left as it was"
     if found.ratio is None:
         return f"full: no ratio reaches {found.target:.1%} {by}; full prefill is now the default"
     return f"ratio {found.ratio:g} reaches {found.target:.1%} {by} and is now the default"

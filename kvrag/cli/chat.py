@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from kvrag.cli.common import (
     add_answer_arguments,
     add_engine_arguments,
-    existing_store,
     open_engine,
     open_index,
     require_chunks,
@@ -40,9 +39,7 @@ def run(args: argparse.Namespace) -> int:
     history: Messages = []  # questions and answers, without the retrieved chunks
     last: BlendReport | None = None
     require_extra()
-    if args.store is not None:
-        existing_store(args.store)
-    with open_engine(args) as engine, open_index(engine, args.namespace) as index:
+    with open_engine(args, is_warmed=True) as engine, open_index(engine, args.namespace) as index:
         require_chunks(index)
         say("/report shows the report of the last answer, /quit ends the chat")
         for question in _questions():

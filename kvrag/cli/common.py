@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO, check_namespace
-from kvrag.errors import KvragError, StoreError
+from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO, BlendConfig, Sampling, check_namespace, check_ratio
+from kvrag.errors import KvragError, SettingError, StoreError
 from kvrag.llm import SETTINGS
 from kvrag.types import BlendReport, Messages
 
@@ -21,7 +23,61 @@ if TYPE_CHECKING:
     from kvrag.retrieval.index import ChunkIndex
     from kvrag.store import FileStore
 
+T = TypeVar("T")
+
+_LINE_S = 10.0  # seconds between lines of progress without a terminal
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def checked(kind: Callable[[str], T], check: Callable[[T], object]) -> Callable[[str], T]:
+    """Return a type for argparse whose values must pass a check, which raises SettingError.
+
+    Wrong values are reported while the arguments are read, before torch is imported and a model is loaded.
+    """
+
+    def parse(text: str) -> T:
+        value = kind(text)
+        try:
+            check(value)
+        except SettingError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return value
+
+    parse.__name__ = getattr(kind, "__name__", "")  # argparse names it where `kind` fails
+    return parse
+
+
+def at_least(least: float, kind: Callable[[str], Any] = int, most: float = inf) -> Callable[[str], Any]:
+    """Return a type for argparse: a finite number from `least` to `most`."""
+
+    def check(value: float) -> None:
+        if not (least <= value <= most and value < inf):
+            wanted = f"at least {least:g}" if most == inf else f"from {least:g} to {most:g}"
+            raise SettingError(f"must be {wanted}, got {value}")
+
+    return checked(kind, check)
+
+
+def existing_path(text: str) -> Path:
+    """Type for argparse: the path of an existing file or folder."""
+    if not Path(text).expanduser().exists():
+        raise argparse.ArgumentTypeError(f"{text} does not exist: check the path")
+    return Path(text).expanduser()
+
+
+def _check_model(name: str) -> None:
+    """Raise SettingError if this is a path without a folder; names on the hub are not looked up."""
+    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+        raise SettingError(f"the folder {name} does not exist: check the path, or give a name on the hub")
+
+
+_CHECKS: dict[str, Callable[[Any], object]] = {
+    "model": _check_model,
+    "namespace": check_namespace,
+    "ratio": check_ratio,
+    "max_tokens": lambda value: Sampling(max_new_tokens=value),
+    "temperature": lambda value: Sampling(temperature=value),
+}
 
 
 def add_setting(parser: argparse.ArgumentParser, name: str, about: str | None = None, **options: Any) -> None:
@@ -32,7 +88,8 @@ def add_setting(parser: argparse.ArgumentParser, name: str, about: str | None = 
         options: Further arguments of `add_argument`.
     """
     row = SETTINGS[name]
-    options = {"default": row.default, "type": row.kind, "choices": row.choices or None} | options
+    kind = checked(row.kind, _CHECKS[name]) if name in _CHECKS else row.kind
+    options = {"default": row.default, "type": kind, "choices": row.choices or None} | options
     default = f" (default: {options['default']})" if options["default"] not in (None, "") else ""
     parser.add_argument(f"--{name.replace('_', '-')}", help=f"{about or row.about}{default}", **options)
 
@@ -59,9 +116,9 @@ def add_blend_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of retrieval, blending and sampling."""
-    parser.add_argument("--top-k", type=int, default=4, metavar="K", help="chunks to retrieve (default: 4)")
+    parser.add_argument("--top-k", type=at_least(1), default=4, metavar="K", help="chunks to retrieve (default: 4)")
     parser.add_argument(
-        "--around", type=int, default=0, metavar="N", help="neighbours to retrieve with each chunk (default: 0)"
+        "--around", type=at_least(0), default=0, metavar="N", help="neighbours to retrieve with each chunk (default: 0)"
     )
     add_blend_arguments(parser)
     add_setting(parser, "max_tokens", metavar="N")
@@ -85,20 +142,27 @@ def stream(engine: BlendEngine, prompt: str | Messages, args: argparse.Namespace
     return text.strip(), report
 
 
-def open_engine(args: argparse.Namespace, **config: Any) -> BlendEngine:
-    """Open the engine for `add_engine_arguments`, with these fields of its `BlendConfig`."""
-    from kvrag.config import BlendConfig
-    from kvrag.engine import BlendEngine
+def open_engine(args: argparse.Namespace, is_warmed: bool = False, **config: Any) -> BlendEngine:
+    """Open the engine for `add_engine_arguments`.
 
-    check_namespace(getattr(args, "namespace", ""))  # before the slow loading
-    return BlendEngine.from_pretrained(
-        args.model,
-        store=args.store,
-        config=BlendConfig(**config),
-        codec=args.codec,
-        dtype=args.dtype,
-        device=args.device,
-    )
+    Args:
+        is_warmed: Create no store.
+        config: Fields of its `BlendConfig`.
+
+    Raises:
+        StoreError: There is no store, with `is_warmed`.
+    """
+    if is_warmed and args.store is not None:
+        existing_store(args.store)  # before the slow imports
+    settings = BlendConfig(**config)
+    from kvrag.backend.transformers import Model
+    from kvrag.engine import BlendEngine, default_store
+
+    model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device)
+    store = default_store(model, args.codec) if args.store is None else args.store
+    if is_warmed and args.store is None and not (store / "chunks").is_dir():
+        raise _nothing_warmed(store)
+    return BlendEngine(model, store, settings, codec=args.codec)
 
 
 def folder(engine: BlendEngine) -> FileStore:
@@ -130,10 +194,13 @@ def open_index(engine: BlendEngine, namespace: str, embedder: str | None = None)
 def require_chunks(index: ChunkIndex) -> None:
     """Raise StoreError if nothing was warmed."""
     if not len(index):
-        raise StoreError(
-            f"{index.path.parent} has no warmed documents: run `kvrag warm PATH` first, "
-            "with the same --model, --store and --namespace"
-        )
+        raise _nothing_warmed(index.path.parent)
+
+
+def _nothing_warmed(folder: Path) -> StoreError:
+    return StoreError(
+        f"{folder} has no warmed documents: run `kvrag warm PATH` first, with the same --model, --store and --namespace"
+    )
 
 
 def require_extra() -> None:
@@ -174,7 +241,11 @@ def say(message: str) -> None:
 
 @contextmanager
 def progress(title: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr, updated with (done, total); nothing if `quiet` or without a terminal."""
+    """Show progress on stderr, updated with (done, total): a bar, or without a terminal a line every ten seconds.
+
+    Args:
+        quiet: Show nothing.
+    """
     missing_extra = KvragError("rich is not installed: pip install 'kvrag[cli]'")
     try:
         from rich.console import Console
@@ -182,10 +253,58 @@ def progress(title: str, quiet: bool = False) -> Iterator[Callable[[int, int], N
     except ImportError:
         raise missing_extra from None
     console = Console(stderr=True)
+    if not quiet and not console.is_terminal:
+        yield _progress_lines(title)
+        return
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _progress_lines(title: str) -> Callable[[int, int], None]:
+    started = said = time.monotonic()
+    before: int | None = None  # done in an earlier run
+
+    def update(done: int, total: int) -> None:
+        nonlocal said, before
+        now, before = time.monotonic(), done if before is None else before
+        if now - said >= _LINE_S and total:
+            left = (now - started) / (done - before) * (total - done) if done > before else None
+            say(f"{title}: {done / total:.0%}" + (f", about {duration(left)} left" if left else ""))
+            said = now
+
+    return update
+
+
+def forecast(update: Callable[[int, int], None], steps: int, advice: str) -> Callable[[int, int], None]:
+    """Return `update`, which also says how long everything will take once the first prompt is done.
+
+    Args:
+        steps: Steps per prompt.
+        advice: Ends the line.
+    """
+    began: tuple[float, int] | None = None
+    is_said = False
+
+    def updated(done: int, total: int) -> None:
+        nonlocal began, is_said
+        began = began or (time.monotonic(), done)
+        if not is_said and done - began[1] >= steps:
+            seconds = (time.monotonic() - began[0]) / (done - began[1]) * (total - began[1])
+            say(f"{(total - began[1]) // steps} prompts take about {duration(seconds)}, by the first one: {advice}")
+            is_said = True
+        update(done, total)
+
+    return updated
+
+
+def duration(seconds: float) -> str:
+    """Format a duration: 45 s, 12 min, 1 h 30 min."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def human_bytes(size: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from kvrag.cli.common import human_bytes, progress, say
+from kvrag.cli.common import add_setting, human_bytes, progress, say
 from kvrag.config import CODECS
 from kvrag.errors import KvragError, SettingError
 from kvrag.retrieval import documents
@@ -22,7 +22,7 @@ _BANDWIDTHS = {  # bytes per second
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag estimate`."""
     parser.add_argument("paths", nargs="*", metavar="PATH", help="files and folders of the corpus")
-    parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader'; no weights are loaded")
+    add_setting(parser, "model", "hub name, folder, or 'reader'; no weights are loaded", default="reader")
     parser.add_argument("--tokens", type=int, metavar="N", help="size of the corpus in tokens, instead of PATH")
     parser.add_argument(
         "--chunk-tokens", type=int, default=256, metavar="N", help="length of a typical chunk (default: 256)"
@@ -38,15 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the estimates."""
+    if args.paths and args.tokens is not None:
+        raise SettingError("PATH and --tokens exclude each other: pass one of them")
+    if args.chunk_tokens < 1 or (args.tokens or 0) < 0:
+        raise SettingError("--tokens and --chunk-tokens must be positive")
+    if args.paths:
+        documents.find(args.paths)  # report mistakes before the slow imports
     import torch
 
     from kvrag.backend.transformers.loading import bytes_per_token, head_dim, kv_dtype, load_config
     from kvrag.store.codec import share
 
-    if args.paths and args.tokens is not None:
-        raise SettingError("PATH and --tokens exclude each other: pass one of them")
-    if args.chunk_tokens < 1 or (args.tokens or 0) < 0:
-        raise SettingError("--tokens and --chunk-tokens must be positive")
     config = load_config(args.model)
     dtype = getattr(torch, args.dtype) if args.dtype else kv_dtype(config)
     native = bytes_per_token(config, dtype)

@@ -83,7 +83,8 @@ def _parser(argv: Sequence[str]) -> _Parser:
         leaf.set_defaults(module=module, parser=leaf)
         if wanted:
             leaf.add_argument("--json", action="store_true", help="print only JSON on stdout: the result")
-            import_module(module).add_arguments(leaf)
+            add = getattr(import_module("kvrag.cli.bench"), sub) if sub else import_module(module).add_arguments
+            add(leaf)
     return parser
 
 
@@ -98,10 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, unknown = _parser(argv).parse_known_args(argv)
         if unknown:
             args.parser.unknown(unknown)
-        # progress bars of other libraries would disturb ours
-        from kvrag.backend.transformers.loading import silence
-
-        silence()
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # bars of transformers, too: they would disturb ours
         return int(import_module(args.module).run(args))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # closed pipe, for example by `head`

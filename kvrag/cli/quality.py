@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shlex
 import sys
 import tempfile
@@ -17,148 +18,78 @@ from typing import Any
 
 from kvrag.backend.transformers import Model
 from kvrag.bench import plots, quality
-from kvrag.bench.datasets import WORLDS, Row, file_rows, world_of, world_rows
-from kvrag.bench.retrieved import ARTICLES, draw_corpus, open_index, retrieved_rows
-from kvrag.cli.common import progress, require_extra, say
-from kvrag.config import CODECS, DEFAULT_CONTEXT, POLICIES
+from kvrag.bench.datasets import ARTICLES, WORLDS, Row, document_rows, file_rows, world_of, world_rows
+from kvrag.bench.retrieved import draw_corpus, open_index, retrieved_rows
+from kvrag.cli.bench import USUAL
+from kvrag.cli.common import forecast, progress, require_extra, say
+from kvrag.config import CODECS, DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES
+from kvrag.control.prompts import CLOZE, make_prompts
 from kvrag.errors import SettingError
+from kvrag.retrieval import documents
+from kvrag.retrieval.index import ChunkIndex
 
-_USUAL = "hkvd"  # the usual reference in the literature
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `kvrag bench quality`."""
-    parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader' for the bundled model")
-    parser.add_argument(
-        "--dtype", default="auto", help="dtype of the model: bfloat16, float16, float32 (default: as stored)"
-    )
-    parser.add_argument("--device", help="device: cuda, cpu, ... (default: a GPU if there is one)")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        help="JSON lines with passages, question, answers (default: drawn from the reader's world)",
-    )
-    parser.add_argument(
-        "--world", type=int, choices=WORLDS, help="the world to draw from (default: the one the reader was trained on)"
-    )
-    parser.add_argument("--samples", type=int, default=200, metavar="N", help="number of questions (default: 200)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the drawn questions and of the intervals")
-    informed = [policy for policy in POLICIES if policy not in ("full", "none", "random")]
-    parser.add_argument(
-        "--policies",
-        nargs="+",
-        default=informed,
-        metavar="POLICY",
-        help="policies, optionally with settings: hkvd hkvd:check_layer=3,metric=cosine query:band=0.2:0.6 "
-        "(default: all; full, none and random are always included)",
-    )
-    parser.add_argument("--ratios", nargs="+", default=["0.05", "0.15", "0.3"], metavar="R", help="0 to 1")
-    parser.add_argument(
-        "--chunk-tokens",
-        nargs="+",
-        default=["0"],
-        metavar="N",
-        help="cut and join the passages into chunks of about N tokens; 0 = unchanged (default)",
-    )
-    parser.add_argument(
-        "--preamble", nargs="+", default=["on"], metavar="on|off", help="encode chunks with or without the preamble"
-    )
-    parser.add_argument(
-        "--codec", nargs="+", default=["native"], metavar="|".join(CODECS), help="codecs of the stored KV"
-    )
-    parser.add_argument(
-        "--context-tokens",
-        nargs="+",
-        metavar="N|headings",
-        help="encode passages with N tokens of their document as context, or with its title and headings; 0 = alone "
-        "(default: as `kvrag warm` if rows name documents, else 0)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        metavar="K",
-        help="draw an index of articles, and ask about the K chunks nearest to each question; their documents are "
-        "warmed as a whole (default: prompts of whole articles)",
-    )
-    parser.add_argument(
-        "--around",
-        type=int,
-        default=0,
-        metavar="N",
-        help="neighbours to retrieve with each chunk of --top-k (default: 0)",
-    )
-    parser.add_argument(
-        "--articles",
-        type=int,
-        metavar="N",
-        help="number of articles in the index of --top-k (default: "
-        + ", ".join(f"{number} in world {world}" for world, number in ARTICLES.items())
-        + ")",
-    )
-    parser.add_argument(
-        "--missing",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="share of the passages to leave out of the prompts at random, as if not retrieved",
-    )
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="NAME=VALUE", dest="settings", help="settings of all policies"
-    )
-    parser.add_argument(
-        "--against", default=_USUAL, metavar="POLICY", help=f"policy to compare with (default: {_USUAL})"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=16, metavar="N", help="maximum length of an answer (default: 16)"
-    )
-    parser.add_argument(
-        "--stop",
-        nargs="+",
-        metavar="TEXT",
-        help=r"strings that end an answer; \n = line break (default: \n\n for the reader)",
-    )
-    parser.add_argument("--instruction", default="", metavar="TEXT", help="text between passages and question")
-    parser.add_argument("--skip-long", action="store_true", help="skip rows that do not fit into the window")
-    parser.add_argument(
-        "--ram-bytes", type=int, default=2 << 30, help="size of the RAM tier (default: 2 GiB; 0 = read from disk)"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="store rows.jsonl and results.json there; run again to resume"
-    )
-    parser.add_argument("--plots", action="store_true", help="write plots to --out; needs kvrag[bench]")
+_INFORMED = [policy for policy in POLICIES if policy not in ("full", "none", "random")]
+_DEFAULTS: dict[str, Any] = {"samples": 200, "policies": _INFORMED, "chunk_tokens": ["0"], "max_tokens": 16}
+_DEFAULTS_DOCS: dict[str, Any] = {
+    "samples": 100,
+    "policies": [DEFAULT_POLICY],
+    "chunk_tokens": ["256"],
+    "max_tokens": 8,
+    "top_k": 4,
+}
+_NOT_DOCS = ("data", "world", "around", "articles", "missing", "instruction", "skip_long")
+_DOCS_TOKENS = 32768  # of the folder at most: minutes of encoding and gigabytes of disk for a model of 7B
+_DOCS_STOP = ("\n", ". ")  # behind the sentence's end nothing is asked
+_KEEPS = 0.95  # share of the answers that must be full prefill's
+_ABLE = 0.3  # share of the sentences that a model must complete as they go on, for the result to mean much
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and store the results."""
     started = time.perf_counter()
+    _fill(args)
     asking = _asking(args)
-    rows, data = _rows(args)
+    documents_given = args.docs is not None
+    rows, data = ([], {}) if documents_given else _rows(args)
     cells = quality.make_cells(
         [policy for text in args.policies for policy in quality.split_policies(text)],
         _numbers(args.ratios, float, "--ratios"),
         _setups(args, rows),
         quality.parse_settings(args.settings),
     )
-    if args.against != _USUAL and args.against not in {cell.label for cell in cells}:
+    if documents_given and not any(text.startswith("random") for text in args.policies):
+        cells = [cell for cell in cells if cell.label != "random"]
+    if args.against != USUAL and args.against not in {cell.label for cell in cells}:
         raise SettingError(f"--against {args.against!r} is not among the measured policies")
     if args.plots:
         if args.out is None:
             raise SettingError("--plots needs --out DIR")
         plots.require()
     model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device)
+    corpus: dict[str, list[str]] = {}
+    if documents_given:
+        corpus, data = _read_documents(args, model)
+        rows = _document_rows(args, model, corpus)
     lengths = list(dict.fromkeys(cell.setup.chunk_tokens for cell in cells))
     if not args.json:
         say(f"{len(rows)} rows, {len(cells)} cells")
     tasks, skipped = quality.make_tasks(model, rows, lengths, asking, args.skip_long)
     identity = quality.identity(model, cells, asking, data, args.ram_bytes)
     journal = quality.Journal(args.out, identity)
+    is_interrupted = False
     try:
-        with progress("answering", quiet=args.json) as update:
-            quality.measure(model, tasks, cells, asking, journal, args.ram_bytes, update)
+        if documents_given:
+            _measure_documents(args, model, corpus, tasks, cells, asking, journal)
+        else:
+            with progress("answering", quiet=args.json) as update:
+                quality.measure(model, tasks, cells, asking, journal, args.ram_bytes, update)
     except KeyboardInterrupt:
         hint = "run it again to resume" if args.out else "use --out to be able to resume"
-        raise KeyboardInterrupt(f"interrupted: {hint}") from None
+        num_asked, tasks = len(tasks), quality.finished(tasks, cells, journal)
+        if not tasks:
+            raise KeyboardInterrupt(f"interrupted: {hint}") from None
+        say(f"interrupted after {len(tasks)} of {num_asked} prompts, which follow: {hint}")
+        is_interrupted = True
     finally:
         journal.close()
     result = {
@@ -171,22 +102,115 @@ def run(args: argparse.Namespace) -> int:
         },
         "cells": quality.summarise(tasks, cells, journal, args.seed, args.against),
     }
+    if documents_given:
+        result["verdict"] = verdict(result)
     if args.out:
         _keep(args.out / "results.json", result)
         if args.plots:
-            plots.draw(result, args.out)
+            (plots.draw_kept if documents_given else plots.draw)(result, args.out)
     if args.json:
         print(json.dumps(result))
     else:
-        print("\n".join(table(result)))
-    return 0
+        print("\n".join((documents_table if documents_given else table)(result)))
+    return 130 if is_interrupted else 0
+
+
+def _fill(args: argparse.Namespace) -> None:
+    """Fill in the defaults, and reject options that the source of the prompts does not have."""
+    if args.docs is not None:
+        for name in _NOT_DOCS:
+            if getattr(args, name) != args.parser.get_default(name):
+                raise SettingError(f"--{name.replace('_', '-')} and --docs exclude each other: leave out one of them")
+        require_extra()
+        documents.find([args.docs])  # report mistakes before loading the model
+        if args.top_k == 1:
+            raise SettingError("--top-k with --docs must be at least 2: blending needs several chunks")
+    for name, value in (_DEFAULTS if args.docs is None else _DEFAULTS_DOCS).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
+def _read_documents(args: argparse.Namespace, model: Model) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """Return chunks by document, from random files of the folder up to a number of tokens, and what they are."""
+    encode = model.tokenizer.encode
+    (chunk_tokens,) = _numbers(args.chunk_tokens, int, "--chunk-tokens")
+    split = documents.splitter(lambda text: len(encode(text)), chunk_tokens, 0)
+    paths, problems = documents.find([args.docs])
+    random.Random(args.seed).shuffle(paths)
+    corpus: dict[str, list[str]] = {}
+    num_tokens = num_read = 0
+    with progress("reading", args.json) as update:
+        for path in paths:
+            if num_tokens >= _DOCS_TOKENS:
+                break
+            num_read += 1
+            content = documents.read(path)
+            problems += content.problems
+            for chunk in split(content.texts):
+                if num_tokens < _DOCS_TOKENS:
+                    corpus.setdefault(str(path), []).append(chunk)
+                    num_tokens += len(encode(chunk))
+            update(min(num_tokens, _DOCS_TOKENS), _DOCS_TOKENS)
+    for problem in problems:
+        say(str(problem))
+    digest = blake2b(json.dumps(sorted(corpus.values())).encode(), digest_size=8).hexdigest()
+    data = {
+        "folder": args.docs.resolve().name,
+        "digest": digest,
+        "seed": args.seed,
+        "top_k": args.top_k,
+        "chunk_tokens": chunk_tokens,
+        "files": len(paths),
+        "files_read": num_read,
+        "chunks": sum(map(len, corpus.values())),
+        "tokens": num_tokens,
+    }
+    return corpus, data
+
+
+def _document_rows(args: argparse.Namespace, model: Model, corpus: dict[str, list[str]]) -> list[Row]:
+    """Make prompts about the corpus, of what retrieval finds."""
+    chunks = list(dict.fromkeys(chunk for inside in corpus.values() for chunk in inside))
+    with ChunkIndex(":memory:") as index:
+        with progress("indexing", args.json) as update:
+            if len(chunks) > 1:
+                index.add(chunks, progress=update)
+
+        def search(query: str, k: int) -> list[str]:
+            return [hit.text for hit in index.search(query, k)]
+
+        return document_rows(make_prompts(model, chunks, search, args.samples, args.top_k, args.seed, args.max_tokens))
+
+
+def _measure_documents(
+    args: argparse.Namespace,
+    model: Model,
+    corpus: dict[str, list[str]],
+    tasks: Sequence[quality.Task],
+    cells: Sequence[quality.Cell],
+    asking: quality.Asking,
+    journal: quality.Journal,
+) -> None:
+    if len(quality.finished(tasks, cells, journal)) == len(tasks):
+        return
+    with quality.open_engines(quality.Models(model), cells, args.ram_bytes) as engines:
+        with progress("encoding", args.json) as update:
+            quality.encode(engines, corpus, update)
+        with progress("answering", args.json) as update:
+            if not args.json:
+                update = forecast(update, 1, "fewer with --samples; Ctrl-C reports those that are done")
+            quality.answer(engines, tasks, cells, asking, journal, update)
 
 
 def _setups(args: argparse.Namespace, rows: Sequence[Row]) -> list[quality.Setup]:
     lengths = _numbers(args.chunk_tokens, int, "--chunk-tokens")
+    if args.docs is not None:
+        if len(lengths) != 1 or lengths[0] < 16:
+            raise SettingError("--chunk-tokens with --docs must be one number of at least 16")
+        lengths = [quality.AS_THEY_ARE]  # the documents are split before
     if any(0 != length < 16 for length in lengths):
         raise SettingError("--chunk-tokens must be 0 or at least 16: shorter chunks are not reused")
-    have_documents = all(row.documents for row in rows)
+    have_documents = args.docs is not None or all(row.documents for row in rows)
     usual = DEFAULT_CONTEXT if have_documents and not any(lengths) else 0
     words = _words(args.context_tokens or [str(usual)])
     contexts = [
@@ -197,8 +221,10 @@ def _setups(args: argparse.Namespace, rows: Sequence[Row]) -> list[quality.Setup
         raise SettingError("--context-tokens must be at least 0")
     if any(tokens for tokens, _ in contexts) and not have_documents:
         raise SettingError("--context-tokens needs rows with `documents`")
-    if "headings" in words and not all(row.library for row in rows):
-        raise SettingError("--context-tokens headings needs documents with titles: --top-k, or rows with `library`")
+    if "headings" in words and args.docs is None and not all(row.library for row in rows):
+        raise SettingError(
+            "--context-tokens headings needs documents with titles: --docs, --top-k, or rows with `library`"
+        )
     if any(tokens for tokens, _ in contexts) and any(lengths):
         raise SettingError("--context-tokens and --chunk-tokens exclude each other: leave out one of them")
     preambles, codecs = _words(args.preamble), _words(args.codec)
@@ -237,7 +263,7 @@ def _asking(args: argparse.Namespace) -> quality.Asking:
             raise SettingError(f"{name} must be at least {least}, got {value}")
     if not 0 <= args.missing < 1:
         raise SettingError(f"--missing must be a share from 0 to less than 1, got {args.missing}")
-    stop = quality.default_stop(args.model)
+    stop = quality.default_stop(args.model) if args.docs is None else _DOCS_STOP
     if args.stop:
         stop = tuple(text.replace("\\n", "\n") for text in args.stop)
     return quality.Asking(args.max_tokens, stop, args.instruction, args.missing)
@@ -263,9 +289,6 @@ def _rows(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
 def _retrieved(args: argparse.Namespace, world: int) -> tuple[list[Row], dict[str, Any]]:
     require_extra()
     articles = ARTICLES[world] if args.articles is None else args.articles
-    for name, value, least in (("--top-k", args.top_k, 1), ("--articles", articles, 1), ("--around", args.around, 0)):
-        if value < least:
-            raise SettingError(f"{name} must be at least {least}, got {value}")
     corpus = draw_corpus(world, articles, args.seed)
     with (
         tempfile.TemporaryDirectory(prefix="kvrag-index-") as temporary,
@@ -359,6 +382,66 @@ def _by_retrieval(cells: Sequence[dict[str, Any]]) -> list[str]:
                 text += f"{_interval(group['kl'], '.4f'):25}"
         lines.append(text.rstrip())
     return lines
+
+
+def documents_table(result: dict[str, Any]) -> list[str]:
+    """Return the lines of the report on prompts made of documents; the last one is the verdict."""
+    settings, environment, data = result["settings"], result["environment"], result["settings"]["data"]
+    full = next(cell for cell in result["cells"] if cell["policy"] == "full")
+    num_cloze = full["groups"].get(f"kind: {CLOZE}", {"samples": 0})["samples"]
+    lines = [
+        ", ".join(f"{name} {environment[name]}" for name in ("model", "dtype", "device", "threads", "torch", "kvrag")),
+        f"{data['folder']}: {data['chunks']} chunks, {data['tokens']} tokens, from {data['files_read']} of "
+        f"{data['files']} files; {settings['samples']} prompts of {data['top_k']} chunks, {num_cloze} of them cloze; "
+        "95 % intervals",
+        f"{quality.RIGHT} in {full['em']['value']:.1%} of the prompts",
+    ]
+    for setup, cells in quality.by_setup(result).items():
+        lines += ["", str(setup), ""]
+        lines.append(
+            f"{'':20}{'ratio':>6}  {'answers kept':36}{'right words kept':>17}{'cloze words kept':>18}"
+            f"{'top-1':>8}{'KL':>9}"
+        )
+        for cell in cells[1:]:
+            right, cloze = (
+                cell["groups"][name]["word"]["value"] if name in cell["groups"] else None
+                for name in (quality.RIGHT, f"kind: {CLOZE}")
+            )
+            bar = "#" * round(10 * cell["same"]["value"])
+            lines.append(
+                f"{cell['policy']:20}{_ratio(cell)}  {bar:11}{_percent(cell['same']):25}"
+                f"{_share(right):>17}{_share(cloze):>18}{cell['agree']['value']:>8.1%}{cell['kl']['value']:>9.4f}"
+            )
+    return [*lines, "", result["verdict"]]
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """Return whether blending keeps full prefill's answers, and at which ratio, in one sentence."""
+    full, _, *others = next(iter(quality.by_setup(result).values()))  # the first setup and policy of several
+    line = sorted((cell for cell in others if cell["policy"] == others[0]["policy"]), key=lambda cell: cell["ratio"])
+    fails = [number for number, cell in enumerate(line) if cell["same"]["value"] < _KEEPS]
+    keeps = not fails or fails[-1] < len(line) - 1
+    cell = line[fails[-1] + 1 if fails and keeps else 0 if keeps else -1]
+    shares = f"{_percent(cell['same'])} of {cell['samples']} short answers are full prefill's"
+    if quality.RIGHT in cell["groups"]:
+        right = cell["groups"][quality.RIGHT]
+        shares += f", and {_share(right['word']['value'])} of the {right['samples']} words that it gets right"
+    if full["em"]["value"] < _ABLE:
+        return (
+            f"Undecided: full prefill itself gets only {_share(full['em']['value'])} of these sentences right, so most "
+            f"answers are guesses (use --data with questions); at ratio {cell['ratio']:g}, {shares}."
+        )
+    if keeps:
+        return f"Yes: blending keeps your answers from ratio {cell['ratio']:g} on; there, {shares}."
+    return f"No: blending keeps less than {_KEEPS:.0%} of your answers up to ratio {cell['ratio']:g}; there, {shares}."
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _percent(interval: dict[str, float]) -> str:
+    return f"{interval['value']:.1%} [{interval['low']:.1%}, {interval['high']:.1%}]"
 
 
 def _line(cell: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvrag.cli.common import (
     add_answer_arguments,
     add_engine_arguments,
+    at_least,
     folder,
     open_engine,
     open_index,
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
     )
-    where.add_argument("--port", type=int, default=8000, help="0 = any free port (default: 8000)")
+    where.add_argument("--port", type=at_least(0, int, 65535), default=8000, help="0 = any free port (default: 8000)")
     where.add_argument(
         "--api-key",
         action="append",
@@ -71,14 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     corpus.add_argument("--no-corpus", action="store_true", help="disable retrieval, embeddings and /v1/corpus")
     corpus.add_argument("--prompt-template", metavar="FILE", help="prompt template with {context} and {question}")
     corpus.add_argument(
-        "--chunk-tokens", type=int, default=256, metavar="N", help="maximum tokens per chunk (default: 256)"
+        "--chunk-tokens", type=at_least(1), default=256, metavar="N", help="maximum tokens per chunk (default: 256)"
     )
     corpus.add_argument(
-        "--chunk-overlap", type=int, default=0, metavar="N", help="overlap of adjacent chunks in tokens"
+        "--chunk-overlap", type=at_least(0), default=0, metavar="N", help="overlap of adjacent chunks in tokens"
     )
     corpus.add_argument(
         "--context-tokens",
-        type=int,
+        type=at_least(0),
         default=DEFAULT_CONTEXT,
         metavar="N",
         help=f"as in `kvrag warm` (default: {DEFAULT_CONTEXT})",
@@ -119,12 +120,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    for module in ("fastapi", "uvicorn", "prometheus_client", "sse_starlette"):
+    for module in ("fastapi", "uvicorn", "prometheus_client", "sse_starlette", "python_multipart"):
         if find_spec(module) is None:
             raise KvragError(f"{module} is not installed: pip install 'kvrag[server]'")
+    settings, config = _settings(args), _config(args)  # report mistakes before the slow imports
     from kvrag import server
 
-    settings, config = _settings(args), _config(args)  # report mistakes before loading the model
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     with ExitStack() as stack:
         taken = stack.enter_context(server.bind(args.host, args.port))
@@ -173,7 +174,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
 
 
 def _keys(args: argparse.Namespace) -> tuple[ApiKey, ...]:
-    from kvrag.server import ApiKey
+    from kvrag.server.settings import ApiKey
 
     given = [*args.api_key, *filter(None, os.environ.get(_KEYS, "").split(","))]
     if len(given) > 1 and not all(":" in key for key in given):
@@ -189,7 +190,7 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
         raise SettingError(f"--shutdown-timeout must be a number of seconds, got {args.shutdown_timeout}")
     if not args.no_corpus:
         require_extra()
-        documents.splitter(len, args.chunk_tokens, args.chunk_overlap)
+        documents.check_lengths(args.chunk_tokens, args.chunk_overlap)
     fields = {"ratio": args.ratio, "policy": args.policy, "controller": args.controller}
     config = {name: value for name, value in fields.items() if value is not None}
     if args.policy is not None:

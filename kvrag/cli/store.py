@@ -9,7 +9,16 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from kvrag.cli.common import add_engine_arguments, existing_store, folder, human_bytes, open_engine, progress, say
+from kvrag.cli.common import (
+    add_engine_arguments,
+    at_least,
+    existing_store,
+    folder,
+    human_bytes,
+    open_engine,
+    progress,
+    say,
+)
 
 if TYPE_CHECKING:
     from kvrag.store import FileStore
@@ -24,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--unused-days",
-        type=float,
+        type=at_least(0, float),
         default=7.0,
         metavar="N",
         help="gc also deletes texts of requests unused for N days (default: 7)",
@@ -44,12 +53,13 @@ def run(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace) -> Iterator[FileStore]:
     """Open a store without a model; only the default folder depends on the model's name."""
     if args.store is None:
-        with open_engine(args) as engine:
+        with open_engine(args, is_warmed=True) as engine:
             yield folder(engine)
         return
+    path = existing_store(args.store)
     from kvrag.store import FileStore
 
-    with closing(FileStore(existing_store(args.store))) as store:
+    with closing(FileStore(path)) as store:
         yield store
 
 

@@ -7,18 +7,20 @@ import json
 import sys
 from dataclasses import asdict
 
-from kvrag.cli.common import DTYPES
+from kvrag.cli.common import DTYPES, add_setting, at_least
 from kvrag.config import CODECS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag verify`."""
-    parser.add_argument("--model", default="reader", help="hub name, folder, or 'reader'")
+    add_setting(parser, "model", default="reader")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="dtype to compute in; float32 is the strictest test"
     )
     parser.add_argument("--codec", choices=CODECS, default="native", help="codec of stored chunks, to see its error")
-    parser.add_argument("--chunk-tokens", type=int, help="length of the four test chunks in tokens")
+    parser.add_argument(
+        "--chunk-tokens", type=at_least(1), metavar="N", help="length of the four test chunks in tokens"
+    )
     parser.add_argument("--allow-unverified", action="store_true", help="allow an untested model family")
 
 

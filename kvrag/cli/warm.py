@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrag.cli.common import (
     add_engine_arguments,
+    at_least,
     folder,
     human_bytes,
     open_engine,
@@ -25,7 +26,6 @@ from kvrag.cli.common import (
 from kvrag.client.connection import KEY_VARIABLE
 from kvrag.config import DEFAULT_CONTEXT
 from kvrag.errors import KvragError, SettingError, StoreFullError
-from kvrag.fingerprint import text_key
 from kvrag.retrieval import documents
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     parser.set_defaults(model=None)  # with --server, the server's
     parser.add_argument(
-        "--chunk-tokens", type=int, default=256, metavar="N", help="maximum tokens per chunk (default: 256)"
+        "--chunk-tokens", type=at_least(1), default=256, metavar="N", help="maximum tokens per chunk (default: 256)"
     )
     parser.add_argument(
-        "--chunk-overlap", type=int, default=0, metavar="N", help="overlap of adjacent chunks in tokens"
+        "--chunk-overlap", type=at_least(0), default=0, metavar="N", help="overlap of adjacent chunks in tokens"
     )
     parser.add_argument(
         "--context-tokens",
-        type=int,
+        type=at_least(0),
         default=DEFAULT_CONTEXT,
         metavar="N",
         help="encode chunks with N preceding tokens as context, to resolve pronouns and references; 0 = alone "
@@ -100,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     require_extra()
     documents.find(args.paths)  # report mistakes before loading the model
+    documents.check_lengths(args.chunk_tokens, args.chunk_overlap)
     if args.server is not None:
         return _finish(warm_on_server(args), args, started)
     if args.api_key is not None or args.tokenizer is not None:
@@ -198,6 +199,8 @@ def _finish(result: dict[str, Any], args: argparse.Namespace, started: float) ->
 
 def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
     """Read and split all files without encoding."""
+    from kvrag.fingerprint import text_key
+
     encode = engine.model.tokenizer.encode
     chunks, problems = read_chunks(args, encode)
     lengths: dict[str, int] = {}

@@ -193,7 +193,8 @@ class Connection:
         if code == "context_length_exceeded" or (status in (400, 422) and _TOO_LONG.search(text)):
             return ContextWindowError(text)
         if status in (400, 422):
-            return SettingError(text) if about and about not in _ABOUT_PROMPT else PromptError(text)
+            is_setting = about and re.split(r"[.\[]", str(about))[0] not in _ABOUT_PROMPT  # such as messages[0].role
+            return SettingError(text) if is_setting else PromptError(text)
         if status == 507:
             return StoreFullError(f"{self.root}: {text}")
         ways = {

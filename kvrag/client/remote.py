@@ -273,7 +273,7 @@ class RemoteEngine:
 
 _shared = functools.lru_cache(maxsize=64)(RemoteEngine)
 
-_SAMPLING = {row.name for row in fields(Sampling)} - {"stop"}
+_SAMPLING = {row.name for row in fields(Sampling)} - {"stop", "logprobs"}
 
 
 def _question(

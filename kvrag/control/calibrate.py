@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -21,15 +19,19 @@ from torch import Tensor
 
 from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig, check_ratio
-from kvrag.errors import ModelError, SettingError, StoreError
+from kvrag.control.prompts import first_word
+from kvrag.errors import ModelError, PromptError, SettingError, StoreError
 from kvrag.reuse.stitch import Stitched
 from kvrag.store import KVStore
 from kvrag.types import Messages
 
 FILE = "calibration.json"
-GRID = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
+GRID = (0.05, 0.15, 0.3, 0.6)
+PROMPTS = 40  # generated prompts by default: minutes
 _CHUNKS = 1000  # stored chunks that prompts are generated from
 _FEW = 30  # prompts; with fewer, the interval is wider than any relevant difference
+CANDIDATES = 3  # generated prompts for each that is used: full prefill guesses at some
+_LEAST = 10  # prompts after which an interrupted calibration is kept
 _Z = 1.96  # 95 %
 
 
@@ -94,6 +96,7 @@ class Calibration:
         ratio: The smallest ratio that reaches the target together with the next larger one; None = only full prefill.
         made: Date and time, UTC.
         notes: Caveats.
+        interrupted: It was interrupted; the curve has the prompts done until then.
     """
 
     fingerprint: str
@@ -105,6 +108,12 @@ class Calibration:
     ratio: float | None
     made: str
     notes: tuple[str, ...] = ()
+    interrupted: bool = False
+
+    @property
+    def is_usable(self) -> bool:
+        """False if it was interrupted after so few prompts that it should not replace another one."""
+        return not self.interrupted or self.curve[0].prompts >= _LEAST
 
     def to_json(self) -> str:
         """Return JSON for the store."""
@@ -153,6 +162,8 @@ def calibrate(
     config: BlendConfig,
     criterion: Criterion,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    words: Sequence[str] | None = None,
+    count: int | None = None,
 ) -> Calibration:
     """Compare blending with full prefill on the same ids, at every ratio.
 
@@ -160,44 +171,70 @@ def calibrate(
         prompts: Token ids; prompts without anything to recompute are left out.
         config: Policy and its settings; its ratio is ignored.
         progress: Called with (prefills done, prefills to do).
+        words: The word that each prompt's answer should begin with. Prompts that full prefill answers otherwise are
+            left out: their answers are guesses, which any rounding changes.
+        count: Stop after this many prompts that were not left out.
+
+    Returns:
+        The result; of the prompts done so far on a KeyboardInterrupt, if there are any.
 
     Raises:
         SettingError: The policy has no ratio.
         StoreError: No prompt contains stored chunks that could be recomputed.
+        PromptError: Full prefill answers no prompt with its word.
         ModelError: Logits are NaN.
     """
     if config.policy in ("none", "full"):
         raise SettingError(f"policy {config.policy!r} has no ratio to calibrate")
     grid = criterion.ratios
-    hits = {ratio: [0, 0] for ratio in grid}
-    used = num_tokens = done = 0
-    progress(0, total := len(prompts) * (len(grid) + 1))
-    for ids in prompts:
-        first = prefill(ids, _at(config, grid[0]))
-        if not len(first.stitched.inexact):
-            progress(done := done + len(grid) + 1, total)
-            continue
-        answer = _greedy(model, prefill(ids, replace(config, policy="full", controller="off")), criterion.tokens)
-        used, num_tokens = used + 1, num_tokens + len(answer) - 1
-        progress(done := done + 1, total)
-        for ratio in grid:
-            blended = first if ratio == grid[0] else prefill(ids, _at(config, ratio))
-            same = _same(model, blended, answer)
-            hits[ratio][0] += same[0]
-            hits[ratio][1] += sum(same[1:])
+    rows: list[dict[float, list[bool]]] = []  # agreement at every token, per prompt and ratio
+    done = left_out = guessed = 0
+    is_interrupted = False
+    count = min(count or len(prompts), len(prompts))
+    progress(0, total := count * (len(grid) + 1))
+    try:
+        for ids, word in zip(prompts, words or [""] * len(prompts), strict=True):
+            if len(rows) == count:
+                break
+            first = prefill(ids, _at(config, grid[0]))
+            if not len(first.stitched.inexact):
+                left_out += 1
+                if words is None:
+                    progress(done := done + len(grid) + 1, total)
+                continue
+            answer = _greedy(model, prefill(ids, replace(config, policy="full", controller="off")), criterion.tokens)
+            if word and first_word(model.tokenizer.decode(answer)) != word:
+                guessed += 1
+                continue
             progress(done := done + 1, total)
-    if not used:
+            same: dict[float, list[bool]] = {}
+            for ratio in grid:
+                blended = first if ratio == grid[0] else prefill(ids, _at(config, ratio))
+                same[ratio] = _same(model, blended, answer)
+                progress(done := done + 1, total)
+            rows.append(same)
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        is_interrupted = True
+    if not rows and guessed:
+        raise PromptError(
+            f"the model completes none of {guessed} sentences as the documents do, so its answers are guesses: "
+            "give questions that it can answer (--questions FILE)"
+        )
+    if not rows:
         raise StoreError(
             "no prompt contains two stored chunks, so there is nothing to recompute: "
             "warm the corpus that the prompts are about"
         )
-    curve = tuple(
-        Agreement(ratio, first, used, *wilson(first, used), following, num_tokens)
-        for ratio, (first, following) in hits.items()
-    )
-    notes = [f"{len(prompts) - used} prompts had nothing to recompute and were left out"] if used < len(prompts) else []
-    if used < _FEW:
-        notes.append(f"only {used} prompts: the interval is wide, give more prompts")
+    curve = tuple(_agreement(ratio, [row[ratio] for row in rows]) for ratio in grid)
+    notes = [f"{left_out} prompts had nothing to recompute and were left out"] if left_out else []
+    if guessed:
+        notes.append(f"{guessed} prompts were left out: full prefill completes them otherwise than the documents")
+    if is_interrupted:
+        notes.append(f"interrupted after {len(rows)} of {count} prompts")
+    if len(rows) < _FEW:
+        notes.append(f"only {len(rows)} prompts: the interval is wide, give more prompts")
     return Calibration(
         fingerprint=model.fingerprint.digest,
         policy=config.policy,
@@ -208,7 +245,14 @@ def calibrate(
         ratio=choose(curve, criterion.target, criterion.sure),
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         notes=tuple(notes),
+        interrupted=is_interrupted,
     )
+
+
+def _agreement(ratio: float, rows: Sequence[list[bool]]) -> Agreement:
+    first = sum(row[0] for row in rows)
+    following = [same for row in rows for same in row[1:]]
+    return Agreement(ratio, first, len(rows), *wilson(first, len(rows)), sum(following), len(following))
 
 
 def choose(curve: Sequence[Agreement], target: float, sure: bool = False) -> float | None:
@@ -234,9 +278,18 @@ def settings_of(config: BlendConfig) -> dict[str, Any]:
 
 
 def chunk_texts(model: Model, store: KVStore, namespace: str) -> list[str]:
-    """Return the texts of a namespace's chunks, of not too many and from the whole corpus."""
+    """Return the texts of a namespace's chunks, of not too many and from the whole corpus.
+
+    Raises:
+        StoreError: Fewer than two chunks.
+    """
     entries = [entry for entry in store.entries(0) if entry.namespace == namespace]
-    step = -(-len(entries) // _CHUNKS) or 1
+    if len(entries) < 2:
+        raise StoreError(
+            f"calibration needs at least two stored chunks, there {'is one' if entries else 'are none'}: "
+            "warm the corpus first"
+        )
+    step = -(-len(entries) // _CHUNKS)
     return [model.tokenizer.decode(entry.ids.tolist()) for entry in entries[::step]]
 
 
@@ -248,48 +301,6 @@ def render(model: Model, prompts: Sequence[str | Messages]) -> list[list[int]]:
     for ids in rendered:
         model.check_window(len(ids))
     return rendered
-
-
-def make_prompts(model: Model, chunks: Sequence[str], count: int, size: int = 4, seed: int = 0) -> list[list[int]]:
-    """Make prompts about chunks, for users without questions of their own; deterministic.
-
-    Each prompt has a chunk and `size` - 1 others in random order, and asks to continue one of its sentences, which is
-    cut before its last third. Prefer real questions: these ask for the content of one chunk, not for several combined.
-
-    Raises:
-        StoreError: Too few chunks, or none with a sentence of four words that fits into the model's window.
-    """
-    if len(chunks) < 2:
-        raise StoreError(
-            f"calibration needs at least two stored chunks, there {'is one' if chunks else 'are none'}: "
-            "warm the corpus first"
-        )
-    rng = random.Random(seed)
-    beginnings = [(number, cut) for number, text in enumerate(chunks) for cut in _beginnings(text)]
-    rng.shuffle(beginnings)
-    prompts: list[list[int]] = []
-    for number, beginning in beginnings:
-        if len(prompts) == count:
-            break
-        others = [other for other in range(len(chunks)) if other != number]
-        chosen = [number, *rng.sample(others, min(size, len(chunks)) - 1)]
-        rng.shuffle(chosen)
-        question = f"Question: How does this sentence of the text go on? {beginning}"
-        text = "\n\n".join([*(chunks[i] for i in chosen), question])
-        ids = model.tokenizer.render(model.tokenizer.as_prompt(text))
-        if len(ids) < model.context_window:
-            prompts.append(ids)
-    if not prompts:
-        raise StoreError(
-            "no stored chunk has a sentence to ask about that fits into the model's window: "
-            "give questions or prompts of your own"
-        )
-    return prompts
-
-
-def _beginnings(text: str) -> list[str]:
-    sentences = [sentence.split() for sentence in re.split(r"(?<=[.!?])\s+|\n+", text)]
-    return [" ".join(words[: len(words) - max(1, len(words) // 3)]) for words in sentences if len(words) >= 4]
 
 
 def _at(config: BlendConfig, ratio: float) -> BlendConfig:

@@ -13,7 +13,8 @@ from kvrag.backend.transformers.tokenizer import TextStream
 from kvrag.config import Sampling
 from kvrag.errors import ModelError, SettingError
 from kvrag.generate.grammar import Constraint
-from kvrag.types import Delta
+from kvrag.generate.sample import bias, logprob, penalize
+from kvrag.types import Delta, FinishReason
 
 
 def decode(
@@ -34,29 +35,38 @@ def decode(
         constraint: Grammar that the answer must match. It is changed.
         control_tokens: Keep control tokens in the text, for a parser of tool calls.
 
+    Raises:
+        SettingError: `sampling.logit_bias` names a token that the model does not have.
+
     Yields:
         One Delta per token. Its text is empty while a character or a stop string is incomplete. The last one has
             `finish_reason` set and no report.
     """
+    if unknown := [token for token in sampling.logit_bias or () if token >= logits.shape[-1]]:
+        raise SettingError(f"logit_bias: unknown token {unknown[0]}: this model has tokens 0 to {logits.shape[-1] - 1}")
     process, do_sample = model.logits_processor(sampling, len(ids))
+    num_prompt = len(ids)
     generator = None if sampling.seed is None else torch.Generator(logits.device).manual_seed(sampling.seed)
     ids = ids[None].to(logits.device)
     text = _Text(model.tokenizer.stream(control_tokens), sampling.stop)
     room = min(sampling.max_new_tokens, model.context_window - ids.shape[1])
     for left in range(room - 1, -1, -1):
-        token = _pick(process, ids, logits, do_sample, generator, constraint)
+        adjusted = _adjust(logits, ids[0, num_prompt:], sampling)
+        token = _pick(process, ids, adjusted, do_sample, generator, constraint)
         if token in model.eos_ids:
             break
+        known = () if sampling.logprobs is None else (logprob(logits, token, sampling.logprobs),)
         delta = text.push(token)
         if text.stopped:
-            yield Delta(delta, (token,), "stop")
+            yield Delta(delta, (token,), "stop", logprobs=known)
             return
         is_complete = constraint is not None and constraint.push(token)
         if is_complete or left == 0:
             delta += text.rest()
-            yield Delta(delta, (token,), "stop" if is_complete or text.stopped else "length")
+            finish: FinishReason = "stop" if is_complete or text.stopped else "length"
+            yield Delta(delta, (token,), finish, logprobs=known)
             return
-        yield Delta(delta, (token,))
+        yield Delta(delta, (token,), logprobs=known)
         step = torch.tensor([[token]], device=ids.device)
         ids = torch.cat([ids, step], dim=1)
         if ids.shape[1] - 1 == model.recompute_threshold:
@@ -64,6 +74,14 @@ def decode(
             step = ids
         logits = model.forward(step, cache)
     yield Delta(text.rest(), (), "stop")
+
+
+@torch.inference_mode()
+def _adjust(logits: Tensor, answer: Tensor, sampling: Sampling) -> Tensor:
+    """Return (1, V) logits with the penalties for the (N,) tokens of the answer, and the biases."""
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        logits = penalize(logits, answer, sampling.frequency_penalty or 0.0, sampling.presence_penalty or 0.0)
+    return bias(logits, sampling.logit_bias) if sampling.logit_bias else logits
 
 
 @torch.inference_mode()

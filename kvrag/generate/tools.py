@@ -11,13 +11,13 @@ import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from kvrag.backend.transformers.tokenizer import Tokenizer
+from kvrag.backend.transformers.tokenizer import Tokenizer, is_token_ids
 from kvrag.config import Grammar, check_json
 from kvrag.errors import PromptError, SettingError
 from kvrag.generate.grammar import guarded
-from kvrag.types import CallPiece, Delta, InvalidCall, Messages, ToolCall
+from kvrag.types import CallPiece, Delta, InvalidCall, Messages, TokenIds, ToolCall
 
 _NAME, _ARGUMENTS = "NAME", "ARGUMENTS"
 _ABSENT = "\0"  # occurs in no template
@@ -73,12 +73,17 @@ class Prepared:
         forced: Names of the tools of which one must be called.
     """
 
-    prompt: str | Messages
+    prompt: str | Messages | TokenIds
     template: dict[str, Any] = field(default_factory=dict)
     grammar: Grammar | None = None
     tools: tuple[dict[str, Any], ...] = ()
     is_native: bool = False
     forced: tuple[str, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """True for a string or token ids, which the chat template does not render."""
+        return isinstance(self.prompt, str) or is_token_ids(self.prompt)
 
     def with_template(self, template: Mapping[str, Any] | None) -> Prepared:
         """Return it with more variables for the chat template."""
@@ -99,7 +104,7 @@ class Prepared:
 
 def prepare(
     tokenizer: Tokenizer,
-    prompt: str | Messages,
+    prompt: str | Messages | TokenIds,
     tools: Sequence[Mapping[str, Any]] | None = None,
     choice: str | Mapping[str, Any] | None = None,
     grammar: Grammar | None = None,
@@ -120,11 +125,11 @@ def prepare(
     forced = _forced(choice, _names(known))
     if choice == "none":
         known = ()
-    if not isinstance(prompt, (list, tuple)):
+    if not isinstance(prompt, (list, tuple)) or is_token_ids(prompt):
         if known:
             raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
         return Prepared(prompt, grammar=grammar)
-    messages = [_with_parsed_arguments(message) for message in prompt]
+    messages = [_with_parsed_arguments(message) for message in cast(Messages, prompt)]
     template = tokenizer.template_text(known or None)
     dialect = next((how for has, lacks, how in _DIALECTS if has in template and lacks not in template), None)
     # a call in an unknown format cannot be forced

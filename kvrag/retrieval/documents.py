@@ -181,18 +181,23 @@ def parse(name: str, kind: str, content: bytes, text_field: str = "text") -> Con
     return found
 
 
+def check_lengths(chunk_tokens: int, overlap: int) -> None:
+    """Raise KvragError if chunks cannot have this length and overlap."""
+    if chunk_tokens < 1 or not 0 <= overlap < chunk_tokens:
+        raise KvragError(f"chunks of {chunk_tokens} tokens cannot overlap by {overlap}: raise --chunk-tokens")
+
+
 def splitter(count: Callable[[str], int], chunk_tokens: int, overlap: int) -> Callable[[Sequence[str]], list[str]]:
     """Return a function that splits texts into chunks of at most `chunk_tokens`, measured by `count`.
 
     Raises:
         KvragError: The lengths are contradictory, or the splitter is not installed.
     """
+    check_lengths(chunk_tokens, overlap)
     try:
         from langchain_text_splitters import RecursiveCharacterTextSplitter
     except ImportError as error:
         raise _missing_extra(error) from None
-    if chunk_tokens < 1 or not 0 <= overlap < chunk_tokens:
-        raise KvragError(f"chunks of {chunk_tokens} tokens cannot overlap by {overlap}: raise --chunk-tokens")
     split = RecursiveCharacterTextSplitter(chunk_size=chunk_tokens, chunk_overlap=overlap, length_function=count)
     return lambda texts: [chunk for text in texts for chunk in split.split_text(text)]
 

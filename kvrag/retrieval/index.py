@@ -63,6 +63,20 @@ class _Embedder:
             ids = encoder.tokenizer(list(texts), truncation=True, max_length=encoder.max_seq_length)["input_ids"]
         return sum(map(len, ids))
 
+    def decode(self, ids: Sequence[int]) -> str:
+        with self._lock:
+            tokenizer = self._loaded().tokenizer
+            plain = [token for token in ids if token not in tokenizer.all_special_ids]
+            is_known = all(0 <= token < len(tokenizer) for token in plain)
+            text = str(tokenizer.decode(plain)) if is_known else ""
+            # ids of another tokenizer would silently become an unrelated text
+            if not text or tokenizer.encode(text, add_special_tokens=False) != plain:
+                raise SettingError(
+                    f"these are not token ids of {self._name}: send texts (in LangChain: "
+                    "OpenAIEmbeddings(check_embedding_ctx_length=False))"
+                )
+        return text
+
     def _loaded(self) -> Any:
         if self._encoder is None:
             self._encoder = load_embedder(self._name)
@@ -176,6 +190,14 @@ class ChunkIndex:
     def count_tokens(self, texts: Sequence[str]) -> int:
         """Return the number of tokens that the embedder counts in these texts."""
         return self._embedder.count_tokens(texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids of the embedder's tokenizer.
+
+        Raises:
+            SettingError: They are the ids of another tokenizer.
+        """
+        return self._embedder.decode(ids)
 
     def __len__(self) -> int:
         return int(self._read("SELECT count(*) FROM chunks")[0][0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from kvrag.engine import BlendEngine
 from kvrag.errors import PromptError
 from kvrag.retrieval.index import Hit
 from kvrag.server.errors import ApiError, ClientDisconnected, describe, json_response, log
-from kvrag.server.response import Piece, ResponseBuilder
+from kvrag.server.response import Builder, Event, Piece
 from kvrag.server.schemas import ChatRequest, CompletionRequest, Document, NewChunks
 from kvrag.server.settings import ServerSettings
 from kvrag.server.state import State, Tenant
@@ -27,9 +27,9 @@ from kvrag.types import Delta, Messages, WarmReport
 T = TypeVar("T")
 
 Work = Callable[[], Generator[Piece, None, None]]
-Event = dict[str, Any] | str
 
-_KEEP_ALIVE_S = 15  # proxies close idle connections after longer silence
+KEEP_ALIVE_S = 5.0
+"""Seconds without an event until a stream gets a comment, so that proxies and clients keep the connection."""
 
 
 # ---------------------------------------------------------------- engine work
@@ -44,8 +44,7 @@ def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, req
     call = request.sampling(settings) | {"namespace": tenant.namespace}
     if request.tools or request.tool_choice not in (None, "auto", "none"):
         call |= {"tools": request.tools, "tool_choice": request.tool_choice}
-    if request.chat_template_kwargs is not None:
-        call["template"] = request.chat_template_kwargs.model_dump(exclude_none=True)
+    call["template"] = request.template()
     messages: Messages = [message.plain() for message in request.messages]
     retrieves = request.model == settings.rag_name
     if request.retrieval is not None and not retrieves:
@@ -71,7 +70,8 @@ def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, req
         if texts:
             place_context(messages, settings, texts)
         texts += request.chunks or []
-        yield from engine.stream(messages, documents=None if retrieves else texts, **call)
+        for seeded in _calls(call, request.num_choices()):
+            yield from engine.stream(messages, documents=None if retrieves else texts, **seeded)
 
     return work
 
@@ -82,8 +82,21 @@ def completion_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenan
         raise ApiError(
             400, f"the model {settings.rag_name!r} supports /v1/chat/completions only", "invalid_value", "model"
         )
-    text, call = request.text(), request.sampling(settings)
-    return lambda: engine.stream(text, namespace=tenant.namespace, documents=request.chunks, **call)
+    prompts = request.prompts()
+    calls = _calls(request.sampling(settings) | {"namespace": tenant.namespace}, request.num_choices())
+
+    def work() -> Generator[Piece, None, None]:
+        for prompt in prompts:
+            for call in calls:
+                yield from engine.stream(prompt, documents=request.chunks, **call)
+
+    return work
+
+
+def _calls(call: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the arguments of several answers: with a seed, each has its own."""
+    seed = call["seed"]
+    return [call | {"seed": None if seed is None else (seed + i) % (1 << 64)} for i in range(count)]
 
 
 def warm_work(
@@ -135,27 +148,28 @@ def _last_user(messages: Messages) -> int:
 # ---------------------------------------------------------------- responses
 
 
-async def respond(request: Request, state: State, tenant: Tenant, work: Work, builder: ResponseBuilder) -> Response:
+async def respond(request: Request, state: State, tenant: Tenant, work: Work, builder: Builder) -> Response:
     """Return an answer as JSON or as a stream.
 
-    A stream is returned once its first delta exists, so that earlier errors get their own HTTP status.
+    A stream is returned once its first events exist, so that earlier errors get their own HTTP status, but not later
+    than the first keep-alive.
     """
-    limit = state.settings.timeout
-    deltas = _visible(_measured(state, tenant, work), builder)
+    events = _events(_measured(state, tenant, work), builder)
+    if not builder.is_stream:
+        async with aclosing(events):
+            await while_connected(request, _exhaust(events))
+        return json_response(builder.whole())
+    parts = _with_pauses(events)
     try:
-        if not builder.request.stream:
-            async with aclosing(deltas):
-                await while_connected(request, _exhaust(deltas))
-            return json_response(builder.whole())
-        first = await while_connected(request, anext(deltas))
+        first = await while_connected(request, anext(parts))
     except BaseException:
-        await deltas.aclose()
+        await parts.aclose()
         raise
-    return EventStream(_events(first, deltas, builder), deltas, limit)
+    return EventStream(_stream(first, parts, builder), parts, state.settings.timeout)
 
 
 async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of an answer, counting them in the namespace's metrics."""
+    """Yield the pieces of an answer, counting each of its choices in the namespace's metrics."""
     metrics = tenant.metrics
     started = last = time.perf_counter()
     is_first, is_complete, status = True, False, 499
@@ -166,11 +180,11 @@ async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[
                 if isinstance(piece, Delta):
                     now = time.perf_counter()
                     metrics.token(now - last, len(piece.token_ids), is_first)
-                    last, is_first = now, False
+                    last, is_first, is_complete = now, False, False
                     if piece.finish_reason is not None:
                         assert piece.report is not None
                         metrics.answered(piece.report, piece.finish_reason, now - started)
-                        is_complete = True
+                        started, is_first, is_complete = now, True, True
                 yield piece
     except Exception as error:
         status, _ = describe(error)
@@ -180,47 +194,72 @@ async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[
             metrics.failed(status)
 
 
-async def _visible(pieces: AsyncGenerator[Piece, None], builder: ResponseBuilder) -> AsyncGenerator[Delta, None]:
-    """Yield the deltas that are visible to the client."""
+async def _events(pieces: AsyncGenerator[Piece, None], builder: Builder) -> AsyncGenerator[Sequence[Event], None]:
+    """Yield the stream events of each delta."""
     async with aclosing(pieces):
         async for piece in pieces:
-            delta = builder.add(piece)
+            events = builder.add(piece)
             if isinstance(piece, Delta):
-                yield delta
+                yield events
 
 
-async def _events(
-    first: Delta, rest: AsyncGenerator[Delta, None], builder: ResponseBuilder
-) -> AsyncGenerator[Event, None]:
-    """Yield the events of a stream."""
-    for event in (*builder.first_events(), *builder.events(first)):
-        yield event
+async def _with_pauses(items: AsyncGenerator[T, None]) -> AsyncGenerator[T | None, None]:
+    """Yield the items, and None after every `KEEP_ALIVE_S` seconds without one."""
+    step: asyncio.Future[T] | None = None
     try:
-        async for delta in rest:
-            for event in builder.events(delta):
+        while True:
+            step = step or asyncio.ensure_future(anext(items))
+            await asyncio.wait({step}, timeout=KEEP_ALIVE_S)
+            if not step.done():
+                yield None
+                continue
+            try:
+                item = step.result()
+            except StopAsyncIteration:
+                return
+            step = None
+            yield item
+    finally:
+        if step is not None:
+            step.cancel()
+            await asyncio.wait({step})
+        await items.aclose()
+
+
+async def _stream(
+    first: Sequence[Event] | None, rest: AsyncGenerator[Sequence[Event] | None, None], builder: Builder
+) -> AsyncGenerator[Event | None, None]:
+    """Yield the events of a stream, and None for keep-alives."""
+    try:
+        for event in (None,) if first is None else first:
+            yield event
+        async for events in rest:
+            for event in (None,) if events is None else events:
                 yield event
     except Exception as error:  # the status has already been sent
         log(error)
         _, content = describe(error)
-        yield content
+        for event in builder.error_events(content):
+            yield event
         return
     for event in builder.last_events():
         yield event
-    yield "[DONE]"
 
 
 class EventStream(EventSourceResponse):
     """Server-sent events. A client that disconnects or stops reading ends the work."""
 
-    def __init__(self, events: AsyncGenerator[Event, None], deltas: AsyncGenerator[Delta, None], limit: float) -> None:
+    def __init__(
+        self, events: AsyncGenerator[Event | None, None], source: AsyncGenerator[Any, None], limit: float
+    ) -> None:
         super().__init__(
             _encoded(events),
             headers={"Cache-Control": "no-cache"},
             sep="\n",
-            ping=_KEEP_ALIVE_S,
+            ping=4 * limit,  # never: the events contain the keep-alives
             shutdown_grace_period=2 * limit,  # a stopping server finishes its streams
         )
-        self._events, self._deltas, self._limit = events, deltas, limit
+        self._events, self._source, self._limit = events, source, limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
@@ -231,13 +270,18 @@ class EventStream(EventSourceResponse):
                     await super().__call__(scope, receive, send)
         finally:
             await self._events.aclose()
-            await self._deltas.aclose()
+            await self._source.aclose()
 
 
-async def _encoded(events: AsyncGenerator[Event, None]) -> AsyncGenerator[dict[str, str], None]:
+async def _encoded(events: AsyncGenerator[Event | None, None]) -> AsyncGenerator[dict[str, str], None]:
     async with aclosing(events):
         async for event in events:
-            yield {"data": event if isinstance(event, str) else json.dumps(event)}
+            if event is None:
+                yield {"comment": "waiting"}
+            elif isinstance(event, str):
+                yield {"data": event}
+            else:  # the events of responses have types
+                yield {"data": json.dumps(event)} | ({"event": event["type"]} if "type" in event else {})
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
@@ -264,6 +308,6 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _exhaust(deltas: AsyncIterator[Delta]) -> None:
-    async for _ in deltas:
+async def _exhaust(items: AsyncIterator[Any]) -> None:
+    async for _ in items:
         pass

@@ -14,7 +14,11 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
 from numpy.typing import NDArray
+from pydantic import BaseModel, ValidationError
+from starlette.datastructures import UploadFile
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import Response
@@ -27,7 +31,9 @@ from kvrag.server.corpus import Corpus, check_id
 from kvrag.server.errors import ApiError, handle_errors, json_response
 from kvrag.server.guard import Guard
 from kvrag.server.response import ResponseBuilder
+from kvrag.server.responses import ResponsesBuilder, ResponsesRequest
 from kvrag.server.schemas import (
+    Answering,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -39,6 +45,7 @@ from kvrag.server.settings import ServerSettings
 from kvrag.server.state import UPLOADS, State, Tenant
 
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 
 _KINDS = {
     "text/plain": ".txt",
@@ -72,33 +79,44 @@ async def chat(body: ChatRequest, request: Request, state: Server, tenant: Calle
     state.check_model(body.model)
     body.check()
     work = chat_work(state.engine, state.settings, tenant, body)
-    return await respond(request, state, tenant, work, ResponseBuilder(body, _fingerprint(state)))
+    return await respond(request, state, tenant, work, _builder(body, state))
+
+
+@router.post("/v1/responses")
+async def respond_to_input(body: ResponsesRequest, request: Request, state: Server, tenant: Caller) -> Response:
+    """Answer a conversation, in the form of OpenAI's Responses API. Nothing is stored."""
+    state.check_model(body.model)
+    chat = body.chat()
+    chat.check()
+    work = chat_work(state.engine, state.settings, tenant, chat)
+    return await respond(request, state, tenant, work, ResponsesBuilder(body, state.engine.model.tokenizer.token_text))
 
 
 @router.post("/v1/completions")
 async def complete(body: CompletionRequest, request: Request, state: Server, tenant: Caller) -> Response:
-    """Continue a text."""
+    """Continue texts or token ids."""
     state.check_model(body.model)
     body.check()
     work = completion_work(state.engine, state.settings, tenant, body)
-    return await respond(request, state, tenant, work, ResponseBuilder(body, _fingerprint(state)))
+    return await respond(request, state, tenant, work, _builder(body, state))
 
 
-def _fingerprint(state: State) -> str:
-    return f"kvrag-{state.engine.fingerprint.digest[:12]}"
+def _builder(body: Answering, state: State) -> ResponseBuilder:
+    fingerprint = f"kvrag-{state.engine.fingerprint.digest[:12]}"
+    return ResponseBuilder(body, fingerprint, state.engine.model.tokenizer.token_text)
 
 
 @router.post("/v1/embeddings")
 async def embed(body: EmbeddingRequest, request: Request, state: Server, tenant: Caller) -> Response:
-    """Embed texts with the corpus's embedder."""
+    """Embed texts, or token ids of the embedder's tokenizer, with the corpus's embedder."""
     corpus = tenant.require_corpus()
     if body.model != corpus.embedder:
         message = f"unknown embedder {body.model!r:.280}: this server has {corpus.embedder!r}"
         raise ApiError(404, message, "model_not_found", "model")
-    texts = body.texts()
+    inputs = body.inputs()
 
     def work() -> Generator[tuple[NDArray[np.float32], int], None, None]:
-        yield corpus.embed(texts)
+        yield corpus.embed(inputs)
 
     pieces = state.answering.run(work, state.settings.timeout, tenant.namespace)
     vectors, tokens = await while_connected(request, _only(pieces))
@@ -131,10 +149,33 @@ async def model(name: str, state: Server) -> Response:
     return json_response(known[name])
 
 
-@router.post("/v1/corpus", status_code=202)
-async def add_document(body: NewDocument, tenant: Caller) -> Response:
-    """Add a text, to be encoded in the background. It replaces the document with the same id."""
+_BINARY = {"type": "string", "format": "binary"}
+_FORM = {
+    "type": "object",
+    "properties": {"file": {"type": "array", "items": _BINARY}, "id": {"type": "string"}},
+    "required": ["file"],
+}
+_FILE = {"requestBody": {"content": {"application/octet-stream": {"schema": _BINARY}}}}
+_TEXT_OR_FORM = {
+    "requestBody": {
+        "content": {
+            "application/json": {"schema": NewDocument.model_json_schema()},
+            "multipart/form-data": {"schema": _FORM},
+        }
+    }
+}
+
+
+@router.post("/v1/corpus", status_code=202, openapi_extra=_TEXT_OR_FORM)
+async def add_document(request: Request, state: Server, tenant: Caller) -> Response:
+    """Add a text, or the files of a form, to be encoded in the background. They replace documents with the same id.
+
+    The id of a file is its name, or the form's field `id` if there is one file.
+    """
     corpus = tenant.require_corpus()
+    if _is_form(request):
+        return await _add_files(request, state, tenant)
+    body = await _json_body(NewDocument, request)
     if not body.text.strip():
         raise ApiError(400, "the text is empty: send one with content", "invalid_value", "text")
     name = body.id if body.id is not None else f"doc-{time.time_ns():x}"
@@ -142,7 +183,51 @@ async def add_document(body: NewDocument, tenant: Caller) -> Response:
     return json_response(status.to_dict(), 202)
 
 
-_FILE = {"requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
+async def _json_body(schema: type[M], request: Request) -> M:
+    """Return the body; for endpoints that take other content as well, which FastAPI cannot read."""
+    try:
+        content = await request.json()
+    except ValueError:  # UnicodeDecodeError, too
+        raise ApiError(400, "the body must be JSON, or a form with files", "invalid_json") from None
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        raise RequestValidationError(found, body=content) from None
+
+
+def _is_form(request: Request) -> bool:
+    return request.headers.get("content-type", "").startswith("multipart/form-data")
+
+
+async def _add_files(request: Request, state: State, tenant: Tenant) -> Response:
+    corpus, statuses = tenant.require_corpus(), []
+    async with _uploading(tenant), request.form(max_files=UPLOADS) as form:
+        files, name = [part for part in form.getlist("file") if isinstance(part, UploadFile)], form.get("id")
+        if not files or (isinstance(name, str) and len(files) > 1):
+            message = "the form needs a field `file` with a file, or several of them without the field `id`"
+            raise ApiError(400, message, "invalid_value", "file")
+        read = {}
+        for file in files:
+            document = name if isinstance(name, str) else file.filename or ""
+            check_id(document)
+            read[document] = await _read_file(document, await file.read(), file.content_type or "", request, state)
+        for document, found in read.items():
+            statuses.append(await _add(corpus, document, found))
+    one_or_all = statuses[0] if len(statuses) == 1 else {"object": "list", "data": statuses}
+    return json_response(one_or_all, 202)
+
+
+@asynccontextmanager
+async def _uploading(tenant: Tenant) -> AsyncIterator[None]:
+    """Count an upload; raise ApiError if there are too many."""
+    if tenant.uploads >= UPLOADS:
+        raise ApiError(429, "too many concurrent uploads: retry later", "queue_full")
+    tenant.uploads += 1
+    try:
+        yield
+    finally:
+        tenant.uploads -= 1
 
 
 @router.put("/v1/corpus/{document:path}", status_code=202, openapi_extra=_FILE)
@@ -153,28 +238,30 @@ async def upload_document(document: str, request: Request, state: Server, tenant
     """
     corpus = tenant.require_corpus()
     check_id(document)
-    if tenant.uploads >= UPLOADS:
-        raise ApiError(429, "too many concurrent uploads: retry later", "queue_full")
-    tenant.uploads += 1
-    try:
-        found = await _read_upload(document, request, state, tenant)
-    finally:
-        tenant.uploads -= 1
+    if _is_form(request):
+        raise ApiError(400, "send forms to POST /v1/corpus, and a file alone to this path", "invalid_value")
+    async with _uploading(tenant):
+        content = await request.body()
+        found = await _read_file(document, content, request.headers.get("content-type", ""), request, state)
+    return json_response(await _add(corpus, document, found), 202)
+
+
+async def _add(corpus: Corpus, document: str, found: Content) -> dict[str, Any]:
+    """Queue a file to be encoded; return its status and what was skipped in it."""
     status = await asyncio.to_thread(corpus.add, document, found.texts)
-    return json_response(status.to_dict() | {"problems": [problem.to_dict() for problem in found.problems]}, 202)
+    return status.to_dict() | {"problems": [problem.to_dict() for problem in found.problems]}
 
 
-async def _read_upload(document: str, request: Request, state: State, tenant: Tenant) -> Content:
-    corpus, content = tenant.require_corpus(), bytearray()
-    async for part in request.stream():
-        content += part
-    kind = PurePosixPath(document).suffix.lower()
+async def _read_file(document: str, content: bytes, media_type: str, request: Request, state: State) -> Content:
+    """Read a file, by the document's suffix or the media type."""
+    tenant = _tenant(request)
+    corpus, kind = tenant.require_corpus(), PurePosixPath(document).suffix.lower()
     if kind not in (*_KINDS.values(), ".htm"):
-        kind = _KINDS.get(request.headers.get("content-type", "").partition(";")[0].strip().lower(), ".txt")
+        kind = _KINDS.get(media_type.partition(";")[0].strip().lower(), ".txt")
 
     def work() -> Generator[Content, None, None]:
         try:
-            found = corpus.read(document, kind, bytes(content))
+            found = corpus.read(document, kind, content)
         except KvragError as error:
             raise ApiError(400, f"{document} cannot be read: {error}", "unreadable_document") from error
         if not found.texts:
@@ -280,6 +367,7 @@ def _name_models(app: FastAPI, state: State) -> None:
     embedding = [] if state.embedder is None else [state.embedder]
     named = {
         "ChatRequest": state.answering_models,
+        "ResponsesRequest": state.answering_models,
         "CompletionRequest": state.answering_models[:1],
         "EmbeddingRequest": embedding,
     }
@@ -309,7 +397,14 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
         encoding = [asyncio.to_thread(corpus.stop, _ENCODING_S) for corpus in corpora]
         await asyncio.gather(state.answering.stop(), state.reading.stop(), *encoding)
 
-    app = FastAPI(title="kvrag", version=version("kvrag"), lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="kvrag",
+        version=version("kvrag"),
+        lifespan=lifespan,
+        redoc_url=None,
+        # for the button "Authorize" of /docs; Guard checks the keys
+        dependencies=[Depends(HTTPBearer(auto_error=False))] if settings.api_keys else None,
+    )
     app.state.kvrag = state
     app.include_router(router)
     handle_errors(app)

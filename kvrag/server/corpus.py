@@ -54,7 +54,7 @@ class Status:
     Attributes:
         status: "queued", "encoding", "ready" or "failed".
         chunks: Number of retrievable chunks.
-        tokens_done, tokens: Progress of the encoding.
+        tokens_done, tokens: Progress of the encoding; of a ready document, the tokens of its stored chunks.
     """
 
     id: str
@@ -163,9 +163,12 @@ class Corpus:
     def statuses(self) -> list[Status]:
         """Return the status of all documents, sorted by id."""
         with self._changed:
-            counts = self._index.counts()
+            counts, tokens = self._index.counts(), self._engine.store.count_tokens(namespace=self.namespace)
             latest = {task.document: task for task in self._tasks.values()}
-            found = (self._status_of(name, latest.get(name), counts.get(name, 0)) for name in {*counts, *latest})
+            found = (
+                self._status_of(name, latest.get(name), counts.get(name, 0), tokens.get(name, 0))
+                for name in {*counts, *latest}
+            )
             return sorted((status for status in found if status.status and status.id), key=lambda status: status.id)
 
     def search(self, question: str, top_k: int, around: int) -> list[Hit]:
@@ -189,8 +192,13 @@ class Corpus:
         """Number of retrievable chunks."""
         return len(self._index)
 
-    def embed(self, texts: Sequence[str]) -> tuple[NDArray[np.float32], int]:
-        """Return (N, E) vectors of texts, and their number of tokens."""
+    def embed(self, inputs: Sequence[str | list[int]]) -> tuple[NDArray[np.float32], int]:
+        """Return (N, E) vectors of texts or token ids, and their number of tokens.
+
+        Raises:
+            SettingError: Token ids are not those of the embedder's tokenizer.
+        """
+        texts = [each if isinstance(each, str) else self._index.decode(each) for each in inputs]
         return self._index.embed(texts), self._index.count_tokens(texts)
 
     @property
@@ -306,15 +314,16 @@ class Corpus:
         return self._folder / f"{task.number:012}.json"
 
     def _status(self, document: str) -> Status:
-        return self._status_of(document, self._latest(document), self._index.counts().get(document, 0))
+        tokens = self._engine.store.count_tokens(document, namespace=self.namespace).get(document, 0)
+        return self._status_of(document, self._latest(document), self._index.counts().get(document, 0), tokens)
 
     def _latest(self, document: str) -> Task | None:
         return next((task for _, task in sorted(self._tasks.items(), reverse=True) if task.document == document), None)
 
-    def _status_of(self, document: str, task: Task | None, chunks: int) -> Status:
+    def _status_of(self, document: str, task: Task | None, chunks: int, tokens: int) -> Status:
         """Return a document's status; its `status` is "" if the document does not exist."""
         if task is None:
-            return Status(document, "ready" if chunks else "", chunks)
+            return Status(document, "ready" if chunks else "", chunks, tokens, tokens)
         if task.action == "drop":
             return Status(document, "")
         if task.error:

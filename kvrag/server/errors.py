@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -93,26 +93,82 @@ def error_response(error: Exception) -> Response:
     return json_response(content, status, headers)
 
 
+_TYPES = {
+    "bool": "a boolean",
+    "dict": "an object",
+    "float": "a decimal",
+    "int": "an integer",
+    "list": "an array",
+    "model": "an object",
+    "string": "a string",
+}
+_BOUNDS = {
+    "greater_than": ("below_min", "below minimum", "> {gt}"),
+    "greater_than_equal": ("below_min", "below minimum", ">= {ge}"),
+    "less_than": ("above_max", "above maximum", "< {lt}"),
+    "less_than_equal": ("above_max", "above maximum", "<= {le}"),
+}
+
+
+def _invalid(error: RequestValidationError, is_json: bool) -> ApiError:
+    """Return the error for an invalid request, in OpenAI's words."""
+    # a value that may have several types has an error for each; the one that is not about the type says more
+    found = min(error.errors(), key=lambda each: each["type"].endswith("_type"))
+    kind, given, about = found["type"], found.get("input"), found.get("ctx", {})
+    if kind == "json_invalid":
+        return ApiError(400, "the body is not valid JSON", "invalid_json")
+    names = found["loc"][1:]  # the first one is "body", "query" or "path"
+    if not names and not is_json:
+        message = "the body must be JSON: set the header Content-Type: application/json"
+        return ApiError(400, message, "invalid_json")
+    param = _place(names, error.body) or str(names[0] if names else "body")
+    number = "integer" if isinstance(given, int) else "decimal"
+    if kind == "missing":
+        return ApiError(400, f"Missing required parameter: '{param}'.", "missing_required_parameter", param)
+    if kind == "extra_forbidden":
+        return ApiError(400, f"Unknown parameter: '{param}'.", "unknown_parameter", param)
+    if kind == "literal_error":
+        message = f"Invalid value for '{param}': {given!r:.80}. Supported values are: {about['expected']}."
+        return ApiError(400, message, "invalid_value", param)
+    if kind in _BOUNDS:
+        code, word, bound = _BOUNDS[kind]
+        expected = f"Expected a value {bound.format(**about)}, but got {given} instead."
+        return ApiError(400, f"Invalid '{param}': {number} {word} value. {expected}", f"{number}_{code}_value", param)
+    if wanted := _TYPES.get(kind.removesuffix("_type")):
+        message = f"Invalid type for '{param}': expected {wanted}, but got {_type_name(given)} instead."
+        return ApiError(400, message, "invalid_type", param)
+    return ApiError(400, f"Invalid '{param}': {found['msg']}.", "invalid_value", param)
+
+
+def _place(names: Sequence[str | int], body: Any) -> str:
+    """Return a place in the body, as in `messages[0].role`. Pydantic puts names of types between those of fields."""
+    place = ""
+    for number, name in enumerate(names):
+        if isinstance(name, int) and isinstance(body, list):
+            place, body = f"{place}[{name}]", body[name]
+        elif isinstance(body, dict) and (name in body or number == len(names) - 1):
+            place, body = f"{place}.{name}" if place else str(name), body.get(name)
+    return place
+
+
+def _type_name(value: Any) -> str:
+    names = {bool: "a boolean", dict: "an object", float: "a decimal", int: "an integer", list: "an array"}
+    return "null" if value is None else names.get(type(value), "a string")
+
+
 def handle_errors(app: FastAPI) -> None:
     """Report every error of the app in OpenAI's format."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-        if first["type"] == "json_invalid":
-            return error_response(ApiError(400, "the body is not valid JSON", "invalid_json"))
-        if not place and "json" not in request.headers.get("content-type", ""):
-            message = "the body must be JSON: set the header Content-Type: application/json"
-            return error_response(ApiError(400, message, "invalid_json"))
-        message = f"{'.'.join(place) or 'the body'}: {first['msg']}"
-        return error_response(ApiError(400, message, "invalid_value", place[0] if place else None))
+        return error_response(_invalid(error, "json" in request.headers.get("content-type", "")))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
+        is_form = request.headers.get("content-type", "").startswith("multipart/form-data")
         # FastAPI returns 400 for bodies that are not JSON, or nested too deeply
         messages = {
-            400: "the body is not valid JSON",
+            400: f"the form is damaged: {error.detail}" if is_form else "the body is not valid JSON",
             404: f"unknown path {request.url.path}",
             405: f"{request.url.path} does not support {request.method}",
         }

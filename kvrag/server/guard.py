@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections import Counter
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -13,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrag.server.errors import ApiError, error_response
 from kvrag.server.settings import ServerSettings
 
-_OPEN = ("/health",)  # for load balancers and orchestrators
+_OPEN = ("/health", "/docs", "/openapi.json")  # for load balancers, and for browsers, which send no key with a page
 _READING = 64  # requests per namespace beyond those in the admission queue; each may hold a body
 
 
@@ -66,18 +68,34 @@ class Guard:
             return found[0].namespace
         # without keys, any web page in a local browser could send requests
         origin = headers.get("origin")
-        if origin is not None and not {"*", origin} & set(self._settings.origins):
+        if origin is not None and not {"*", origin} & set(self._settings.origins) and not self._is_own(headers):
             message = (
                 f"requests from the origin {origin:.80} are rejected: start the server with --cors-origin or --api-key"
             )
             raise ApiError(403, message)
         return self._settings.namespace
 
+    def _is_own(self, headers: Headers) -> bool:
+        """Return whether the page that sends the request came from this server, and by an address that it must have.
+
+        Any other host name may belong to a web page that has redirected it to this server (DNS rebinding).
+        """
+        host = urlsplit(f"//{headers.get('host', '')}")
+        try:
+            ip_address(host.hostname or "")
+        except ValueError:
+            if host.hostname not in self._settings.hosts:
+                return False
+        return urlsplit(headers["origin"]).netloc == host.netloc
+
     def _bounded(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
         """Return `receive` with limits on the body's size and duration."""
-        upload = scope["method"] == "PUT" and scope["path"].startswith("/v1/corpus/")
-        limit = self._settings.max_upload if upload else self._settings.max_body
-        too_long = f"the body is larger than the limit of {limit} bytes"
+        is_upload = scope["path"].startswith("/v1/corpus") and (
+            scope["method"] == "PUT" or headers.get("content-type", "").startswith("multipart/form-data")
+        )
+        limit = self._settings.max_upload if is_upload else self._settings.max_body
+        option = "--max-upload-mib" if is_upload else "--max-body-mib"
+        too_long = f"the body exceeds this server's limit of {limit / (1 << 20):g} MiB ({option}): send less at once"
         announced = headers.get("content-length", "0")
         if announced.isdecimal() and int(announced) > limit:
             raise ApiError(413, too_long, "body_too_large")

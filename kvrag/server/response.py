@@ -1,113 +1,191 @@
-"""OpenAI's JSON for an answer: built piece by piece, returned as a whole or as stream events."""
+"""OpenAI's JSON for chats and completions: built piece by piece, returned as a whole or as stream events."""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Protocol
 
 from kvrag.retrieval.index import Hit
 from kvrag.server.schemas import Answering, ChatRequest
-from kvrag.types import BlendReport, CallPiece, Delta, InvalidCall, ToolCall
+from kvrag.types import BlendReport, CallPiece, Delta, InvalidCall, TokenLogprob, ToolCall
 
 Piece = Delta | list[Hit]
-"""A piece of an answer: first the retrieved chunks, if any, then the deltas."""
+"""A piece of an answer: first the retrieved chunks, if any, then the deltas of one choice after the other."""
+
+Event = dict[str, Any] | str
+"""Data of a server-sent event."""
+
+TokenText = Callable[[int], tuple[str, bytes]]
+"""Function of a token id that returns its text and its bytes."""
 
 
-class ResponseBuilder:
-    """Builds the response to one request from the pieces of its answer."""
+class Builder(Protocol):
+    """Protocol: builds the response to one request from the pieces of its answer.
 
-    def __init__(self, request: Answering, fingerprint: str) -> None:
-        self.request = request
-        self._fingerprint = fingerprint
-        self._is_chat = isinstance(request, ChatRequest)
-        self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._text = ""
-        self._calls: list[ToolCall | InvalidCall] = []
-        self._hits: list[Hit] | None = None
-        self._report: BlendReport | None = None
-        self._finish_reason: str | None = None
-        self._num_tokens = 0
+    Attributes:
+        is_stream: The request wants a stream.
+    """
 
-    def add(self, piece: Piece) -> Delta:
-        """Add a piece; return the part that is visible to the client."""
-        if isinstance(piece, list):
-            self._hits = piece
-            return Delta("")
-        calls: list[ToolCall | InvalidCall] = [*piece.tool_calls, *piece.invalid_calls]
-        pieces = piece.call_pieces
-        if isinstance(self.request, ChatRequest) and self.request.parallel_tool_calls is False:
-            calls = calls[: max(0, 1 - len(self._calls))]
-            pieces = tuple(each for each in pieces if each.index == 0)
-        self._text += piece.text
-        self._calls += calls
-        self._num_tokens += len(piece.token_ids)
-        if piece.finish_reason is not None:
-            self._report = piece.report
-            called = self._calls and piece.finish_reason == "stop"
-            self._finish_reason = "tool_calls" if called else piece.finish_reason
-        return Delta(piece.text, call_pieces=pieces)
+    is_stream: bool
+
+    def add(self, piece: Piece) -> Sequence[Event]:
+        """Add a piece; return its stream events."""
+
+    def last_events(self) -> Sequence[Event]:
+        """Return the last events of a complete stream."""
+
+    def error_events(self, content: dict[str, Any]) -> Sequence[Event]:
+        """Return the last events of a stream that fails with this error object."""
 
     def whole(self) -> dict[str, Any]:
         """Return the body of a non-streamed response."""
-        assert self._report is not None
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": self._finish_reason}
-        if self._is_chat:
-            calls = [_call(call) for call in self._calls]
-            content = None if calls and not self._text else self._text
-            message = {"role": "assistant", "content": content, "refusal": None}
-            choice["message"] = {**message, "tool_calls": calls} if calls else message
-        else:
-            choice["text"] = self._text
-        extras = {"kvrag": self._report.to_dict(), "usage": self._usage()}
-        return self._envelope("", [choice]) | extras | self._citations()
 
-    def first_events(self) -> Sequence[dict[str, Any]]:
-        """Return the first events of a stream."""
-        if not self._is_chat:
-            return ()
-        return (self._chunk({"role": "assistant", "content": ""}) | self._citations(),)
 
-    def events(self, delta: Delta) -> Sequence[dict[str, Any]]:
-        """Return the events of a delta from `add`; none if it is empty."""
-        if not (delta.text or delta.call_pieces):
+@dataclass
+class Choice:
+    """One answer of a response, as far as it is built.
+
+    Attributes:
+        is_chat: White space before the text is dropped.
+        offset: Length of the text of the tokens whose log probabilities were sent.
+        max_calls: Tool calls after these are dropped; None = none are.
+    """
+
+    is_chat: bool = True
+    max_calls: int | None = None
+    text: str = ""
+    calls: list[ToolCall | InvalidCall] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_tokens: int = 0
+    report: BlendReport | None = None
+    is_cut_off: bool = False
+    offset: int = 0
+
+    def add(self, delta: Delta) -> Delta:
+        """Add a delta; return the part that is visible to the client."""
+        text = delta.text.lstrip() if self.is_chat and not self.text else delta.text
+        pieces, valid, invalid = delta.call_pieces, delta.tool_calls, delta.invalid_calls
+        if self.max_calls is not None:
+            room = max(0, self.max_calls - len(self.calls))
+            pieces = tuple(piece for piece in pieces if piece.index < self.max_calls)
+            valid, invalid = valid[:room], invalid[: max(0, room - len(valid))]
+        self.text += text
+        self.calls += [*valid, *invalid]
+        self.logprobs += delta.logprobs
+        self.num_tokens += delta.num_tokens
+        if delta.finish_reason is not None:
+            self.report, self.is_cut_off = delta.report, delta.finish_reason == "length"
+        return Delta(text, call_pieces=pieces, tool_calls=valid, invalid_calls=invalid, logprobs=delta.logprobs)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """OpenAI's finish reason; None if the answer goes on."""
+        if self.report is None:
+            return None
+        return "length" if self.is_cut_off else "tool_calls" if self.calls else "stop"
+
+
+class ResponseBuilder:
+    """Builds the response to a chat or a completion; see Builder."""
+
+    def __init__(self, request: Answering, fingerprint: str, token_text: TokenText) -> None:
+        self.request, self.is_stream = request, bool(request.stream)
+        self._fingerprint, self._token_text = fingerprint, token_text
+        self._is_chat = isinstance(request, ChatRequest)
+        self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._choices: list[Choice] = []
+        self._hits: list[Hit] | None = None
+
+    def add(self, piece: Piece) -> Sequence[Event]:
+        """See Builder."""
+        if isinstance(piece, list):
+            self._hits = piece
             return ()
+        events = []
+        if not self._choices or self._choices[-1].report is not None:
+            one_call = isinstance(self.request, ChatRequest) and self.request.parallel_tool_calls is False
+            self._choices.append(Choice(self._is_chat, 1 if one_call else None))
+            if self._is_chat:
+                cited = self._citations() if len(self._choices) == 1 else {}
+                events.append(self._chunk({"role": "assistant", "content": ""}) | cited)
+        choice = self._choices[-1]
+        shown = choice.add(piece)
+        if shown.text or shown.call_pieces or shown.logprobs:
+            events.append(self._chunk(self._content(shown), self._logprobs(shown.logprobs, choice)))
+        if choice.report is not None:
+            last = self._chunk({} if self._is_chat else "", finish_reason=choice.finish_reason)
+            events.append(last | {"kvrag": choice.report.to_dict()})
+        return events
+
+    def whole(self) -> dict[str, Any]:
+        """See Builder."""
+        choices = [self._whole_choice(number, choice) for number, choice in enumerate(self._choices)]
+        body = self._envelope("", choices) | {"usage": self._usage()} | self._citations()
+        if len(choices) == 1:
+            body["kvrag"] = choices[0].pop("kvrag")
+        return body
+
+    def last_events(self) -> Sequence[Event]:
+        """See Builder."""
+        usage = [self._envelope(".chunk", []) | {"usage": self._usage()}] if self._wants_usage else []
+        return (*usage, "[DONE]")
+
+    def error_events(self, content: dict[str, Any]) -> Sequence[Event]:
+        """See Builder."""
+        return (content,)
+
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        assert choice.report is not None
+        choice.offset = 0
+        made: dict[str, Any] = {"index": index, "logprobs": self._logprobs(choice.logprobs, choice)}
+        made |= {"finish_reason": choice.finish_reason, "kvrag": choice.report.to_dict()}
         if not self._is_chat:
-            return (self._chunk(delta.text),)
+            return made | {"text": choice.text}
+        calls = [_call(call) for call in choice.calls]
+        content = None if calls and not choice.text else choice.text
+        message = {"role": "assistant", "content": content, "refusal": None}
+        return made | {"message": {**message, "tool_calls": calls} if calls else message}
+
+    def _content(self, delta: Delta) -> Any:
+        if not self._is_chat:
+            return delta.text
         content: dict[str, Any] = {"content": delta.text} if delta.text else {}
         if delta.call_pieces:
             content["tool_calls"] = [_fragment(piece) for piece in delta.call_pieces]
-        return (self._chunk(content),)
+        return content
 
-    def last_events(self) -> Sequence[dict[str, Any]]:
-        """Return the last events of a complete stream."""
-        assert self._report is not None
-        last = self._chunk({} if self._is_chat else "", self._finish_reason) | {"kvrag": self._report.to_dict()}
-        if not self._wants_usage:
-            return (last,)
-        return last, self._envelope(".chunk", []) | {"usage": self._usage()}
+    def _logprobs(self, logprobs: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any] | None:
+        """Return the next log probabilities of a choice in OpenAI's form. Advances `choice.offset`."""
+        if self.request.num_logprobs() is None:
+            return None
+        if self._is_chat:
+            return {"content": [openai_logprob(each, self._token_text) for each in logprobs], "refusal": None}
+        texts = [self._token_text(each.token)[0] for each in logprobs]
+        top = [{self._token_text(token)[0]: value for token, value in each.top} for each in logprobs]
+        *starts, choice.offset = accumulate(map(len, texts), initial=choice.offset)
+        values = [each.logprob for each in logprobs]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": starts}
 
     def _usage(self) -> dict[str, Any]:
-        assert self._report is not None
-        prompt = self._report.prompt_tokens
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self._num_tokens,
-            "total_tokens": prompt + self._num_tokens,
-            # chunks encoded for this answer were not cached
-            "prompt_tokens_details": {"cached_tokens": self._report.reused_tokens - self._report.created_tokens},
-        }
+        # the choices of one prompt follow each other, and its first answer tells what was cached
+        return openai_usage(self._choices, self.request.num_choices())
 
     @property
     def _wants_usage(self) -> bool:
         options = self.request.stream_options
         return options is not None and options.include_usage
 
-    def _chunk(self, content: Any, finish_reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, "delta" if self._is_chat else "text": content, "logprobs": None}
+    def _chunk(
+        self, content: Any, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        index = len(self._choices) - 1
+        choice = {"index": index, "delta" if self._is_chat else "text": content, "logprobs": logprobs}
         envelope = self._envelope(".chunk", [{**choice, "finish_reason": finish_reason}])
         return envelope | ({"usage": None} if self._wants_usage else {})
 
@@ -118,14 +196,38 @@ class ResponseBuilder:
         return envelope | {"system_fingerprint": self._fingerprint, "choices": choices}
 
     def _citations(self) -> dict[str, Any]:
-        """Return the retrieved chunks, in prompt order."""
-        if self._hits is None:
-            return {}
-        cited = [
-            {"index": number, "document": hit.document, "text": hit.text, "score": hit.score}
-            for number, hit in enumerate(self._hits, 1)
-        ]
-        return {"citations": cited}
+        return {} if self._hits is None else {"citations": citations(self._hits)}
+
+
+def citations(hits: Sequence[Hit]) -> list[dict[str, Any]]:
+    """Return the retrieved chunks, in prompt order."""
+    return [
+        {"index": number, "document": hit.document, "text": hit.text, "score": hit.score}
+        for number, hit in enumerate(hits, 1)
+    ]
+
+
+def openai_usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
+    """Return OpenAI's usage. The prompt of `per_prompt` choices counts once."""
+    reports = [choice.report for choice in choices[::per_prompt] if choice.report is not None]
+    prompt, answers = sum(report.prompt_tokens for report in reports), sum(choice.num_tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answers,
+        "total_tokens": prompt + answers,
+        # chunks encoded for this answer were not cached
+        "prompt_tokens_details": {"cached_tokens": sum(row.reused_tokens - row.created_tokens for row in reports)},
+    }
+
+
+def openai_logprob(known: TokenLogprob, token_text: TokenText) -> dict[str, Any]:
+    """Return a token's log probability in the form of chats and responses."""
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        text, content = token_text(token)
+        return {"token": text, "logprob": value, "bytes": list(content)}
+
+    return entry(known.token, known.logprob) | {"top_logprobs": [entry(token, value) for token, value in known.top]}
 
 
 def _fragment(piece: CallPiece) -> dict[str, Any]:

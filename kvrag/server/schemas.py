@@ -15,6 +15,12 @@ from kvrag.server.settings import ServerSettings
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
+TokenId = Annotated[str, StringConstraints(pattern=r"^\d{1,9}$")]
+Verbosity = Literal["low", "medium", "high"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+_MOST_CHOICES = 128  # of a request, as by OpenAI
 
 
 class Request(BaseModel):
@@ -30,33 +36,21 @@ class StreamOptions(Request):
     include_obfuscation: bool | None = None
 
 
-class Answering(Request):
-    """Shared fields of `/v1/chat/completions` and `/v1/completions`."""
+class Common(Request):
+    """Shared fields of all requests for answers."""
 
     model: str
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
-    response_format: dict[str, Any] | None = None
 
     # kvrag's extensions
+    top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
     ratio: Annotated[Number, Field(ge=0, le=1)] | None = None
     policy: Literal[POLICIES] | None = None  # type: ignore[valid-type]
     controller: Literal[CONTROLLERS] | None = None  # type: ignore[valid-type]
     chunks: Annotated[list[str], Field(max_length=1000)] | None = None
-
-    # accepted with their default values only
-    n: int | None = None
-    logprobs: bool | int | None = None
-    logit_bias: dict[str, Any] | None = None
-    frequency_penalty: Number | None = None
-    presence_penalty: Number | None = None
 
     # accepted without effect
     user: str | None = None
@@ -65,21 +59,67 @@ class Answering(Request):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+
+
+class Document(Request):
+    """A chunk retrieved by the client."""
+
+    text: str
+    id: str = ""
+
+
+class Retrieval(Request):
+    """Settings of the server-side retrieval."""
+
+    top_k: Annotated[int, Field(ge=1, le=100)] | None = None
+    around: Annotated[int, Field(ge=0, le=10)] | None = None
+
+
+class TemplateVariables(Request):
+    """Chat template variables that a client may set."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+
+
+class Contextual(Request):
+    """Shared fields of requests with messages."""
+
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    # kvrag's extensions
+    documents: Annotated[list[str | Document], Field(max_length=1000)] | None = None
+    retrieval: Retrieval | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+
+
+class Answering(Common):
+    """Shared fields of `/v1/chat/completions` and `/v1/completions`."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[TokenId, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    response_format: dict[str, Any] | None = None
+
+    def num_choices(self) -> int:
+        """Return the number of answers per prompt."""
+        return self.n or 1
+
+    def num_logprobs(self) -> int | None:
+        """Return how many of the likeliest tokens to report with each token; None = report nothing."""
+        raise NotImplementedError
 
     def check(self) -> None:
-        """Raise ApiError for a known but unsupported option."""
-        wrong = {
-            "n": self.n not in (None, 1),
-            "logprobs": self.logprobs not in (None, False, 0),
-            "logit_bias": bool(self.logit_bias),
-            "frequency_penalty": bool(self.frequency_penalty),
-            "presence_penalty": bool(self.presence_penalty),
-        }
-        ways = {"n": "send one request per answer", "frequency_penalty": "use repetition_penalty"}
-        ways["presence_penalty"] = ways["frequency_penalty"]
-        for name in (name for name, is_wrong in wrong.items() if is_wrong):
-            message = f"{name}={getattr(self, name)!r:.80} is not supported: {ways.get(name, 'leave it out')}"
-            raise ApiError(400, message, "unsupported_value", name)
+        """Raise ApiError for options that exclude each other."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options require stream=true", "invalid_value", "stream_options")
 
@@ -101,6 +141,10 @@ class Answering(Request):
             "top_p": self.top_p,
             "top_k": self.top_k,
             "repetition_penalty": self.repetition_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "logit_bias": {int(token): value for token, value in (self.logit_bias or {}).items()} or None,
+            "logprobs": self.num_logprobs(),
             "seed": None if self.seed is None else self.seed % (1 << 64),  # OpenAI allows negative seeds
             "stop": stop,
             "ratio": self.ratio,
@@ -136,42 +180,36 @@ class Message(BaseModel):
         return said
 
 
-class Document(Request):
-    """A chunk retrieved by the client."""
-
-    text: str
-    id: str = ""
-
-
-class Retrieval(Request):
-    """Settings of the server-side retrieval."""
-
-    top_k: Annotated[int, Field(ge=1, le=100)] | None = None
-    around: Annotated[int, Field(ge=0, le=10)] | None = None
-
-
-class TemplateVariables(Request):
-    """Chat template variables that a client may set."""
-
-    enable_thinking: bool | None = None
-    thinking: bool | None = None
-    reasoning_effort: Literal["minimal", "low", "medium", "high"] | None = None
-
-
-class ChatRequest(Answering):
+class ChatRequest(Answering, Contextual):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    reasoning_effort: Effort | None = None
+    modalities: list[Literal["text"]] | None = None
 
-    # kvrag's extensions
-    documents: Annotated[list[str | Document], Field(max_length=1000)] | None = None
-    retrieval: Retrieval | None = None
-    chat_template_kwargs: TemplateVariables | None = None
+    # accepted without effect
+    verbosity: Verbosity | None = None
+    prediction: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """See Answering.check."""
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs require logprobs=true", "invalid_value", "top_logprobs")
+
+    def num_logprobs(self) -> int | None:
+        """See Answering.num_logprobs."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    def template(self) -> dict[str, Any]:
+        """Return the variables for the chat template."""
+        given = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        variables = self.chat_template_kwargs
+        return given | ({} if variables is None else variables.model_dump(exclude_none=True))
 
     def longest(self) -> int | None:
         """See Answering.longest."""
@@ -179,19 +217,35 @@ class ChatRequest(Answering):
 
 
 class CompletionRequest(Answering):
-    """The body of `/v1/completions`. The prompt is used unchanged, control tokens included."""
+    """The body of `/v1/completions`. Prompts are used unchanged, control tokens included."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
 
-    def text(self) -> str:
-        """Return the prompt."""
-        prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        if len(prompts) != 1 or not isinstance(prompts[0], str):
-            raise ApiError(400, "prompt must be one string: send one request per prompt", "unsupported_value", "prompt")
-        return prompts[0]
+    def check(self) -> None:
+        """See Answering.check."""
+        super().check()
+        if self.best_of not in (None, self.num_choices()):
+            raise ApiError(400, "best_of must be equal to n: choose among the answers yourself", "unsupported_value")
+
+    def num_logprobs(self) -> int | None:
+        """See Answering.num_logprobs."""
+        return self.logprobs
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts: texts or token ids."""
+        prompts: list[Any] = [self.prompt] if isinstance(self.prompt, str) else list(self.prompt)
+        if prompts and isinstance(prompts[0], int):
+            prompts = [prompts]
+        if not prompts or not all(prompts):
+            raise ApiError(400, "the prompt is empty: send a text or token ids", "invalid_value", "prompt")
+        if len(prompts) * self.num_choices() > _MOST_CHOICES:
+            message = f"{len(prompts)} prompts with n={self.num_choices()} exceed {_MOST_CHOICES} answers per request"
+            raise ApiError(400, f"{message}: send several requests", "invalid_value", "prompt")
+        return prompts
 
 
 class TokenizeRequest(Request):
@@ -220,18 +274,14 @@ class EmbeddingRequest(Request):
     dimensions: int | None = None
     user: str | None = None
 
-    def texts(self) -> list[str]:
-        """Return the texts to embed."""
-        texts = [self.input] if isinstance(self.input, str) else self.input
-        if not texts or len(texts) > 2048 or any(not isinstance(text, str) or not text for text in texts):
-            raise ApiError(
-                400,
-                "input must be 1 to 2048 non-empty strings; token ids are not supported "
-                "(in LangChain: check_embedding_ctx_length=False)",
-                "invalid_value",
-                "input",
-            )
-        return [text for text in texts if isinstance(text, str)]
+    def inputs(self) -> list[str | list[int]]:
+        """Return the texts to embed; texts may be token ids."""
+        inputs: list[Any] = [self.input] if isinstance(self.input, str) else list(self.input)
+        if inputs and isinstance(inputs[0], int):
+            inputs = [inputs]
+        if not 1 <= len(inputs) <= 2048 or not all(inputs):
+            raise ApiError(400, "input must be 1 to 2048 non-empty texts or lists of ids", "invalid_value", "input")
+        return inputs
 
 
 class NewDocument(Request):

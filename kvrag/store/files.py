@@ -312,6 +312,10 @@ class FileStore:
         """See KVStore.documents."""
         return self._manifest.documents(prefix, namespace)
 
+    def count_tokens(self, prefix: str = "", namespace: str = "") -> dict[str, int]:
+        """See KVStore.count_tokens."""
+        return self._manifest.count_tokens(prefix, namespace)
+
     # ---------------------------------------------------------------- times of use
 
     def touch(self, keys: Sequence[str]) -> None:

@@ -468,6 +468,18 @@ class Manifest:
             documents.setdefault(document, []).append(key)
         return documents
 
+    def count_tokens(self, prefix: str, namespace: str) -> dict[str, int]:
+        """See KVStore.count_tokens."""
+        rows = self._all(
+            "SELECT document, sum(num_tokens) FROM (SELECT DISTINCT document, text FROM holders WHERE namespace = ?1"
+            " AND document > '' AND document >= ?2 AND document < ?2 || char(1114111) AND document != ?3)"
+            " JOIN texts USING (text) GROUP BY document",
+            namespace,
+            prefix,
+            ON_REQUEST,
+        )
+        return dict(rows)
+
     def unheld(self) -> list[str]:
         """Return the chunks that no document relies on."""
         return [row[0] for row in self._all("SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM holders)")]

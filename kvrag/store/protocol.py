@@ -240,6 +240,9 @@ class KVStore(Protocol):
     def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:
         """Return the namespace's documents with this prefix, sorted, each with the keys that it relies on."""
 
+    def count_tokens(self, prefix: str = "", namespace: str = "") -> dict[str, int]:
+        """Return the number of tokens of the texts of each document with this prefix."""
+
     def stats(self) -> StoreStats:
         """Return counts for reports and tests."""
 

@@ -92,7 +92,7 @@ def told(message: Any) -> dict[str, Any]:
     report = {name: value for name, value in metadata["kvrag"].items() if name not in TIMES}
     assert metadata["kvrag"]["ttft_s"] > 0
     return {
-        "content": said["content"],
+        "content": said["content"].lstrip(),  # answers of a server do not begin with a space
         "usage": said["usage_metadata"],
         "finish_reason": metadata["finish_reason"],
         "calls": [(call["name"], call["args"]) for call in said["tool_calls"]],

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from kvrag.errors import KvragError, ModelLoadError, SettingError, UnsupportedModelError, out_of_memory
 
@@ -120,11 +119,6 @@ def kv_dtype(config: Any) -> torch.dtype:
     """Return the configuration's own dtype, else bfloat16."""
     dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
     return dtype or torch.bfloat16
-
-
-def silence() -> None:
-    """Disable transformers' progress bars for the rest of the process."""
-    transformers_logging.disable_progress_bar()
 
 
 def _refuse_settings(dtype: str | torch.dtype, device: str | None) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import xxhash
 from tokenizers.decoders import DecodeStream
@@ -14,7 +15,7 @@ from transformers import TokenizersBackend
 
 from kvrag.backend.transformers.control_tokens import apply_chat_template
 from kvrag.errors import PromptError
-from kvrag.types import Messages
+from kvrag.types import Messages, TokenIds
 
 _LONGEST_CHARACTER = 8  # tokens: four bytes, with room for tokens without text
 _TEMPLATES = 64  # kinds of prompts whose generation prompt is remembered
@@ -40,6 +41,7 @@ class Tokenizer:
         self._lock = threading.Lock()  # the tokenizer keeps state about control tokens: one thread at a time
         self._renders_tools: dict[str, bool] = {}
         self._generation_prompts: dict[str, int] = {}
+        self._anchor = self.hf.encode("a", add_special_tokens=False)[-1]  # before other tokens: some lose a first space
         self.preamble = self._find_preamble() if preamble else ()
 
     def as_prompt(self, text: str) -> str | Messages:
@@ -51,18 +53,22 @@ class Tokenizer:
         """True if messages can be rendered."""
         return self.hf.chat_template is not None
 
-    def render(self, prompt: str | Messages, **template: Any) -> list[int]:
+    def render(self, prompt: str | Messages | TokenIds, **template: Any) -> list[int]:
         """Return the ids of a prompt, tokenised once.
 
-        A string is used as it is, with the tokenizer's own BOS. Messages are rendered with the chat template, which
-        writes all control tokens itself: control tokens in a message stay text. `template` is passed to it. If the
-        template rejects the messages, they are merged and tried again: first consecutive messages of one role, then the
-        system message into the first user message.
+        Token ids are returned unchanged. A string is used as it is, with the tokenizer's own BOS. Messages are rendered
+        with the chat template, which writes all control tokens itself: control tokens in a message stay text.
+        `template` is passed to it. If the template rejects the messages, they are merged and tried again: first
+        consecutive messages of one role, then the system message into the first user message.
 
         Raises:
-            PromptError: The prompt is empty, cannot be encoded, contains anything but text, or is rejected by the
-                template.
+            PromptError: The prompt is empty, cannot be encoded, contains anything but text or an unknown token id, or
+                is rejected by the template.
         """
+        if is_token_ids(prompt):
+            if unknown := [token for token in prompt if not 0 <= token < len(self.hf)]:
+                raise PromptError(f"unknown token id {unknown[0]}: {self._name} has tokens 0 to {len(self.hf) - 1}")
+            return list(prompt)
         if isinstance(prompt, str):
             _check_text(prompt)
             if not prompt.strip():
@@ -74,7 +80,7 @@ class Tokenizer:
             return ids
         if not isinstance(prompt, (list, tuple)):
             raise PromptError(f"a prompt must be one string or a list of messages, got {prompt!r:.80}")
-        messages = [_checked(message) for message in prompt]
+        messages = [_checked(message) for message in cast(Messages, prompt)]
         if not messages:
             raise PromptError("the prompt is empty: pass at least one message")
         if not any(message.get("content") or message.get("tool_calls") for message in messages):
@@ -129,6 +135,20 @@ class Tokenizer:
         """Return the text of generated ids, with or without the control tokens among them."""
         text = self.hf.decode(ids, skip_special_tokens=not control_tokens, clean_up_tokenization_spaces=False)
         return str(text)
+
+    def token_text(self, token: int) -> tuple[str, bytes]:
+        """Return the text of one token as it appears within a text, and its bytes.
+
+        The text of an incomplete character is U+FFFD; its bytes are exact.
+        """
+        before, both = (self.decode(ids, control_tokens=True) for ids in ([self._anchor], [self._anchor, token]))
+        text = both.removeprefix(before)
+        if "\ufffd" not in text:
+            return text, text.encode()
+        name = str(self.hf.convert_ids_to_tokens(token))
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", name):  # SentencePiece
+            return text, bytes.fromhex(byte[1])
+        return text, bytes(_BYTES[letter] for letter in name if letter in _BYTES)
 
     def stream(self, control_tokens: bool = False) -> TextStream:
         """Return an incremental `decode`, for the tokens of one answer."""
@@ -242,6 +262,21 @@ class TextStream:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._hf.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False))
+
+
+def is_token_ids(prompt: object) -> TypeGuard[TokenIds]:
+    """Return whether a prompt consists of token ids."""
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and all(type(token) is int for token in prompt)
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return the bytes by the letters that byte-level BPE vocabularies write for them."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()
 
 
 def _control_tokens(hf: Any) -> dict[int, str]:

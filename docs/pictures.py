@@ -25,12 +25,12 @@ from torch import Tensor
 
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.bench.ttft import FULL, PREFIX, TtftSetup, measure
-from kvrag.cli.demo import QUESTIONS, corpus_folder
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO
 from kvrag.reuse.blend import prefill
 from kvrag.reuse.stitch import Stitched
 
 IMAGES = Path(__file__).parent / "images"
+CORPUS = Path(__file__).parents[1] / "examples" / "corpus"
 MEASURED = IMAGES / "ttft-length.json"
 POLICIES = ("query", "hkvd", "first_k", "random")
 SHAPE, LAYERS, CHUNKS, CHUNK_TOKENS = "qwen2.5-0.5b", 8, (1, 2, 4, 8), 512
@@ -40,7 +40,7 @@ WIDTH = 104  # characters of a line of text
 def draw() -> None:
     """Draw all pictures, the last one from the last measurement."""
     with tempfile.TemporaryDirectory() as folder, BlendEngine.from_pretrained("reader", store=folder) as engine:
-        chunks, question = prompt_of_the_demo()
+        chunks, question = example_prompt()
         engine.warm(chunks)
         content = "\n\n".join([*chunks, f"Question: {question}"])
         ids = engine.model.tokenizer.render([{"role": "user", "content": content}])
@@ -52,10 +52,10 @@ def draw() -> None:
         draw_ttft(json.loads(MEASURED.read_text()), IMAGES / "ttft-length.png")
 
 
-def prompt_of_the_demo() -> tuple[list[str], str]:
-    """Return paragraphs of three articles; the middle article is that of the demo's first question."""
-    question, answer = QUESTIONS[0]
-    articles = [path.read_text().strip() for path in sorted(corpus_folder().glob("*.txt"))]
+def example_prompt() -> tuple[list[str], str]:
+    """Return paragraphs of three articles; the middle article answers the question."""
+    question, answer = "What does Ingla play?", "leather drum"
+    articles = [path.read_text().strip() for path in sorted(CORPUS.glob("*.txt"))]
     about = next(article for article in articles if answer in article)
     before, behind = [article for article in articles if answer not in article][:2]
     return "\n\n".join([before, about, behind]).split("\n\n"), question

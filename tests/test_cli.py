@@ -1,4 +1,4 @@
-"""The command line, in-process, on the bundled reader and the demo's corpus."""
+"""The command line, in-process, on the bundled reader and the articles in examples/corpus."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 import kvrag.cli.bench
 import kvrag.retrieval.index
-from kvrag import BlendEngine, Model
+from kvrag import BlendEngine, Model, sample
 from kvrag.backend.transformers.shapes import SHAPES
 from kvrag.cli import demo
 from kvrag.cli.common import human_bytes
@@ -25,12 +25,14 @@ from kvrag.cli.main import _COMMANDS, main
 from kvrag.config import DEFAULT_POLICY
 from kvrag.reader.corpus import corpus
 
+CORPUS = Path(__file__).parents[1] / "examples" / "corpus"
+QUESTIONS = (("What does Ingla play?", "leather drum"), ("Which town was first settled in 1957?", "Jomouth"))
 QUESTION, ANSWER = "In which year did Ingla leave school?", "1885"
-CUT = ("--chunk-tokens", demo.CHUNK_TOKENS)  # two chunks to each article of `folder`
+CUT = ("--chunk-tokens", 40)  # two chunks to each article of `folder`
 CONTEXT = ("--top-k", "3", "--around", "2")
 load_embedder = functools.cache(kvrag.retrieval.index.load_embedder)
 Json = Callable[..., Any]
-CHUNKS = 78  # of the demo's corpus
+CHUNKS = 78  # of the corpus
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,11 +51,11 @@ def _embedder_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def warmed(tmp_path_factory: pytest.TempPathFactory, reader: Model) -> Path:
-    """A store with the demo's corpus; not to be changed."""
+    """A store with the corpus; not to be changed."""
     store = tmp_path_factory.mktemp("warmed")
     kvrag.retrieval.index.load_embedder, original = load_embedder, kvrag.retrieval.index.load_embedder
     try:
-        assert main(["warm", str(demo.corpus_folder()), "--store", str(store), *map(str, CUT), "--json"]) == 0
+        assert main(["warm", str(CORPUS), "--store", str(store), *map(str, CUT), "--json"]) == 0
     finally:
         kvrag.retrieval.index.load_embedder = original
     return store
@@ -65,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
     inside = tmp_path / "docs"
     inside.mkdir()
     for name in ("ingla.txt", "holra.txt", "jomouth.txt"):
-        shutil.copy(demo.corpus_folder() / name, inside)
+        shutil.copy(CORPUS / name, inside)
     return inside
 
 
@@ -116,6 +118,8 @@ WRONG = [
     ["warm", "missing"],
     ["warm", __file__, "--chunk-overlap", "256"],
     ["chat", "--store", "missing"],
+    ["chat", "--web", "--port", "65536"],
+    ["demo", "--max-tokens", "0"],
     ["store", "stats", "--store", "missing"],
     ["estimate", "missing"],
     ["explain", "missing.txt"],
@@ -125,6 +129,7 @@ WRONG = [
     ["bench", "match", "--chunks", "-1"],
     ["bench", "codec", "missing"],
     *(["bench", "quality", *wrong] for wrong in (["--policies", "no"], ["--ratios", "2"], ["--codec", "no"])),
+    *(["bench", "quality", *wrong] for wrong in (["--docs", "missing"], ["--top-k", "0"], ["--around", "-1"])),
 ]
 
 
@@ -245,8 +250,8 @@ def test_documents_whose_files_are_gone_are_told_and_dropped_if_one_says_so(
 ) -> None:
     store, other = tmp_path / "kv", tmp_path / "docs2"
     other.mkdir()
-    shutil.copy(demo.corpus_folder() / "alla.txt", other / "gone.txt")
-    shutil.copy(demo.corpus_folder() / "harfield.txt", other)
+    shutil.copy(CORPUS / "alla.txt", other / "gone.txt")
+    shutil.copy(CORPUS / "harfield.txt", other)
     for place in (folder, other):
         as_json("warm", place, "--store", store, *CUT)
     encoded = keys(store)
@@ -575,31 +580,32 @@ def test_looking_at_a_store_makes_none(tmp_path: Path, fails: Callable[..., str]
 
 def test_the_corpus_is_of_the_readers_world() -> None:
     texts, questions = corpus(seed=0, num_articles=30)
-    articles = {file.name: file.read_text() for file in demo.corpus_folder().glob("*.txt")}
+    articles = {file.name: file.read_text() for file in CORPUS.glob("*.txt")}
     assert articles == {f"{name.lower()}.txt": text + "\n" for name, text in texts.items()}
-    assert {answer for _, answer in demo.QUESTIONS} <= {question.answer for question in questions}
+    assert {answer for _, answer in QUESTIONS} <= {question.answer for question in questions}
 
 
-def test_the_demo_is_right_by_full_prefill_and_honest_about_the_rest(tmp_path: Path, as_json: Json) -> None:
-    pytest.importorskip("langchain_kvrag")
-    result = as_json("demo", "--no-speed", "--store", tmp_path / "kv")
-    outcomes = result["questions"]
-    assert len(outcomes) == 20
-    assert result["warm"]["new"] == CHUNKS
-    for outcome in outcomes:
-        assert outcome["correct"] == (outcome["answer"] == outcome["expected"])
-        full = outcome["way"] == "full prefill"
-        assert full == (outcome["reused_tokens"] == 0)
-        assert (outcome["way"] == "blending") == (outcome["recomputed_tokens"] > 0)
-        assert outcome["correct"] or not full
-    assert len(keys(tmp_path / "kv")) == CHUNKS
+def test_the_demo_asks_both_ways(tmp_path: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "MODEL", "reader")  # a store of seconds, not of a minute
+    monkeypatch.setattr(sample, "QUESTIONS", dict(list(sample.QUESTIONS.items())[:2]))
+    result = as_json("demo", "--store", tmp_path / "kv")
+    assert result["warm"]["files"] == len(sample.documents())
+    assert [outcome["question"] for outcome in result["questions"]] == list(sample.QUESTIONS)
+    for outcome in result["questions"]:
+        assert outcome["full_answer"]
+        assert outcome["full_ttft_s"] > 0 < outcome["ttft_s"]
+        assert 0 < outcome["recomputed_tokens"] < outcome["reused_tokens"] < outcome["prompt_tokens"]
 
 
-def test_the_demo_without_langchain_says_what_to_install(
-    fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "langchain_kvrag", None)
-    assert "pip install langchain-kvrag" in fails("demo")
+def test_the_demo_says_its_number_first_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "word " * 40
+    outcome = demo.Outcome(long, "Ada", f"{long} Ada", f"{long} Ada", 0.5, 1.5, 2000, 1900, 285)
+    other = demo.Outcome("Who?", "Ada", "Nobody.", "It is Ada.", 0.5, 1.5, 2000, 1900, 285)
+    demo._print([outcome, other, outcome])
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[0] == "First token 3.0x sooner: 0.50 s instead of 1.50 s"
+    assert lines[2] == "Right answers: 2 of 3, full prefill 3 of 3. The same in every word: 2."
+    assert max(map(len, lines)) <= 80
 
 
 # -------------------------------------------------------------------- calibrate
@@ -613,10 +619,10 @@ def own(warmed: Path, tmp_path: Path) -> Path:
 
 def test_calibrate_by_questions(own: Path, tmp_path: Path, as_json: Json) -> None:
     questions = tmp_path / "questions.txt"
-    questions.write_text("\n".join([question for question, _ in demo.QUESTIONS] + ["", demo.QUESTIONS[0][0]]))
+    questions.write_text("\n".join([question for question, _ in QUESTIONS] + ["", QUESTIONS[0][0]]))
     wanted = ("--questions", questions, "--ratios", "0.6", "--target", "0.1", *CONTEXT)
     result = as_json("calibrate", "--store", own, *wanted)
-    assert [(point["ratio"], point["prompts"]) for point in result["curve"]] == [(0.6, len(demo.QUESTIONS))]
+    assert [(point["ratio"], point["prompts"]) for point in result["curve"]] == [(0.6, len(QUESTIONS))]
     assert result["ratio"] == 0.6
     assert result["verdict"].startswith("ratio 0.6 reaches 10.0%")
     assert result["store"] == str(own)

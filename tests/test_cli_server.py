@@ -13,10 +13,10 @@ from fake_vllm import fake_vllm
 from serving import Served, serving
 
 from kvrag import BlendEngine, FileStore, Model
-from kvrag.cli.demo import corpus_folder
 from kvrag.cli.main import main
 from kvrag.server import ApiKey
 
+CORPUS = Path(__file__).parents[1] / "examples" / "corpus"
 CUT = ("--chunk-tokens", "64")
 
 
@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
     inside = tmp_path / "docs"
     inside.mkdir()
     for name in ("ingla.txt", "holra.txt"):
-        shutil.copy(corpus_folder() / name, inside)
+        shutil.copy(CORPUS / name, inside)
     return inside
 
 

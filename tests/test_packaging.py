@@ -93,7 +93,7 @@ def _files(folder: Path) -> Iterator[Path]:
 def test_a_wheel_has_the_package_and_nothing_else(built: Built) -> None:
     code = set(built.files)
     if built.package == "kvrag":
-        code |= {f"kvrag/cli/corpus/{path.name}" for path in (ROOT / "examples" / "corpus").iterdir()}
+        code |= {f"kvrag/handbook/{path.name}" for path in (ROOT / "examples" / "handbook").iterdir()}
     shipped = {name for name in built.wheel if ".dist-info/" not in name}
     assert shipped == code
     assert f"{built.package}/py.typed" in shipped
@@ -104,10 +104,10 @@ def test_the_wheel_out_of_the_sdist_is_the_wheel(built: Built) -> None:
     assert built.wheel_of_sdist == built.wheel
 
 
-def test_the_reader_and_the_demos_articles_are_shipped(built: Built) -> None:
+def test_the_reader_and_the_handbook_are_shipped(built: Built) -> None:
     if built.package != "kvrag":
         pytest.skip("has none")
-    assert len([name for name in built.wheel if re.fullmatch(r"kvrag/cli/corpus/\w+\.txt", name)]) >= 20
+    assert len([name for name in built.wheel if re.fullmatch(r"kvrag/handbook/[a-z-]+\.md", name)]) == 16
     reader = {name.removeprefix("kvrag/reader/") for name in built.wheel if name.startswith("kvrag/reader/")}
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"} <= reader
 

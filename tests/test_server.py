@@ -619,6 +619,20 @@ def test_pages_of_others_may_not_ask(engine: BlendEngine) -> None:
         assert (asked.status_code, asked.headers["Access-Control-Allow-Origin"]) == (200, "*")
 
 
+def test_the_servers_own_page_may_ask(engine: BlendEngine) -> None:
+    with serving(engine, hosts=("127.0.0.1",)) as served:
+        page = served.http.get("/")
+        assert page.headers["Content-Type"].startswith("text/html")
+        assert "default-src 'self'" in page.headers["Content-Security-Policy"]
+        for file in re.findall(r'(?:src|href)="([a-z]+\.\w+)"', page.text):
+            assert served.http.get(f"/{file}").status_code == 200
+        assert served.http.get("/v1/models", headers={"Origin": served.url}).status_code == 200
+    with serving(engine) as served:  # any host name, as on 0.0.0.0: one that an attacker points here is no address
+        assert served.http.get("/v1/models", headers={"Origin": served.url}).status_code == 200
+        rebound = {"Origin": "http://evil.example", "Host": "evil.example"}
+        assert served.http.get("/v1/models", headers=rebound).status_code == 403
+
+
 # -------------------------------------------------------------------- keys, the queue, going away
 
 
@@ -629,10 +643,10 @@ def test_a_key_is_needed(narrow: Served) -> None:
         {"Authorization": "Basic dHdv"},
         {"Authorization": b"Bearer two\xff"},
     ):
-        for path in ("/v1/models", "/metrics", "/v1/responses"):
+        for path in ("/v1/models", "/metrics", "/v1/responses", "/samples.json"):
             said = httpx.get(narrow.url + path, headers=headers)
             assert (said.status_code, said.json()["error"]["code"]) == (401, "invalid_api_key")
-    for path in ("/health", "/docs", "/openapi.json"):
+    for path in ("/health", "/docs", "/openapi.json", "/"):  # the chat page asks for the key
         assert httpx.get(narrow.url + path).status_code == 200
     for key in ("one", "two"):
         assert OpenAI(base_url=f"{narrow.url}/v1", api_key=key).models.list().data[0].id == NAME

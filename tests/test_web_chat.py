@@ -1,9 +1,10 @@
-"""examples/web_chat.py in a real browser: upload, ask, stream, a second turn."""
+"""The chat page in a real browser: sample documents, a race, a second turn, upload and deletion; without a server."""
 
 from __future__ import annotations
 
+import json
 import re
-import socket
+import sys
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -13,23 +14,30 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHUNKS
 from families import build
 from run_script import start
 
+from kvrag import sample
+
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'kvrag[dev]'")
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "web_chat.py"
 BROWSER = next(filter(None, map(which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt-get install chromium, as .ci/run does")
 
-ANSWER_TOKENS = 12
+KVRAG = Path(sys.executable).with_name("kvrag")
+FLAGS = [
+    "--no-sandbox",  # CI is root
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
 # every text that the newest answer has had
 WATCH = """() => {
     window.heard = [];
     new MutationObserver(() => {
-        const answers = document.querySelectorAll('#chat [data-testid=bot]');
-        const text = answers.length ? answers[answers.length - 1].innerText.trim() : '';
+        const text = [...document.querySelectorAll('.lane:first-child .answer')].at(-1)?.innerText ?? '';
         if (text && text !== window.heard.at(-1)) window.heard.push(text);
     }).observe(document.body, {childList: true, subtree: true, characterData: true});
 }"""
@@ -50,82 +58,98 @@ def model_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture
-def url(model_folder: Path, tmp_path: Path) -> Iterator[str]:
-    """Where the page is."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = ["--model", str(model_folder), "--max-tokens", str(ANSWER_TOKENS), "--port", str(port)]
-    process = start(SCRIPT, *arguments, folder=tmp_path)
+def server(model_folder: Path, tmp_path: Path) -> Iterator[Any]:
+    """A process of `kvrag chat --web`, with its `url`."""
+    arguments = ["--model", str(model_folder), "--store", "kv", "--top-k", "3", "--max-tokens", "12", "--json"]
+    process = start(KVRAG, "chat", "--web", *arguments, folder=tmp_path)
     try:
-        for _ in range(1200):
+        while not (said := tmp_path / "stdout").exists() or "\n" not in said.read_text():
             assert process.is_alive(), (tmp_path / "stderr").read_text()
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.25)
-        yield f"http://127.0.0.1:{port}/"
+            time.sleep(0.1)
+        process.url = json.loads(said.read_text())["url"]
+        yield process
     finally:
         process.terminate()
-        process.join(30)
+        process.join(60)
 
 
 @pytest.fixture
-def page(url: str) -> Iterator[Any]:
+def page(server: Any) -> Iterator[Any]:
     """The page, open."""
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])  # CI is root
-        page = browser.new_page()
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1366, "height": 768})
         page.set_default_timeout(120_000)
-        page.goto(url)
         yield page
         browser.close()
 
 
-def number(page: Any, selector: str) -> int:
-    """The first one in the text of the report's parts."""
-    return int("".join(filter(str.isdigit, page.inner_text(f"#report {selector}").split()[0])))
+def ask(page: Any, question: str, turn: int) -> None:
+    page.fill("#question", question)
+    page.press("#question", "Enter")
+    page.locator(".verdict:not([hidden])").nth(turn - 1).wait_for()
 
 
-def test_upload_ask_stream_and_a_second_turn(page: Any, url: str, tmp_path: Path) -> None:
-    asked, failed = [], []
-    page.on("request", lambda request: asked.append(request.url))
+def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
+    addresses: list[str] = []
+    asked: list[dict[str, Any]] = []
+    failed: list[Any] = []
+    page.on("request", lambda request: addresses.append(request.url))
+    page.on("request", lambda request: asked.append(request.post_data_json) if "chat/" in request.url else None)
     page.on("pageerror", lambda error: failed.append(error))
-    page.reload()
-    folder = tmp_path / "documents"
-    folder.mkdir()
-    (folder / "mira.txt").write_text(CHUNKS[0])
-    (folder / "works.html").write_text(f"<p>{CHUNKS[1]}</p>")
-    (folder / "kan.md").write_text("\n\n".join(CHUNKS[2:]))
-    (folder / "broken.pdf").write_bytes(b"%PDF-1.4 no more than this")
-    page.set_input_files("input[type=file]", sorted(folder.iterdir()))
-    page.get_by_text("broken.pdf: skipped: it is a broken or protected PDF").wait_for()
-    page.get_by_text("3 documents, 3 chunks").wait_for()
-
+    page.goto(server.url)
     page.evaluate(WATCH)
-    question = page.get_by_placeholder("Ask about the documents")
-    said = ""
-    for turn, text in enumerate(["Who likes curry?", "Who founded Tran Works?"], 1):
-        page.evaluate("window.heard = []")
-        question.fill(text)
-        question.press("Enter")
-        page.locator("#prompt", has_text=text).wait_for()
-        page.locator("#report .bar").nth(1).wait_for()  # full prefill's, which comes last
-        # the page also changes while the answer of the turn before is still the newest
-        heard = [answer for answer in page.evaluate("window.heard") if answer != said]
-        assert len(heard) > 2  # not all at once
-        assert all(later.startswith(earlier) for earlier, later in pairwise(heard))
-        said = heard[-1]
-        assert page.get_by_test_id("user").count() == page.get_by_test_id("bot").count() == turn
-        passages = page.locator("#report .passage")
-        sources = passages.locator("b").evaluate_all("all => all.map(one => one.firstChild.textContent)")
-        assert {*sources} == {"kan.md", "mira.txt", "works.html"}
-        reused, recomputed = number(page, ".key .reused"), number(page, ".key .recomputed")
-        assert reused > 3 * 16
-        assert 0 < recomputed < reused
-        assert passages.locator("mark").count() > 0
-        assert page.locator("#report .bar b").count() == 2
-        assert all(time.endswith(" ms") for time in page.locator("#report .bar b").all_inner_texts())
-    assert "Question: Who likes curry?" in page.inner_text("#prompt")  # what was said before is in the prompt
+
+    # the sample documents are there; a question waits for them
+    ask(page, "Who is the cook?", 1)
+    heard = [text for text in page.evaluate("window.heard") if not text.startswith("Waiting: ")]
+    assert len(heard) > 2  # not all at once
+    assert all(later.startswith(earlier) for earlier, later in pairwise(heard))
+    assert page.locator("#documents li").count() == len(sample.documents())
+    lanes = page.locator(".lane")
+    assert lanes.locator(".name").all_inner_texts() == ["kvrag", "Full prefill"]
+    assert all(re.fullmatch(r"\d+ ms|\d+\.\d\d s", text) for text in lanes.locator(".time").all_inner_texts())
+    assert re.search(r"[1-9]\d* reused, [1-9]\d* of them recomputed", lanes.first.inner_text())
+    assert "median of 1 question:" in page.inner_text("#score")
+    page.click(".sources > summary")
+    page.click(".sources li:first-child summary")
+    assert page.locator(".sources li").count() == 3
+    assert page.inner_text(".sources li:first-child p") in "".join(sample.documents().values())
+    assert [body.get("policy") for body in asked] == [None, "full"]
+    assert asked[0]["messages"] == asked[1]["messages"]
+
+    # a second turn knows the first
+    said = lanes.first.locator(".answer").inner_text()
+    ask(page, "Where does he work?", 2)
+    roles = [(message["role"], message["content"]) for message in asked[2]["messages"]]
+    assert roles == [("user", "Question: Who is the cook?"), ("assistant", said), ("user", "Where does he work?")]
+
+    # upload, and deletion
+    (tmp_path / "note.md").write_text("Yusuf Demir works in the canteen, and he sings while he cooks fish soup.")
+    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 no more than this")
+    (tmp_path / "lines.jsonl").write_text('{"text": "Ada Holm works in the archive."}\nno JSON\n')
+    page.set_input_files("#files", [tmp_path / name for name in ("note.md", "broken.pdf", "lines.jsonl")])
+    page.locator("#documents li", has_text="it is a broken or protected PDF").wait_for()
+    page.locator("#documents li", has_text="lines.jsonl").get_by_text("line 2: skipped: it is not JSON").wait_for()
+    page.locator("#documents li", has_text="note.md").get_by_text("1 chunk").wait_for()
+    page.get_by_label("Delete handbook/petrel.md").click()
+    page.get_by_label("Delete handbook/petrel.md").wait_for(state="detached")
+    page.get_by_label("Delete broken.pdf").click()
+    page.get_by_text("it is a broken or protected PDF").wait_for(state="detached")
+    page.get_by_text("17 documents").wait_for()
+
+    # small and dark
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.click("#theme")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+
+    # a lost server is reported in words
+    server.terminate()
+    server.join(60)
+    page.fill("#question", "Is anybody there?")
+    page.press("#question", "Enter")
+    page.locator(".problem", has_text="The server does not answer").wait_for()
     assert failed == []
-    assert [address for address in asked if not address.startswith((url, "data:", "blob:"))] == []  # works offline
+    assert [address for address in addresses if not address.startswith((server.url, "data:"))] == []  # works offline

@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from kvrag import sample
+from kvrag.cli import serve
 from kvrag.cli.common import (
     add_answer_arguments,
     add_engine_arguments,
+    at_least,
     open_engine,
     open_index,
     require_chunks,
@@ -32,10 +35,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag chat`."""
     add_engine_arguments(parser)
     add_answer_arguments(parser)
+    parser.set_defaults(model=None, top_k=None)  # they differ in the browser
+    web = parser.add_argument_group("in a browser")
+    web.add_argument(
+        "--web",
+        action="store_true",
+        help="chat on a web page, beside full prefill. Opens the browser; the default model is smollm2, --top-k "
+        f"{sample.TOP_K}; an empty store gets a sample handbook",
+    )
+    web.add_argument(
+        "--port", type=at_least(0, int, 65535), default=0, help="port of the web page (default: any free one)"
+    )
+    web.add_argument("--no-browser", action="store_true", help="print the address only")
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer until /quit or the end of the input; with --json one object per line."""
+    if args.web:
+        args.model, args.top_k = args.model or "smollm2", args.top_k or sample.TOP_K
+        return serve.chat(args)
+    args.model, args.top_k = args.model or "reader", args.top_k or 4
     history: Messages = []  # questions and answers, without the retrieved chunks
     last: BlendReport | None = None
     require_extra()

@@ -6,13 +6,15 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Sequence
+import webbrowser
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvrag import sample
 from kvrag.cli.common import (
     add_answer_arguments,
     add_engine_arguments,
@@ -118,8 +120,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve until interrupted."""
+def chat(args: argparse.Namespace) -> int:
+    """Serve the web page of `kvrag chat --web`: its options, and the default of all others."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(argparse.Namespace(**{**vars(parser.parse_args([])), **vars(args)}), _open_page)
+
+
+def run(args: argparse.Namespace, announce: Callable[..., None] | None = None) -> int:
+    """Serve until interrupted.
+
+    Args:
+        announce: Called with (arguments, settings, URL, corpora) once the server accepts connections.
+    """
     for module in ("fastapi", "uvicorn", "prometheus_client", "sse_starlette", "python_multipart"):
         if find_spec(module) is None:
             raise KvragError(f"{module} is not installed: pip install 'kvrag[server]'")
@@ -144,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
             corpora.append(_corpus(args, engine, index, namespace, settings))
         app = server.create_app(engine, settings, corpora)
         taken.listen()  # whoever reads the announcement may connect at once
-        _announce(args, settings, server.url(taken), corpora)
+        (announce or _announce)(args, settings, server.url(taken), corpora)
         server.serve(app, taken, args.shutdown_timeout)
     return 0
 
@@ -216,12 +229,25 @@ def _corpus(
     return Corpus(engine, index, tasks, documents.parse, split, settings.max_pending, namespace)
 
 
+def _open_page(args: argparse.Namespace, settings: ServerSettings, url: str, corpora: Sequence[Corpus]) -> None:
+    """Add the sample documents to an empty corpus, and open the page."""
+    for corpus in corpora:
+        if not corpus.statuses():
+            for name, text in sample.documents().items():
+                corpus.add(name, [text])
+    say(f"chat with {settings.name} on {url}/; stop with Ctrl-C")
+    if args.json:
+        print(json.dumps({"url": url, "model": settings.name, "pid": os.getpid()}), flush=True)
+    elif not args.no_browser and {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ):  # a browser in a terminal would wait
+        webbrowser.open(f"{url}/")
+
+
 def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, corpora: Sequence[Corpus]) -> None:
     chunks = sum(corpus.num_chunks for corpus in corpora)
     if args.json:
         print(json.dumps({"url": url, "model": settings.name, "pid": os.getpid(), "chunks": chunks}), flush=True)
     else:
-        say(f"serving {settings.name} on {url}/v1; stop with Ctrl-C")
+        say(f"serving {settings.name} on {url}/v1, a chat page on {url}/; stop with Ctrl-C")
     if corpora and not chunks and not any(corpus.count_pending() for corpus in corpora):
         say(f"the corpus is empty: add documents before using the model {settings.rag_name!r}")
     if args.host not in _LOCAL and not settings.api_keys:

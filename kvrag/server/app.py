@@ -26,6 +26,7 @@ from starlette.responses import Response
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError
 from kvrag.retrieval.documents import Content
+from kvrag.server import page
 from kvrag.server.answers import chat_work, completion_work, respond, warm_work, while_connected
 from kvrag.server.corpus import Corpus, check_id
 from kvrag.server.errors import ApiError, handle_errors, json_response
@@ -407,6 +408,7 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
     )
     app.state.kvrag = state
     app.include_router(router)
+    app.include_router(page.router)
     handle_errors(app)
     _name_models(app, state)
     app.add_middleware(Guard, settings=settings)

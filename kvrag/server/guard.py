@@ -13,9 +13,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrag.server.errors import ApiError, error_response
+from kvrag.server.page import FILES
 from kvrag.server.settings import ServerSettings
 
-_OPEN = ("/health", "/docs", "/openapi.json")  # for load balancers, and for browsers, which send no key with a page
+# for load balancers, and for browsers, which send no key with a page; the chat page asks for the key itself
+_OPEN = ("/health", "/docs", "/openapi.json", *FILES)
 _READING = 64  # requests per namespace beyond those in the admission queue; each may hold a body
 
 

@@ -111,7 +111,7 @@ def _files(name: str, revision: str | None) -> list[str]:
 
 
 def _find(name: str, file: str, revision: str | None) -> str | None:
-    path = loading.reader_path() if name == loading.READER else name
+    path = loading.model_path(name)
     try:
         return cached_file(path, file, revision=revision, local_files_only=True)
     except OSError:  # not there

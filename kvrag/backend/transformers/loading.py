@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from kvrag.backend.transformers.smollm2 import SMOLLM2, smollm2_path
 from kvrag.errors import KvragError, ModelLoadError, SettingError, UnsupportedModelError, out_of_memory
 
 READER = "reader"
@@ -38,6 +39,17 @@ def reader_path() -> str:
     return str(files("kvrag") / "reader")
 
 
+def model_path(name: str) -> str:
+    """Return the folder of a model that comes with a package, else the name itself.
+
+    Raises:
+        ModelLoadError: The package is not installed, or its model cannot be converted.
+    """
+    if name == READER:
+        return reader_path()
+    return smollm2_path() if name == SMOLLM2 else name
+
+
 def load(
     name: str,
     *,
@@ -59,7 +71,7 @@ def load(
     if attn_implementation is not None:
         refuse_attention(attn_implementation)
     _refuse_settings(dtype, device)
-    path = reader_path() if name == READER else name
+    path = model_path(name)
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **where)
@@ -80,7 +92,7 @@ def load_config(
     name: str, revision: str | None = None, trust_remote_code: bool = False, local_files_only: bool = False
 ) -> Any:
     """Load a model's configuration without its weights; raises like `load`."""
-    path = reader_path() if name == READER else name
+    path = model_path(name)
     where = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
     try:
         config = AutoConfig.from_pretrained(path, **where)
@@ -94,7 +106,7 @@ def load_tokenizer(
     name: str, revision: str | None = None, trust_remote_code: bool = False, local_files_only: bool = False
 ) -> Any:
     """Load a model's tokenizer only; raises like `load`."""
-    path = reader_path() if name == READER else name
+    path = model_path(name)
     where = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
     try:
         return AutoTokenizer.from_pretrained(path, **where)

@@ -194,7 +194,8 @@ class ResponsesBuilder:
             events += self._add_text(shown)
         for each in shown.call_pieces:
             events += self._add_arguments(each)
-        for call in (*shown.tool_calls, *shown.invalid_calls):
+        calls: list[ToolCall | InvalidCall] = [*shown.tool_calls, *shown.invalid_calls]
+        for call in calls:
             events += self._close_call(call)
         if self._choice.report is not None:
             if not self._output:

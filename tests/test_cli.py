@@ -17,7 +17,7 @@ import torch
 
 import kvrag.cli.bench
 import kvrag.retrieval.index
-from kvrag import BlendEngine, Model, sample
+from kvrag import BlendEngine, Model
 from kvrag.backend.transformers.shapes import SHAPES
 from kvrag.cli import demo
 from kvrag.cli.common import human_bytes
@@ -123,7 +123,6 @@ WRONG = [
     ["warm", __file__, "--chunk-overlap", "256"],
     ["chat", "--store", "missing"],
     ["chat", "--web", "--port", "65536"],
-    ["demo", "--max-tokens", "0"],
     ["store", "stats", "--store", "missing"],
     ["estimate", "missing"],
     ["explain", "missing.txt"],
@@ -589,27 +588,26 @@ def test_the_corpus_is_of_the_readers_world() -> None:
     assert {answer for _, answer in QUESTIONS} <= {question.answer for question in questions}
 
 
-def test_the_demo_asks_both_ways(tmp_path: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "MODEL", "reader")  # a store of seconds, not of a minute
-    monkeypatch.setattr(sample, "QUESTIONS", dict(list(sample.QUESTIONS.items())[:2]))
-    result = as_json("demo", "--store", tmp_path / "kv")
-    assert result["warm"]["files"] == len(sample.documents())
-    assert [outcome["question"] for outcome in result["questions"]] == list(sample.QUESTIONS)
-    for outcome in result["questions"]:
-        assert outcome["full_answer"]
-        assert outcome["full_ttft_s"] > 0 < outcome["ttft_s"]
-        assert 0 < outcome["recomputed_tokens"] < outcome["reused_tokens"] < outcome["prompt_tokens"]
+def test_the_demo_is_right_by_full_prefill_and_honest_about_the_rest(tmp_path: Path, as_json: Json) -> None:
+    pytest.importorskip("langchain_kvrag")
+    result = as_json("demo", "--no-speed", "--store", tmp_path / "kv")
+    outcomes = result["questions"]
+    assert len(outcomes) == 20
+    assert result["warm"]["new"] == CHUNKS
+    for outcome in outcomes:
+        assert outcome["correct"] == (outcome["answer"] == outcome["expected"])
+        full = outcome["way"] == "full prefill"
+        assert full == (outcome["reused_tokens"] == 0)
+        assert (outcome["way"] == "blending") == (outcome["recomputed_tokens"] > 0)
+        assert outcome["correct"] or not full
+    assert len(keys(tmp_path / "kv")) == CHUNKS
 
 
-def test_the_demo_says_its_number_first_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    long = "word " * 40
-    outcome = demo.Outcome(long, "Ada", f"{long} Ada", f"{long} Ada", 0.5, 1.5, 2000, 1900, 285)
-    other = demo.Outcome("Who?", "Ada", "Nobody.", "It is Ada.", 0.5, 1.5, 2000, 1900, 285)
-    demo._print([outcome, other, outcome])
-    lines = capsys.readouterr().out.strip().splitlines()
-    assert lines[0] == "First token 3.0x sooner: 0.50 s instead of 1.50 s"
-    assert lines[2] == "Right answers: 2 of 3, full prefill 3 of 3. The same in every word: 2."
-    assert max(map(len, lines)) <= 80
+def test_the_demo_without_langchain_says_what_to_install(
+    fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "langchain_kvrag", None)
+    assert "pip install langchain-kvrag" in fails("demo")
 
 
 # -------------------------------------------------------------------- calibrate

@@ -242,7 +242,7 @@ def _cosine(fresh: Tensor, cached: Tensor) -> Tensor:
 
 
 _MIN_QUERIES = 8
-_FIRST_SHARE = 2 / 3  # of the budget, at most, for the first tokens of runs
+_FIRST_SHARE = 1 / 2  # of the budget, at most, for the first tokens of runs
 _STAGES = ((1.4, 1 / 3), (1.0, 2 / 3), (0.6, 1.0))  # (share of the budget, up to this share of the layers); mean 1
 _METRICS = {"l2": _l2, "cosine": _cosine}
 _SCORES: dict[str, Callable[[Context], Scores]] = {

@@ -1,0 +1,52 @@
+"""Write questions about the second world for `kvrag bench quality --data`: `python -m kvrag.reader2.rows FILE`.
+
+Several questions about each context: its chunks are encoded once for all of them. `kvrag bench quality --world 2` draws
+longer contexts, with one question each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+from kvrag.reader2.world import Scale, draw, sample
+
+
+def main() -> None:
+    """Write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="file to write, JSON lines")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--contexts", type=int, default=60, help="default: 60")
+    parser.add_argument("--questions", type=int, default=5, help="questions about each context (default: 5)")
+    parser.add_argument(
+        "--words", type=int, nargs=2, default=(500, 1100), help="words of a context (default: 500 1100)"
+    )
+    args = parser.parse_args()
+    scale = Scale(tuple(args.words), (48, 192), (6, 14), (2, 4))
+    with args.file.open("w", encoding="utf-8") as file:
+        for number in range(args.contexts):
+            rng = random.Random(f"rows {args.seed} {number}")
+            drawn = sample(rng, "test", scale)
+            documents = [f"{number} {title}" for title in drawn.documents]
+            library: dict[str, list[str]] = {}
+            for name, passage in zip(documents, drawn.passages, strict=True):
+                library.setdefault(name, []).append(passage)
+            for turn, question in enumerate(draw(rng, drawn.questions, args.questions)):
+                row = {
+                    "id": f"{number}-{turn}",
+                    "passages": drawn.passages,
+                    "question": question.text,
+                    "answers": [question.answer],
+                    "kind": question.kind,
+                    "across": question.across,
+                    "documents": documents,
+                    "library": library,
+                }
+                file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,6 @@ import kvrag.cli.bench
 import kvrag.retrieval.index
 from kvrag import BlendEngine, Model
 from kvrag.backend.transformers.shapes import SHAPES
-from kvrag.cli import demo
 from kvrag.cli.common import human_bytes
 from kvrag.cli.main import _COMMANDS, main
 from kvrag.config import DEFAULT_POLICY

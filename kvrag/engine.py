@@ -190,8 +190,8 @@ class BlendEngine:
                 `kvrag.generate.tools.prepare`.
             grammar: Grammar that the answer must match.
             template: Variables for the chat template, such as `enable_thinking`.
-            max_new_tokens, temperature, top_p, top_k, repetition_penalty, frequency_penalty, presence_penalty,
-                logit_bias, logprobs, seed: See `Sampling`.
+            max_new_tokens, temperature, top_p, top_k, seed, logprobs: See `Sampling`.
+            repetition_penalty, frequency_penalty, presence_penalty, logit_bias: See `Sampling`.
 
         Yields:
             One Delta per token; the last one has `finish_reason` and the report.

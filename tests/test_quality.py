@@ -498,11 +498,11 @@ def test_an_interrupted_run_reports_the_prompts_that_are_done(
         (["--docs", "{empty}"], "no files with text in"),
         (["--docs", "{short}"], "there is only one: give more documents, or shorter chunks (--chunk-tokens)"),
         (["--docs", "{docs}", "--chunk-tokens", "1200", "--top-k", "9", "--max-tokens", "1900"], "do not fit into"),
-        (["--docs", "{docs}", "--data", "x.jsonl"], "--data and --docs exclude each other"),
+        (["--docs", "{docs}", "--data", "{docs}"], "--data and --docs exclude each other"),
         (["--docs", "{docs}", "--missing", "0.3"], "--missing and --docs exclude each other"),
         (["--docs", "{docs}", "--chunk-tokens", "20,40"], "must be one number of at least 16"),
         (["--docs", "{docs}", "--chunk-tokens", "x"], "--chunk-tokens: invalid literal"),
-        (["--docs", "{docs}", "--top-k", "1"], "--top-k must be at least 2"),
+        (["--docs", "{docs}", "--top-k", "1"], "--top-k with --docs must be at least 2"),
         (["--docs", "{docs}", "--around", "1"], "--around and --docs exclude each other"),
     ],
 )

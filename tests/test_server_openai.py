@@ -233,7 +233,8 @@ def test_a_response_calls_functions(client: OpenAI, engine: BlendEngine, stream:
         events = list(said)
         deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
         said = events[-1].response
-        assert deltas == [said.output[0].arguments]
+        assert len(deltas) > 3
+        assert "".join(deltas) == said.output[0].arguments
     [call] = said.output
     assert (call.type, call.name, said.status) == ("function_call", "look", "completed")
     assert isinstance(json.loads(call.arguments)["far"], bool)
@@ -250,6 +251,24 @@ def test_a_response_calls_functions(client: OpenAI, engine: BlendEngine, stream:
         {"role": "tool", "tool_call_id": call.call_id, "content": "A bird."},
     ]
     assert again.output_text == engine.generate(history, temperature=0, max_new_tokens=64).text.lstrip()
+
+
+def test_a_call_of_a_response_that_is_cut_off_is_incomplete(client: OpenAI) -> None:
+    settings: dict[str, Any] = {"model": NAME, "tools": [TOOL], "temperature": 0, "tool_choice": "required"}
+    sizes = []
+    for limit in range(1, 64):
+        *events, last = client.responses.create(**settings, input=QUESTION, max_output_tokens=limit, stream=True)
+        if last.type == "response.completed":
+            break
+        assert last.type == "response.incomplete"
+        [call] = last.response.output
+        is_whole = call.arguments.endswith("}")  # only the closing marks are missing
+        assert (call.name, call.status) == ("look", "completed" if is_whole else "incomplete")
+        assert [event.item for event in events if event.type == "response.output_item.done"] == [call]
+        deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        assert "".join(deltas) == call.arguments
+        sizes.append(len(call.arguments))
+    assert sizes[0] == 0 < sizes[-1]
 
 
 def test_a_response_keeps_to_a_schema(client: OpenAI) -> None:
@@ -326,7 +345,7 @@ def test_files_are_uploaded_as_forms(served: Served, engine: BlendEngine, tmp_pa
             {"files": [("file", ("a.txt", b"x")), ("file", ("b.txt", b"x"))], "data": {"id": "c"}},
             "without the field `id`",
         ),
-        ({"files": {"file": ("a.pdf", b"no")}}, "a.pdf cannot be read"),
+        ({"files": {"file": ("a.pdf", b"no")}}, "a.pdf: skipped: it is a broken or protected PDF"),
         ({"files": {"file": ("../a.txt", b"x")}}, "document id"),
         ({"content": b"x", "headers": {"Content-Type": "multipart/form-data; boundary=a"}}, "form"),
         ({"content": b"{"}, "must be JSON, or a form"),

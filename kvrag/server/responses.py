@@ -194,8 +194,8 @@ class ResponsesBuilder:
             events += self._add_text(shown)
         for each in shown.call_pieces:
             events += self._add_arguments(each)
-        calls: list[ToolCall | InvalidCall] = [*shown.tool_calls, *shown.invalid_calls]
-        for call in calls:
+        ended: list[ToolCall | InvalidCall] = [*shown.tool_calls, *shown.invalid_calls]
+        for call in ended:
             events += self._close_call(call)
         if self._choice.report is not None:
             if not self._output:
@@ -310,8 +310,10 @@ class ResponsesBuilder:
         number = self._calls[piece.index]
         item = self._output[number]
         item["arguments"] += piece.arguments
-        kind, place = "response.function_call_arguments.delta", {"item_id": item["id"], "output_index": number}
-        return *events, self._event(kind, **place, delta=piece.arguments)
+        if piece.arguments:
+            place = {"item_id": item["id"], "output_index": number}
+            events.append(self._event("response.function_call_arguments.delta", **place, delta=piece.arguments))
+        return events
 
     def _close_call(self, call: ToolCall | InvalidCall) -> Sequence[Event]:
         number = next(number for number in self._calls if self._output[number]["call_id"] == call.id)

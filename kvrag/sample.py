@@ -1,4 +1,4 @@
-"""The sample documents of `kvrag demo` and the web chat: an invented company's handbook, and questions about it."""
+"""The sample documents of the web chat: an invented company's handbook, and questions about it."""
 
 from __future__ import annotations
 

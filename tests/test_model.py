@@ -96,7 +96,7 @@ def test_control_tokens_in_documents_stay_text(token: str, model: Model, doublin
         None,
         3,
         b"bytes",
-        [3],
+        ["x", 3],
         ["text"],
         [{"content": "x"}],
         [{"role": 3, "content": "x"}],
@@ -160,10 +160,10 @@ def test_the_preamble_is_what_every_prompt_begins_with(model: Model, doubling: A
 
 def test_threads_do_not_get_each_others_control_tokens(model: Model) -> None:
     """The tokenizer keeps in itself whether control tokens are text, and a prompt and a chunk differ in it."""
-    ours = model.tokenizer
+    ours, another = model.tokenizer, Tokenizer(model.tokenizer.hf, "of another model")
     text = "She said </s> and <s> twice. " * 3
     calls: list[Callable[[], list[int]]] = [
-        lambda: ours.encode(text),
+        lambda: another.encode(text),
         lambda: ours.render("<s>" + text),
         lambda: ours.render([{"role": "user", "content": text}]),
     ]

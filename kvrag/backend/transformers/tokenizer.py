@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, TypeGuard, cast
+from weakref import WeakKeyDictionary
 
 import xxhash
 from tokenizers.decoders import DecodeStream
@@ -38,10 +39,9 @@ class Tokenizer:
 
     def __init__(self, hf: Any, model_name: str, preamble: bool = True) -> None:
         self.hf, self._name = hf, model_name
-        self._lock = threading.Lock()  # the tokenizer keeps state about control tokens: one thread at a time
+        self._lock = _lock_of(hf)
         self._renders_tools: dict[str, bool] = {}
         self._generation_prompts: dict[str, int] = {}
-        self._anchor = self.hf.encode("a", add_special_tokens=False)[-1]  # before other tokens: some lose a first space
         self.preamble = self._find_preamble() if preamble else ()
 
     def as_prompt(self, text: str) -> str | Messages:
@@ -141,7 +141,8 @@ class Tokenizer:
 
         The text of an incomplete character is U+FFFD; its bytes are exact.
         """
-        before, both = (self.decode(ids, control_tokens=True) for ids in ([self._anchor], [self._anchor, token]))
+        anchor = self.encode("a")[-1:]  # a first token may lose its space
+        before, both = (self.decode(ids, control_tokens=True) for ids in (anchor, [*anchor, token]))
         text = both.removeprefix(before)
         if "\ufffd" not in text:
             return text, text.encode()
@@ -262,6 +263,15 @@ class TextStream:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._hf.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False))
+
+
+def _lock_of(hf: Any) -> threading.Lock:
+    """Return the lock of a tokenizer, which keeps state about control tokens: one thread at a time, in all models."""
+    with _LOCK:
+        return _LOCKS.setdefault(hf, threading.Lock())
+
+
+_LOCK, _LOCKS = threading.Lock(), WeakKeyDictionary[Any, threading.Lock]()
 
 
 def is_token_ids(prompt: object) -> TypeGuard[TokenIds]:

@@ -46,10 +46,12 @@ from kvrag import (
     BlendReport,
     CallPiece,
     Delta,
+    InvalidCall,
     LazyEngine,
     LLMBase,
     LLMSettings,
     RemoteEngine,
+    ToolCall,
 )
 
 _Prompt = str | list[dict[str, Any]]
@@ -338,8 +340,9 @@ class _Response:
     @classmethod
     def all_of(cls, answer: Answer) -> _Response:
         raw = _raw(answer.report, answer.num_tokens, answer.finish_reason)
-        calls = tuple(_Call(call.name, call.id, call.arguments) for call in (*answer.tool_calls, *answer.invalid_calls))
-        return cls(answer.text, None, calls, answer.num_tokens, raw)
+        calls: list[ToolCall | InvalidCall] = [*answer.tool_calls, *answer.invalid_calls]
+        made = tuple(_Call(call.name, call.id, call.arguments) for call in calls)
+        return cls(answer.text, None, made, answer.num_tokens, raw)
 
     def add(self, delta: Delta) -> _Response:
         num_tokens = self.num_tokens + delta.num_tokens

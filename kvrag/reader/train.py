@@ -334,12 +334,8 @@ def optimizers(net: Net) -> list[torch.optim.Optimizer]:
     ]
 
 
-def save(net: Net, tokenizer: PreTrainedTokenizerFast, folder: Path, world: int = 1) -> None:
-    """Write the model in transformers' format, in bfloat16; its window is the tokenizer's.
-
-    Args:
-        world: The number of the reader's world, which `kvrag bench quality` asks about.
-    """
+def save(net: Net, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the model in transformers' format, in bfloat16; its window is the tokenizer's."""
     size = net.size
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -349,7 +345,7 @@ def save(net: Net, tokenizer: PreTrainedTokenizerFast, folder: Path, world: int 
         max_position_embeddings=tokenizer.model_max_length,
         tie_word_embeddings=True,
         dtype="bfloat16",
-        kvrag_world=world,
+        kvrag_world=1,
         rope_parameters={"rope_type": "default", "rope_theta": size.rope_theta},
         **{k: v for k, v in asdict(size).items() if k != "rope_theta"},
     )

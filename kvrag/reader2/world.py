@@ -170,7 +170,6 @@ class Scale:
         documents: Documents of a context.
         near: Share of entities that nearly duplicate another's name.
         idle: Share of sentences with an idle one behind them.
-        forms: Forms of sections, names of methods of `_Document`.
     """
 
     context: tuple[int, int] = (2000, 6000)
@@ -179,7 +178,6 @@ class Scale:
     documents: tuple[int, int] = (2, 5)
     near: float = 0.4
     idle: float = 0.5
-    forms: tuple[str, ...] = tuple(_FORMS)
 
 
 FULL = Scale()
@@ -280,8 +278,7 @@ class _Document:
         self.facts.append(Fact(entity, attribute, value, style, unit, anchor))
 
     def section(self) -> None:
-        form = self.rng.choices(self.scale.forms, [_FORMS[form] for form in self.scale.forms])[0]
-        getattr(self, form)()
+        getattr(self, self.rng.choices(list(_FORMS), list(_FORMS.values()))[0])()
 
     def prose(self) -> None:
         """A paragraph that names its entity once, after idle sentences or at once, then says "it"."""
@@ -498,13 +495,3 @@ def draw(rng: random.Random, questions: Iterable[Question], num: int) -> list[Qu
         if not by_kind[kind]:
             del by_kind[kind]
     return drawn
-
-
-def words() -> list[str]:
-    """Return every word of the world, for the tokenizer's vocabulary."""
-    forms = (*_NAMED, *_PRONOUN, *_DIRECT, *_INVERSE, *_TWO_HOP, *_TITLES, NOT_STATED, "Entries for", "open name entry")
-    texts = [*forms, *(part for parts in _IDLE for part in parts), *LEFT]
-    texts += [value for values in VALUES.values() for value in values]
-    for kind in _KINDS:
-        texts += [kind.plural, *kind.right, *kind.attributes, *(name.title() for name in kind.attributes)]
-    return sorted({word for text in texts for word in re.findall(r"[^\W\d]{2,}", text)})

@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import takewhile
 from typing import Any, TypeGuard, cast
 from weakref import WeakKeyDictionary
@@ -136,13 +137,17 @@ class Tokenizer:
         text = self.hf.decode(ids, skip_special_tokens=not control_tokens, clean_up_tokenization_spaces=False)
         return str(text)
 
+    @cached_property
+    def _anchor(self) -> list[int]:
+        """A token to put before others: a first one may lose its space."""
+        return self.encode("a")[-1:]
+
     def token_text(self, token: int) -> tuple[str, bytes]:
         """Return the text of one token as it appears within a text, and its bytes.
 
         The text of an incomplete character is U+FFFD; its bytes are exact.
         """
-        anchor = self.encode("a")[-1:]  # a first token may lose its space
-        before, both = (self.decode(ids, control_tokens=True) for ids in (anchor, [*anchor, token]))
+        before, both = (self.decode(ids, control_tokens=True) for ids in (self._anchor, [*self._anchor, token]))
         text = both.removeprefix(before)
         if "\ufffd" not in text:
             return text, text.encode()

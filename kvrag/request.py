@@ -169,9 +169,10 @@ class Pipeline:
             config, decision = self._decide(prompt.config, found)
             matched = Matched(prompt.ids, prefix=prompt.prefix) if config.policy == "full" else found
             if matched.runs or matched.prefix:
-                with closing(LayerLoader(self.backend, matched.readers, self.codec, trace)) as loader:
+                capacity = self._capacity(prompt)
+                with closing(LayerLoader(self.backend, matched, self.codec, trace, capacity)) as loader:
                     with trace.step("stitch"):
-                        stitched = stitch(self.backend, matched, loader, self._capacity(prompt), self.codec)
+                        stitched = stitch(self.backend, matched, loader, capacity, self.codec)
                     with trace.step("select"):
                         selection = select(self.backend, stitched, config)
                     logits = self._blend(matched, stitched, selection, trace)

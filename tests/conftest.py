@@ -82,7 +82,7 @@ def laying_out(engine: BlendEngine) -> Iterator[LayOut]:
         def lay_out(*chunks: str, ids: list[int] | None = None) -> Stitched:
             ids = engine.model.tokenizer.render(messages(*chunks)) if ids is None else ids
             matched = stack.enter_context(closing(engine._pipeline._match(Prompt(ids, engine.config))))
-            loader = LayerLoader(engine.model, matched.readers, engine.codec, Trace(engine.model))
+            loader = LayerLoader(engine.model, matched, engine.codec, Trace(engine.model), len(ids) + 10)
             return stitch(engine.model, matched, loader, len(ids) + 10, engine.codec)
 
         yield lay_out

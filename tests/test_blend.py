@@ -12,7 +12,7 @@ from families import FAMILIES, build
 
 import kvrag.backend.protocol
 import kvrag.reuse.blend
-import kvrag.reuse.stitch
+import kvrag.reuse.load
 from kvrag import BlendEngine, FileStore, Model
 from kvrag.reuse.blend import blend, prefill
 from kvrag.reuse.select import Selection
@@ -150,12 +150,12 @@ def test_memory_that_was_never_written_is_never_read(
         engine.warm(CHUNKS)
         prompt = messages(*CHUNKS)
         before = engine.generate(prompt, ratio=0.2, policy=policy, max_new_tokens=5, temperature=0)
-        plain = kvrag.reuse.stitch._empty
+        plain = kvrag.reuse.load._empty
 
         def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
             return plain(*args, **kwargs).fill_(torch.nan)
 
-        monkeypatch.setattr(kvrag.reuse.stitch, "_empty", poisoned)
+        monkeypatch.setattr(kvrag.reuse.load, "_empty", poisoned)
         monkeypatch.setattr(kvrag.backend.protocol, "PREFILL_BLOCK", 50)
         after = engine.generate(prompt, ratio=0.2, policy=policy, max_new_tokens=5, temperature=0)
         assert after.token_ids == before.token_ids

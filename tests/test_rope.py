@@ -62,6 +62,15 @@ def test_rotate_leaves_its_argument_alone_and_writes_to_out() -> None:
     assert not torch.equal(out, keys)
 
 
+@pytest.mark.parametrize("pairs", ["half_split", "interleaved"])
+def test_rotation_in_place_gives_the_same(pairs: Any) -> None:
+    keys = torch.randn(1, 2, 700, 20)  # more than one block, and dimensions that do not rotate
+    cos, sin = _tables(torch.arange(700) + 5, 8)
+    wanted = rotate(keys, cos, sin, pairs)
+    assert rotate(keys, cos, sin, pairs, out=keys) is keys
+    assert torch.equal(keys, wanted)
+
+
 def test_half_precision_keys_are_turned_in_float32() -> None:
     keys = torch.randn(1, 1, 64, 16).bfloat16()
     cos, sin = _tables(torch.arange(64) + 30000.0, 8)
@@ -83,6 +92,6 @@ def test_rotated_keys_equal_the_models_own_keys_at_the_new_position(family: str,
     for layer in range(model.num_layers):
         keys, own = here.layer(layer)[0], there.layer(layer)[0]
         free = model.unrotate(layer, keys, model.tables(torch.arange(40))[layer])
-        moved = torch.empty_like(keys)
-        model.rotate(layer, free, model.tables(torch.arange(shift + 40))[layer], slice(shift, shift + 40), out=moved)
+        moved = free.clone()
+        model.rotate(layer, moved, model.tables(torch.arange(shift + 40))[layer], slice(shift, shift + 40))
         torch.testing.assert_close(moved, own, atol=2e-4, rtol=1e-3)

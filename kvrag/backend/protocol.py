@@ -108,8 +108,8 @@ class Backend(Protocol):
     def tables(self, positions: Tensor) -> list[Tables]:
         """Return cos and sin of each layer for (T,) positions."""
 
-    def rotate(self, number: int, keys: Tensor, tables: Tables, landing: slice, out: Tensor) -> None:
-        """Write (B, H, T, D) position-free keys of a layer to `out`, rotated to the `landing` rows of the tables."""
+    def rotate(self, number: int, keys: Tensor, tables: Tables, landing: slice) -> None:
+        """Rotate (B, H, T, D) position-free keys of a layer in place, to the `landing` rows of the tables."""
 
     def unrotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
         """Return the (B, H, T, D) keys of a layer without their position."""

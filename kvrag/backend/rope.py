@@ -26,14 +26,14 @@ def rotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "half_split", 
             2R dimensions rotate, the rest are copied.
         sin: (T, R) float32, likewise.
         pairs: Which dimensions rotate together.
-        out: (B, H, T, D) to write to.
+        out: (B, H, T, D) to write to, `keys` itself to rotate in place.
 
     Returns:
-        (B, H, T, D) in the dtype of `keys`; `keys` is unchanged.
+        (B, H, T, D) in the dtype of `keys`.
     """
     out = torch.empty_like(keys) if out is None else out
     num_rotary = 2 * cos.shape[-1]
-    if num_rotary < keys.shape[-1]:
+    if num_rotary < keys.shape[-1] and out is not keys:
         out[..., num_rotary:] = keys[..., num_rotary:]
     size = _BLOCK if keys.device.type == "cpu" else keys.shape[2]
     for start in range(0, keys.shape[2], size):
@@ -41,8 +41,9 @@ def rotate(keys: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "half_split", 
         first, second = _split(keys[:, :, block, :num_rotary], pairs)
         first, second, c, s = first.float(), second.float(), cos[block], sin[block]
         to_first, to_second = _split(out[:, :, block, :num_rotary], pairs)
-        to_first.copy_((first * c).addcmul_(second, s, value=-1))
+        rotated = (first * c).addcmul_(second, s, value=-1)  # before `first` can change
         to_second.copy_((second * c).addcmul_(first, s))
+        to_first.copy_(rotated)
     return out
 
 

@@ -148,8 +148,9 @@ def _stitch(model: Model, ids: list[int], warmed: _Warmed) -> Stitched:
     runs = [replace(run, key=warmed.keys[run.key]) for run in match([warmed.segment], ids, _MIN_RUN)]
     readers = {key: reader for key in {run.key for run in runs} if (reader := store.open(key)) is not None}
     with closing(store), closing(Matched(ids, runs, readers)) as matched:
-        loader = LayerLoader(model, readers, warmed.codec, Trace(model))
-        stitched = stitch(model, matched, loader, len(ids) + _NEW_TOKENS, warmed.codec)
+        capacity = len(ids) + _NEW_TOKENS
+        loader = LayerLoader(model, matched, warmed.codec, Trace(model), capacity)
+        stitched = stitch(model, matched, loader, capacity, warmed.codec)
         for number in range(model.num_layers):
             stitched.cache.layer(number)
     return stitched

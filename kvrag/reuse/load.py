@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +21,19 @@ from kvrag.store import ChunkReader
 from kvrag.store.codec import unpack
 from kvrag.types import Run
 
-_AHEAD = 2  # layers read before they are needed
+_AHEAD = 4  # layers read before they are needed
 _pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="kvrag-read")
 
-LayerKV = dict[str, tuple[Tensor, Tensor]]
+_Chunks = dict[str, tuple[Tensor, Tensor]]
 """Chunk key -> position-free keys and values of one layer, each (H, T, D)."""
+
+
+class _Laid(NamedTuple):
+    """Keys and values of one layer, each (1, H, capacity, D), and the end of their copy to a GPU."""
+
+    keys: Tensor
+    values: Tensor
+    copied: torch.cuda.Event | None
 
 
 @dataclass(frozen=True)
@@ -81,50 +93,72 @@ class Matched:
 
 
 class LayerLoader:
-    """Loads several chunks layer by layer; its own threads read ahead."""
+    """Loads the matched runs layer by layer, laid out in prompt order; its own threads read ahead.
 
-    def __init__(self, backend: Backend, readers: Mapping[str, ChunkReader], codec: str, trace: Trace) -> None:
+    All runs of a layer are laid out by one concatenation and, for a GPU, in pinned memory and by one copy on a stream
+    of its own: an operation per run and layer would cost more than the bytes.
+    """
+
+    def __init__(self, backend: Backend, matched: Matched, codec: str, trace: Trace, capacity: int) -> None:
         """Start reading the first layers.
 
         Args:
-            readers: Chunk key -> open reader. The caller closes it.
+            matched: Runs and open readers. The caller closes it.
             codec: Codec of the tensors that the readers return.
+            capacity: Number of positions of a layer, including those that are not filled.
         """
         self.trace = trace
-        self._backend, self._readers, self._codec = backend, readers, codec
+        self._backend, self._matched, self._codec, self._capacity = backend, matched, codec, capacity
+        at_hand = codec == "native" and all(reader.tier == "ram" for reader in matched.readers.values())
         # nothing to wait for, so no reason to queue behind a slow disk
-        self._is_at_hand = codec == "native" and all(reader.tier == "ram" for reader in readers.values())
+        self._is_at_hand = at_hand and backend.device.type == "cpu"
         self._ahead = _AHEAD if backend.passes_may_wait else backend.num_layers
-        self._reads: dict[int, Future[LayerKV]] = {}
+        self._reads: dict[int, Future[_Laid | _Chunks]] = {}
         self._read_ahead(0)
         if not backend.passes_may_wait:
             self._wait_for_all()
 
-    def layer(self, number: int) -> LayerKV:
-        """Return a layer of all chunks, on its device. Each layer can be requested once.
+    @property
+    def span(self) -> slice:
+        """The positions from the first run's start to the last run's end."""
+        runs = self._matched.runs
+        return slice(runs[0].start, runs[-1].stop) if runs else slice(0, 0)
 
-        Other threads can use the model while this one waits.
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return position-free keys and values of a layer, each (1, H, capacity, D), on its device.
+
+        Positions outside of the runs are undefined. Each layer can be requested once. Other threads can use the model
+        while this one waits.
 
         Raises:
             DamagedChunkError: A chunk's bytes differ from those that were written.
             ChunkUnreadableError: A chunk cannot be read at the moment.
         """
         with self.trace.step("load", synchronise=False):
-            if self._is_at_hand:
-                return self._read(number)
-            self._read_ahead(number)
-            read = self._reads[number]
-            self._reads[number] = Future()  # frees the tensors
-            if not read.done():
-                with self._backend.waiting():
-                    read.exception()
-            return read.result()
+            read = self._read(number) if self._is_at_hand else self._await(number)
+        with self.trace.step("stitch", synchronise=False):
+            laid = read if isinstance(read, _Laid) else self._lay_out(number, read)
+            if laid.copied is not None:
+                stream = torch.cuda.current_stream(laid.keys.device)
+                stream.wait_event(laid.copied)
+                for tensor in (laid.keys, laid.values):
+                    tensor.record_stream(stream)
+        return laid.keys, laid.values
 
     def close(self) -> None:
         """Wait for pending reads, so that the readers can be closed."""
         for read in self._reads.values():
             if not read.cancel() and read.running():
                 read.exception()
+
+    def _await(self, number: int) -> _Laid | _Chunks:
+        self._read_ahead(number)
+        read = self._reads[number]
+        self._reads[number] = Future()  # frees the tensors
+        if not read.done():
+            with self._backend.waiting():
+                read.exception()
+        return read.result()
 
     def _wait_for_all(self) -> None:
         """Wait until all layers are in memory. An error in one process is raised in all of them."""
@@ -139,24 +173,75 @@ class LayerLoader:
             raise other
 
     def _read_ahead(self, number: int) -> None:
-        if self._is_at_hand or not self._readers:
+        if self._is_at_hand or not self._matched.runs:
             return
+        # all layers at once would fill a device whose memory the engine has divided up
+        prepare = self._prepare if self._backend.passes_may_wait else self._read
         for layer in range(number, min(number + 1 + self._ahead, self._backend.num_layers)):
             if layer not in self._reads:
-                self._reads[layer] = _pool.submit(self._read, layer)
+                self._reads[layer] = _pool.submit(prepare, layer)
 
-    def _read(self, number: int) -> LayerKV:
-        # all layers at once would fill a device whose memory the engine has divided up
-        ahead = self._backend.passes_may_wait
-        device = self._backend.layer_device(number) if ahead else torch.device("cpu")
-        chunks: LayerKV = {}
-        for key, reader in self._readers.items():
-            try:
-                with self.trace.reading():
-                    packed = reader.layer(number)
-                chunks[key] = unpack(packed, self._codec, device)
-            except (MemoryError, RuntimeError) as error:
-                if not out_of_memory(error):
-                    raise
-                raise ChunkUnreadableError(key, "out of memory") from error
+    def _prepare(self, number: int) -> _Laid:
+        return self._lay_out(number, self._read(number))
+
+    def _read(self, number: int) -> _Chunks:
+        chunks: _Chunks = {}
+        for key, reader in self._matched.readers.items():
+            with _unreadable_without_memory(key), self.trace.reading():
+                chunks[key] = reader.layer(number)
         return chunks
+
+    def _lay_out(self, number: int, chunks: _Chunks) -> _Laid:
+        device = self._backend.layer_device(number)
+        with _unreadable_without_memory(next(iter(chunks))), _copying(device):
+            for key, packed in chunks.items():
+                chunks[key] = unpack(packed, self._codec, device)
+            keys, values = (self._lay_out_side(side, chunks, device) for side in (0, 1))
+            copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        return _Laid(keys, values, copied)
+
+    def _lay_out_side(self, side: int, chunks: _Chunks, device: torch.device) -> Tensor:
+        """Return the (1, H, capacity, D) keys (side 0) or values (1) of a layer."""
+        runs, span, heads = self._matched.runs, self.span, self._backend.heads
+        gaps = [after.start - before.stop for before, after in pairwise(runs)]
+        like = chunks[runs[0].key][side][heads]
+        gap = _empty(like, max(gaps, default=0), like.device)[0]
+        parts = list[Tensor]()
+        for run, length in zip(runs, [0, *gaps], strict=True):
+            if length:
+                parts.append(gap[:, :length])
+            parts.append(chunks[run.key][side][heads, run.offset : run.offset + len(run)])
+        laid = _empty(like, self._capacity, device)
+        landing = laid[0, :, span]
+        if like.device == device:
+            torch.cat(parts, dim=1, out=landing)
+        else:
+            pinned = torch.empty(landing.shape, dtype=laid.dtype, pin_memory=device.type == "cuda")
+            landing.copy_(torch.cat(parts, dim=1, out=pinned), non_blocking=True)
+        return laid
+
+
+def _empty(like: Tensor, num_tokens: int, device: torch.device) -> Tensor:
+    """Return an uninitialised (1, H, num_tokens, D) tensor: fresh positions are written before they are read."""
+    return torch.empty(1, like.shape[0], num_tokens, like.shape[2], dtype=like.dtype, device=device)
+
+
+@contextmanager
+def _unreadable_without_memory(key: str) -> Iterator[None]:
+    """Report a lack of memory as that chunk being unreadable, so that it is recomputed."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise ChunkUnreadableError(key, "out of memory") from error
+
+
+def _copying(device: torch.device) -> AbstractContextManager[Any]:
+    """Work on the stream that copies to this device, beside the model's stream."""
+    return torch.cuda.stream(_copy_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

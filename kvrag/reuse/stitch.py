@@ -91,18 +91,10 @@ def stitch(backend: Backend, matched: Matched, loader: LayerLoader, capacity: in
     tables = backend.tables(torch.arange(num_tokens))
 
     def lay_out(number: int) -> tuple[Tensor, Tensor]:
-        chunks = loader.layer(number)
+        keys, values = loader.layer(number)
         with loader.trace.step("stitch", synchronise=False):
-            device = backend.layer_device(number)
-            keys, values = (_empty(part[backend.heads], capacity, device) for part in next(iter(chunks.values())))
-            for run in runs:
-                chunk_keys, chunk_values = (
-                    part[None, backend.heads, run.offset : run.offset + len(run)] for part in chunks[run.key]
-                )
-                landing = slice(run.start, run.stop)
-                backend.rotate(number, chunk_keys.to(device), tables[number], landing, out=keys[:, :, landing])
-                values[:, :, landing] = chunk_values
-            return keys, values
+            backend.rotate(number, keys[:, :, loader.span], tables[number], loader.span)
+        return keys, values
 
     kept = (prefix.conversation.cache, prefix.length) if prefix else None
     filled = reused.clone()
@@ -117,8 +109,3 @@ def _is_exact(backend: Backend, ids: Sequence[int], run: Run, reader: ChunkReade
     # where RoPE depends on the length, the chunk may have been encoded in a pass longer than the prompt
     encoded = len(backend.preamble) + len(reader.ids)
     return behind_preamble and not reader.context_tokens and max(len(ids), encoded) <= backend.stable_length
-
-
-def _empty(like: Tensor, num_tokens: int, device: torch.device) -> Tensor:
-    """Return an uninitialised (1, H, num_tokens, D) tensor: fresh positions are written before they are read."""
-    return torch.empty(1, like.shape[0], num_tokens, like.shape[2], dtype=like.dtype, device=device)

@@ -16,7 +16,8 @@ class Trace:
     """Seconds per step of one request.
 
     Steps: `match`, `select`, `blend` in this order; within `select` and `blend`, `load` (waiting for the store) and
-    `stitch` (layout and rotation); `read` while at least one thread was reading chunks.
+    `stitch` (rotation, and layout where the reading threads did not do it); `read` while at least one thread was
+    reading chunks.
     """
 
     def __init__(self, backend: Backend) -> None:

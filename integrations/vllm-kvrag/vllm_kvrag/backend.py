@@ -231,13 +231,11 @@ class VllmBackend:
                 made[id(rotary)] = cos.contiguous(), sin.contiguous()
         return [None if rotary is None else made[id(rotary)] for rotary in self._rotary]
 
-    def rotate(self, number: int, keys: Tensor, tables: Tables, landing: slice, out: Tensor) -> None:
-        """Write (B, H, T, D) position-free keys of a layer to `out`, rotated to the `landing` rows of the tables."""
+    def rotate(self, number: int, keys: Tensor, tables: Tables, landing: slice) -> None:
+        """Rotate (B, H, T, D) position-free keys of a layer in place, to the `landing` rows of the tables."""
         rotary = self._rotary[number]
-        if rotary is None or tables is None:
-            out.copy_(keys)
-        else:
-            rotate(keys, tables[0][landing], tables[1][landing], _pairs(rotary), out)
+        if rotary is not None and tables is not None:
+            rotate(keys, tables[0][landing], tables[1][landing], _pairs(rotary), out=keys)
 
     def unrotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
         """Return the (B, H, T, D) keys of a layer without their position."""

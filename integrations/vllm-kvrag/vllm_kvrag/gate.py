@@ -39,8 +39,8 @@ def check(backend: VllmBackend, num_blocks: int) -> None:
     free = [bound.unrotate(number, keys, tables[number]) for number, (keys, _) in enumerate(here)]
 
     def source(number: int) -> tuple[Tensor, Tensor]:
-        keys = torch.empty_like(free[number])
-        bound.rotate(number, free[number], tables[number], slice(0, _TOKENS), keys)
+        keys = free[number].clone()
+        bound.rotate(number, keys, tables[number], slice(0, _TOKENS))
         return keys, here[number][1]
 
     scattered = everything[(everything % 5 == 0) | (everything % 7 == 1) | (everything > _TOKENS - 9)]

@@ -213,14 +213,12 @@ class Model:
                     made[source] = rotary.tables(positions, self.dtype, self.device)
         return [None if rotary is None else made[rotary.module, rotary.extra] for rotary in self._rotary]
 
-    def rotate(self, number: int, keys: Tensor, tables: Tables, landing: slice, out: Tensor) -> None:
-        """Write (B, H, T, D) position-free keys of a layer to `out`, rotated to the `landing` rows of the tables."""
+    def rotate(self, number: int, keys: Tensor, tables: Tables, landing: slice) -> None:
+        """Rotate (B, H, T, D) position-free keys of a layer in place, to the `landing` rows of the tables."""
         rotary = self._rotary[number]
-        if rotary is None or tables is None:
-            out.copy_(keys)
-        else:
+        if rotary is not None and tables is not None:
             cos, sin = (table[landing].to(keys.device) for table in tables)
-            rotate(keys, cos, sin, rotary.pairs, out)
+            rotate(keys, cos, sin, rotary.pairs, out=keys)
 
     def unrotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
         """Return the (B, H, T, D) cached keys of a layer without their position."""

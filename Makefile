@@ -3,7 +3,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 0
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
-.PHONY: setup demo test test-oldest setup-vllm test-vllm lint check release-check bench docs pictures clean
+.PHONY: setup demo test test-oldest setup-vllm test-vllm lint check release-check bench gpu-check docs pictures clean
 
 setup: .venv/.done
 
@@ -82,6 +82,10 @@ pictures: setup
 
 bench: setup
 	$(BIN)/kvrag bench ttft
+
+# what to know about a new GPU, in eight minutes: needs torch and kvrag's dependencies, no network
+gpu-check:
+	PYTHONPATH=. HF_HUB_OFFLINE=1 $(PYTHON) -m kvrag.cli.main bench gpu --out gpu-check.json
 
 clean:
 	rm -rf .venv .venv-oldest .venv-vllm build dist docs/_build .pytest_cache .mypy_cache .ruff_cache

@@ -24,11 +24,8 @@ from kvrag.engine import BlendEngine
 from kvrag.ingest.encode import BATCH_TOKENS
 
 
-def measure(
-    model: str, layers: int | None, chunks: int, chunk_tokens: int, document_chunks: int, repeats: int
-) -> dict[str, Any]:
+def measure(net: Model, chunks: int, chunk_tokens: int, document_chunks: int, repeats: int) -> dict[str, Any]:
     """Return medians over `repeats` after one warm-up round; a document consists of `document_chunks` chunks."""
-    net = random_model(model, layers)
     words, rng = one_token_words(net), random.Random(0)
     rates: dict[str, list[float]] = {"engine": [], "forward": []}
     for repeat in range(repeats + 1):
@@ -70,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     if args.document_chunks < 1:
         args.parser.error("--document-chunks must be at least 1")
     print("measuring", file=sys.stderr, flush=True)
-    result = measure(args.model, args.layers, args.chunks, args.chunk_tokens, args.document_chunks, args.repeats)
+    net = random_model(args.model, args.layers)
+    result = measure(net, args.chunks, args.chunk_tokens, args.document_chunks, args.repeats)
     if args.json:
         print(json.dumps(result))
         return 0

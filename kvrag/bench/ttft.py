@@ -95,13 +95,21 @@ class TtftSetup:
     ram_bytes: int = 0
 
 
-def measure(setup: TtftSetup, ask: Ask = _ask, progress: Callable[[str], None] = lambda line: None) -> TtftResult:
+def measure(
+    setup: TtftSetup,
+    ask: Ask = _ask,
+    progress: Callable[[str], None] = lambda line: None,
+    net: Model | None = None,
+) -> TtftResult:
     """Measure on a random model of that shape; medians over the rounds after one warm-up round.
 
-    `ask(engine, policy, chunks, question)` must answer with one token; it may use a framework.
+    Args:
+        ask: `ask(engine, policy, chunks, question)` must answer with one token; it may use a framework.
+        net: The model, if it exists already.
     """
-    progress(f"building a random model of {setup.model}'s shape")
-    net = random_model(setup.model, setup.layers)
+    if net is None:
+        progress(f"building a random model of {setup.model}'s shape")
+        net = random_model(setup.model, setup.layers)
     words = one_token_words(net)
     rng = random.Random(0)
     corpus = ["".join(rng.choices(words, k=setup.chunk_tokens)) for _ in range(setup.chunks)]

@@ -1,0 +1,152 @@
+"""What to know about a new GPU, in one run without a network: exactness, time to first token, ingestion, a profile.
+
+All models have real shapes and random weights. A part that fails, for lack of memory for example, is reported, and the
+next one runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from kvrag.backend.transformers import Model
+from kvrag.backend.transformers.shapes import random_model
+from kvrag.bench import ingest, ttft
+from kvrag.bench.ttft import TtftResult, TtftSetup
+from kvrag.inspect.verify import verify
+
+_CHUNK_TOKENS = 512
+_RAM = 64 << 30
+_TIERS = {"RAM": _RAM, "disk": 0}
+_GATE_LAYERS = 4
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the run: its result, or the reason why there is none."""
+
+    name: str
+    seconds: float
+    result: Any = None
+    failure: str = ""
+
+
+class Run:
+    """Runs the parts until the time is over."""
+
+    def __init__(self, seconds: float, progress: Callable[[str], None]) -> None:
+        self.parts: list[Part] = []
+        self._started, self._seconds, self._progress = time.perf_counter(), seconds, progress
+
+    def part(self, name: str, work: Callable[[], Any]) -> Any:
+        """Return the result of a part; None if it failed or came too late."""
+        started = time.perf_counter()
+        if started - self._started > self._seconds:
+            self.parts.append(Part(name, 0.0, failure="out of time"))
+            return None
+        self._progress(f"{started - self._started:4.0f} s  {name}")
+        try:
+            result, failure = work(), ""
+        except Exception as error:  # whatever a new machine has in store: the other parts still count
+            result, failure = None, f"{type(error).__name__}: {error}".splitlines()[0]
+        self.parts.append(Part(name, time.perf_counter() - started, result, failure))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return result
+
+
+def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> list[Part]:
+    """Run all parts, those that matter most first."""
+    run = Run(args.seconds, progress)
+    for dtype in (torch.float32, torch.bfloat16):
+        run.part(f"gate, {str(dtype).removeprefix('torch.')}", partial(_gate, args, dtype))
+    for shape in args.models:
+        net = run.part(f"{shape}: build", partial(random_model, shape, args.layers, device=args.device))
+        if net is None:
+            continue
+        run.parts[-1] = Part(run.parts[-1].name, run.parts[-1].seconds, net.name)
+        slowest = None
+        for num_tokens in args.tokens:
+            for tier in _TIERS:
+                setup = TtftSetup(
+                    shape,
+                    args.layers,
+                    chunks=max(1, num_tokens // _CHUNK_TOKENS),
+                    chunk_tokens=min(num_tokens, _CHUNK_TOKENS) - 2,
+                    policies=("none", "first_k", "query"),
+                    repeats=args.repeats,
+                    ram_bytes=_TIERS[tier],
+                )
+                if num_tokens + _CHUNK_TOKENS > net.context_window:
+                    continue
+                name = f"{shape}: {num_tokens} tokens from {tier}"
+                found = run.part(name, partial(ttft.measure, setup, net=net))
+                slowest = setup if found else slowest
+        if slowest:
+            run.part(f"{shape}: profile", partial(_profile, slowest, net))
+        run.part(f"{shape}: ingestion", partial(ingest.measure, net, 32, 512, 1, args.repeats))
+        del net
+    return run.parts
+
+
+def _gate(args: argparse.Namespace, dtype: torch.dtype) -> list[dict[str, Any]]:
+    checks = verify(random_model(args.models[0], min(args.layers or _GATE_LAYERS, _GATE_LAYERS), dtype, args.device))
+    return [asdict(check) for check in checks]
+
+
+def _profile(setup: TtftSetup, net: Model) -> str:
+    """Return the operations that take most of the time of one blended prompt."""
+    tables: list[str] = []
+
+    def ask(*arguments: Any) -> Any:
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (net.device.type == "cuda")
+        with profile(activities=activities) as seen:
+            report = ttft._ask(*arguments)
+        key = "self_cuda_time_total" if net.device.type == "cuda" else "self_cpu_time_total"
+        tables.append(seen.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=50))
+        return report
+
+    ttft.measure(TtftSetup(**asdict(setup) | {"repeats": 1, "policies": ("query",)}), ask, net=net)
+    return tables[-1]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print a table, and write JSON."""
+    parts = measure(args, lambda line: print(line, file=sys.stderr, flush=True))
+    written = json.dumps([asdict(part) for part in parts], indent=1)
+    if args.out:
+        args.out.write_text(written)
+    if args.json:
+        print(written)
+    else:
+        print("\n".join(line for part in parts for line in _lines(part)))
+    return int(any(part.failure and part.failure != "out of time" for part in parts) or not _is_exact(parts))
+
+
+def _is_exact(parts: list[Part]) -> bool:
+    return all(check["passed"] for part in parts if part.name.startswith("gate") for check in part.result or ())
+
+
+def _lines(part: Part) -> list[str]:
+    if part.failure:
+        return [f"{part.name}: {part.failure}"]
+    if isinstance(part.result, TtftResult):
+        times = [f"{row.name} {row.ttft_s * 1000:.0f} ms {row.speedup:.2f}x" for row in part.result.rows]
+        return [f"{part.name} ({part.result.prompt_tokens}): {', '.join(times)}"]
+    if part.name.startswith("gate"):
+        marks = [f"{'ok' if check['passed'] else 'FAILED'} {check['name']}" for check in part.result]
+        return [part.name, *(f"  {mark}" for mark in marks)]
+    if isinstance(part.result, dict):
+        rates = part.result["tokens_per_s"]
+        share = f"{part.result['share']:.2f} of the model's own forward pass"
+        return [f"{part.name}: {rates['engine']:.0f} tokens/s, {share}"]
+    return [f"{part.name}:", str(part.result)]

@@ -1,0 +1,66 @@
+"""`kvrag bench gpu`, on a CPU and a tiny shape."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrag.backend.transformers.shapes import SHAPES
+from kvrag.bench import gpu
+
+TINY = SHAPES["llama-3.1-8b"] | {
+    "vocab_size": 2000,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+
+
+def _arguments(**changes: Any) -> argparse.Namespace:
+    given = {"models": ["tiny"], "layers": None, "tokens": [512], "device": "cpu", "repeats": 1, "seconds": 60}
+    return argparse.Namespace(**given | {"out": None, "json": False} | changes)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+
+
+def test_every_part_has_a_result(tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.run(_arguments(out=tmp_path / "out.json")) == 0
+    parts = {part["name"]: part for part in json.loads((tmp_path / "out.json").read_text())}
+    assert not any(part["failure"] for part in parts.values())
+    assert [name for name in parts if "512 tokens" in name] == [
+        "tiny: 512 tokens from RAM",
+        "tiny: 512 tokens from disk",
+    ]
+    assert all(check["passed"] for check in parts["gate, float32"]["result"])
+    assert "aten::" in parts["tiny: profile"]["result"]
+    said = capsys.readouterr().out
+    assert "query" in said
+    assert "of the model's own forward pass" in said
+
+
+def test_a_part_that_fails_is_reported_and_the_others_run(
+    tiny: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(gpu.ingest, "measure", broken)
+    assert gpu.run(_arguments()) == 1
+    said = capsys.readouterr().out
+    assert "tiny: ingestion: MemoryError: no room" in said
+    assert "tiny: 512 tokens from RAM (" in said
+
+
+def test_nothing_begins_when_the_time_is_over(tiny: None) -> None:
+    parts = gpu.measure(_arguments(seconds=-1), lambda line: None)
+    assert {part.failure for part in parts} == {"out of time"}

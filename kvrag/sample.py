@@ -1,40 +1,87 @@
-"""The sample documents of the web chat: an invented company's handbook, and questions about it."""
+"""The sample documents of the chat page and of `kvrag demo`, and questions about them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvrag.errors import KvragError
 
-QUESTIONS = {
-    "How many days of paid holiday does a full-time employee have?": "28",
-    "When is the canteen open?": "11:30",
-    "Who is the head of the calibration laboratory?": "Okafor",
-    "How much does a Gannet weigh?": "31",
-    "Where is the calibration laboratory?": "Danholm",
-    "Who is the leader of the IT team?": "Haddad",
-    "How long does the probation period last?": "six months",
-}
-"""Questions -> what a right answer contains. SmolLM2-135M-Instruct answers them correctly by full prefill; they were
-chosen by that alone."""
-
-CHUNK_TOKENS, TOP_K = 256, 10
-"""Chunk length and number of retrieved chunks for them: prompts of about 2,000 tokens."""
+READER = "reader"
+"""Name of the bundled model."""
 
 
-def handbook() -> Path:
-    """Return the folder of the documents: in the package if installed, under examples/ in a checkout.
+@dataclass(frozen=True)
+class Sample:
+    """Documents, and questions that a model answers about them.
 
-    Raises:
-        KvragError: Both are missing.
+    Attributes:
+        folder: Name of their folder.
+        questions: Questions -> what a right answer contains. Chosen among those that the model answers right by full
+            prefill, so they show agreement with full prefill, not accuracy.
+        chunk_tokens, top_k, around: Chunk length and retrieval for them.
+        is_chat: Whether the model was trained for conversations.
     """
-    here = Path(__file__).resolve().parent
-    for folder in (here / "handbook", here.parent / "examples" / "handbook"):
-        if folder.is_dir():
-            return folder
-    raise KvragError("the sample documents are missing from this installation: reinstall kvrag")
+
+    folder: str
+    questions: Mapping[str, str]
+    chunk_tokens: int
+    top_k: int
+    around: int = 0
+    is_chat: bool = True
+
+    @property
+    def path(self) -> Path:
+        """The folder of the documents: in the package if installed, under examples/ in a checkout.
+
+        Raises:
+            KvragError: Both are missing.
+        """
+        here = Path(__file__).resolve().parent
+        for folder in (here / self.folder, here.parent / "examples" / self.folder):
+            if folder.is_dir():
+                return folder
+        raise KvragError("the sample documents are missing from this installation: reinstall kvrag")
+
+    def documents(self) -> dict[str, str]:
+        """Return the texts of the documents by name."""
+        return {f"{self.folder}/{path.name}": path.read_text("utf-8") for path in sorted(self.path.iterdir())}
 
 
-def documents() -> dict[str, str]:
-    """Return the texts of the documents by name."""
-    return {f"handbook/{path.name}": path.read_text("utf-8") for path in sorted(handbook().glob("*.md"))}
+ARTICLES = Sample(
+    folder="corpus",
+    questions={
+        "What does Ingla play?": "leather drum",
+        "Which town is known for its round harbour?": "Harfield",
+        "What does Holra play?": "paper drum",
+        "Which town was first settled in 1957?": "Jomouth",
+        "Which company has its offices in Danvik?": "Wilmax",
+    },
+    chunk_tokens=40,  # one or two paragraphs
+    top_k=32,
+    is_chat=False,
+)
+"""Articles of the bundled reader's world. Prompts are near the end of its window of 2,048 tokens, where they are long
+enough for blending to be sooner even with so small a model."""
+
+HANDBOOK = Sample(
+    folder="handbook",
+    questions={
+        "How many days of paid holiday does a full-time employee have?": "28",
+        "When is the canteen open?": "11:30",
+        "Who is the head of the calibration laboratory?": "Okafor",
+        "How much does a Gannet weigh?": "31",
+        "Where is the calibration laboratory?": "Danholm",
+        "Who is the leader of the IT team?": "Haddad",
+        "How long does the probation period last?": "six months",
+    },
+    chunk_tokens=256,
+    top_k=10,  # prompts of about 2,000 tokens
+)
+"""An invented company's handbook, for other models. The questions were chosen with SmolLM2-135M-Instruct."""
+
+
+def of(model: str) -> Sample:
+    """Return the sample for a model."""
+    return ARTICLES if model == READER else HANDBOOK

@@ -93,8 +93,8 @@ def _files(folder: Path) -> Iterator[Path]:
 def test_a_wheel_has_the_package_and_nothing_else(built: Built) -> None:
     code = set(built.files)
     if built.package == "kvrag":
-        for folder, place in (("corpus", "cli/corpus"), ("handbook", "handbook")):
-            code |= {f"kvrag/{place}/{path.name}" for path in (ROOT / "examples" / folder).iterdir()}
+        for folder in ("corpus", "handbook"):
+            code |= {f"kvrag/{folder}/{path.name}" for path in (ROOT / "examples" / folder).iterdir()}
     shipped = {name for name in built.wheel if ".dist-info/" not in name}
     assert shipped == code
     assert f"{built.package}/py.typed" in shipped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from kvrag.reader import world
 from kvrag.reader.prompts import PLAIN, all_texts, prompt_parts
 from kvrag.reader.train import LENGTH, Shape, Training, make_batch, predict, save, train_tokenizer
 from kvrag.reader.train import Settings as TrainSettings
-from kvrag.reader.world import KINDS, Question, Sample, draw, sample
+from kvrag.reader.world import KINDS, Question, Sample, draw, gather, sample
 
 READER = Path(kvrag.__file__).parent / "reader"
 
@@ -71,6 +71,21 @@ def test_every_question_has_one_answer(split: str, worlds: dict[str, list[Sample
             assert len({q.answer for q in drawn.questions if q.text == text}) == 1
         whole = "\n".join(drawn.passages)
         assert all(re.search(rf"\b{q.answer}\b", whole) for q in drawn.questions)
+
+
+def test_a_long_context_consists_of_whole_articles_and_asks_only_what_has_one_answer() -> None:
+    for seed in range(12):
+        drawn = gather(random.Random(f"long {seed}"), "test", 24)
+        runs = [name for name, _ in groupby(drawn.articles)]
+        assert len(runs) == len(set(runs)) == 24
+        assert len(drawn.passages) == len(drawn.subjects) == len(drawn.articles)
+        assert {q.kind for q in drawn.questions} > {"direct", "anaphora", "inverse", "two-hop"}
+        whole = "\n".join(drawn.passages)
+        for question in drawn.questions:
+            assert all(whole.count(sentence) == 1 for _, sentence in question.facts)
+        for text in {q.text for q in drawn.questions}:
+            assert len({q.answer for q in drawn.questions if q.text == text}) == 1
+    assert gather(random.Random(1), "test", 24) == gather(random.Random(1), "test", 24)
 
 
 def test_all_kinds_occur_and_passages_are_long_enough_to_be_reused(worlds: dict[str, list[Sample]]) -> None:

@@ -105,7 +105,7 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     heard = [text for text in page.evaluate("window.heard") if not text.startswith("Waiting: ")]
     assert len(heard) > 2  # not all at once
     assert all(later.startswith(earlier) for earlier, later in pairwise(heard))
-    assert page.locator("#documents li").count() == len(sample.documents())
+    assert page.locator("#documents li").count() == len(sample.HANDBOOK.documents())
     lanes = page.locator(".lane")
     assert lanes.locator(".name").all_inner_texts() == ["kvrag", "Full prefill"]
     assert all(re.fullmatch(r"\d+ ms|\d+\.\d\d s", text) for text in lanes.locator(".time").all_inner_texts())
@@ -114,7 +114,7 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     page.click(".sources > summary")
     page.click(".sources li:first-child summary")
     assert page.locator(".sources li").count() == 3
-    assert page.inner_text(".sources li:first-child p") in "".join(sample.documents().values())
+    assert page.inner_text(".sources li:first-child p") in "".join(sample.HANDBOOK.documents().values())
     assert [body.get("policy") for body in asked] == [None, "full"]
     assert asked[0]["messages"] == asked[1]["messages"]
 

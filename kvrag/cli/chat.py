@@ -35,13 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag chat`."""
     add_engine_arguments(parser)
     add_answer_arguments(parser)
-    parser.set_defaults(model=None, top_k=None)  # they differ in the browser
+    parser.set_defaults(top_k=None)  # it differs in the browser
     web = parser.add_argument_group("in a browser")
     web.add_argument(
         "--web",
         action="store_true",
-        help="chat on a web page, beside full prefill. Opens the browser; the default model is smollm2, --top-k "
-        f"{sample.TOP_K}; an empty store gets a sample handbook",
+        help="chat on a web page, beside full prefill. Opens the browser; an empty store gets sample documents: "
+        "articles of the bundled model's world, or a handbook for other models",
     )
     web.add_argument(
         "--port", type=at_least(0, int, 65535), default=0, help="port of the web page (default: any free one)"
@@ -52,9 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer until /quit or the end of the input; with --json one object per line."""
     if args.web:
-        args.model, args.top_k = args.model or "smollm2", args.top_k or sample.TOP_K
+        fitting = sample.of(args.model)
+        args.top_k, args.chunk_tokens = args.top_k or fitting.top_k, fitting.chunk_tokens
         return serve.chat(args)
-    args.model, args.top_k = args.model or "reader", args.top_k or 4
+    args.top_k = args.top_k or 4
     history: Messages = []  # questions and answers, without the retrieved chunks
     last: BlendReport | None = None
     require_extra()

@@ -233,7 +233,7 @@ def _open_page(args: argparse.Namespace, settings: ServerSettings, url: str, cor
     """Add the sample documents to an empty corpus, and open the page."""
     for corpus in corpora:
         if not corpus.statuses():
-            for name, text in sample.documents().items():
+            for name, text in sample.of(args.model).documents().items():
                 corpus.add(name, [text])
     say(f"chat with {settings.name} on {url}/; stop with Ctrl-C")
     if args.json:

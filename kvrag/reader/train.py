@@ -4,7 +4,7 @@ A Llama of five million parameters learns to answer questions about the syntheti
 covers the answers and, with smaller weights, the questions' own tokens and three auxiliary targets: the subject of a
 passage (`Net.subject_logits`), the answer's first token (`Net.answer_logits`), and the attention of two heads
 (`pointers` of `Net.forward`). The parameters of the first two targets are not saved. Contexts grow from one article to
-six. An interrupted run resumes from `DIR/checkpoint.pt`. Needs torch 2.9 (for Muon). Reasons: docs/decisions/0009.
+26. An interrupted run resumes from `DIR/checkpoint.pt`. Needs torch 2.9 (for Muon). Reasons: docs/decisions/0009.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 from kvrag.errors import SettingError
 from kvrag.reader.net import Net, Size
 from kvrag.reader.prompts import all_texts, prompt_parts
-from kvrag.reader.world import KINDS, ONSETS, Sample, draw, sample
+from kvrag.reader.world import KINDS, ONSETS, Sample, draw, gather, sample
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 TEMPLATE = (
@@ -57,8 +57,10 @@ STAGES = (  # (share of the steps, shape) pairs: each stage lasts until that sha
     (0.075, (Shape((1, 1), 12, 128, 12),)),
     (0.15, (Shape((1, 2), 12, 224, 12),)),
     (0.28, (Shape((2, 3), 12, 320, 12),)),
-    (1.00, (Shape((3, 4), 10, 416, 22), Shape((4, 6), 8, 608, 24))),
+    (0.88, (Shape((3, 4), 10, 416, 22), Shape((4, 6), 8, 608, 24))),
+    (1.00, (Shape((4, 6), 8, 608, 24), Shape((8, 20), 3, 1984, 24), Shape((20, 34), 3, 1984, 24))),
 )
+_SHORT = 6  # articles drawn as one context, whose values differ
 ECHO = 0.3  # weight of the questions' own tokens, which teaches to complete names from the context
 HINT = 0.5  # weight of each auxiliary target
 
@@ -139,7 +141,8 @@ def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, split: st
     # similar lengths, for little padding
     rows.sort(key=lambda row: len(row.context))
     rows = rows[: shape.rows] if rng.random() < 0.5 else rows[shape.rows :]
-    width = -(-len(rows[-1].context) // 64) * 64
+    step = 64 if shape.context < 1024 else 512  # every width is compiled
+    width = -(-len(rows[-1].context) // step) * step
     batch = Batch(
         torch.full((shape.rows, width), tokenizer.pad_token_id),
         torch.tensor([len(row.context) for row in rows]),
@@ -173,7 +176,7 @@ class _Row:
 def _make_row(
     tokenizer: PreTrainedTokenizerFast, rng: random.Random, split: str, num_articles: int, num_questions: int
 ) -> _Row:
-    drawn = sample(rng, split, num_articles)
+    drawn = (sample if num_articles <= _SHORT else gather)(rng, split, num_articles)
     questions = draw(rng, drawn.questions, num_questions)
     before, joint, after = prompt_parts(rng, drawn.passages)
     texts = [before]
@@ -466,14 +469,15 @@ class Training:
         return {name: part.item() for name, part in parts.items()}, score
 
     @torch.no_grad()
-    def test(self, num_batches: int = 8) -> Score:
-        """Score on held-out names, values and wordings, in contexts of 4 to 6 articles."""
-        score = Score()
-        for number in range(num_batches):
-            batch = make_batch(self.tokenizer, random.Random(f"test {number}"), "test", STAGES[-1][1][-1])
-            batch = batch.to(self.device)
-            score.add(batch, predict(self.net, batch))
-        return score
+    def test(self, num_batches: int = 8) -> list[Score]:
+        """Score on held-out names, values and wordings, in contexts of every shape of the last stage."""
+        scores = []
+        for shape in STAGES[-1][1]:
+            scores.append(score := Score())
+            for number in range(num_batches):
+                batch = make_batch(self.tokenizer, random.Random(f"test {number}"), "test", shape).to(self.device)
+                score.add(batch, predict(self.net, batch))
+        return scores
 
 
 def main() -> None:
@@ -512,9 +516,9 @@ def main() -> None:
                 others = " ".join(f"{name} {value:.3f}" for name, value in parts.items())
                 bar.write(f"{training.step} loss {sum(losses) / len(losses):.3f} {others} {score}")
                 score, losses = Score(), []
-            if training.step % 250 == 0 or training.step == args.steps:
+            if training.step % 100 == 0 or training.step == args.steps:
                 training.save()
-                bar.write(f"{training.step} held out {training.test()}")
+                bar.write("\n".join(f"{training.step} held out {score}" for score in training.test()))
 
 
 def keep_memory() -> None:

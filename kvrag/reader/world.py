@@ -610,6 +610,37 @@ def sample(rng: random.Random, split: str, num_articles: int, names: set[str] | 
     return Sample(passages, subjects, tuple(context.questions), tuple(context.defined), named)
 
 
+def gather(rng: random.Random, split: str, num_articles: int) -> Sample:
+    """Draw one long context: several of `sample`, without the questions that more than one of them answers."""
+    names: set[str] = set()
+    drawn: list[Sample] = []
+    while num_articles:
+        number = min(num_articles, rng.randint(4, 6))
+        drawn.append(sample(rng, split, number, names))
+        num_articles -= number
+    texts = ["\n\n".join(each.passages) for each in drawn]
+
+    def is_clear(number: int, question: Question) -> bool:
+        others = "\n\n".join(texts[:number] + texts[number + 1 :])
+        asked = [value for value, _ in question.facts if value in question.text]
+        return not any(part in others for part in asked + [sentence for _, sentence in question.facts])
+
+    questions = [
+        question for number, each in enumerate(drawn) for question in each.questions if is_clear(number, question)
+    ]
+    articles = [
+        (f"{number} {article}", list(parts))
+        for number, each in enumerate(drawn)
+        for article, parts in itertools.groupby(
+            zip(each.articles, each.passages, each.subjects, strict=True), key=lambda part: part[0]
+        )
+    ]
+    rng.shuffle(articles)
+    named = tuple(article for article, parts in articles for _ in parts)
+    passages, subjects = zip(*((text, name) for _, parts in articles for _, text, name in parts), strict=True)
+    return Sample(passages, subjects, tuple(questions), sum((each.defined for each in drawn), ()), named)
+
+
 def _link(rng: random.Random, entities: Sequence[_Entity]) -> None:
     """Assign employers and home towns with articles to people, one person each."""
     for relation, kind in (("employer", "company"), ("born", "town")):

@@ -6,7 +6,7 @@ const KEPT_TURNS = 4; // earlier turns that are sent with a question
 
 let key = sessionStorage.getItem("kvrag-key") ?? "";
 let models = { plain: "", rag: "" };
-let samples = { documents: {}, questions: [] };
+let samples = { documents: {}, questions: [], is_chat: true };
 let turns = []; // {question, answer}
 let races = []; // {blend, full: seconds to the first token, same}
 let documents = [];
@@ -233,7 +233,7 @@ async function ask(question) {
   try {
     if (models.rag) await ready(blend.say, busy.signal);
     const messages = [
-      ...turns.slice(-KEPT_TURNS).flatMap((one) => [
+      ...(samples.is_chat ? turns.slice(-KEPT_TURNS) : []).flatMap((one) => [
         { role: "user", content: `Question: ${one.question}` },
         { role: "assistant", content: one.answer },
       ]),

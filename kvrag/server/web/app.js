@@ -216,7 +216,7 @@ async function ready(say, signal) {
     signal.throwIfAborted();
   }
   if (!documents.some((one) => one.chunks)) {
-    throw new ServerError("There are no documents yet: add one on the left, or load the sample handbook.", 0);
+    throw new ServerError("There are no documents yet: add one on the left, or load the sample documents.", 0);
   }
 }
 

@@ -332,19 +332,24 @@ def test_an_edited_file_drops_its_old_chunks(folder: Path, tmp_path: Path, as_js
     assert ANSWER not in " ".join(hit["text"] for hit in context)
 
 
-PDF = b"""%PDF-1.4
-1 0 obj <</Type/Catalog/Pages 2 0 R>> endobj
-2 0 obj <</Type/Pages/Kids[3 0 R]/Count 1>> endobj
-3 0 obj <</Type/Page/Parent 2 0 R/MediaBox[0 0 200 50]/Contents 4 0 R/Resources<</Font<</F 5 0 R>>>>>> endobj
-4 0 obj <</Length 41>> stream
-BT /F 9 Tf 9 9 Td (Zel owns a snake.) Tj ET
-endstream endobj
-5 0 obj <</Type/Font/Subtype/Type1/BaseFont/Helvetica>> endobj
-trailer <</Root 1 0 R/Size 6>>
-startxref
-0
-%%EOF
-"""
+def pdf(*pages: str) -> bytes:
+    """A PDF with a line on each page."""
+    numbers = range(4, 4 + 2 * len(pages), 2)
+    objects = [
+        "1 0 obj <</Type/Catalog/Pages 2 0 R>> endobj",
+        f"2 0 obj <</Type/Pages/Kids[{' '.join(f'{n} 0 R' for n in numbers)}]/Count {len(pages)}>> endobj",
+        "3 0 obj <</Type/Font/Subtype/Type1/BaseFont/Helvetica>> endobj",
+    ]
+    for n, line in zip(numbers, pages, strict=True):
+        drawn = f"BT /F 9 Tf 9 9 Td ({line}) Tj ET"
+        about = f"/Parent 2 0 R/MediaBox[0 0 200 50]/Contents {n + 1} 0 R/Resources<</Font<</F 3 0 R>>>>"
+        objects += [f"{n} 0 obj <</Type/Page{about}>> endobj"]
+        objects += [f"{n + 1} 0 obj <</Length {len(drawn)}>> stream\n{drawn}\nendstream endobj"]
+    end = f"trailer <</Root 1 0 R/Size {len(objects) + 1}>>\nstartxref\n0\n%%EOF\n"
+    return "\n".join(["%PDF-1.4", *objects, end]).encode()
+
+
+PDF = pdf("Zel owns a snake.")
 
 
 def test_every_kind_of_file_is_read(tmp_path: Path, as_json: Json) -> None:
@@ -369,6 +374,23 @@ def test_every_kind_of_file_is_read(tmp_path: Path, as_json: Json) -> None:
         "Tran was born in Florton.",
         "Zel owns a snake.",
     }
+
+
+def test_sources_in_a_pdf_have_pages(tmp_path: Path, as_json: Json, capsys: pytest.CaptureFixture[str]) -> None:
+    drum = "In 1885 Ingla left school and learned to play the leather drum."
+    (tmp_path / "report.pdf").write_bytes(pdf(drum, "", "Zel owns", "a snake."))
+    store = ("--store", str(tmp_path / "kv"))
+    as_json("warm", tmp_path / "report.pdf", *store, "--chunk-tokens", 18)
+    command = ("ask", "Who owns a snake?", "--top-k", "2", "--max-tokens", "1", *store)
+    context = as_json(*command)["context"]
+    assert {hit["text"]: hit["pages"] for hit in context} == {
+        drum: [1, 1],
+        "Zel owns\n\na snake.": [3, 4],
+    }
+    assert main([*command]) == 0
+    said = capsys.readouterr().err
+    assert "report.pdf (pages 3-4), " in said
+    assert "report.pdf (page 1)\n" in said
 
 
 def test_files_that_are_not_text_are_named_and_skipped(

@@ -87,9 +87,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Documents to encode with their chunks, and what was skipped in the files."""
+    """Documents to encode with their chunks, and what was skipped in the files.
+
+    Attributes:
+        pages: By PDF and chunk, the first and the last page.
+    """
 
     chunks: dict[str, list[str]]
+    pages: dict[str, dict[str, tuple[int, int]]]
     problems: list[dict[str, Any]]
     tokens: int
     new_tokens: int
@@ -140,7 +145,7 @@ def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
         gone = sorted(name for name in known if not os.path.lexists(name))
         dropped = sum(engine.forget(name, namespace=args.namespace) for name in gone) if args.prune else 0
         encode = _tokenizer(args.tokenizer or engine.model_name, engine)
-        chunks, problems = read_chunks(args, encode)
+        chunks, _, problems = read_chunks(args, encode)
         lengths = {name: sum(len(encode(text)) for text in texts) for name, texts in chunks.items()}
         say(f"{len(chunks)} documents, {sum(lengths.values())} tokens, for {engine.model_name} on {args.server}")
         totals: dict[str, Any] = dict.fromkeys(_TOTALS, 0)
@@ -202,7 +207,7 @@ def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
     from kvrag.fingerprint import text_key
 
     encode = engine.model.tokenizer.encode
-    chunks, problems = read_chunks(args, encode)
+    chunks, pages, problems = read_chunks(args, encode)
     lengths: dict[str, int] = {}
     for texts in chunks.values():
         for ids in map(encode, texts):
@@ -210,13 +215,13 @@ def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
                 lengths[text_key(args.namespace, ids)] = len(ids)
     stored = engine.store.look_up(list(lengths))
     new = sum(length for text, length in lengths.items() if not stored[text].variants)
-    return Plan(chunks, problems, sum(lengths.values()), new)
+    return Plan(chunks, pages, problems, sum(lengths.values()), new)
 
 
 def read_chunks(
     args: argparse.Namespace, encode: Callable[[str], list[int]]
-) -> tuple[dict[str, list[str]], list[dict[str, Any]]]:
-    """Return the chunks of all readable files, and the problems, which are also printed.
+) -> tuple[dict[str, list[str]], dict[str, dict[str, tuple[int, int]]], list[dict[str, Any]]]:
+    """Return the chunks of all readable files, their pages in PDFs, and the problems, which are also printed.
 
     Raises:
         KvragError: No file could be read.
@@ -224,18 +229,21 @@ def read_chunks(
     split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, args.chunk_overlap)
     paths, problems = documents.find(args.paths)
     chunks: dict[str, list[str]] = {}
+    pages: dict[str, dict[str, tuple[int, int]]] = {}
     with progress("reading", args.json) as report:
         for number, path in enumerate(paths, 1):
             content = documents.read(path, args.text_field)
             problems += content.problems
             if content.texts:
-                chunks[str(path)] = split(content.texts)
+                name = str(path)
+                chunks[name] = split(content.texts)
+                pages[name] = documents.page_numbers(chunks[name], content.texts, content.pages)
             report(number, len(paths))
     for problem in problems:
         say(str(problem))
     if not chunks:
         raise KvragError(f"no text to warm: none of {len(paths)} files could be read")
-    return chunks, [problem.to_dict() for problem in problems]
+    return chunks, pages, [problem.to_dict() for problem in problems]
 
 
 def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool, namespace: str = "") -> dict[str, Any]:
@@ -252,7 +260,7 @@ def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool, namesp
             for field in totals:
                 totals[field] += getattr(done, field)
             short += done.skipped
-            indexed += index.add(chunks, document=name)
+            indexed += index.add(chunks, document=name, pages=plan.pages[name])
     warnings = []
     if short:
         warnings.append(

@@ -132,6 +132,17 @@ WRONG = [
     ["bench", "codec", "missing"],
     *(["bench", "quality", *wrong] for wrong in (["--policies", "no"], ["--ratios", "2"], ["--codec", "no"])),
     *(["bench", "quality", *wrong] for wrong in (["--docs", "missing"], ["--top-k", "0"], ["--around", "-1"])),
+    *(["bench", "quality", *wrong] for wrong in (["--around", "1"], ["--samples", "0"], ["--max-tokens", "0"])),
+    *(["bench", "quality", *wrong] for wrong in (["--seed", "-1"], ["--missing", "1"], ["--dtype", "float8"])),
+    *(["bench", "quality", *wrong] for wrong in (["--plots"], ["--preamble", "maybe"], ["--set", "policy=seam"])),
+    *(["bench", "quality", *wrong] for wrong in (["--chunk-tokens", "4"], ["--policies", "seam", "--against", "no"])),
+    *(["bench", "quality", *wrong] for wrong in (["--context-tokens", "headings"], ["--context-tokens", "many"])),
+    *(["bench", "quality", "--top-k", *wrong] for wrong in (["5000", "--articles", "5"], ["3", "--samples", "90000"])),
+    *(["bench", "quality", "--data", __file__, *wrong] for wrong in ([], ["--top-k", "3"], ["--docs", "."])),
+    *(["bench", "quality", "--docs", ".", *wrong] for wrong in (["--top-k", "1"], ["--around", "1"], ["--world", "1"])),
+    ["bench", "chat", "--turns", "1"],
+    ["bench", "ingest", "--document-chunks", "0"],
+    ["bench", "codec", __file__, "--chunks", "0"],
 ]
 
 

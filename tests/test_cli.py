@@ -17,12 +17,13 @@ import torch
 
 import kvrag.cli.bench
 import kvrag.retrieval.index
-from kvrag import BlendEngine, Model
+from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.backend.transformers.shapes import SHAPES
 from kvrag.cli.common import human_bytes
-from kvrag.cli.main import _COMMANDS, main
+from kvrag.cli.main import _COMMANDS, _parser, main
 from kvrag.config import DEFAULT_POLICY
 from kvrag.reader.corpus import corpus
+from kvrag.store import FileStore
 
 CORPUS = Path(__file__).parents[1] / "examples" / "corpus"
 QUESTIONS = (("What does Ingla play?", "leather drum"), ("Which town was first settled in 1957?", "Jomouth"))
@@ -256,6 +257,31 @@ def test_warm_says_beforehand_what_it_needs(
     tokens = int(captured.err.split(" tokens, ")[0].split()[-1])
     assert f"needs {human_bytes(tokens * reader.bytes_per_token)} in" in captured.err
     assert captured.out.startswith("6 chunks: 6 new, 0 reused; " + str(tokens))
+
+
+@pytest.mark.parametrize(
+    ("option", "behind"),
+    [((), "# Pay\n\nThe salary"), (("--context-tokens", "headings"), "pay\n\n# Pay"), (("--context-tokens", 0), "")],
+)
+def test_what_chunks_are_encoded_behind(
+    option: tuple[object, ...], behind: str, tmp_path: Path, reader: Model, as_json: Json
+) -> None:
+    last = "Bonuses are paid in March, if the manager has agreed to them in writing before the year ends."
+    (tmp_path / "pay.md").write_text(f"# Pay\n\nThe salary comes on the last working day of the month.\n\n{last}")
+    as_json("warm", tmp_path / "pay.md", "--store", tmp_path / "kv", *CUT, *option)
+    with BlendEngine(reader, tmp_path / "kv") as engine:
+        [run] = engine.generate(last, max_new_tokens=1).report.runs
+        assert isinstance(engine.store, FileStore)
+        context = reader.tokenizer.decode(engine.store.open(run.key).context)
+    assert context.strip().startswith(behind)
+    assert bool(context.strip()) == bool(behind)
+
+
+def test_the_server_encodes_chunks_behind_the_same() -> None:
+    from kvrag.cli import serve
+
+    args = _parser(["serve"]).parse_args(["serve", "--context-tokens", "headings"])
+    assert BlendConfig(**serve._config(args)).context == "headings"
 
 
 def test_documents_whose_files_are_gone_are_told_and_dropped_if_one_says_so(

@@ -268,8 +268,8 @@ def test_a_second_world(run: Callable[..., str]) -> None:
         (["--data", "{rows}", "--top-k", "3"], "--data is asked as it is: leave out --world and --top-k"),
         (["--data", "{rows}", "--context-tokens", "headings"], "--context-tokens needs rows with `documents`"),
         (["--context-tokens", "headings"], "--context-tokens headings needs documents with titles"),
-        (["--context-tokens", "many"], "--context-tokens: invalid literal"),
-        (["--context-tokens", "-1"], "--context-tokens must be at least 0"),
+        (["--context-tokens", "many"], "--context-tokens: must be a number of tokens or headings, got 'many'"),
+        (["--context-tokens", "-1"], "--context-tokens: must be at least 0, got -1"),
         (["--top-k", "3", "--articles", "5", "--samples", "9000"], "questions of kind"),
     ],
 )

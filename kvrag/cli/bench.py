@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvrag.bench.datasets import ARTICLES, WORLDS
 from kvrag.bench.simulate import DEVICES, LOADS, MODELS
-from kvrag.cli.common import DTYPES, add_setting, at_least, checked, existing_path
+from kvrag.cli.common import DTYPES, add_setting, at_least, checked, encoded_behind, existing_path
 from kvrag.config import CODECS, DEFAULT_POLICY, POLICIES, check_codec, check_policy, check_ratio
 from kvrag.errors import SettingError
 
@@ -77,6 +77,12 @@ def _check_codecs(text: str) -> None:
         check_codec(part)
 
 
+def _check_contexts(text: str) -> None:
+    """Check what chunks are encoded behind, separated by commas."""
+    for part in filter(None, text.split(",")):
+        encoded_behind(part)
+
+
 def quality(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag bench quality`."""
     add_setting(parser, "model", default="reader")
@@ -139,6 +145,7 @@ def quality(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context-tokens",
         nargs="+",
+        type=checked(str, _check_contexts),
         metavar="N|headings",
         help="encode passages with N tokens of their document as context, or with its title and headings; 0 = alone "
         "(default: as `kvrag warm` if rows name documents, else 0)",

@@ -20,7 +20,7 @@ from kvrag.bench import grid, plots
 from kvrag.bench.datasets import ARTICLES, WORLDS, Row, document_rows, file_rows, world_of, world_rows
 from kvrag.bench.retrieved import check_size, draw_corpus, open_index, retrieved_rows
 from kvrag.cli.bench import USUAL
-from kvrag.cli.common import forecast, progress, require_extra, say
+from kvrag.cli.common import encoded_behind, forecast, progress, require_extra, say
 from kvrag.config import CODECS, DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES
 from kvrag.control.prompts import CLOZE, make_prompts
 from kvrag.errors import SettingError
@@ -237,26 +237,22 @@ def _setups(args: argparse.Namespace, filed: Sequence[Row]) -> list[grid.Setup]:
     have_titles = all(row.library for row in filed) if filed else args.docs is not None or args.top_k is not None
     usual = DEFAULT_CONTEXT if have_documents and not any(lengths) else 0
     words = _words(args.context_tokens or [str(usual)])
-    contexts = [
-        (DEFAULT_CONTEXT, word) if word == "headings" else (_numbers([word], int, "--context-tokens")[0], "text")
-        for word in words
-    ]
-    if any(tokens < 0 for tokens, _ in contexts):
-        raise SettingError("--context-tokens must be at least 0")
-    if any(tokens for tokens, _ in contexts) and not have_documents:
+    contexts = [encoded_behind(word) for word in words]
+    is_behind = any(context["context_tokens"] for context in contexts)
+    if is_behind and not have_documents:
         raise SettingError("--context-tokens needs rows with `documents`")
     if "headings" in words and not have_titles:
         raise SettingError(
             "--context-tokens headings needs documents with titles: --docs, --top-k, or rows with `library`"
         )
-    if any(tokens for tokens, _ in contexts) and any(lengths):
+    if is_behind and any(lengths):
         raise SettingError("--context-tokens and --chunk-tokens exclude each other: leave out one of them")
     preambles, codecs = _words(args.preamble), _words(args.codec)
     for name, words, known in (("--preamble", preambles, ("on", "off")), ("--codec", codecs, CODECS)):
         if unknown := [word for word in words if word not in known]:
             raise SettingError(f"{name} must be one of {', '.join(known)}, got {unknown[0]!r}")
     return [
-        grid.Setup(length, preamble == "on", codec, *context)
+        grid.Setup(length, preamble == "on", codec, **context)
         for length in lengths
         for preamble in preambles
         for codec in codecs

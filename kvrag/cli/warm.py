@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrag.cli.common import (
+    add_context_argument,
     add_engine_arguments,
     at_least,
     folder,
@@ -24,7 +25,6 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.client.connection import KEY_VARIABLE
-from kvrag.config import DEFAULT_CONTEXT
 from kvrag.errors import KvragError, SettingError, StoreFullError
 from kvrag.retrieval import documents
 
@@ -53,13 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chunk-overlap", type=at_least(0), default=0, metavar="N", help="overlap of adjacent chunks in tokens"
     )
-    parser.add_argument(
-        "--context-tokens",
-        type=at_least(0),
-        default=DEFAULT_CONTEXT,
-        metavar="N",
-        help="encode chunks with N preceding tokens as context, to resolve pronouns and references; 0 = alone "
-        f"(default: {DEFAULT_CONTEXT})",
+    add_context_argument(
+        parser,
+        "encode chunks with N preceding tokens as context, to resolve pronouns and references, or with the document's "
+        "title and the headings above them; 0 = alone",
     )
     parser.add_argument(
         "--text-field", default="text", metavar="NAME", help="text field of the objects in .jsonl files"
@@ -111,8 +108,7 @@ def run(args: argparse.Namespace) -> int:
     if args.api_key is not None or args.tokenizer is not None:
         raise SettingError("--api-key and --tokenizer need --server URL")
     args.model = args.model or "reader"
-    config = {"context_tokens": args.context_tokens}
-    with open_engine(args, **config) as engine, open_index(engine, args.namespace, args.embedder) as index:
+    with open_engine(args, **args.context_tokens) as engine, open_index(engine, args.namespace, args.embedder) as index:
         gone = find_gone(engine, index, args.paths, args.namespace)
         # first: otherwise a chunk moved to another file would temporarily belong to two documents
         dropped = drop(engine, index, gone, args.namespace) if args.prune else 0

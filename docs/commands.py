@@ -74,7 +74,7 @@ def _said(action: argparse.Action) -> Iterator[str]:
     if said:
         yield said
     default = action.default
-    shown = default is not None and default != argparse.SUPPRESS and default is not False and default != []
+    shown = default is not None and default != argparse.SUPPRESS and default is not False and default not in ([], "")
     if action.option_strings and shown and "default" not in said:
         values = default if isinstance(default, (list, tuple)) else [default]
         yield f"(default: {' '.join(map(str, values))})"

@@ -19,6 +19,8 @@ import kvrag.cli.bench
 import kvrag.retrieval.index
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.backend.transformers.shapes import SHAPES
+from kvrag.bench.ttft import TtftResult, TtftRow
+from kvrag.cli import demo
 from kvrag.cli.common import human_bytes
 from kvrag.cli.main import _COMMANDS, _parser, main
 from kvrag.config import DEFAULT_POLICY
@@ -659,6 +661,25 @@ def test_the_demo_is_right_by_full_prefill_and_honest_about_the_rest(tmp_path: P
         assert (outcome["way"] == "blending") == (outcome["recomputed_tokens"] > 0)
         assert outcome["correct"] or not full
     assert len(keys(tmp_path / "kv")) == CHUNKS
+
+
+def test_the_demo_begins_with_its_number_and_fits_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("langchain_kvrag")
+    settings = {
+        "threads": 2,
+        "processor": "Intel(R) Xeon(R) Platinum 8488C, a name that does not fit into a line",
+    }
+    rows = [TtftRow("full prefill", 11.12, 1.0), TtftRow("query", 2.02, 5.5, 6.9, 0.8, 500)]
+    monkeypatch.setattr(demo, "_measure", lambda chain: TtftResult(rows, 3146, settings))
+    assert main(["demo", "--store", str(tmp_path / "kv")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "5.5x faster: first token after 2.02 s instead of 11.12 s"
+    assert "Right: 5 of 5 by full prefill; 1 of 5 by plain reuse, chunks encoded alone;" in lines
+    assert max(map(len, lines)) <= 80
+    slow = TtftResult([rows[0], TtftRow("query", 22.24, 0.5, 6.9)], 3146, settings)
+    assert demo.speed_lines(slow)[0] == "2.0x slower: first token after 22.24 s instead of 11.12 s"
 
 
 def test_the_demo_without_langchain_says_what_to_install(

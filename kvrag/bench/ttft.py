@@ -95,10 +95,17 @@ class TtftSetup:
     ram_bytes: int = 0
 
 
-def measure(setup: TtftSetup, ask: Ask = _ask, progress: Callable[[str], None] = lambda line: None) -> TtftResult:
+def measure(
+    setup: TtftSetup,
+    ask: Ask = _ask,
+    progress: Callable[[str], None] = lambda line: None,
+    with_prefix: bool = True,
+) -> TtftResult:
     """Measure on a random model of that shape; medians over the rounds after one warm-up round.
 
-    `ask(engine, policy, chunks, question)` must answer with one token; it may use a framework.
+    Args:
+        ask: Function of (engine, policy, chunks, question) that answers with one token; it may use a framework.
+        with_prefix: Measure an exact prefix cache, too; it takes about as long as full prefill.
     """
     progress(f"building a random model of {setup.model}'s shape")
     net = random_model(setup.model, setup.layers)
@@ -117,10 +124,9 @@ def measure(setup: TtftSetup, ask: Ask = _ask, progress: Callable[[str], None] =
             rng.shuffle(corpus)
             question = "".join(rng.choices(words, k=setup.question_tokens))
             messages = _messages(corpus, question)
-            ways: dict[str, Callable[[], object]] = {
-                FULL: partial(_generate, net, messages),
-                PREFIX: partial(prefix.generate, messages),
-            }
+            ways: dict[str, Callable[[], object]] = {FULL: partial(_generate, net, messages)}
+            if with_prefix:
+                ways[PREFIX] = partial(prefix.generate, messages)
             for policy in setup.policies:
                 ways[policy] = partial(ask, engine, policy, list(corpus), question)
             for name, way in ways.items():

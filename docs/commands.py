@@ -50,20 +50,23 @@ def _sentence(text: str) -> str:
 
 
 def _call(action: argparse.Action) -> str:
-    return " ".join([", ".join(action.option_strings), _value(action)]).strip()
+    return _cell(" ".join([", ".join(action.option_strings), _value(action)]).strip())
 
 
 def _value(action: argparse.Action) -> str:
     """Return the placeholder of an argument; empty for a switch."""
     if action.nargs == 0:
         return ""
-    # a table cell must not contain |
     name = str(action.metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""))
     return (name or action.dest.upper()) + ("..." if action.nargs in ("+", "*") else "")
 
 
 def _help(action: argparse.Action) -> str:
-    return " ".join(_said(action)).replace("|", "\\|")
+    return _cell(" ".join(_said(action)))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")  # ends a cell of a table, in code, too
 
 
 def _said(action: argparse.Action) -> Iterator[str]:
@@ -71,7 +74,7 @@ def _said(action: argparse.Action) -> Iterator[str]:
     if said:
         yield said
     default = action.default
-    shown = default is not None and default != argparse.SUPPRESS and default is not False and default != []
+    shown = default is not None and default != argparse.SUPPRESS and default is not False and default not in ([], "")
     if action.option_strings and shown and "default" not in said:
         values = default if isinstance(default, (list, tuple)) else [default]
         yield f"(default: {' '.join(map(str, values))})"

@@ -17,12 +17,15 @@ import torch
 
 import kvrag.cli.bench
 import kvrag.retrieval.index
-from kvrag import BlendEngine, Model
+from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.backend.transformers.shapes import SHAPES
+from kvrag.bench.ttft import TtftResult, TtftRow
+from kvrag.cli import demo
 from kvrag.cli.common import human_bytes
-from kvrag.cli.main import _COMMANDS, main
+from kvrag.cli.main import _COMMANDS, _parser, main
 from kvrag.config import DEFAULT_POLICY
 from kvrag.reader.corpus import corpus
+from kvrag.store import FileStore
 
 CORPUS = Path(__file__).parents[1] / "examples" / "corpus"
 QUESTIONS = (("What does Ingla play?", "leather drum"), ("Which town was first settled in 1957?", "Jomouth"))
@@ -132,6 +135,17 @@ WRONG = [
     ["bench", "codec", "missing"],
     *(["bench", "quality", *wrong] for wrong in (["--policies", "no"], ["--ratios", "2"], ["--codec", "no"])),
     *(["bench", "quality", *wrong] for wrong in (["--docs", "missing"], ["--top-k", "0"], ["--around", "-1"])),
+    *(["bench", "quality", *wrong] for wrong in (["--around", "1"], ["--samples", "0"], ["--max-tokens", "0"])),
+    *(["bench", "quality", *wrong] for wrong in (["--seed", "-1"], ["--missing", "1"], ["--dtype", "float8"])),
+    *(["bench", "quality", *wrong] for wrong in (["--plots"], ["--preamble", "maybe"], ["--set", "policy=seam"])),
+    *(["bench", "quality", *wrong] for wrong in (["--chunk-tokens", "4"], ["--policies", "seam", "--against", "no"])),
+    *(["bench", "quality", *wrong] for wrong in (["--context-tokens", "headings"], ["--context-tokens", "many"])),
+    *(["bench", "quality", "--top-k", *wrong] for wrong in (["5000", "--articles", "5"], ["3", "--samples", "90000"])),
+    *(["bench", "quality", "--data", __file__, *wrong] for wrong in ([], ["--top-k", "3"], ["--docs", "."])),
+    *(["bench", "quality", "--docs", ".", *wrong] for wrong in (["--top-k", "1"], ["--around", "1"], ["--world", "1"])),
+    ["bench", "chat", "--turns", "1"],
+    ["bench", "ingest", "--document-chunks", "0"],
+    ["bench", "codec", __file__, "--chunks", "0"],
 ]
 
 
@@ -247,6 +261,31 @@ def test_warm_says_beforehand_what_it_needs(
     assert captured.out.startswith("6 chunks: 6 new, 0 reused; " + str(tokens))
 
 
+@pytest.mark.parametrize(
+    ("option", "behind"),
+    [((), "# Pay\n\nThe salary"), (("--context-tokens", "headings"), "pay\n\n# Pay"), (("--context-tokens", 0), "")],
+)
+def test_what_chunks_are_encoded_behind(
+    option: tuple[object, ...], behind: str, tmp_path: Path, reader: Model, as_json: Json
+) -> None:
+    last = "Bonuses are paid in March, if the manager has agreed to them in writing before the year ends."
+    (tmp_path / "pay.md").write_text(f"# Pay\n\nThe salary comes on the last working day of the month.\n\n{last}")
+    as_json("warm", tmp_path / "pay.md", "--store", tmp_path / "kv", *CUT, *option)
+    with BlendEngine(reader, tmp_path / "kv") as engine:
+        [run] = engine.generate(last, max_new_tokens=1).report.runs
+        assert isinstance(engine.store, FileStore)
+        context = reader.tokenizer.decode(engine.store.open(run.key).context)
+    assert context.strip().startswith(behind)
+    assert bool(context.strip()) == bool(behind)
+
+
+def test_the_server_encodes_chunks_behind_the_same() -> None:
+    from kvrag.cli import serve
+
+    args = _parser(["serve"]).parse_args(["serve", "--context-tokens", "headings"])
+    assert BlendConfig(**serve._config(args)).context == "headings"
+
+
 def test_documents_whose_files_are_gone_are_told_and_dropped_if_one_says_so(
     folder: Path, tmp_path: Path, as_json: Json, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -332,19 +371,24 @@ def test_an_edited_file_drops_its_old_chunks(folder: Path, tmp_path: Path, as_js
     assert ANSWER not in " ".join(hit["text"] for hit in context)
 
 
-PDF = b"""%PDF-1.4
-1 0 obj <</Type/Catalog/Pages 2 0 R>> endobj
-2 0 obj <</Type/Pages/Kids[3 0 R]/Count 1>> endobj
-3 0 obj <</Type/Page/Parent 2 0 R/MediaBox[0 0 200 50]/Contents 4 0 R/Resources<</Font<</F 5 0 R>>>>>> endobj
-4 0 obj <</Length 41>> stream
-BT /F 9 Tf 9 9 Td (Zel owns a snake.) Tj ET
-endstream endobj
-5 0 obj <</Type/Font/Subtype/Type1/BaseFont/Helvetica>> endobj
-trailer <</Root 1 0 R/Size 6>>
-startxref
-0
-%%EOF
-"""
+def pdf(*pages: str) -> bytes:
+    """A PDF with a line on each page."""
+    numbers = range(4, 4 + 2 * len(pages), 2)
+    objects = [
+        "1 0 obj <</Type/Catalog/Pages 2 0 R>> endobj",
+        f"2 0 obj <</Type/Pages/Kids[{' '.join(f'{n} 0 R' for n in numbers)}]/Count {len(pages)}>> endobj",
+        "3 0 obj <</Type/Font/Subtype/Type1/BaseFont/Helvetica>> endobj",
+    ]
+    for n, line in zip(numbers, pages, strict=True):
+        drawn = f"BT /F 9 Tf 9 9 Td ({line}) Tj ET"
+        about = f"/Parent 2 0 R/MediaBox[0 0 200 50]/Contents {n + 1} 0 R/Resources<</Font<</F 3 0 R>>>>"
+        objects += [f"{n} 0 obj <</Type/Page{about}>> endobj"]
+        objects += [f"{n + 1} 0 obj <</Length {len(drawn)}>> stream\n{drawn}\nendstream endobj"]
+    end = f"trailer <</Root 1 0 R/Size {len(objects) + 1}>>\nstartxref\n0\n%%EOF\n"
+    return "\n".join(["%PDF-1.4", *objects, end]).encode()
+
+
+PDF = pdf("Zel owns a snake.")
 
 
 def test_every_kind_of_file_is_read(tmp_path: Path, as_json: Json) -> None:
@@ -369,6 +413,23 @@ def test_every_kind_of_file_is_read(tmp_path: Path, as_json: Json) -> None:
         "Tran was born in Florton.",
         "Zel owns a snake.",
     }
+
+
+def test_sources_in_a_pdf_have_pages(tmp_path: Path, as_json: Json, capsys: pytest.CaptureFixture[str]) -> None:
+    drum = "In 1885 Ingla left school and learned to play the leather drum."
+    (tmp_path / "report.pdf").write_bytes(pdf(drum, "", "Zel owns", "a snake."))
+    store = ("--store", str(tmp_path / "kv"))
+    as_json("warm", tmp_path / "report.pdf", *store, "--chunk-tokens", 18)
+    command = ("ask", "Who owns a snake?", "--top-k", "2", "--max-tokens", "1", *store)
+    context = as_json(*command)["context"]
+    assert {hit["text"]: hit["pages"] for hit in context} == {
+        drum: [1, 1],
+        "Zel owns\n\na snake.": [3, 4],
+    }
+    assert main([*command]) == 0
+    said = capsys.readouterr().err
+    assert "report.pdf (pages 3-4), " in said
+    assert "report.pdf (page 1)\n" in said
 
 
 def test_files_that_are_not_text_are_named_and_skipped(
@@ -600,6 +661,25 @@ def test_the_demo_is_right_by_full_prefill_and_honest_about_the_rest(tmp_path: P
         assert (outcome["way"] == "blending") == (outcome["recomputed_tokens"] > 0)
         assert outcome["correct"] or not full
     assert len(keys(tmp_path / "kv")) == CHUNKS
+
+
+def test_the_demo_begins_with_its_number_and_fits_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("langchain_kvrag")
+    settings = {
+        "threads": 2,
+        "processor": "Intel(R) Xeon(R) Platinum 8488C, a name that does not fit into a line",
+    }
+    rows = [TtftRow("full prefill", 11.12, 1.0), TtftRow("query", 2.02, 5.5, 6.9, 0.8, 500)]
+    monkeypatch.setattr(demo, "_measure", lambda chain: TtftResult(rows, 3146, settings))
+    assert main(["demo", "--store", str(tmp_path / "kv")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "5.5x faster: first token after 2.02 s instead of 11.12 s"
+    assert "Right: 5 of 5 by full prefill; 1 of 5 by plain reuse, chunks encoded alone;" in lines
+    assert max(map(len, lines)) <= 80
+    slow = TtftResult([rows[0], TtftRow("query", 22.24, 0.5, 6.9)], 3146, settings)
+    assert demo.speed_lines(slow)[0] == "2.0x slower: first token after 22.24 s instead of 11.12 s"
 
 
 def test_the_demo_without_langchain_says_what_to_install(

@@ -311,6 +311,17 @@ def test_the_commands_of_a_page_exist(
             assert goals <= MAKE_GOALS, f"{page}: make {shlex.join(words)}"
 
 
+SITE = [page for page in PAGES if page.startswith("docs/") and page not in ("docs/quality.md", "docs/commands.md")]
+COLUMNS = 92  # of a code box of the site in a window of 1,366 pixels
+
+
+@pytest.mark.parametrize("page", SITE)
+def test_comments_in_code_boxes_are_seen_whole(page: str) -> None:
+    for block in blocks(page):
+        for number, line in enumerate(block.source.splitlines(), block.line + 1):
+            assert len(line) <= COLUMNS or " # " not in line, f"{page}:{number}: put the comment on a line of its own"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_named_in_the_text_exist(page: str) -> None:
     known = {word for command in _COMMANDS for word in command.split()}

@@ -12,7 +12,7 @@ from docx import Document
 
 from kvrag import KvragError
 from kvrag.retrieval import documents
-from kvrag.retrieval.documents import Content, find, parse, read
+from kvrag.retrieval.documents import Content, find, page_numbers, parse, read
 
 GERMAN = "Die Straße nach München führt über Österreich."
 OTHERS = {
@@ -127,6 +127,18 @@ def test_lone_surrogates_do_not_reach_the_tokenizer() -> None:
 def test_a_word_document_is_read_with_its_tables() -> None:
     found = parse("a.docx", ".docx", a_docx())
     assert found == Content("a.docx", ["Mira plays the harp.\n\nname | owns\nKan | a goat\n\nmerged\n\nThe end."])
+
+
+def test_chunks_of_a_pdf_have_pages() -> None:
+    texts, pages = ["7\n\nZel owns\n\na snake.\n\n7\n\nZel plays."], [0, 3, 13, 23, 26]
+    assert page_numbers(["7", "Zel owns\n\na snake.", "7\n\nZel plays."], texts, pages) == {
+        "7": (1, 1),
+        "Zel owns\n\na snake.": (2, 3),
+        "7\n\nZel plays.": (4, 5),
+    }
+    overlapping = ["7\n\nZel owns", "owns\n\na snake.", "snake.\n\n7", "7\n\nZel plays."]
+    assert list(page_numbers(overlapping, texts, pages).values()) == [(1, 2), (2, 3), (3, 4), (4, 5)]
+    assert page_numbers(["Zel owns"], texts, []) == {}
 
 
 # ---------------------------------------------------------------- hostile files

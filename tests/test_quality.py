@@ -16,8 +16,8 @@ from families import build
 from kvrag import KvragError, Model, SettingError
 from kvrag.bench import plots, quality
 from kvrag.bench.datasets import file_rows, rechunk, world_rows
+from kvrag.bench.grid import RIGHT, Setup, make_cells, split_policies
 from kvrag.bench.metrics import Bootstrap, divergence, exact_match, normalise, rouge_l, token_f1
-from kvrag.bench.quality import Setup, make_cells, split_policies
 from kvrag.cli import quality as command
 from kvrag.cli.main import main
 from kvrag.reader.world import KINDS
@@ -202,7 +202,7 @@ Bench = Callable[..., Any]
 @pytest.fixture
 def bench(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bench:
     """Run the command on the tiny random model, with --json; its result."""
-    monkeypatch.setattr(command.Model, "from_pretrained", lambda *args, **kwargs: model)
+    monkeypatch.setattr(Model, "from_pretrained", lambda *args, **kwargs: model)
 
     def call(*argv: object) -> Any:
         capsys.readouterr()
@@ -215,7 +215,7 @@ def bench(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.fixture
 def fails(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run the command, which must fail with one line on stderr, which is returned."""
-    monkeypatch.setattr(command.Model, "from_pretrained", lambda *args, **kwargs: model)
+    monkeypatch.setattr(Model, "from_pretrained", lambda *args, **kwargs: model)
 
     def call(*argv: object) -> str:
         capsys.readouterr()
@@ -442,7 +442,7 @@ def _point(ratio: float | None, same: float, policy: str = "query", right: float
     def interval(value: float) -> dict[str, float]:
         return {"value": value, "low": value, "high": value}
 
-    groups = {quality.RIGHT: {"samples": 7, "word": interval(1.0)}}
+    groups = {RIGHT: {"samples": 7, "word": interval(1.0)}}
     setup = {"chunk_tokens": 0, "preamble": True, "codec": "native", "context_tokens": 256, "context": "text"}
     cell = {"policy": policy, "ratio": ratio, "samples": 9, "same": interval(same), "em": interval(right)}
     return {**cell, **setup, "groups": groups}
@@ -535,7 +535,7 @@ def test_a_folder_that_cannot_be_asked_about(
         (["--preamble", "maybe"], "--preamble must be one of on, off, got 'maybe'"),
         (["--codec", "zip"], "unknown codec 'zip'; choose one of native, int8, int4"),
         (["--set", "policy=seam"], "'policy=seam' is not a setting"),
-        (["--samples", "0"], "--samples must be at least 1"),
+        (["--samples", "0"], "--samples: must be at least 1, got 0"),
         (["--against", "best"], "--against 'best' is not among the measured policies"),
     ],
 )
@@ -561,7 +561,7 @@ def test_nan_is_named(
 ) -> None:
     hf = build("llama", max_position_embeddings=2048)
     broken = Model(hf, tokenizer, "broken")
-    monkeypatch.setattr(command.Model, "from_pretrained", lambda *args, **kwargs: broken)
+    monkeypatch.setattr(Model, "from_pretrained", lambda *args, **kwargs: broken)
     with torch.no_grad():
         hf.model.norm.weight.fill_(torch.nan)
     message = fails(*SMALL, "--out", tmp_path / "out")

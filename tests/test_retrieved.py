@@ -16,9 +16,9 @@ import kvrag.retrieval.index
 from kvrag import BlendConfig, BlendEngine, KvragError, Model
 from kvrag.bench import quality
 from kvrag.bench.datasets import ARTICLES, Row, file_rows
-from kvrag.bench.quality import Asking, Setup, make_cells, make_tasks
+from kvrag.bench.grid import HIDDEN, NOT_RETRIEVED, RETRIEVED, Asking, Setup, make_cells
+from kvrag.bench.quality import make_tasks
 from kvrag.bench.retrieved import Corpus, draw_corpus, open_index, retrieved_rows
-from kvrag.cli import quality as command
 from kvrag.cli.main import main
 from kvrag.fingerprint import text_key
 from kvrag.reader import world as first
@@ -202,12 +202,12 @@ def test_leaked_answers_are_counted(model: Model) -> None:
             ]
         )
     results = {cell["policy"]: cell for cell in quality.summarise(tasks, cells, journal, seed=0)}
-    leaked = {policy: cell["groups"][quality.HIDDEN]["leaked"]["value"] for policy, cell in results.items()}
+    leaked = {policy: cell["groups"][HIDDEN]["leaked"]["value"] for policy, cell in results.items()}
     assert leaked == {"full": 0, "none": 1, "seam": 0.75, "random": 0}
     for cell in results.values():
-        assert cell["groups"][quality.HIDDEN]["samples"] == 4
-        assert cell["groups"][quality.RETRIEVED]["samples"] == 1
-        assert cell["groups"][quality.NOT_RETRIEVED]["samples"] == 4
+        assert cell["groups"][HIDDEN]["samples"] == 4
+        assert cell["groups"][RETRIEVED]["samples"] == 1
+        assert cell["groups"][NOT_RETRIEVED]["samples"] == 4
 
 
 # -------------------------------------------------------------------- the command
@@ -218,7 +218,7 @@ SMALL = ("--top-k", 3, "--articles", 10, "--samples", 8, "--policies", "seam", "
 @pytest.fixture
 def run(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run the command on the tiny random model; what it prints, or its last line on stderr where it fails."""
-    monkeypatch.setattr(command.Model, "from_pretrained", lambda *args, **kwargs: model)
+    monkeypatch.setattr(Model, "from_pretrained", lambda *args, **kwargs: model)
 
     def call(*argv: object, fails: bool = False) -> str:
         capsys.readouterr()
@@ -268,8 +268,8 @@ def test_a_second_world(run: Callable[..., str]) -> None:
         (["--data", "{rows}", "--top-k", "3"], "--data is asked as it is: leave out --world and --top-k"),
         (["--data", "{rows}", "--context-tokens", "headings"], "--context-tokens needs rows with `documents`"),
         (["--context-tokens", "headings"], "--context-tokens headings needs documents with titles"),
-        (["--context-tokens", "many"], "--context-tokens: invalid literal"),
-        (["--context-tokens", "-1"], "--context-tokens must be at least 0"),
+        (["--context-tokens", "many"], "--context-tokens: must be a number of tokens or headings, got 'many'"),
+        (["--context-tokens", "-1"], "--context-tokens: must be at least 0, got -1"),
         (["--top-k", "3", "--articles", "5", "--samples", "9000"], "questions of kind"),
     ],
 )

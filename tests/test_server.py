@@ -27,7 +27,7 @@ from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from openai import OpenAI
 from serving import NAME, Served, make_corpus, serving, until
 from starlette.types import Message
-from test_cli import PDF
+from test_cli import PDF, pdf
 from transformers import AutoModelForCausalLM
 
 import kvrag
@@ -358,6 +358,15 @@ def test_documents_come_and_go(served: Served) -> None:
     assert http.get(place).status_code == http.delete(place).status_code == 404
     page = http.get("/v1/corpus", params={"limit": 2, "after": "0.txt"}).json()
     assert ([each["id"] for each in page["data"]], page["has_more"]) == (["1.txt", "2.txt"], True)
+
+
+def test_citations_of_a_pdf_have_pages(served: Served) -> None:
+    place = "/v1/corpus/report.pdf"
+    served.http.put(place, content=pdf("The zorb of Wintle is a glass ball,", "", "and it whistles at noon."))
+    until(lambda: served.http.get(place).json()["status"] == "ready")
+    cited = served.ask("What is a zorb?", model=f"{NAME}-rag", max_tokens=1).json()["citations"]
+    assert {each["document"]: each["pages"] for each in cited} == {"report.pdf": [1, 3], "3.txt": None}
+    assert served.http.delete(place).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from families import build
 from run_script import start
+from test_cli import pdf
 
 from kvrag import sample
 
@@ -137,6 +138,15 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     page.get_by_label("Delete broken.pdf").click()
     page.get_by_text("it is a broken or protected PDF").wait_for(state="detached")
     page.get_by_text("17 documents").wait_for()
+
+    # a chunk over two pages
+    (tmp_path / "choir.pdf").write_bytes(pdf("The choir meets on Mondays", "in the old fire station."))
+    page.set_input_files("#files", [tmp_path / "choir.pdf"])
+    page.get_by_text("18 documents").wait_for()
+    page.locator("#documents li", has_text="choir.pdf").get_by_text("1 chunk").wait_for()
+    ask(page, "Where does the choir meet?", 3)
+    page.locator(".sources").last.locator("> summary").click()
+    page.locator(".sources li summary", has_text="choir.pdf (pages 1-2)").wait_for()
 
     # small and dark
     page.set_viewport_size({"width": 390, "height": 844})

@@ -118,8 +118,6 @@ def measure(setup: ChatSetup, progress: Callable[[str], None] = lambda line: Non
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print the results."""
-    if args.turns < 2:
-        args.parser.error("--turns must be at least 2: growth is measured from the second to the last")
     given = {name: getattr(args, name) for name in ChatSetup.__dataclass_fields__}
     result = measure(ChatSetup(**given), progress=lambda line: print(line, file=sys.stderr, flush=True))
     if args.json:

@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     model = Model.from_pretrained(args.model, dtype=args.dtype)
     texts = [path.read_text("utf-8").strip() for path in args.paths]
     texts = [text for text in texts if len(model.tokenizer.encode(text)) >= BlendConfig().min_run]
-    if not 1 <= args.chunks <= len(texts) or args.prompts < 1:
+    if args.chunks > len(texts):
         raise SettingError(
             f"{len(texts)} long enough files are too few for {args.prompts} prompts of {args.chunks}: pass more files"
         )

@@ -10,12 +10,11 @@ import fcntl
 import itertools
 import json
 import random
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from importlib.metadata import version
 from importlib.resources import files
@@ -26,11 +25,25 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from kvrag.backend.transformers import READER, Model
+from kvrag.backend.transformers import Model
 from kvrag.bench.datasets import Row, rechunk
+from kvrag.bench.grid import (
+    ACROSS,
+    AS_THEY_ARE,
+    FULL,
+    HIDDEN,
+    NONE,
+    NOT_RETRIEVED,
+    RETRIEVED,
+    RIGHT,
+    WITHIN,
+    Asking,
+    Cell,
+    Setup,
+)
 from kvrag.bench.metrics import Bootstrap, Interval, Values, divergence, exact_match, normalise, rouge_l, token_f1
 from kvrag.bench.ttft import run_settings
-from kvrag.config import BlendConfig, Sampling, check_policy, check_ratio
+from kvrag.config import BlendConfig, Sampling
 from kvrag.control.calibrate import wilson
 from kvrag.control.prompts import first_word, render
 from kvrag.engine import BlendEngine
@@ -38,154 +51,13 @@ from kvrag.errors import ContextWindowError, KvragError, ModelError, PromptError
 from kvrag.generate.decode import decode
 from kvrag.types import Messages
 
-AS_THEY_ARE = 0
-"""Chunk length that leaves passages unchanged."""
-
-_FULL, _NONE, _RANDOM = "full", "none", "random"
-_FIXED = ("policy", "ratio", "controller", "context_tokens", "context")  # fields of BlendConfig that the grid sets
 _PORTION_BYTES = 1 << 30  # chunks are warmed and forgotten in portions of about this size
 _CODE = ("backend", "reuse", "ingest", "store", "generate", "request.py", "answer.py", "config.py")
 _METRICS = {"em": exact_match, "f1": token_f1, "rouge_l": rouge_l}
 _AGAINST_FULL = ("agree", "kl", "same", "word")  # first token, first token's distribution, answer, first word
 
 
-# ------------------------------------------------------------------------------------------------------ the grid
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Chunk length and storage format."""
-
-    chunk_tokens: int = AS_THEY_ARE
-    preamble: bool = True
-    codec: str = "native"
-    context_tokens: int = 0
-    context: str = "text"
-
-    def __str__(self) -> str:
-        length = f"chunks of {self.chunk_tokens} tokens" if self.chunk_tokens else "passages as they are"
-        behind = "title and headings" if self.context == "headings" else f"{self.context_tokens} tokens of context"
-        context = f", behind {behind}" if self.context_tokens else ""
-        return f"{length}, preamble {'on' if self.preamble else 'off'}, codec {self.codec}{context}"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One measurement: a policy with its settings, a ratio, and how chunks are stored."""
-
-    label: str
-    config: BlendConfig
-    setup: Setup
-
-    @property
-    def ratio(self) -> float | None:
-        """The ratio; None where it has no effect."""
-        return None if self.config.policy in (_FULL, _NONE) else self.config.ratio
-
-    @property
-    def key(self) -> str:
-        """Unique name of the cell within a run."""
-        return f"{self.label} {self.ratio} {self.setup}"
-
-
-def split_policies(text: str) -> list[str]:
-    """Split `hkvd,query:band=0.2:0.6,smoothing=9,seam` into three policies, the second with two settings."""
-    return [part for part in re.split(r",(?=[a-z_]+(?:[:,]|$))", text) if part]
-
-
-def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
-    """Parse `name=value` for fields of BlendConfig that the grid leaves open; `a:b` is a pair of numbers.
-
-    Raises:
-        SettingError: Unknown name, or malformed value.
-    """
-    open_fields = [one.name for one in fields(BlendConfig) if one.name not in _FIXED]
-    settings: dict[str, Any] = {}
-    for assignment in assignments:
-        name, equals, value = assignment.partition("=")
-        if not equals or name not in open_fields:
-            raise SettingError(
-                f"{assignment!r} is not a setting: write NAME=VALUE with one of {', '.join(open_fields)}"
-            )
-        settings[name] = _value(value)
-    return settings
-
-
-def _value(text: str) -> Any:
-    try:
-        parts = [json.loads(part) for part in text.split(":")]
-    except ValueError:
-        return text
-    return parts[0] if len(parts) == 1 else tuple(parts)
-
-
-def make_cells(
-    policies: Sequence[str],
-    ratios: Sequence[float],
-    setups: Sequence[Setup],
-    settings: dict[str, Any] | None = None,
-) -> list[Cell]:
-    """Return the grid without duplicates. `full`, `none` and `random` are always included.
-
-    Args:
-        policies: Names, optionally with their own settings: `hkvd:check_layer=3,metric=cosine`.
-        settings: Settings of all policies.
-
-    Raises:
-        SettingError: Invalid name or value.
-    """
-    if not ratios:
-        raise SettingError("no ratios: pass at least one")
-    variants = {label: _config(label, settings or {}) for label in dict.fromkeys((*policies, _RANDOM))}
-    cells: dict[str, Cell] = {}
-    for setup in setups:
-        plain = Setup(setup.chunk_tokens)  # full prefill stores nothing
-        wanted = [
-            Cell(_FULL, _config(_FULL, settings or {}), plain),
-            Cell(_NONE, _config(_NONE, settings or {}), setup),
-        ]
-        for (label, config), ratio in itertools.product(variants.items(), ratios):
-            if config.policy not in (_FULL, _NONE):
-                wanted.append(Cell(label, replace(config, ratio=check_ratio(ratio)), setup))
-        cells.update((cell.key, cell) for cell in wanted)
-    return list(cells.values())
-
-
-def _config(label: str, settings: dict[str, Any]) -> BlendConfig:
-    policy, _, own = label.partition(":")
-    check_policy(policy)
-    if own and policy in (_FULL, _NONE):
-        raise SettingError(f"policy {policy!r} has no settings, got {label!r}")
-    more = parse_settings(own.split(",")) if own else {}
-    try:
-        return BlendConfig(policy=policy, ratio=0.0, controller="off", **{**settings, **more})
-    except (TypeError, ValueError) as error:
-        raise error if isinstance(error, SettingError) else SettingError(f"{label}: {error}") from None
-
-
 # --------------------------------------------------------------------------------------------------- the prompts
-
-
-@dataclass(frozen=True)
-class Asking:
-    """Settings of prompts and answers.
-
-    Attributes:
-        max_tokens: Maximum length of an answer.
-        stop: The answer ends before the first of these strings.
-        instruction: Text between passages and question.
-        missing: Share of the warmed passages left out of the prompt, as if they had not been retrieved.
-    """
-
-    max_tokens: int = 16
-    stop: tuple[str, ...] = ()
-    instruction: str = ""
-    missing: float = 0.0
-
-
-def default_stop(model_name: str) -> tuple[str, ...]:
-    """Return the reader's stop string, a blank line; nothing for other models."""
-    return ("\n\n",) if model_name == READER else ()
 
 
 @dataclass(frozen=True)
@@ -411,7 +283,7 @@ def measure(
         ModelError: Logits or KV are NaN or infinite.
     """
     models = Models(model)
-    setups = {cell.setup for cell in cells if cell.label != _FULL}
+    setups = {cell.setup for cell in cells if cell.label != FULL}
     before, total = 0, len(tasks)
     progress(before, total)
     for portion in _portions(tasks, model.bytes_per_token * len(setups)):
@@ -484,7 +356,7 @@ def _portions(tasks: Sequence[Task], bytes_per_token: int) -> Iterator[list[Task
 @contextmanager
 def open_engines(models: Models, cells: Sequence[Cell], ram_bytes: int) -> Iterator[dict[Setup, BlendEngine]]:
     """Open an engine per setup, each on an empty store."""
-    setups = list(dict.fromkeys(cell.setup for cell in cells if cell.label != _FULL))
+    setups = list(dict.fromkeys(cell.setup for cell in cells if cell.label != FULL))
     with ExitStack() as stack:
         yield {setup: _engine(stack, models, setup, cells, ram_bytes // len(setups)) for setup in setups}
 
@@ -521,7 +393,7 @@ def _measure_row(
         # every cell is first, second, ... equally often, and all find the same KV in the RAM tier
         turn = number % len(others)
         for engine in suiting.values():
-            engine.prefill(_ids(engine.model, prompt), BlendConfig(policy=_NONE, controller="off"))
+            engine.prefill(_ids(engine.model, prompt), BlendConfig(policy=NONE, controller="off"))
         for cell in [full, *others[turn:], *others[:turn]]:
             engine = suiting[cell.setup] if cell is not full else next(iter(suiting.values()))
             try:
@@ -539,7 +411,7 @@ def _measure_row(
 
 
 def _by_length(cells: Sequence[Cell]) -> list[Cell]:
-    return sorted(cells, key=lambda cell: (cell.setup.chunk_tokens, cell.label != _FULL))
+    return sorted(cells, key=lambda cell: (cell.setup.chunk_tokens, cell.label != FULL))
 
 
 def _answer(
@@ -569,10 +441,10 @@ def summarise(
     tasks: Sequence[Task], cells: Sequence[Cell], journal: Journal, seed: int, against: str = "hkvd"
 ) -> list[dict[str, Any]]:
     """Return metrics per cell with 95 % intervals, compared with full prefill and with `against` at the same ratio."""
-    full_cells = {cell.setup.chunk_tokens: cell for cell in cells if cell.label == _FULL}
+    full_cells = {cell.setup.chunk_tokens: cell for cell in cells if cell.label == FULL}
     tables = {cell: _table(tasks, cell, full_cells[cell.setup.chunk_tokens], journal) for cell in cells}
     groups = _groups(tasks)
-    right = next(table["em"] for cell, table in tables.items() if cell.label == _FULL) == 1
+    right = next(table["em"] for cell, table in tables.items() if cell.label == FULL) == 1
     if tasks[0].row.beginning and right.any():
         groups[RIGHT] = right
     bootstraps = {name: Bootstrap(int(mask.sum()), seed) for name, mask in groups.items()}
@@ -642,13 +514,6 @@ def _groups(tasks: Sequence[Task]) -> dict[str, np.ndarray[Any, np.dtype[np.bool
     return groups | {name: np.array(mask) for name, mask in masks.items() if any(mask)}
 
 
-ACROSS, WITHIN = "hangs on another passage", "hangs on one passage"
-RETRIEVED, NOT_RETRIEVED = "answer retrieved", "answer not retrieved"
-HIDDEN = "answer only in a neighbour"
-"""Questions with `Task.hidden`; their metric `leaked` is the share of answers from what was not retrieved."""
-RIGHT = "full prefill goes on as the documents do"
-
-
 def _compare(
     bootstrap: Bootstrap, ours: dict[str, Values], full: dict[str, Values], rival: dict[str, Values] | None
 ) -> dict[str, Any]:
@@ -680,18 +545,6 @@ def _kept(bootstrap: Bootstrap, ours: Values, full: Values) -> Interval:
 def _brief(part: dict[str, Any]) -> dict[str, Any]:
     names = ("samples", *_METRICS, *_AGAINST_FULL, "leaked", "em_kept", "em_minus_full", "against")
     return {name: part[name] for name in names if name in part}
-
-
-def by_setup(result: dict[str, Any]) -> dict[Setup, list[dict[str, Any]]]:
-    """Group the cells of a result by how chunks are stored; each group starts with `full`, then `none`."""
-    cells = result["cells"]
-    full = {cell["chunk_tokens"]: cell for cell in cells if cell["policy"] == _FULL}
-    groups: dict[Setup, list[dict[str, Any]]] = {}
-    for cell in cells:
-        if cell["policy"] != _FULL:
-            setup = Setup(**{field.name: cell[field.name] for field in fields(Setup)})
-            groups.setdefault(setup, [full[setup.chunk_tokens]]).append(cell)
-    return groups
 
 
 # --------------------------------------------------------------------------------------------- run identity

@@ -140,6 +140,19 @@ def open_index(
     return index
 
 
+def check_size(corpus: Corpus, count: int, k: int) -> None:
+    """Raise SettingError if the corpus has fewer than `k` chunks, or too few questions to ask `count`."""
+    if not 1 <= k <= len(corpus.chunks):
+        raise SettingError(f"--top-k must be from 1 to the {len(corpus.chunks)} chunks of the index, got {k}")
+    kinds = sorted(corpus.questions)
+    most, turn = min((len(kinds) * len(corpus.questions[kind]) + turn, turn) for turn, kind in enumerate(kinds))
+    if count > most:
+        raise SettingError(
+            f"the index has {len(corpus.questions[kinds[turn]])} questions of kind {kinds[turn]!r} with one answer: "
+            f"set --samples to at most {most}, or choose other articles by --seed"
+        )
+
+
 def retrieved_rows(corpus: Corpus, index: ChunkIndex, count: int, k: int, around: int = 0) -> list[Row]:
     """Ask `count` questions, each kind equally often; a larger `count` appends rows.
 
@@ -150,20 +163,12 @@ def retrieved_rows(corpus: Corpus, index: ChunkIndex, count: int, k: int, around
     Raises:
         SettingError: There are fewer chunks or questions.
     """
-    home = corpus.chunks
-    if not 1 <= k <= len(home):
-        raise SettingError(f"--top-k must be from 1 to the {len(home)} chunks of the index, got {k}")
-    kinds = sorted(corpus.questions)
+    check_size(corpus, count, k)
+    home, kinds = corpus.chunks, sorted(corpus.questions)
     rows = []
     for number in range(count):
         round_, turn = divmod(number, len(kinds))
-        group = corpus.questions[kinds[turn]]
-        if round_ >= len(group):
-            raise SettingError(
-                f"the index has {len(group)} questions of kind {kinds[turn]!r} with one answer: "
-                f"set --samples to at most {len(kinds) * len(group) + turn}, or choose other articles by --seed"
-            )
-        question = group[round_]
+        question = corpus.questions[kinds[turn]][round_]
         found: dict[str, None] = {}
         for hit in index.search(question.text, k):
             chunks = corpus.documents[home[hit.text]]

@@ -100,12 +100,18 @@ def measure(
     ask: Ask = _ask,
     progress: Callable[[str], None] = lambda line: None,
     net: Model | None = None,
+    with_prefix: bool = True,
 ) -> TtftResult:
     """Measure on a random model of that shape; medians over the rounds after one warm-up round.
 
     Args:
+<<<<<<< HEAD
         ask: `ask(engine, policy, chunks, question)` must answer with one token; it may use a framework.
         net: The model, if it exists already.
+=======
+        ask: Function of (engine, policy, chunks, question) that answers with one token; it may use a framework.
+        with_prefix: Measure an exact prefix cache, too; it takes about as long as full prefill.
+>>>>>>> site
     """
     if net is None:
         progress(f"building a random model of {setup.model}'s shape")
@@ -125,10 +131,9 @@ def measure(
             rng.shuffle(corpus)
             question = "".join(rng.choices(words, k=setup.question_tokens))
             messages = _messages(corpus, question)
-            ways: dict[str, Callable[[], object]] = {
-                FULL: partial(_generate, net, messages),
-                PREFIX: partial(prefix.generate, messages),
-            }
+            ways: dict[str, Callable[[], object]] = {FULL: partial(_generate, net, messages)}
+            if with_prefix:
+                ways[PREFIX] = partial(prefix.generate, messages)
             for policy in setup.policies:
                 ways[policy] = partial(ask, engine, policy, list(corpus), question)
             for name, way in ways.items():

@@ -42,6 +42,6 @@ def run(args: argparse.Namespace) -> int:
         context = [asdict(hit) for hit in hits]
         print(json.dumps({"answer": text, "context": context, "report": report.to_dict()}))
     else:
-        say(f"sources: {', '.join(dict.fromkeys(hit.document or 'without a name' for hit in hits))}")
+        say(f"sources: {', '.join(dict.fromkeys(hit.source for hit in hits))}")
         say(summary(report))
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvrag.bench.datasets import ARTICLES, WORLDS
 from kvrag.bench.simulate import DEVICES, LOADS, MODELS
-from kvrag.cli.common import add_setting, at_least, checked, existing_path
+from kvrag.cli.common import DTYPES, add_setting, at_least, checked, encoded_behind, existing_path
 from kvrag.config import CODECS, DEFAULT_POLICY, POLICIES, check_codec, check_policy, check_ratio
 from kvrag.errors import SettingError
 
@@ -25,9 +25,9 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     _add_number(parser, "--repeats", 3, "number of repeats; the median counts")
 
 
-def _add_number(parser: argparse.ArgumentParser, name: str, default: float, what: str) -> None:
+def _add_number(parser: argparse.ArgumentParser, name: str, default: float, what: str, least: float = 0) -> None:
     """Add an option for a number of the default's type, with the default in its help."""
-    kind = checked(float, check_ratio) if name == "--ratio" else at_least(0, type(default))
+    kind = checked(float, check_ratio) if name == "--ratio" else at_least(least, type(default))
     parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
 
 
@@ -78,7 +78,7 @@ def gpu(parser: argparse.ArgumentParser) -> None:
 def chat(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag bench chat`."""
     _add_shape(parser)
-    _add_number(parser, "--turns", 10, "number of turns, at least 2")
+    _add_number(parser, "--turns", 10, "number of turns, at least 2", least=2)  # growth counts from the second
     _add_number(parser, "--chunks", 4, "new chunks per turn")
     _add_number(parser, "--chunk-tokens", 128, "tokens per chunk")
     _add_number(parser, "--question-tokens", 32, "tokens of a question")
@@ -101,13 +101,17 @@ def _check_codecs(text: str) -> None:
         check_codec(part)
 
 
+def _check_contexts(text: str) -> None:
+    """Check what chunks are encoded behind, separated by commas."""
+    for part in filter(None, text.split(",")):
+        encoded_behind(part)
+
+
 def quality(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag bench quality`."""
     add_setting(parser, "model", default="reader")
-    parser.add_argument(
-        "--dtype", default="auto", help="dtype of the model: bfloat16, float16, float32 (default: as stored)"
-    )
-    parser.add_argument("--device", help="device: cuda, cpu, ... (default: a GPU if there is one)")
+    add_setting(parser, "dtype", choices=DTYPES)
+    add_setting(parser, "device")
     parser.add_argument(
         "--data",
         type=existing_path,
@@ -124,8 +128,10 @@ def quality(parser: argparse.ArgumentParser) -> None:
         help="documents to make prompts from, without questions: compares blending with full prefill on sentences "
         "that break off",
     )
-    parser.add_argument("--samples", type=int, metavar="N", help="number of questions (default: 200; with --docs 100)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the drawn questions and of the intervals")
+    parser.add_argument(
+        "--samples", type=at_least(1), metavar="N", help="number of questions (default: 200; with --docs 100)"
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of the drawn questions and of the intervals")
     parser.add_argument(
         "--policies",
         nargs="+",
@@ -163,6 +169,7 @@ def quality(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context-tokens",
         nargs="+",
+        type=checked(str, _check_contexts),
         metavar="N|headings",
         help="encode passages with N tokens of their document as context, or with its title and headings; 0 = alone "
         "(default: as `kvrag warm` if rows name documents, else 0)",
@@ -201,7 +208,7 @@ def quality(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--against", default=USUAL, metavar="POLICY", help=f"policy to compare with (default: {USUAL})")
     parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="maximum length of an answer (default: 16; with --docs 8)"
+        "--max-tokens", type=at_least(1), metavar="N", help="maximum length of an answer (default: 16; with --docs 8)"
     )
     parser.add_argument(
         "--stop",
@@ -213,7 +220,10 @@ def quality(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--instruction", default="", metavar="TEXT", help="text between passages and question")
     parser.add_argument("--skip-long", action="store_true", help="skip rows that do not fit into the window")
     parser.add_argument(
-        "--ram-bytes", type=int, default=2 << 30, help="size of the RAM tier (default: 2 GiB; 0 = read from disk)"
+        "--ram-bytes",
+        type=at_least(0),
+        default=2 << 30,
+        help="size of the RAM tier (default: 2 GiB; 0 = read from disk)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="store rows.jsonl and results.json there; run again to resume"
@@ -260,7 +270,7 @@ def ingest(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser)
     _add_number(parser, "--chunks", 16, "to encode")
     _add_number(parser, "--chunk-tokens", 256, "tokens per chunk")
-    _add_number(parser, "--document-chunks", 1, "chunks per document, each the context of the next")
+    _add_number(parser, "--document-chunks", 1, "chunks per document, each the context of the next", least=1)
 
 
 def serve(parser: argparse.ArgumentParser) -> None:
@@ -321,9 +331,9 @@ def codec(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag bench codec`."""
     parser.add_argument("paths", nargs="+", type=existing_path, metavar="FILE", help="text files, one chunk each")
     add_setting(parser, "model", default="reader")
-    parser.add_argument("--dtype", default="auto", help="bfloat16, float16, float32 (default: as stored)")
+    add_setting(parser, "dtype", choices=DTYPES)
     parser.add_argument(
         "--question", default="Question: Who is this about?", metavar="TEXT", help="question of each prompt"
     )
-    parser.add_argument("--prompts", type=int, default=50, metavar="N", help="number of prompts (default: 50)")
-    parser.add_argument("--chunks", type=int, default=6, metavar="N", help="chunks per prompt (default: 6)")
+    parser.add_argument("--prompts", type=at_least(1), default=50, metavar="N", help="number of prompts (default: 50)")
+    parser.add_argument("--chunks", type=at_least(1), default=6, metavar="N", help="chunks per prompt (default: 6)")

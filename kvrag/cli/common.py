@@ -13,7 +13,15 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO, BlendConfig, Sampling, check_namespace, check_ratio
+from kvrag.config import (
+    DEFAULT_CONTEXT,
+    DEFAULT_POLICY,
+    DEFAULT_RATIO,
+    BlendConfig,
+    Sampling,
+    check_namespace,
+    check_ratio,
+)
 from kvrag.errors import KvragError, SettingError, StoreError
 from kvrag.llm import SETTINGS
 from kvrag.types import BlendReport, Messages
@@ -56,6 +64,27 @@ def at_least(least: float, kind: Callable[[str], Any] = int, most: float = inf) 
             raise SettingError(f"must be {wanted}, got {value}")
 
     return checked(kind, check)
+
+
+def encoded_behind(text: str) -> dict[str, Any]:
+    """Type for argparse, `N|headings`: the fields of `BlendConfig` that say what chunks are encoded behind."""
+    if text == "headings":
+        return {"context_tokens": DEFAULT_CONTEXT, "context": "headings"}
+    try:
+        return {"context_tokens": at_least(0)(text), "context": "text"}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of tokens or headings, got {text!r}") from None
+
+
+def add_context_argument(parser: argparse._ActionsContainer, about: str) -> None:
+    """Add `--context-tokens`, the fields of `BlendConfig` that say what chunks are encoded behind."""
+    parser.add_argument(
+        "--context-tokens",
+        type=encoded_behind,
+        default=encoded_behind(str(DEFAULT_CONTEXT)),
+        metavar="N|headings",
+        help=f"{about} (default: {DEFAULT_CONTEXT})",
+    )
 
 
 def existing_path(text: str) -> Path:

@@ -1,12 +1,11 @@
-"""`kvrag demo`: warm a corpus, answer through a LangChain chain, compare policies and measure speed, all offline."""
+"""`kvrag demo`: measure the speed of a LangChain chain, and compare its answers by several policies, all offline."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,11 +44,12 @@ class Way(NamedTuple):
 FULL = Way("full prefill", "full")
 WAYS = (
     FULL,
-    Way("plain reuse, alone", "none", alone=True),
+    Way("plain reuse, chunks encoded alone", "none", alone=True),
     Way("plain reuse", "none"),
     Way("blending", None),
 )
 
+_WIDTH = 80  # columns of a terminal
 CHUNK_TOKENS = 40  # one or two paragraphs of the corpus
 _TOP_K, _AROUND = 3, 2
 
@@ -75,10 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print two tables and the next commands to try."""
+    """Print the speed-up, the answers to the questions, and the next commands to try."""
     from kvrag.engine import BlendEngine
 
     chain = _import_chain()
+    speed = None if args.no_speed else _measure(chain)
+    if speed and not args.json:
+        print("\n".join(speed_lines(speed)), flush=True)
     with ExitStack() as stack:
         store = args.store or stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-demo-"))
         settings = argparse.Namespace(model="reader", store=store, codec="native", dtype="auto", device=None)
@@ -92,24 +95,22 @@ def run(args: argparse.Namespace) -> int:
         alone.warm(chunk for chunks in plan.chunks.values() for chunk in chunks)  # without a document name
         if not args.json:
             print(
-                f"Warmed {warmed['files']} articles about a synthetic world ({corpus}): {warmed['chunks']} chunks, "
-                f"{warmed['new']} new, {warmed['tokens']} tokens, {human_bytes(warmed['bytes'])}."
+                "\nThe answers: the bundled reader (4.8 M parameters) in a LangChain chain, about\n"
+                f"{warmed['files']} articles of a made-up world, {warmed['chunks']} chunks ({warmed['new']} new), "
+                f"{warmed['tokens']} tokens, {human_bytes(warmed['bytes'])} of KV\n"
             )
         outcomes = _ask_all(chain, engine, alone, index, args.json)
         if not args.json:
-            _print_outcomes(outcomes)
-    speed = None if args.no_speed else _measure(chain)
+            print("\n".join(outcome_lines(outcomes)))
     if args.json:
         result = {"warm": warmed, "questions": [asdict(outcome) for outcome in outcomes]}
         print(json.dumps(result | {"speed": asdict(speed) if speed else None}))
         return 0
-    if speed:
-        _print_speed(speed)
     print(
-        "\nNext steps, with your own files:\n"
+        "\nNext, with your own files:\n"
         "  kvrag warm PATH... --model Qwen/Qwen2.5-0.5B-Instruct\n"
         '  kvrag ask "..." --model Qwen/Qwen2.5-0.5B-Instruct\n'
-        "In your LangChain or LlamaIndex application: see README.md."
+        "In your LangChain or LlamaIndex application: docs/chain.md."
     )
     return 0
 
@@ -210,58 +211,43 @@ def _measure(chain: Chain) -> TtftResult:
     def ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> BlendReport:
         return BlendReport(**chain(engine, policy, lambda _: chunks, 1)(question)[1])
 
-    say("measuring the speed of the same chain with a larger model; this takes about a minute")
-    return measure(TtftSetup(), ask, say)
+    say("measuring the time to first token of a LangChain chain; takes about a minute")
+    return measure(TtftSetup(repeats=2), ask, say, with_prefix=False)
 
 
-def _print_outcomes(outcomes: list[Outcome]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def speed_lines(result: TtftResult) -> list[str]:
+    """Return the speed-up in one line, then how it was measured."""
+    full, blending = result.rows
+    ratio = blending.speedup
+    compared = f"{ratio:.1f}x faster" if ratio >= 1 else f"{1 / ratio:.1f}x slower"
+    processor, threads = result.settings["processor"], result.settings["threads"]
+    return [
+        f"{compared}: first token after {blending.ttft_s:.2f} s instead of {full.ttft_s:.2f} s",
+        "",
+        f"A LangChain chain on Qwen2.5-0.5B's shape with random weights, {result.prompt_tokens} prompt",
+        "tokens, 6 chunks in an order never seen before, medians of 2 rounds;",
+        f"{threads} threads, {processor}"[:_WIDTH],
+        f"Bound, if computing the tokens were the only cost: {blending.bound:.1f}x",
+    ]
 
-    table = Table(box=None, pad_edge=False, collapse_padding=True)
-    for name in ("question", "answer"):
-        table.add_column(name, no_wrap=True)
-    for name in ("reused", "recomputed", "TTFT"):
-        table.add_column(name, justify="right")
+
+def outcome_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return a table of the answers by question, and what it shows."""
+    lines = [f"{'':38}{'answer':22}{'reused':>8}{'recomputed':>12}"]
     for outcome in outcomes:
-        answer = outcome.answer if outcome.correct else shorten(outcome.answer, 9, placeholder="...")
         if outcome.way == FULL.name:
-            table.add_row()
-            table.add_row(f"[bold]{outcome.question}[/bold]", f"[bold]{outcome.expected}[/bold]")
-        table.add_row(
-            f"  {outcome.way}",
-            answer if outcome.correct else f"{answer} [red](wrong)[/red]",
-            str(outcome.reused_tokens),
-            str(outcome.recomputed_tokens),
-            f"{outcome.ttft_s * 1000:.0f} ms",
-        )
-    print("\nThe bundled reader (4.8 M parameters) in a LangChain chain\n")
-    Console(file=sys.stdout).print(table)
+            lines += ["", f"{outcome.question} ({outcome.expected})"]
+        answer = shorten(outcome.answer, 12, placeholder="...") + ("" if outcome.correct else " (wrong)")
+        lines.append(f"  {outcome.way:36}{answer:22}{outcome.reused_tokens:>8}{outcome.recomputed_tokens:>12}")
     right = {way.name: sum(outcome.correct for outcome in outcomes if outcome.way == way.name) for way in WAYS}
     counts = [f"{count} of {len(QUESTIONS)} by {name}" for name, count in right.items()]
-    print(
-        f"\nRight: {counts[0]}; {counts[1]};\n{'; '.join(counts[2:])}."
-        "\nChunks encoded alone cannot resolve pronouns; kvrag encodes them with the preceding text."
-        "\nAll questions were chosen so that full prefill answers them right: the counts show"
-        "\nagreement with it, not accuracy. The model and the prompts are too small for"
-        "\nblending to be faster here."
-    )
-
-
-def _print_speed(result: TtftResult) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("by")
-    for name in ("TTFT", "speed-up", "bound"):
-        table.add_column(name, justify="right")
-    for row in result.rows:
-        bound = f"{row.bound:.1f}x" if row.bound else ""
-        table.add_row(row.name, f"{row.ttft_s:.2f} s", f"{row.speedup:.1f}x", bound)
-    print(
-        "\nThe same chain with random weights: speed only, answers are meaningless\n"
-        f"Qwen2.5-0.5B's shape, {result.prompt_tokens} prompt tokens, 6 chunks in an order never seen before\n"
-    )
-    Console(file=sys.stdout).print(table)
-    print("bound: the speed-up if computing the tokens were the only cost")
+    return [
+        *lines,
+        "",
+        f"Right: {'; '.join(counts[:2])};",
+        f"       {'; '.join(counts[2:])}.",
+        "Chunks encoded alone cannot resolve pronouns; kvrag encodes them with the",
+        "preceding text. All questions were chosen so that full prefill answers them",
+        "right: the counts show agreement with it, not accuracy. This model and its",
+        "prompts are too small for blending to be faster.",
+    ]

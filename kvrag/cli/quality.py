@@ -14,19 +14,22 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvrag.backend.transformers import Model
-from kvrag.bench import plots, quality
+from kvrag.bench import grid, plots
 from kvrag.bench.datasets import ARTICLES, WORLDS, Row, document_rows, file_rows, world_of, world_rows
-from kvrag.bench.retrieved import draw_corpus, open_index, retrieved_rows
+from kvrag.bench.retrieved import check_size, draw_corpus, open_index, retrieved_rows
 from kvrag.cli.bench import USUAL
-from kvrag.cli.common import forecast, progress, require_extra, say
+from kvrag.cli.common import encoded_behind, forecast, progress, require_extra, say
 from kvrag.config import CODECS, DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES
 from kvrag.control.prompts import CLOZE, make_prompts
 from kvrag.errors import SettingError
 from kvrag.retrieval import documents
 from kvrag.retrieval.index import ChunkIndex
+
+if TYPE_CHECKING:
+    from kvrag.backend.transformers import Model
+    from kvrag.bench import quality
 
 _INFORMED = [policy for policy in POLICIES if policy not in ("full", "none", "random")]
 _DEFAULTS: dict[str, Any] = {"samples": 200, "policies": _INFORMED, "chunk_tokens": ["0"], "max_tokens": 16}
@@ -48,23 +51,13 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print and store the results."""
     started = time.perf_counter()
     _fill(args)
-    asking = _asking(args)
     documents_given = args.docs is not None
-    rows, data = ([], {}) if documents_given else _rows(args)
-    cells = quality.make_cells(
-        [policy for text in args.policies for policy in quality.split_policies(text)],
-        _numbers(args.ratios, float, "--ratios"),
-        _setups(args, rows),
-        quality.parse_settings(args.settings),
-    )
-    if documents_given and not any(text.startswith("random") for text in args.policies):
-        cells = [cell for cell in cells if cell.label != "random"]
-    if args.against != USUAL and args.against not in {cell.label for cell in cells}:
-        raise SettingError(f"--against {args.against!r} is not among the measured policies")
-    if args.plots:
-        if args.out is None:
-            raise SettingError("--plots needs --out DIR")
-        plots.require()
+    asking, filed = _asking(args), [] if args.data is None else file_rows(args.data, args.samples)
+    cells = _cells(args, filed)
+    rows, data = ([], {}) if documents_given else _rows(args, filed)
+    from kvrag.backend.transformers import Model  # slow to import: mistakes are reported before
+    from kvrag.bench import quality
+
     model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device)
     corpus: dict[str, list[str]] = {}
     if documents_given:
@@ -125,6 +118,14 @@ def _fill(args: argparse.Namespace) -> None:
         documents.find([args.docs])  # report mistakes before loading the model
         if args.top_k == 1:
             raise SettingError("--top-k with --docs must be at least 2: blending needs several chunks")
+    elif args.top_k is None and (args.articles is not None or args.around):
+        raise SettingError("--articles and --around need --top-k K")
+    elif args.data and (args.top_k is not None or args.world):
+        raise SettingError("--data is asked as it is: leave out --world and --top-k")
+    if args.plots:
+        if args.out is None:
+            raise SettingError("--plots needs --out DIR")
+        plots.require()
     for name, value in (_DEFAULTS if args.docs is None else _DEFAULTS_DOCS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -170,6 +171,7 @@ def _read_documents(args: argparse.Namespace, model: Model) -> tuple[dict[str, l
 
 def _document_rows(args: argparse.Namespace, model: Model, corpus: dict[str, list[str]]) -> list[Row]:
     """Make prompts about the corpus, of what retrieval finds."""
+
     chunks = list(dict.fromkeys(chunk for inside in corpus.values() for chunk in inside))
     with ChunkIndex(":memory:") as index:
         with progress("indexing", args.json) as update:
@@ -187,10 +189,12 @@ def _measure_documents(
     model: Model,
     corpus: dict[str, list[str]],
     tasks: Sequence[quality.Task],
-    cells: Sequence[quality.Cell],
-    asking: quality.Asking,
+    cells: Sequence[grid.Cell],
+    asking: grid.Asking,
     journal: quality.Journal,
 ) -> None:
+    from kvrag.bench import quality
+
     if len(quality.finished(tasks, cells, journal)) == len(tasks):
         return
     with quality.open_engines(quality.Models(model), cells, args.ram_bytes) as engines:
@@ -202,37 +206,53 @@ def _measure_documents(
             quality.answer(engines, tasks, cells, asking, journal, update)
 
 
-def _setups(args: argparse.Namespace, rows: Sequence[Row]) -> list[quality.Setup]:
+def _cells(args: argparse.Namespace, filed: Sequence[Row]) -> list[grid.Cell]:
+    """Return the grid.
+
+    Args:
+        filed: The rows of --data.
+    """
+    cells = grid.make_cells(
+        [policy for text in args.policies for policy in grid.split_policies(text)],
+        _numbers(args.ratios, float, "--ratios"),
+        _setups(args, filed),
+        grid.parse_settings(args.settings),
+    )
+    if args.docs is not None and not any(text.startswith("random") for text in args.policies):
+        cells = [cell for cell in cells if cell.label != "random"]
+    if args.against != USUAL and args.against not in {cell.label for cell in cells}:
+        raise SettingError(f"--against {args.against!r} is not among the measured policies")
+    return cells
+
+
+def _setups(args: argparse.Namespace, filed: Sequence[Row]) -> list[grid.Setup]:
     lengths = _numbers(args.chunk_tokens, int, "--chunk-tokens")
     if args.docs is not None:
         if len(lengths) != 1 or lengths[0] < 16:
             raise SettingError("--chunk-tokens with --docs must be one number of at least 16")
-        lengths = [quality.AS_THEY_ARE]  # the documents are split before
+        lengths = [grid.AS_THEY_ARE]  # the documents are split before
     if any(0 != length < 16 for length in lengths):
         raise SettingError("--chunk-tokens must be 0 or at least 16: shorter chunks are not reused")
-    have_documents = args.docs is not None or all(row.documents for row in rows)
+    have_documents = all(row.documents for row in filed)
+    have_titles = all(row.library for row in filed) if filed else args.docs is not None or args.top_k is not None
     usual = DEFAULT_CONTEXT if have_documents and not any(lengths) else 0
     words = _words(args.context_tokens or [str(usual)])
-    contexts = [
-        (DEFAULT_CONTEXT, word) if word == "headings" else (_numbers([word], int, "--context-tokens")[0], "text")
-        for word in words
-    ]
-    if any(tokens < 0 for tokens, _ in contexts):
-        raise SettingError("--context-tokens must be at least 0")
-    if any(tokens for tokens, _ in contexts) and not have_documents:
+    contexts = [encoded_behind(word) for word in words]
+    is_behind = any(context["context_tokens"] for context in contexts)
+    if is_behind and not have_documents:
         raise SettingError("--context-tokens needs rows with `documents`")
-    if "headings" in words and args.docs is None and not all(row.library for row in rows):
+    if "headings" in words and not have_titles:
         raise SettingError(
             "--context-tokens headings needs documents with titles: --docs, --top-k, or rows with `library`"
         )
-    if any(tokens for tokens, _ in contexts) and any(lengths):
+    if is_behind and any(lengths):
         raise SettingError("--context-tokens and --chunk-tokens exclude each other: leave out one of them")
     preambles, codecs = _words(args.preamble), _words(args.codec)
     for name, words, known in (("--preamble", preambles, ("on", "off")), ("--codec", codecs, CODECS)):
         if unknown := [word for word in words if word not in known]:
             raise SettingError(f"{name} must be one of {', '.join(known)}, got {unknown[0]!r}")
     return [
-        quality.Setup(length, preamble == "on", codec, *context)
+        grid.Setup(length, preamble == "on", codec, **context)
         for length in lengths
         for preamble in preambles
         for codec in codecs
@@ -252,33 +272,20 @@ def _numbers(texts: Sequence[str], kind: type, name: str) -> list[Any]:
         raise SettingError(f"{name}: {error}") from None
 
 
-def _asking(args: argparse.Namespace) -> quality.Asking:
-    for name, value, least in (
-        ("--samples", args.samples, 1),
-        ("--max-tokens", args.max_tokens, 1),
-        ("--seed", args.seed, 0),
-        ("--ram-bytes", args.ram_bytes, 0),
-    ):
-        if value < least:
-            raise SettingError(f"{name} must be at least {least}, got {value}")
+def _asking(args: argparse.Namespace) -> grid.Asking:
     if not 0 <= args.missing < 1:
         raise SettingError(f"--missing must be a share from 0 to less than 1, got {args.missing}")
-    stop = quality.default_stop(args.model) if args.docs is None else _DOCS_STOP
+    stop = grid.default_stop(args.model) if args.docs is None else _DOCS_STOP
     if args.stop:
         stop = tuple(text.replace("\\n", "\n") for text in args.stop)
-    return quality.Asking(args.max_tokens, stop, args.instruction, args.missing)
+    return grid.Asking(args.max_tokens, stop, args.instruction, args.missing)
 
 
-def _rows(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
+def _rows(args: argparse.Namespace, filed: list[Row]) -> tuple[list[Row], dict[str, Any]]:
     """Return the rows, and a description of their source that does not depend on their number."""
-    if args.top_k is None and (args.articles is not None or args.around):
-        raise SettingError("--articles and --around need --top-k K")
-    if args.data and (args.top_k is not None or args.world):
-        raise SettingError("--data is asked as it is: leave out --world and --top-k")
     if args.data:
-        rows = file_rows(args.data, args.samples)
         digest = blake2b(args.data.read_bytes(), digest_size=8).hexdigest()
-        return rows, {"file": args.data.name, "digest": digest}
+        return filed, {"file": args.data.name, "digest": digest}
     world = args.world or world_of(args.model)
     if args.top_k is not None:
         return _retrieved(args, world)
@@ -290,6 +297,7 @@ def _retrieved(args: argparse.Namespace, world: int) -> tuple[list[Row], dict[st
     require_extra()
     articles = ARTICLES[world] if args.articles is None else args.articles
     corpus = draw_corpus(world, articles, args.seed)
+    check_size(corpus, args.samples, args.top_k)
     with (
         tempfile.TemporaryDirectory(prefix="kvrag-index-") as temporary,
         progress("indexing", quiet=args.json) as update,
@@ -321,7 +329,7 @@ def table(result: dict[str, Any]) -> list[str]:
         "KL in nats to full prefill's first token; TTFT: median, "
         + ("KV in RAM" if settings["ram_bytes"] else "KV from disk"),
     ]
-    for setup, cells in quality.by_setup(result).items():
+    for setup, cells in grid.by_setup(result).items():
         lines += ["", f"{setup}: {cells[1]['reused']:.0%} of the prompt reused", ""]
         lines += [
             f"{'':26}{'ratio':>6}{'recomp.':>8}  {'EM':22}{'EM kept':22}{'F1':22}{'ROUGE-L':>8}{'top-1':>7}"
@@ -353,7 +361,7 @@ def table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-_RETRIEVAL = (quality.RETRIEVED, quality.NOT_RETRIEVED, quality.HIDDEN)
+_RETRIEVAL = (grid.RETRIEVED, grid.NOT_RETRIEVED, grid.HIDDEN)
 
 
 def _by_retrieval(cells: Sequence[dict[str, Any]]) -> list[str]:
@@ -363,19 +371,19 @@ def _by_retrieval(cells: Sequence[dict[str, Any]]) -> list[str]:
         return []
     heads, columns = "", ""
     for name in groups:
-        if name == quality.HIDDEN:
+        if name == grid.HIDDEN:
             continue
         title = f"{name} ({cells[0]['groups'][name]['samples']})"
         heads += f"{title:78}"
         columns += f"{'EM':22}{'EM kept':22}{'top-1':>7}  {'KL':25}"
-    if quality.HIDDEN in groups:
-        heads += f"answers from what was not retrieved ({cells[0]['groups'][quality.HIDDEN]['samples']})"
+    if grid.HIDDEN in groups:
+        heads += f"answers from what was not retrieved ({cells[0]['groups'][grid.HIDDEN]['samples']})"
     lines = ["", "By what was retrieved", "", f"{'':34}{heads}".rstrip(), f"{'':26}{'ratio':>6}  {columns}".rstrip()]
     for cell in cells:
         text = f"{cell['policy']:26}{_ratio(cell)}  "
         for name in groups:
             group = cell["groups"][name]
-            if name == quality.HIDDEN:
+            if name == grid.HIDDEN:
                 text += _interval(group["leaked"])
             else:
                 text += f"{_interval(group['em']):22}{_interval(group['em_kept']):22}{group['agree']['value']:>7.3f}  "
@@ -394,9 +402,9 @@ def documents_table(result: dict[str, Any]) -> list[str]:
         f"{data['folder']}: {data['chunks']} chunks, {data['tokens']} tokens, from {data['files_read']} of "
         f"{data['files']} files; {settings['samples']} prompts of {data['top_k']} chunks, {num_cloze} of them cloze; "
         "95 % intervals",
-        f"{quality.RIGHT} in {full['em']['value']:.1%} of the prompts",
+        f"{grid.RIGHT} in {full['em']['value']:.1%} of the prompts",
     ]
-    for setup, cells in quality.by_setup(result).items():
+    for setup, cells in grid.by_setup(result).items():
         lines += ["", str(setup), ""]
         lines.append(
             f"{'':20}{'ratio':>6}  {'answers kept':36}{'right words kept':>17}{'cloze words kept':>18}"
@@ -405,7 +413,7 @@ def documents_table(result: dict[str, Any]) -> list[str]:
         for cell in cells[1:]:
             right, cloze = (
                 cell["groups"][name]["word"]["value"] if name in cell["groups"] else None
-                for name in (quality.RIGHT, f"kind: {CLOZE}")
+                for name in (grid.RIGHT, f"kind: {CLOZE}")
             )
             bar = "#" * round(10 * cell["same"]["value"])
             lines.append(
@@ -417,14 +425,14 @@ def documents_table(result: dict[str, Any]) -> list[str]:
 
 def verdict(result: dict[str, Any]) -> str:
     """Return whether blending keeps full prefill's answers, and at which ratio, in one sentence."""
-    full, _, *others = next(iter(quality.by_setup(result).values()))  # the first setup and policy of several
+    full, _, *others = next(iter(grid.by_setup(result).values()))  # the first setup and policy of several
     line = sorted((cell for cell in others if cell["policy"] == others[0]["policy"]), key=lambda cell: cell["ratio"])
     fails = [number for number, cell in enumerate(line) if cell["same"]["value"] < _KEEPS]
     keeps = not fails or fails[-1] < len(line) - 1
     cell = line[fails[-1] + 1 if fails and keeps else 0 if keeps else -1]
     shares = f"{_percent(cell['same'])} of {cell['samples']} short answers are full prefill's"
-    if quality.RIGHT in cell["groups"]:
-        right = cell["groups"][quality.RIGHT]
+    if grid.RIGHT in cell["groups"]:
+        right = cell["groups"][grid.RIGHT]
         shares += f", and {_share(right['word']['value'])} of the {right['samples']} words that it gets right"
     if full["em"]["value"] < _ABLE:
         return (

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvrag import sample
 from kvrag.cli.common import (
     add_answer_arguments,
+    add_context_argument,
     add_engine_arguments,
     at_least,
     folder,
@@ -28,7 +29,7 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.cli.prompt import stuff
-from kvrag.config import DEFAULT_CONTEXT, BlendConfig
+from kvrag.config import BlendConfig
 from kvrag.errors import KvragError, SettingError
 from kvrag.retrieval import documents
 
@@ -79,13 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     corpus.add_argument(
         "--chunk-overlap", type=at_least(0), default=0, metavar="N", help="overlap of adjacent chunks in tokens"
     )
-    corpus.add_argument(
-        "--context-tokens",
-        type=at_least(0),
-        default=DEFAULT_CONTEXT,
-        metavar="N",
-        help=f"as in `kvrag warm` (default: {DEFAULT_CONTEXT})",
-    )
+    add_context_argument(corpus, "as in `kvrag warm`")
     corpus.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
     corpus.add_argument(
         "--store-gib", type=float, metavar="N", help="evict the least recently used chunks beyond this size"
@@ -208,8 +203,9 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
     config = {name: value for name, value in fields.items() if value is not None}
     if args.policy is not None:
         config = {"controller": "off", **config}  # as in requests that name a policy
-    BlendConfig(**config, context_tokens=args.context_tokens)
-    return {**config, "context_tokens": args.context_tokens}
+    config |= args.context_tokens
+    BlendConfig(**config)
+    return config
 
 
 def _bytes(option: str, size: float, unit: int) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrag.cli.common import (
+    add_context_argument,
     add_engine_arguments,
     at_least,
     folder,
@@ -24,7 +25,6 @@ from kvrag.cli.common import (
     say,
 )
 from kvrag.client.connection import KEY_VARIABLE
-from kvrag.config import DEFAULT_CONTEXT
 from kvrag.errors import KvragError, SettingError, StoreFullError
 from kvrag.retrieval import documents
 
@@ -53,13 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chunk-overlap", type=at_least(0), default=0, metavar="N", help="overlap of adjacent chunks in tokens"
     )
-    parser.add_argument(
-        "--context-tokens",
-        type=at_least(0),
-        default=DEFAULT_CONTEXT,
-        metavar="N",
-        help="encode chunks with N preceding tokens as context, to resolve pronouns and references; 0 = alone "
-        f"(default: {DEFAULT_CONTEXT})",
+    add_context_argument(
+        parser,
+        "encode chunks with N preceding tokens as context, to resolve pronouns and references, or with the document's "
+        "title and the headings above them; 0 = alone",
     )
     parser.add_argument(
         "--text-field", default="text", metavar="NAME", help="text field of the objects in .jsonl files"
@@ -87,9 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Documents to encode with their chunks, and what was skipped in the files."""
+    """Documents to encode with their chunks, and what was skipped in the files.
+
+    Attributes:
+        pages: By PDF and chunk, the first and the last page.
+    """
 
     chunks: dict[str, list[str]]
+    pages: dict[str, dict[str, tuple[int, int]]]
     problems: list[dict[str, Any]]
     tokens: int
     new_tokens: int
@@ -106,8 +108,7 @@ def run(args: argparse.Namespace) -> int:
     if args.api_key is not None or args.tokenizer is not None:
         raise SettingError("--api-key and --tokenizer need --server URL")
     args.model = args.model or "reader"
-    config = {"context_tokens": args.context_tokens}
-    with open_engine(args, **config) as engine, open_index(engine, args.namespace, args.embedder) as index:
+    with open_engine(args, **args.context_tokens) as engine, open_index(engine, args.namespace, args.embedder) as index:
         gone = find_gone(engine, index, args.paths, args.namespace)
         # first: otherwise a chunk moved to another file would temporarily belong to two documents
         dropped = drop(engine, index, gone, args.namespace) if args.prune else 0
@@ -140,7 +141,7 @@ def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
         gone = sorted(name for name in known if not os.path.lexists(name))
         dropped = sum(engine.forget(name, namespace=args.namespace) for name in gone) if args.prune else 0
         encode = _tokenizer(args.tokenizer or engine.model_name, engine)
-        chunks, problems = read_chunks(args, encode)
+        chunks, _, problems = read_chunks(args, encode)
         lengths = {name: sum(len(encode(text)) for text in texts) for name, texts in chunks.items()}
         say(f"{len(chunks)} documents, {sum(lengths.values())} tokens, for {engine.model_name} on {args.server}")
         totals: dict[str, Any] = dict.fromkeys(_TOTALS, 0)
@@ -202,7 +203,7 @@ def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
     from kvrag.fingerprint import text_key
 
     encode = engine.model.tokenizer.encode
-    chunks, problems = read_chunks(args, encode)
+    chunks, pages, problems = read_chunks(args, encode)
     lengths: dict[str, int] = {}
     for texts in chunks.values():
         for ids in map(encode, texts):
@@ -210,13 +211,13 @@ def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
                 lengths[text_key(args.namespace, ids)] = len(ids)
     stored = engine.store.look_up(list(lengths))
     new = sum(length for text, length in lengths.items() if not stored[text].variants)
-    return Plan(chunks, problems, sum(lengths.values()), new)
+    return Plan(chunks, pages, problems, sum(lengths.values()), new)
 
 
 def read_chunks(
     args: argparse.Namespace, encode: Callable[[str], list[int]]
-) -> tuple[dict[str, list[str]], list[dict[str, Any]]]:
-    """Return the chunks of all readable files, and the problems, which are also printed.
+) -> tuple[dict[str, list[str]], dict[str, dict[str, tuple[int, int]]], list[dict[str, Any]]]:
+    """Return the chunks of all readable files, their pages in PDFs, and the problems, which are also printed.
 
     Raises:
         KvragError: No file could be read.
@@ -224,18 +225,21 @@ def read_chunks(
     split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, args.chunk_overlap)
     paths, problems = documents.find(args.paths)
     chunks: dict[str, list[str]] = {}
+    pages: dict[str, dict[str, tuple[int, int]]] = {}
     with progress("reading", args.json) as report:
         for number, path in enumerate(paths, 1):
             content = documents.read(path, args.text_field)
             problems += content.problems
             if content.texts:
-                chunks[str(path)] = split(content.texts)
+                name = str(path)
+                chunks[name] = split(content.texts)
+                pages[name] = documents.page_numbers(chunks[name], content.texts, content.pages)
             report(number, len(paths))
     for problem in problems:
         say(str(problem))
     if not chunks:
         raise KvragError(f"no text to warm: none of {len(paths)} files could be read")
-    return chunks, [problem.to_dict() for problem in problems]
+    return chunks, pages, [problem.to_dict() for problem in problems]
 
 
 def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool, namespace: str = "") -> dict[str, Any]:
@@ -252,7 +256,7 @@ def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool, namesp
             for field in totals:
                 totals[field] += getattr(done, field)
             short += done.skipped
-            indexed += index.add(chunks, document=name)
+            indexed += index.add(chunks, document=name, pages=plan.pages[name])
     warnings = []
     if short:
         warnings.append(

@@ -13,10 +13,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.errors import ContextWindowError, KvragError
+
+if TYPE_CHECKING:
+    from kvrag.backend.transformers import Model, Tokenizer
 
 CONTINUATION, CLOZE = "continuation", "cloze"
 

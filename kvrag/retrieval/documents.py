@@ -9,11 +9,12 @@ import logging
 import re
 import unicodedata
 import zipfile
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,15 @@ class Problem:
 
 @dataclass(slots=True)
 class Content:
-    """Texts of a file, none if it could not be read, and what was skipped or guessed."""
+    """Texts of a file, none if it could not be read, and what was skipped or guessed.
+
+    Attributes:
+        pages: Of a PDF, which is one text, the offsets at which its pages begin; else empty.
+    """
 
     file: str
     texts: list[str] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     _num_lines: int = 0
 
@@ -202,6 +208,24 @@ def splitter(count: Callable[[str], int], chunk_tokens: int, overlap: int) -> Ca
     return lambda texts: [chunk for text in texts for chunk in split.split_text(text)]
 
 
+def page_numbers(chunks: Sequence[str], texts: Sequence[str], pages: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """Return the first and the last page of each chunk, from 1; of a repeated chunk, where it stands first.
+
+    Args:
+        chunks: The chunks of `texts`, in order.
+        texts, pages: Of a `Content`.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    start, stop = -1, 0
+    for chunk in chunks if pages else ():
+        # chunks may overlap, but each ends behind the one before
+        at = texts[0].find(chunk, max(start + 1, stop - len(chunk) + 1))
+        if at >= 0:
+            start, stop = at, at + len(chunk)
+            found.setdefault(chunk, (bisect_right(pages, start), bisect_right(pages, stop - 1)))
+    return found
+
+
 # ---------------------------------------------------------------- encodings
 
 
@@ -307,12 +331,13 @@ def _pdf(content: bytes, found: Content) -> list[str]:
         raise _missing_extra(error) from None
     logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns about many valid PDFs
     try:
-        text = "\n\n".join(page.extract_text() for page in PdfReader(BytesIO(content)).pages)
+        pages = [_without_surrogates(page.extract_text()) + "\n\n" for page in PdfReader(BytesIO(content)).pages]
     except Exception as error:  # pypdf raises various types: KeyError, RecursionError, zlib.error
         raise _UnreadableError(f"it is a broken or protected PDF ({type(error).__name__}: {error})") from error
-    if not text.strip():
+    if not any(page.strip() for page in pages):
         raise _UnreadableError("the PDF has no text, only images: run OCR first, for example with ocrmypdf")
-    return [text]
+    found.pages = list(accumulate(map(len, pages[:-1]), initial=0))
+    return ["".join(pages).removesuffix("\n\n")]
 
 
 def _docx(content: bytes, found: Content) -> list[str]:

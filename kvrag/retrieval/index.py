@@ -9,10 +9,11 @@ from __future__ import annotations
 import sqlite3
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,17 +32,36 @@ CREATE TABLE IF NOT EXISTS documents (
     document TEXT NOT NULL, position INTEGER NOT NULL, chunk INTEGER NOT NULL REFERENCES chunks (id),
     PRIMARY KEY (document, position)
 );
+CREATE TABLE IF NOT EXISTS pages (
+    document TEXT NOT NULL, position INTEGER NOT NULL, first INTEGER NOT NULL, last INTEGER NOT NULL,
+    PRIMARY KEY (document, position)
+);
 CREATE INDEX IF NOT EXISTS documents_by_chunk ON documents (chunk);
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A chunk that was found. `score`: cosine similarity to the question; neighbours have the score of their hit."""
+    """A chunk that was found.
+
+    Attributes:
+        score: Cosine similarity to the question; neighbours have the score of their hit.
+        pages: First and last page of a PDF's chunk, from 1.
+    """
 
     text: str
     document: str
     score: float
+    pages: tuple[int, int] | None = None
+
+    @property
+    def source(self) -> str:
+        """Return the document's name, with the pages: "report.pdf (pages 3-4)"."""
+        name = self.document or "without a name"
+        if self.pages is None:
+            return name
+        first, last = self.pages
+        return f"{name} (page {first})" if first == last else f"{name} (pages {first}-{last})"
 
 
 class _Embedder:
@@ -120,13 +140,18 @@ class ChunkIndex:
             self._embedder = _embedders.setdefault(self.embedder, _Embedder(self.embedder))
 
     def add(
-        self, texts: Sequence[str], document: str = "", progress: Callable[[int, int], None] = lambda done, total: None
+        self,
+        texts: Sequence[str],
+        document: str = "",
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        pages: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> int:
         """Add a document's chunks, in order. Chunks from an earlier call that are not among them are dropped.
 
         Args:
             document: "" adds without a name and drops nothing.
             progress: Called with (texts embedded, texts to embed).
+            pages: First and last page of texts of a PDF.
 
         Returns:
             Number of new texts that were embedded.
@@ -137,7 +162,7 @@ class ChunkIndex:
             with self._transaction() as db:  # another document's removal may drop a chunk that existed a moment ago
                 new = [text for text in texts if text not in vectors and not self._has(text)]
                 if not new:
-                    self._enter(db, texts, vectors, document)
+                    self._enter(db, texts, vectors, document, pages)
                     break
             progress(0, len(new))
             for start in range(0, len(new), _BATCH):
@@ -149,7 +174,7 @@ class ChunkIndex:
     def remove(self, document: str) -> int:
         """Drop a document's chunks unless another document has them; return how many were dropped."""
         with self._transaction() as db:
-            db.execute("DELETE FROM documents WHERE document = ?", (document,))
+            self._clear(db, document)
             return self._drop_orphans(db)
 
     def search(self, question: str, k: int = 4, around: int = 0) -> list[Hit]:
@@ -171,8 +196,8 @@ class ChunkIndex:
             scores, rows = index.search(vector, min(k, len(ids)))
             hits: dict[int, Hit] = {}
             for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True):
-                for chunk, document, text in self._neighbours(int(ids[row]), around):
-                    hits.setdefault(chunk, Hit(text, document, score))
+                for chunk, document, text, first, last in self._neighbours(int(ids[row]), around):
+                    hits.setdefault(chunk, Hit(text, document, score, None if first is None else (first, last)))
             return list(hits.values())
 
     def documents(self) -> list[str]:
@@ -237,7 +262,12 @@ class ChunkIndex:
                 raise StoreError(f"cannot read the chunk index {self.path}: {error}") from error
 
     def _enter(
-        self, db: sqlite3.Connection, texts: Sequence[str], vectors: dict[str, NDArray[np.float32]], document: str
+        self,
+        db: sqlite3.Connection,
+        texts: Sequence[str],
+        vectors: dict[str, NDArray[np.float32]],
+        document: str,
+        pages: Mapping[str, tuple[int, int]],
     ) -> None:
         db.execute("INSERT OR IGNORE INTO settings VALUES ('embedder', ?)", (self.embedder,))
         db.executemany(
@@ -245,7 +275,7 @@ class ChunkIndex:
             [(text, vector.tobytes()) for text, vector in vectors.items()],
         )
         if document:
-            db.execute("DELETE FROM documents WHERE document = ?", (document,))
+            self._clear(db, document)
         else:
             held = "SELECT 1 FROM documents JOIN chunks ON id = chunk WHERE document = '' AND text = ?"
             texts = [text for text in texts if not self._read(held, (text,))]
@@ -256,7 +286,16 @@ class ChunkIndex:
             "INSERT INTO documents SELECT ?, ?, id FROM chunks WHERE text = ?",
             [(document, position, text) for position, text in enumerate(texts, first)],
         )
+        db.executemany(
+            "INSERT INTO pages VALUES (?, ?, ?, ?)",
+            [(document, position, *pages[text]) for position, text in enumerate(texts, first) if text in pages],
+        )
         self._drop_orphans(db)
+
+    @staticmethod
+    def _clear(db: sqlite3.Connection, document: str) -> None:
+        for table in ("documents", "pages"):
+            db.execute(f"DELETE FROM {table} WHERE document = ?", (document,))
 
     @staticmethod
     def _drop_orphans(db: sqlite3.Connection) -> int:
@@ -266,14 +305,15 @@ class ChunkIndex:
         return bool(self._read("SELECT 1 FROM chunks WHERE text = ?", (text,)))
 
     def _neighbours(self, chunk: int, around: int) -> list[Any]:
-        """Return (id, document, text) of the chunk and its neighbours in one of the documents that have it."""
+        """Return (id, document, text, first and last page) of the chunk and its neighbours, in one of its documents."""
         where = "SELECT document, position FROM documents WHERE chunk = ? ORDER BY document, position LIMIT 1"
         found = self._read(where, (chunk,))
         if not found:
             return []  # another process dropped it after the vectors were read
         ((document, position),) = found
         return self._read(
-            "SELECT id, document, text FROM documents JOIN chunks ON id = chunk "
+            "SELECT id, document, text, first, last FROM documents JOIN chunks ON id = chunk "
+            "LEFT JOIN pages USING (document, position) "
             "WHERE document = ? AND position BETWEEN ? AND ? ORDER BY position",
             (document, position - around, position + around),
         )

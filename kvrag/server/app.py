@@ -249,7 +249,7 @@ async def upload_document(document: str, request: Request, state: Server, tenant
 
 async def _add(corpus: Corpus, document: str, found: Content) -> dict[str, Any]:
     """Queue a file to be encoded; return its status and what was skipped in it."""
-    status = await asyncio.to_thread(corpus.add, document, found.texts)
+    status = await asyncio.to_thread(corpus.add, document, found.texts, found.pages)
     return status.to_dict() | {"problems": [problem.to_dict() for problem in found.problems]}
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, StoreError, StoreFullError, StoreReadOnlyError
-from kvrag.retrieval.documents import Content
+from kvrag.retrieval.documents import Content, page_numbers
 from kvrag.retrieval.index import ChunkIndex, Hit
 from kvrag.server.errors import ApiError
 
@@ -37,6 +37,7 @@ class Task:
 
     Attributes:
         number: Order of the tasks.
+        pages: Of a PDF, where its pages begin; see `Content`.
         error: Reason of a failure; failed tasks are kept for the document's status.
     """
 
@@ -44,6 +45,7 @@ class Task:
     action: Literal["add", "drop"]
     document: str
     texts: tuple[str, ...] = field(default=(), repr=False)
+    pages: tuple[int, ...] = field(default=(), repr=False)
     error: str = ""
 
 
@@ -124,8 +126,11 @@ class Corpus:
 
     # ---------------------------------------------------------------- documents
 
-    def add(self, document: str, texts: Sequence[str]) -> Status:
+    def add(self, document: str, texts: Sequence[str], pages: Sequence[int] = ()) -> Status:
         """Queue a document to be encoded. It replaces the document with the same id.
+
+        Args:
+            texts, pages: Of a `Content`.
 
         Raises:
             ApiError: 400 if the id is invalid, 429 if too many documents wait.
@@ -134,7 +139,7 @@ class Corpus:
         with self._changed:
             if len(self._undone()) >= self._max_pending:
                 raise ApiError(429, f"{self._max_pending} documents are waiting: retry later", "queue_full")
-            self._put("add", document, tuple(texts))
+            self._put("add", document, tuple(texts), tuple(pages))
             return self._status(document)
 
     def remove(self, document: str) -> None:
@@ -253,12 +258,14 @@ class Corpus:
             self._index.remove(task.document)  # again: it may have been added after it was removed
             self._engine.forget(task.document, namespace=self.namespace)
             return
-        chunks = self._split(_read_task(self._path(task)).texts)
+        task = _read_task(self._path(task))
+        chunks = self._split(task.texts)
         if not chunks:
             raise KvragError("the document contains no text")
         # KV first: every retrievable chunk has its KV
         self._engine.warm(chunks, document=task.document, namespace=self.namespace, progress=self._advance)
-        self._index.add(chunks, document=task.document, progress=lambda done, total: self._check_stop())
+        pages = page_numbers(chunks, task.texts, task.pages)
+        self._index.add(chunks, task.document, lambda done, total: self._check_stop(), pages)
 
     def _advance(self, done: int, total: int) -> None:
         self._progress = (done, total)
@@ -283,10 +290,16 @@ class Corpus:
     def _undone(self) -> list[Task]:
         return [task for _, task in sorted(self._tasks.items()) if not task.error]
 
-    def _put(self, action: Literal["add", "drop"], document: str, texts: tuple[str, ...] = ()) -> None:
+    def _put(
+        self,
+        action: Literal["add", "drop"],
+        document: str,
+        texts: tuple[str, ...] = (),
+        pages: tuple[int, ...] = (),
+    ) -> None:
         """Queue a change of a document, in place of its changes that have not started."""
         before = [t for t in self._tasks.values() if t.document == document and t.number != self._active]
-        self._write(Task(self._next, action, document, texts))  # first, because this may fail
+        self._write(Task(self._next, action, document, texts, pages))  # first, because this may fail
         self._next += 1
         for task in before:
             if task.action == "add":
@@ -304,7 +317,7 @@ class Corpus:
             part.rename(path)
         except OSError as error:
             raise StoreFullError(f"cannot store the document in {self._folder}: {error.strerror}") from error
-        self._tasks[task.number] = replace(task, texts=())  # many long documents may wait
+        self._tasks[task.number] = replace(task, texts=(), pages=())  # many long documents may wait
 
     def _delete(self, task: Task) -> None:
         self._path(task).unlink(missing_ok=True)
@@ -362,10 +375,10 @@ def _tasks_in(folder: Path) -> dict[int, Task]:
             path.rename(path.with_suffix(".damaged"))
             logger.warning("%s is damaged: add the document again", path)
         else:
-            tasks[task.number] = replace(task, texts=())
+            tasks[task.number] = replace(task, texts=(), pages=())
     return tasks
 
 
 def _read_task(path: Path) -> Task:
     kept = json.loads(path.read_text())
-    return Task(**{**kept, "texts": tuple(kept["texts"])})
+    return Task(**{**kept, "texts": tuple(kept["texts"]), "pages": tuple(kept.get("pages", ()))})

@@ -202,7 +202,7 @@ class ResponseBuilder:
 def citations(hits: Sequence[Hit]) -> list[dict[str, Any]]:
     """Return the retrieved chunks, in prompt order."""
     return [
-        {"index": number, "document": hit.document, "text": hit.text, "score": hit.score}
+        {"index": number, "document": hit.document, "pages": hit.pages, "text": hit.text, "score": hit.score}
         for number, hit in enumerate(hits, 1)
     ]
 

@@ -376,6 +376,12 @@ function showScore() {
     `same answer to ${same} of ${races.length}`;
 }
 
+function sourceName(one) {
+  if (!one.pages) return one.document;
+  const [first, last] = one.pages;
+  return `${one.document} (${first === last ? `page ${first}` : `pages ${first}-${last}`})`;
+}
+
 function showSources(turn, found) {
   const box = turn.querySelector(".sources");
   box.hidden = !found.length;
@@ -384,7 +390,7 @@ function showSources(turn, found) {
   box.querySelector("ol").replaceChildren(...found.map((one) => {
     const item = element("li");
     const details = element("details");
-    const summary = element("summary", "", `${one.document} `);
+    const summary = element("summary", "", `${sourceName(one)} `);
     summary.append(element("span", "", one.text.replace(/\s+/g, " ").slice(0, 90)));
     details.append(summary, element("p", "", one.text));
     item.append(details);

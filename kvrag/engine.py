@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -11,12 +13,20 @@ from typing import Any, Unpack
 from kvrag.answer import ANSWER_DEFAULTS, Answering, AnswerOptions, Question, join, overridden
 from kvrag.backend.lock import Shared
 from kvrag.backend.transformers import LoadOptions, Model
-from kvrag.config import BlendConfig, check_bytes, check_codec, check_names, check_namespace, show_options
+from kvrag.config import (
+    BlendConfig,
+    check_bytes,
+    check_codec,
+    check_names,
+    check_namespace,
+    check_timeout,
+    show_options,
+)
 from kvrag.control import calibrate
 from kvrag.control.calibrate import Calibration, Criterion
 from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
-from kvrag.errors import KvragError, SettingError
+from kvrag.errors import AnswerTimeoutError, KvragError, SettingError
 from kvrag.generate.tools import prepare
 from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
@@ -192,6 +202,8 @@ class BlendEngine:
             template: Variables for the chat template, such as `enable_thinking`.
             max_new_tokens, temperature, top_p, top_k, seed, logprobs: See `Sampling`.
             repetition_penalty, frequency_penalty, presence_penalty, logit_bias: See `Sampling`.
+            timeout: Seconds that the work on the answer may take, waiting for other answers included. Checked after
+                every token, so the prefill always completes. None = no limit.
 
         Yields:
             One Delta per token; the last one has `finish_reason` and the report.
@@ -199,10 +211,13 @@ class BlendEngine:
         Raises:
             PromptError, ContextWindowError: The prompt cannot be answered.
             OutOfMemoryError: There is not enough memory; the engine stays usable.
+            AnswerTimeoutError: The answer takes longer than `timeout`.
             SettingError: A setting is out of range or unknown, or a grammar is invalid.
         """
         self._check_open()
-        return self._answering.stream(Question.of(self.model.tokenizer, prompt, self.config, options))
+        check_timeout(timeout := options.get("timeout"))
+        deltas = self._answering.stream(Question.of(self.model.tokenizer, prompt, self.config, options))
+        return deltas if timeout is None else _within(deltas, timeout)
 
     @_show
     def generate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
@@ -406,3 +421,20 @@ class BlendEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _within(deltas: Generator[Delta, None, None], timeout: float) -> Generator[Delta, None, None]:
+    """Yield the deltas; raise AnswerTimeoutError once the work on them has taken longer than `timeout` seconds."""
+    spent = 0.0
+    with closing(deltas):
+        while True:
+            started = time.perf_counter()
+            delta = next(deltas, None)
+            spent += time.perf_counter() - started  # a slow consumer is not slow work
+            if delta is None:
+                return
+            if spent > timeout and delta.finish_reason is None:
+                raise AnswerTimeoutError(
+                    f"the answer took longer than its timeout of {timeout:g} s: raise timeout=, or lower max_tokens"
+                )
+            yield delta

@@ -26,6 +26,7 @@ from kvrag.config import (
     check_namespace,
     check_policy,
     check_ratio,
+    check_timeout,
 )
 from kvrag.errors import KvragError, SettingError
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:  # the command line reads the table, and importing torch takes
 
 T = TypeVar("T")
 
-_ONLY_PER_CALL = ("documents", "tools", "tool_choice", "grammar", "response_format", "template")
+_ONLY_PER_CALL = ("documents", "tools", "tool_choice", "grammar", "response_format", "template", "timeout")
 
 
 def _row(default: T, about: str, choices: Sequence[str] = ()) -> T:
@@ -110,7 +111,8 @@ class LLMSettings(EngineSettings, AnswerSettings):
 
     Attributes:
         engine: An existing engine; excludes the settings that select a model and a store.
-        api_key, timeout, max_retries: As in `RemoteEngine`; without effect unless `base_url` is given.
+        timeout: Seconds until an answer fails; as in `RemoteEngine` with a `base_url`, else as in `BlendEngine.stream`.
+        api_key, max_retries: As in `RemoteEngine`; without effect unless `base_url` is given.
     """
 
     engine: BlendEngine | None = None
@@ -167,7 +169,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
         Args:
             call: Overrides for this call. None keeps the setting; `stop` is added to it. `documents`, `tools`,
                 `tool_choice`, `grammar`, `template` and OpenAI's `response_format`, which becomes a grammar, can be
-                given only here.
+                given only here. `timeout` replaces the object's.
 
         Raises:
             SettingError: A value is out of range, or a name is unknown.
@@ -181,6 +183,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
         request |= {name: value for name, value in call.items() if value is not None}
         request["stop"] = tuple(dict.fromkeys([*(self.stop or ()), *(call.get("stop") or ())]))
         request["max_new_tokens"] = request.pop("max_tokens")
+        check_timeout(request.setdefault("timeout", self.timeout))
         if response_format := request.pop("response_format", None):
             if "grammar" in request:
                 raise SettingError("response_format and grammar exclude each other: leave out one of them")

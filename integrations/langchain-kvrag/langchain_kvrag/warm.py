@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Self, TypeVar
 from urllib.parse import quote, unquote
@@ -16,7 +17,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from kvrag import BlendEngine, KvragError, RemoteEngine, SettingError, WarmReport
-from langchain_kvrag.faiss import FaissVectorStore
+from langchain_kvrag.listing import adocuments_by_id, documents_by_id, listed_ids
 from langchain_kvrag.settings import BlendSettings, source_name
 from langchain_kvrag.texts import AddsAllTexts
 
@@ -46,8 +47,10 @@ class KVWarmVectorStore(AddsAllTexts):
 
     Concurrent changes of one document may leave it without KV until the next change. This costs time, not correctness.
 
-    All other attributes are delegated to the wrapped store. Its own methods for adding and deleting, beyond those of
-    `VectorStore`, bypass the KV: call `warm_existing` after them.
+    All other attributes are delegated to the wrapped store, and `isinstance` sees its class too, so that what depends
+    on the kind of a store, such as `SelfQueryRetriever`, works as without the wrapper. The KV also follows
+    `update_document`, `update_documents`, `reset_collection` and `delete_collection` of stores that have them. Other
+    methods for adding and deleting, beyond those of `VectorStore`, bypass the KV: call `warm_existing` after them.
 
     Attributes:
         vectorstore: Any vector store; it receives all calls.
@@ -91,10 +94,20 @@ class KVWarmVectorStore(AddsAllTexts):
     aget_by_ids: Any = _PassedOn()
     embeddings: Any = _PassedOn()
 
+    @property
+    def __class__(self) -> type:
+        # `vectorstore` is missing while a copy is created
+        return self.__dict__["vectorstore"].__class__ if "vectorstore" in self.__dict__ else type(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.__dict__.copy())  # pickle refuses objects of two classes
+
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "vectorstore":  # accessed while a copy is created
+        if name.startswith("__") or name == "vectorstore":  # accessed while a copy is created
             raise AttributeError(name)
-        return getattr(self.vectorstore, name)
+        passed = getattr(self.vectorstore, name)
+        ours = _IN_STEP.get(name)
+        return passed if ours is None else partial(ours, self)
 
     # ---------------------------------------------------------------- adding
 
@@ -174,30 +187,65 @@ class KVWarmVectorStore(AddsAllTexts):
             raise SettingError(f"{type(self.vectorstore).__name__} cannot list its remaining documents: pass ids")
         return self._held.ids()
 
+    # ---------------------------------------------------------------- methods that only some stores have
+
+    def _update_document(self, document_id: str, document: Document) -> None:
+        self._update_documents([document_id], [document])
+
+    def _update_documents(self, ids: list[str], documents: list[Document]) -> None:
+        adding = self._held.plan(documents, ids)
+        try:
+            self._held.warm(adding)
+            self.vectorstore.update_documents(ids, documents)  # type: ignore[attr-defined]
+        except BaseException:
+            self._held.undo(adding, self._present(adding.ids))
+            raise
+        present = self._present(adding.ids)
+        if present is None:
+            self._held.settle(adding, adding.ids)
+        else:
+            self._held.undo(adding, present)  # unknown ids have been ignored
+
+    def _clear(self, name: str, **kwargs: Any) -> Any:
+        held = self._held.ids()
+        cleared = getattr(self.vectorstore, name)(**kwargs)
+        self._held.drop(held, {})
+        return cleared
+
+    async def _aclear(self, name: str, **kwargs: Any) -> Any:
+        held = await asyncio.to_thread(self._held.ids)
+        cleared = await _whole(getattr(self.vectorstore, name)(**kwargs))
+        await _whole(asyncio.to_thread(self._held.drop, held, {}))
+        return cleared
+
     # ---------------------------------------------------------------- existing documents
 
-    def warm_existing(self, ids: Iterable[str] | None = None) -> WarmReport:
+    def warm_existing(self, ids: Iterable[str] | None = None, *, whole: bool = False) -> WarmReport:
         """Encode the documents that are already in the wrapped store.
 
+        Without `ids`, or with `whole`, the KV of all other documents is dropped, such as the KV that a killed program
+        left behind.
+
         Args:
-            ids: Documents to encode; None = all, and the KV of documents missing from the wrapped store is dropped.
+            ids: Documents to encode; None = all.
+            whole: True = `ids` are all documents of the wrapped store.
 
         Raises:
-            SettingError: The wrapped store cannot list documents, or cannot return documents by id.
+            SettingError: The wrapped store cannot be listed, or cannot return documents by id.
         """
         asked = self._listed(ids)
         found: list[Document] = []
         for start in range(0, len(asked), _BATCH):
-            found += self.vectorstore.get_by_ids(asked[start : start + _BATCH])
-        return self._held.replace(found, None if ids is None else asked)
+            found += documents_by_id(self.vectorstore, asked[start : start + _BATCH])
+        return self._held.replace(found, None if ids is None or whole else asked)
 
-    async def awarm_existing(self, ids: Iterable[str] | None = None) -> WarmReport:
+    async def awarm_existing(self, ids: Iterable[str] | None = None, *, whole: bool = False) -> WarmReport:
         """Like `warm_existing`, off the event loop."""
-        asked = self._listed(ids)
+        asked = await asyncio.to_thread(self._listed, ids)
         found: list[Document] = []
         for start in range(0, len(asked), _BATCH):
-            found += await self.vectorstore.aget_by_ids(asked[start : start + _BATCH])
-        return await _whole(asyncio.to_thread(self._held.replace, found, None if ids is None else asked))
+            found += await adocuments_by_id(self.vectorstore, asked[start : start + _BATCH])
+        return await _whole(asyncio.to_thread(self._held.replace, found, None if ids is None or whole else asked))
 
     def _listed(self, ids: Iterable[str] | None) -> list[str]:
         name = type(self.vectorstore).__name__
@@ -205,11 +253,10 @@ class KVWarmVectorStore(AddsAllTexts):
             raise SettingError(f"{name} cannot return documents by id: warm their texts with llm.warm(texts)")
         if ids is not None:
             return list(ids)
-        if isinstance(self.vectorstore, FaissVectorStore):
-            return self.vectorstore.ids
-        if isinstance(self.vectorstore, InMemoryVectorStore):
-            return list(self.vectorstore.store)
-        raise SettingError(f"LangChain cannot list the documents of {name}: pass ids")
+        listed = listed_ids(self.vectorstore)
+        if listed is None:
+            raise SettingError(f"LangChain cannot list the documents of {name}: pass ids, and whole=True for all ids")
+        return listed
 
     @property
     def _can_tell(self) -> bool:
@@ -220,7 +267,7 @@ class KVWarmVectorStore(AddsAllTexts):
         present: dict[str, str] = {}
         try:
             for start in range(0, len(ids), _BATCH):
-                present |= _texts(self.vectorstore.get_by_ids(ids[start : start + _BATCH]))
+                present |= _texts(documents_by_id(self.vectorstore, ids[start : start + _BATCH]))
         except Exception as error:  # it may fail again; the first error is raised
             logger.warning("%s cannot return its documents: %s", type(self.vectorstore).__name__, error)
             return None
@@ -230,7 +277,7 @@ class KVWarmVectorStore(AddsAllTexts):
         present: dict[str, str] = {}
         try:
             for start in range(0, len(ids), _BATCH):
-                present |= _texts(await self.vectorstore.aget_by_ids(ids[start : start + _BATCH]))
+                present |= _texts(await adocuments_by_id(self.vectorstore, ids[start : start + _BATCH]))
         except Exception as error:
             logger.warning("%s cannot return its documents: %s", type(self.vectorstore).__name__, error)
             return None
@@ -295,6 +342,21 @@ class KVWarmVectorStore(AddsAllTexts):
             raise
         await _whole(asyncio.to_thread(held.settle, adding, adding.ids))
         return cls(made, held.llm, namespace=namespace, collection=collection)
+
+
+def _restored(kind: type[KVWarmVectorStore], fields: dict[str, Any]) -> KVWarmVectorStore:
+    store = object.__new__(kind)
+    store.__dict__.update(fields)
+    return store
+
+
+_IN_STEP: dict[str, Callable[..., Any]] = {
+    "update_document": KVWarmVectorStore._update_document,
+    "update_documents": KVWarmVectorStore._update_documents,
+    "reset_collection": lambda store, **kwargs: store._clear("reset_collection", **kwargs),
+    "delete_collection": lambda store, **kwargs: store._clear("delete_collection", **kwargs),
+    "adelete_collection": lambda store, **kwargs: store._aclear("adelete_collection", **kwargs),
+}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
-from importlib.util import find_spec
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -80,7 +79,6 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         return str(sorted({**self._get_invocation_params(stop=stop, **kwargs), **kwargs}.items()))
 
     def _resolve_model_profile(self) -> ModelProfile:
-        can_force = self.base_url is not None or find_spec("llguidance") is not None
         profile = ModelProfile(
             text_inputs=True,
             image_inputs=False,
@@ -89,8 +87,8 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
             video_inputs=False,
             text_outputs=True,
             tool_calling=True,
-            tool_choice=can_force,
-            structured_output=can_force,
+            tool_choice=True,
+            structured_output=True,
             max_output_tokens=self.max_tokens,
         )
         window = LLMSettings.of(self).window_on_disk()
@@ -127,7 +125,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
             tools: Tools, functions, Pydantic classes, or dicts: in OpenAI's form, or a JSON schema with a title.
             tool_choice: "auto" or None = the model may call them, "none" = it may not, "any", "required" or True = it
                 must call one, a name = it must call that one. Forced calls are guaranteed, with arguments that match
-                the schema; this needs the extra `kvrag[grammar]`.
+                the schema.
             parallel_tool_calls: False = an answer has at most one call: further ones are dropped.
             strict: Accepted for compatibility: forced calls are always strict.
             kwargs: Further arguments to bind.
@@ -151,7 +149,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """Answer in the form of a schema, enforced by a grammar; needs the extra `kvrag[grammar]`.
+        """Answer in the form of a schema, enforced by a grammar.
 
         An answer cut off by `max_tokens` raises an error.
 

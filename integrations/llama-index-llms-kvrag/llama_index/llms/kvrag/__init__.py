@@ -1,6 +1,18 @@
 """LlamaIndex integration of kvrag: faster RAG answers from pre-encoded chunks."""
 
+from typing import TYPE_CHECKING, Any
+
 from llama_index.llms.kvrag.base import BlendLLM
-from llama_index.llms.kvrag.vector_store import KVWarmVectorStore
+
+if TYPE_CHECKING:
+    from llama_index.vector_stores.kvrag import KVWarmVectorStore
 
 __all__ = ["BlendLLM", "KVWarmVectorStore"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVWarmVectorStore":  # its former place; it imports this package
+        from llama_index.vector_stores.kvrag import KVWarmVectorStore
+
+        return KVWarmVectorStore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

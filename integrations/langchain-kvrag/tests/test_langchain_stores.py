@@ -197,3 +197,16 @@ def test_a_wrapper_can_be_pickled(settings: dict[str, Any], chunks: list[str]) -
     again = pickle.loads(pickle.dumps(store))
     assert (type(again), again.collection) == (KVWarmVectorStore, "c")
     assert again.warm_existing().reused == 1
+
+
+def test_why_there_is_a_faiss_store_of_our_own(chunks: list[str]) -> None:
+    theirs, ours = faiss(), FaissVectorStore(EMBEDDING)
+    for store in (theirs, ours):
+        store.add_texts(chunks[:1], ids=["one"])
+    with pytest.raises(ValueError, match="already exist"):  # so that no document can be replaced
+        theirs.add_texts(chunks[1:2], ids=["one"])
+    with pytest.raises(ValueError, match="do not exist"):
+        theirs.delete(["unknown"])
+    ours.add_texts(chunks[1:2], ids=["one"])
+    ours.delete(["unknown"])
+    assert [document.page_content for document in ours.similarity_search("", k=9)] == chunks[1:2]

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.exceptions import OutputParserException
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage, convert_to_openai_messages
 from langchain_core.tools import tool
 from langchain_kvrag import BlendLLM, ChatBlend
 from langchain_kvrag.messages import template_messages
@@ -139,6 +139,16 @@ def test_calls_in_content_blocks_are_the_same_prompt() -> None:
     said, block_said = template_messages([plain, blocks])
     assert block_said["tool_calls"] == said["tool_calls"]
     assert block_said["content"] == [{"type": "text", "text": "Let me see."}]
+
+
+def test_why_messages_are_converted_here(chat: ChatBlend) -> None:
+    parts = [{"type": "reasoning", "reasoning": "Hm."}, {"type": "text", "text": "Let me see."}]
+    messages = [HumanMessage(QUESTION), AIMessage(parts), HumanMessage("And?")]  # type: ignore[arg-type]
+    plain = [HumanMessage(QUESTION), AIMessage("Let me see."), HumanMessage("And?")]
+    engine = chat._open()
+    assert engine.count_tokens(template_messages(messages)) == engine.count_tokens(template_messages(plain))
+    with pytest.raises(PromptError, match="content of type 'reasoning'"):
+        engine.count_tokens(convert_to_openai_messages(messages))  # type: ignore[arg-type]
 
 
 def test_wrong_tools_are_refused(chat: ChatBlend) -> None:

@@ -10,8 +10,8 @@ import pytest
 from llama_index.core.llms import LLM
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.llms.kvrag import BlendLLM
-from llama_index.llms.kvrag.testing import LLMTests
 from llama_index.vector_stores.kvrag import KVWarmVectorStore
+from llm_conformance import LLMTests
 from serving import NAME, Served, serving
 
 from kvrag import BlendEngine

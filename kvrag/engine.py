@@ -27,6 +27,7 @@ from kvrag.control.calibrate import Calibration, Criterion
 from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
 from kvrag.errors import AnswerTimeoutError, KvragError, SettingError
+from kvrag.fingerprint import text_key
 from kvrag.generate.tools import prepare
 from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
@@ -34,12 +35,17 @@ from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.verify import Check, verify
 from kvrag.request import Pipeline, Prefilled
 from kvrag.reuse.catalog import Catalog
+from kvrag.reuse.prefetch import Prefetcher
 from kvrag.store import FileStore, KVStore, MemoryTier
 from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport
 
 _shared: Shared[BlendEngine] = Shared()
 
 _show = show_options(AnswerOptions, ANSWER_DEFAULTS)
+
+
+def _shared_key(name_or_path: str | Path, settings: dict[str, Any]) -> str:
+    return repr((str(name_or_path), sorted(settings.items(), key=lambda item: item[0])))
 
 
 def default_store(model: Model, codec: str) -> Path:
@@ -91,6 +97,7 @@ class BlendEngine:
         self._pipeline = Pipeline(
             model, self.store, MemoryTier(ram_bytes), self._catalog, self._tuning, codec, alone_only
         )
+        self._prefetcher = Prefetcher(self.store, self._pipeline.memory)
         self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes)
         self._closed = False
 
@@ -118,8 +125,13 @@ class BlendEngine:
 
         The framework classes create their engine this way, on the first answer.
         """
-        key = repr((str(name_or_path), sorted(settings.items(), key=lambda item: item[0])))
+        key = _shared_key(name_or_path, settings)
         return _shared.get(key, lambda: cls.from_pretrained(name_or_path, **settings), lambda made: not made._closed)
+
+    @classmethod
+    def shared_if_open(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine | None:
+        """Return the engine that `shared` would return, if it is in use already."""
+        return _shared.made(_shared_key(name_or_path, settings))
 
     # ---------------------------------------------------------------- ingestion
 
@@ -155,6 +167,26 @@ class BlendEngine:
         report = self._ingestion.warm(texts, document, sources, check_namespace(namespace), progress)
         self._catalog.refresh()  # the next prompt finds it, whatever other threads are doing
         return report
+
+    def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
+        """Start to read the KV of these chunks from the store into the RAM tier, and return at once.
+
+        For texts that a prompt will contain soon, such as those that a retriever has just returned. Only the free share
+        of the RAM tier is used, and answers do not depend on it. Errors of reading are reported by the answers
+        themselves.
+
+        Args:
+            texts: The chunks, as the prompt will contain them; others are ignored.
+            namespace: Namespace of the chunks.
+        """
+        given = [text for text in texts if isinstance(text, str)]
+        check_namespace(namespace)
+
+        def find() -> list[str]:
+            return self._pipeline.served_keys([text_key(namespace, self.encode(text)) for text in given])
+
+        if given:
+            self._prefetcher.start(find)
 
     def forget(self, document: str, *, namespace: str = "") -> int:
         """Delete a document's chunks unless another document has them; return how many were deleted.
@@ -411,6 +443,7 @@ class BlendEngine:
         """Release the store and the conversations. Pending answers end with their own KV."""
         if not self._closed:
             self._closed = True
+            self._prefetcher.close()
             self._answering.close()
             self._tuning.keep_speed()
             self._catalog.close()

@@ -293,6 +293,15 @@ class LazyEngine:
         engine = self._engines[settings.model_name] = BlendEngine.shared(known.pop("model"), **known)
         return engine
 
+    def opened(self, settings: LLMSettings) -> Engine | None:
+        """Return what `open` would return, if no model has to be loaded for it."""
+        if settings.engine is not None:
+            return settings.engine
+        known, loaded = settings.engine_settings(), sys.modules.get("kvrag.engine")
+        if loaded is None or settings.base_url is not None:  # nothing is read ahead for a server
+            return None
+        return loaded.BlendEngine.shared_if_open(known.pop("model"), **known)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LazyEngine)  # an open engine does not make two objects different
 
@@ -306,10 +315,14 @@ class LLMBase(EngineSettings, AnswerSettings):
     """Base of the frameworks' LLM classes: the settings as fields, and the shared methods.
 
     A pydantic class inherits from its framework's class first and from this one second. It declares `engine` and
-    implements `_open`, `_text` and `_source`.
+    implements `_open`, `_opened`, `_text` and `_source`.
     """
 
     def _open(self) -> Engine:
+        raise NotImplementedError
+
+    def _opened(self) -> Engine | None:
+        """Return the engine if no model has to be loaded for it."""
         raise NotImplementedError
 
     @staticmethod
@@ -352,6 +365,19 @@ class LLMBase(EngineSettings, AnswerSettings):
             sources = [self._source(chunk) for chunk in chunks]
         namespace = self._in(namespace)
         return self._open().warm(self._texts(chunks), document=document, sources=sources, namespace=namespace)
+
+    def prefetch(self, texts: Iterable[Any], *, namespace: str | None = None) -> None:
+        """Start to read the KV of chunks into memory, and return at once; see `BlendEngine.prefetch`.
+
+        Does nothing before the model is loaded, or with a server, which does it itself.
+
+        Args:
+            texts: The framework's documents or nodes, or their texts as prompts will contain them.
+            namespace: Namespace of the chunks; None = this object's namespace.
+        """
+        engine = self._opened()
+        if engine is not None:
+            engine.prefetch(self._texts(list(texts)), namespace=self._in(namespace))
 
     def forget(self, document: str, *, namespace: str | None = None) -> int:
         """Drop a document's chunks unless another document has them; see `BlendEngine.forget`."""

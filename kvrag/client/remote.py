@@ -145,6 +145,9 @@ class RemoteEngine:
         server, only = self._server(), document if isinstance(document, str) else None
         return _sum(list(server.warm(given, only, check_namespace(namespace), progress)))
 
+    def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
+        """Do nothing: a server reads ahead what its own retrieval returns."""
+
     def forget(self, document: str, *, namespace: str = "") -> int:
         """Delete a document's chunks unless another document has them; return how many were deleted."""
         if not document:

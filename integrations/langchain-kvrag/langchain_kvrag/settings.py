@@ -100,6 +100,9 @@ class BlendSettings(BaseLanguageModel[Any], LLMBase):
     def _open(self) -> BlendEngine | RemoteEngine:
         return self._lazy.open(LLMSettings.of(self))
 
+    def _opened(self) -> BlendEngine | RemoteEngine | None:
+        return self._lazy.opened(LLMSettings.of(self))
+
     @staticmethod
     def _text(chunk: Any) -> Any:
         return chunk.page_content if isinstance(chunk, Document) else chunk

@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from hashlib import blake2b
 from typing import Any, Self, TypeVar
 from urllib.parse import quote, unquote
@@ -37,6 +37,29 @@ class _PassedOn:
         return self if store is None else getattr(store.vectorstore, self._name)
 
 
+class _Search(_PassedOn):
+    """A search delegated to the wrapped store. The KV of what it returns is read ahead."""
+
+    def __get__(self, store: KVWarmVectorStore | None, owner: type) -> Any:
+        if store is None:
+            return self
+        search, held = getattr(store.vectorstore, self._name), store._held
+
+        @wraps(search)
+        def searched(*args: Any, **kwargs: Any) -> Any:
+            found = search(*args, **kwargs)
+            held.prefetch(found)
+            return found
+
+        @wraps(search)
+        async def asearched(*args: Any, **kwargs: Any) -> Any:
+            found = await search(*args, **kwargs)
+            held.prefetch(found)
+            return found
+
+        return asearched if self._name.startswith("a") else searched
+
+
 class KVWarmVectorStore(AddsAllTexts):
     """A vector store that pre-encodes its documents for an LLM.
 
@@ -46,6 +69,8 @@ class KVWarmVectorStore(AddsAllTexts):
     documents with an unchanged context are not encoded again.
 
     Concurrent changes of one document may leave it without KV until the next change. This costs time, not correctness.
+
+    The KV of what a search returns is read into memory while the chain renders its prompt; see `BlendEngine.prefetch`.
 
     All other attributes are delegated to the wrapped store, and `isinstance` sees its class too, so that what depends
     on the kind of a store, such as `SelfQueryRetriever`, works as without the wrapper. The KV also follows
@@ -76,20 +101,20 @@ class KVWarmVectorStore(AddsAllTexts):
         self.vectorstore, self.llm, self.namespace, self.collection = vectorstore, llm, namespace, collection
         self._held = _Held(llm, namespace, collection)
 
-    similarity_search: Any = _PassedOn()
-    asimilarity_search: Any = _PassedOn()
-    similarity_search_by_vector: Any = _PassedOn()
-    asimilarity_search_by_vector: Any = _PassedOn()
-    similarity_search_with_score: Any = _PassedOn()
-    asimilarity_search_with_score: Any = _PassedOn()
-    similarity_search_with_relevance_scores: Any = _PassedOn()
-    asimilarity_search_with_relevance_scores: Any = _PassedOn()
-    max_marginal_relevance_search: Any = _PassedOn()
-    amax_marginal_relevance_search: Any = _PassedOn()
-    max_marginal_relevance_search_by_vector: Any = _PassedOn()
-    amax_marginal_relevance_search_by_vector: Any = _PassedOn()
-    search: Any = _PassedOn()
-    asearch: Any = _PassedOn()
+    similarity_search: Any = _Search()
+    asimilarity_search: Any = _Search()
+    similarity_search_by_vector: Any = _Search()
+    asimilarity_search_by_vector: Any = _Search()
+    similarity_search_with_score: Any = _Search()
+    asimilarity_search_with_score: Any = _Search()
+    similarity_search_with_relevance_scores: Any = _Search()
+    asimilarity_search_with_relevance_scores: Any = _Search()
+    max_marginal_relevance_search: Any = _Search()
+    amax_marginal_relevance_search: Any = _Search()
+    max_marginal_relevance_search_by_vector: Any = _Search()
+    amax_marginal_relevance_search_by_vector: Any = _Search()
+    search: Any = _Search()
+    asearch: Any = _Search()
     get_by_ids: Any = _PassedOn()
     aget_by_ids: Any = _PassedOn()
     embeddings: Any = _PassedOn()
@@ -410,6 +435,13 @@ class _Held:
         if self._given is not None:
             return self._given
         return self.llm.namespace if isinstance(self.llm, BlendSettings) else ""
+
+    def prefetch(self, found: Sequence[Document | tuple[Document, float]]) -> None:
+        """Read the KV of what a search returned ahead, if the model is loaded."""
+        engine = self.llm._opened() if isinstance(self.llm, BlendSettings) else self.llm
+        if engine is not None:
+            documents = (one[0] if isinstance(one, tuple) else one for one in found)
+            engine.prefetch([document.page_content for document in documents], namespace=self._namespace)
 
     def plan(self, documents: Sequence[Document], ids: Sequence[str | None] | None) -> _Adding:
         """Return the plan for adding these documents, without changing anything."""

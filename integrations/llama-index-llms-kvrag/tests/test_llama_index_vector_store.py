@@ -12,6 +12,7 @@ import pytest
 from llama_index.core import Document, MockEmbedding, StorageContext, VectorStoreIndex, load_index_from_storage
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.node_parser import TextSplitter
 from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
@@ -22,7 +23,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQuery,
     VectorStoreQueryResult,
 )
-from llama_index.llms.kvrag import BlendLLM
+from llama_index.llms.kvrag import BlendLLM, PrefetchHandler
 from llama_index.vector_stores.kvrag import KVWarmVectorStore
 
 from kvrag import FileStore, PromptError, SettingError, StoreFullError
@@ -431,3 +432,32 @@ def test_nodes_of_one_document_know_of_each_other(llm: BlendLLM, vector_store: K
     assert contexts() == [False, False, True]
     with pytest.raises(SettingError, match="not one string"):
         llm.warm(first)
+
+
+# ---------------------------------------------------------------- reading ahead
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_store_with_texts_reads_ahead_what_it_returns(is_async: bool, llm: BlendLLM) -> None:
+    engine = llm._open()
+    vector_store = KVWarmVectorStore(KeepsText(), llm)
+    vector_store.add([node("1", MIRA), node("2", TRAN), node("3", KAN)])
+    retriever = VectorStoreIndex.from_vector_store(vector_store, EMBEDDING).as_retriever(similarity_top_k=2)
+    await retriever.aretrieve("Who?") if is_async else retriever.retrieve("Who?")
+    engine._prefetcher.wait()
+    assert len(engine._pipeline.memory) == 2
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_an_event_handler_reads_ahead_what_any_retriever_returns(is_async: bool, llm: BlendLLM) -> None:
+    engine, root = llm._open(), get_dispatcher()
+    llm.warm([TRAN, KAN])  # MIRA is not warmed
+    nodes = [TextNode(text=text) for text in (MIRA, TRAN, KAN)]
+    retriever = VectorStoreIndex(nodes, embed_model=EMBEDDING).as_retriever(similarity_top_k=3)
+    root.add_event_handler(handler := PrefetchHandler(llm=llm))
+    try:
+        await retriever.aretrieve("Who?") if is_async else retriever.retrieve("Who?")
+    finally:
+        root.event_handlers.remove(handler)
+    engine._prefetcher.wait()
+    assert len(engine._pipeline.memory) == 2

@@ -3,11 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 from llama_index.llms.kvrag.base import BlendLLM
+from llama_index.llms.kvrag.prefetch import PrefetchHandler
 
 if TYPE_CHECKING:
-    from llama_index.vector_stores.kvrag import KVWarmVectorStore
+    from llama_index.vector_stores.kvrag import KVWarmVectorStore as KVWarmVectorStore
 
-__all__ = ["BlendLLM", "KVWarmVectorStore"]
+__all__ = ["BlendLLM", "PrefetchHandler"]
 
 
 def __getattr__(name: str) -> Any:

@@ -283,6 +283,9 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
     def _open(self) -> BlendEngine | RemoteEngine:
         return self._lazy.open(LLMSettings.of(self))
 
+    def _opened(self) -> BlendEngine | RemoteEngine | None:
+        return self._lazy.opened(LLMSettings.of(self))
+
     @staticmethod
     def _text(chunk: Any) -> Any:
         return chunk.get_content(MetadataMode.LLM) if isinstance(chunk, (BaseNode, NodeWithScore)) else chunk

@@ -10,7 +10,8 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.embeddings.huggingface import HuggingFaceEmbedding
-from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
+from llama_index.llms.kvrag import BlendLLM
+from llama_index.vector_stores.kvrag import KVWarmVectorStore
 
 MODEL = "reader"  # the bundled model; or for example "Qwen/Qwen2.5-1.5B-Instruct"
 PATHS = sorted((Path(__file__).parent / "corpus").glob("*.txt"))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrag.config import POLICIES, BlendConfig, Grammar, Sampling
 from kvrag.errors import (
+    AnswerTimeoutError,
     ChunkUnreadableError,
     ContextWindowError,
     DamagedChunkError,
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "POLICIES",
     "Answer",
+    "AnswerTimeoutError",
     "BlendConfig",
     "BlendEngine",
     "BlendReport",

@@ -50,6 +50,7 @@ class AnswerOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
     seed: int | None
+    timeout: float | None
 
 
 ANSWER_DEFAULTS: dict[str, Any] = dict.fromkeys(AnswerOptions.__annotations__) | {"namespace": "", **asdict(Sampling())}

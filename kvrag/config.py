@@ -90,6 +90,12 @@ def check_namespace(namespace: str) -> str:
     return namespace
 
 
+def check_timeout(timeout: float | None) -> None:
+    """Raise SettingError unless `timeout` is a positive number of seconds, or None."""
+    ok = timeout is None or (isinstance(timeout, Real) and not isinstance(timeout, bool) and timeout > 0)
+    _require(ok, f"timeout must be a positive number of seconds, got {timeout!r}")
+
+
 def check_names(*names: str) -> None:
     """Raise SettingError unless all of them can name a document or a source."""
     for name in names:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -11,12 +13,21 @@ from typing import Any, Unpack
 from kvrag.answer import ANSWER_DEFAULTS, Answering, AnswerOptions, Question, join, overridden
 from kvrag.backend.lock import Shared
 from kvrag.backend.transformers import LoadOptions, Model
-from kvrag.config import BlendConfig, check_bytes, check_codec, check_names, check_namespace, show_options
+from kvrag.config import (
+    BlendConfig,
+    check_bytes,
+    check_codec,
+    check_names,
+    check_namespace,
+    check_timeout,
+    show_options,
+)
 from kvrag.control import calibrate
 from kvrag.control.calibrate import Calibration, Criterion
 from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
-from kvrag.errors import KvragError, SettingError
+from kvrag.errors import AnswerTimeoutError, KvragError, SettingError
+from kvrag.fingerprint import text_key
 from kvrag.generate.tools import prepare
 from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
@@ -24,12 +35,17 @@ from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.verify import Check, verify
 from kvrag.request import Pipeline, Prefilled
 from kvrag.reuse.catalog import Catalog
+from kvrag.reuse.prefetch import Prefetcher
 from kvrag.store import FileStore, KVStore, MemoryTier
 from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport
 
 _shared: Shared[BlendEngine] = Shared()
 
 _show = show_options(AnswerOptions, ANSWER_DEFAULTS)
+
+
+def _shared_key(name_or_path: str | Path, settings: dict[str, Any]) -> str:
+    return repr((str(name_or_path), sorted(settings.items(), key=lambda item: item[0])))
 
 
 def default_store(model: Model, codec: str) -> Path:
@@ -81,6 +97,7 @@ class BlendEngine:
         self._pipeline = Pipeline(
             model, self.store, MemoryTier(ram_bytes), self._catalog, self._tuning, codec, alone_only
         )
+        self._prefetcher = Prefetcher(self.store, self._pipeline.memory)
         self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes)
         self._closed = False
 
@@ -108,8 +125,13 @@ class BlendEngine:
 
         The framework classes create their engine this way, on the first answer.
         """
-        key = repr((str(name_or_path), sorted(settings.items(), key=lambda item: item[0])))
+        key = _shared_key(name_or_path, settings)
         return _shared.get(key, lambda: cls.from_pretrained(name_or_path, **settings), lambda made: not made._closed)
+
+    @classmethod
+    def shared_if_open(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine | None:
+        """Return the engine that `shared` would return, if it is in use already."""
+        return _shared.made(_shared_key(name_or_path, settings))
 
     # ---------------------------------------------------------------- ingestion
 
@@ -145,6 +167,26 @@ class BlendEngine:
         report = self._ingestion.warm(texts, document, sources, check_namespace(namespace), progress)
         self._catalog.refresh()  # the next prompt finds it, whatever other threads are doing
         return report
+
+    def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
+        """Start to read the KV of these chunks from the store into the RAM tier, and return at once.
+
+        For texts that a prompt will contain soon, such as those that a retriever has just returned. Only the free share
+        of the RAM tier is used, and answers do not depend on it. Errors of reading are reported by the answers
+        themselves.
+
+        Args:
+            texts: The chunks, as the prompt will contain them; others are ignored.
+            namespace: Namespace of the chunks.
+        """
+        given = [text for text in texts if isinstance(text, str)]
+        check_namespace(namespace)
+
+        def find() -> list[str]:
+            return self._pipeline.served_keys([text_key(namespace, self.encode(text)) for text in given])
+
+        if given:
+            self._prefetcher.start(find)
 
     def forget(self, document: str, *, namespace: str = "") -> int:
         """Delete a document's chunks unless another document has them; return how many were deleted.
@@ -192,6 +234,8 @@ class BlendEngine:
             template: Variables for the chat template, such as `enable_thinking`.
             max_new_tokens, temperature, top_p, top_k, seed, logprobs: See `Sampling`.
             repetition_penalty, frequency_penalty, presence_penalty, logit_bias: See `Sampling`.
+            timeout: Seconds that the work on the answer may take, waiting for other answers included. Checked after
+                every token, so the prefill always completes. None = no limit.
 
         Yields:
             One Delta per token; the last one has `finish_reason` and the report.
@@ -199,10 +243,13 @@ class BlendEngine:
         Raises:
             PromptError, ContextWindowError: The prompt cannot be answered.
             OutOfMemoryError: There is not enough memory; the engine stays usable.
+            AnswerTimeoutError: The answer takes longer than `timeout`.
             SettingError: A setting is out of range or unknown, or a grammar is invalid.
         """
         self._check_open()
-        return self._answering.stream(Question.of(self.model.tokenizer, prompt, self.config, options))
+        check_timeout(timeout := options.get("timeout"))
+        deltas = self._answering.stream(Question.of(self.model.tokenizer, prompt, self.config, options))
+        return deltas if timeout is None else _within(deltas, timeout)
 
     @_show
     def generate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
@@ -396,6 +443,7 @@ class BlendEngine:
         """Release the store and the conversations. Pending answers end with their own KV."""
         if not self._closed:
             self._closed = True
+            self._prefetcher.close()
             self._answering.close()
             self._tuning.keep_speed()
             self._catalog.close()
@@ -406,3 +454,20 @@ class BlendEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _within(deltas: Generator[Delta, None, None], timeout: float) -> Generator[Delta, None, None]:
+    """Yield the deltas; raise AnswerTimeoutError once the work on them has taken longer than `timeout` seconds."""
+    spent = 0.0
+    with closing(deltas):
+        while True:
+            started = time.perf_counter()
+            delta = next(deltas, None)
+            spent += time.perf_counter() - started  # a slow consumer is not slow work
+            if delta is None:
+                return
+            if spent > timeout and delta.finish_reason is None:
+                raise AnswerTimeoutError(
+                    f"the answer took longer than its timeout of {timeout:g} s: raise timeout=, or lower max_tokens"
+                )
+            yield delta

@@ -8,6 +8,7 @@ KvragError
  │   ├─ ModelLoadError         unknown name, no network, damaged files
  │   ├─ OutOfMemoryError       too little memory for a prompt or a chunk; the engine stays usable
  │   └─ UnsupportedModelError  the architecture cannot be blended; the message gives the reason
+ ├─ AnswerTimeoutError      an answer took longer than its timeout (also a TimeoutError)
  ├─ ServerError             a server cannot be reached, refuses a request, or fails
  └─ StoreError
      ├─ FingerprintMismatchError  KV of another model, tokenizer, dtype or RoPE setting
@@ -36,6 +37,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 class SettingError(KvragError, ValueError):
     """A setting is out of range or has an unknown name."""
+
+
+class AnswerTimeoutError(KvragError, TimeoutError):
+    """An answer took longer than its `timeout`. The engine stays usable."""
 
 
 class PromptError(KvragError):

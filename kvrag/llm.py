@@ -26,6 +26,7 @@ from kvrag.config import (
     check_namespace,
     check_policy,
     check_ratio,
+    check_timeout,
 )
 from kvrag.errors import KvragError, SettingError
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:  # the command line reads the table, and importing torch takes
 
 T = TypeVar("T")
 
-_ONLY_PER_CALL = ("documents", "tools", "tool_choice", "grammar", "response_format", "template")
+_ONLY_PER_CALL = ("documents", "tools", "tool_choice", "grammar", "response_format", "template", "timeout")
 
 
 def _row(default: T, about: str, choices: Sequence[str] = ()) -> T:
@@ -110,7 +111,8 @@ class LLMSettings(EngineSettings, AnswerSettings):
 
     Attributes:
         engine: An existing engine; excludes the settings that select a model and a store.
-        api_key, timeout, max_retries: As in `RemoteEngine`; without effect unless `base_url` is given.
+        timeout: Seconds until an answer fails; as in `RemoteEngine` with a `base_url`, else as in `BlendEngine.stream`.
+        api_key, max_retries: As in `RemoteEngine`; without effect unless `base_url` is given.
     """
 
     engine: BlendEngine | None = None
@@ -167,7 +169,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
         Args:
             call: Overrides for this call. None keeps the setting; `stop` is added to it. `documents`, `tools`,
                 `tool_choice`, `grammar`, `template` and OpenAI's `response_format`, which becomes a grammar, can be
-                given only here.
+                given only here. `timeout` replaces the object's.
 
         Raises:
             SettingError: A value is out of range, or a name is unknown.
@@ -181,6 +183,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
         request |= {name: value for name, value in call.items() if value is not None}
         request["stop"] = tuple(dict.fromkeys([*(self.stop or ()), *(call.get("stop") or ())]))
         request["max_new_tokens"] = request.pop("max_tokens")
+        check_timeout(request.setdefault("timeout", self.timeout))
         if response_format := request.pop("response_format", None):
             if "grammar" in request:
                 raise SettingError("response_format and grammar exclude each other: leave out one of them")
@@ -290,6 +293,15 @@ class LazyEngine:
         engine = self._engines[settings.model_name] = BlendEngine.shared(known.pop("model"), **known)
         return engine
 
+    def opened(self, settings: LLMSettings) -> Engine | None:
+        """Return what `open` would return, if no model has to be loaded for it."""
+        if settings.engine is not None:
+            return settings.engine
+        known, loaded = settings.engine_settings(), sys.modules.get("kvrag.engine")
+        if loaded is None or settings.base_url is not None:  # nothing is read ahead for a server
+            return None
+        return loaded.BlendEngine.shared_if_open(known.pop("model"), **known)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LazyEngine)  # an open engine does not make two objects different
 
@@ -303,10 +315,14 @@ class LLMBase(EngineSettings, AnswerSettings):
     """Base of the frameworks' LLM classes: the settings as fields, and the shared methods.
 
     A pydantic class inherits from its framework's class first and from this one second. It declares `engine` and
-    implements `_open`, `_text` and `_source`.
+    implements `_open`, `_opened`, `_text` and `_source`.
     """
 
     def _open(self) -> Engine:
+        raise NotImplementedError
+
+    def _opened(self) -> Engine | None:
+        """Return the engine if no model has to be loaded for it."""
         raise NotImplementedError
 
     @staticmethod
@@ -349,6 +365,19 @@ class LLMBase(EngineSettings, AnswerSettings):
             sources = [self._source(chunk) for chunk in chunks]
         namespace = self._in(namespace)
         return self._open().warm(self._texts(chunks), document=document, sources=sources, namespace=namespace)
+
+    def prefetch(self, texts: Iterable[Any], *, namespace: str | None = None) -> None:
+        """Start to read the KV of chunks into memory, and return at once; see `BlendEngine.prefetch`.
+
+        Does nothing before the model is loaded, or with a server, which does it itself.
+
+        Args:
+            texts: The framework's documents or nodes, or their texts as prompts will contain them.
+            namespace: Namespace of the chunks; None = this object's namespace.
+        """
+        engine = self._opened()
+        if engine is not None:
+            engine.prefetch(self._texts(list(texts)), namespace=self._in(namespace))
 
     def forget(self, document: str, *, namespace: str | None = None) -> int:
         """Drop a document's chunks unless another document has them; see `BlendEngine.forget`."""

@@ -185,6 +185,11 @@ class Pipeline:
 
     # ---------------------------------------------------------------- the steps
 
+    def served_keys(self, texts: Sequence[str]) -> list[str]:
+        """Return the keys of the chunks that prompts with these texts would get now, for those that are stored."""
+        states = self.store.look_up(list(dict.fromkeys(texts)))
+        return [key for state in states.values() if (key := serve(state, self.alone_only))]
+
     def find(self, ids: Sequence[int], min_run: int, namespace: str = "") -> list[tuple[Run, NDArray[np.uint32]]]:
         """Return the runs of stored chunks in a prompt, each with the token ids of its chunk."""
         found = []

@@ -19,7 +19,8 @@ from langchain_kvrag import ChatBlend
 from llama_index.core import MockEmbedding, StorageContext, VectorStoreIndex
 from llama_index.core.schema import TextNode
 from llama_index.core.vector_stores import SimpleVectorStore
-from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
+from llama_index.llms.kvrag import BlendLLM
+from llama_index.vector_stores.kvrag import KVWarmVectorStore
 
 import kvrag
 from kvrag import BlendConfig, BlendEngine

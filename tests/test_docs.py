@@ -397,7 +397,9 @@ def test_the_site_is_whole(site: Path) -> None:
             assert not anchor or other not in ids or anchor in ids[other], f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("package", ["kvrag", "langchain_kvrag", "llama_index.llms.kvrag"])
+@pytest.mark.parametrize(
+    "package", ["kvrag", "langchain_kvrag", "llama_index.llms.kvrag", "llama_index.vector_stores.kvrag"]
+)
 def test_the_api_reference_has_every_public_name(package: str) -> None:
     described = set(re.findall(r":: ([\w.]+)", (DOCS / "api.rst").read_text()))
     assert {f"{package}.{name}" for name in importlib.import_module(package).__all__} <= described

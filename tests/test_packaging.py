@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from email import message_from_bytes
 from email.message import Message
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "kvrag": (ROOT, "kvrag"),
     "langchain-kvrag": (ROOT / "integrations" / "langchain-kvrag", "langchain_kvrag"),
-    "llama-index-llms-kvrag": (ROOT / "integrations" / "llama-index-llms-kvrag", "llama_index/llms/kvrag"),
+    "llama-index-llms-kvrag": (ROOT / "integrations" / "llama-index-llms-kvrag", "llama_index"),
     "vllm-kvrag": (ROOT / "integrations" / "vllm-kvrag", "vllm_kvrag"),
 }
 LARGEST = 20 << 20
+REPOSITORY = "https://github.com/kvrag/kvrag"
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 release = runpy.run_path(str(ROOT / "scripts" / "release.py"))
@@ -97,7 +99,8 @@ def test_a_wheel_has_the_package_and_nothing_else(built: Built) -> None:
             code |= {f"kvrag/{folder}/{path.name}" for path in (ROOT / "examples" / folder).iterdir()}
     shipped = {name for name in built.wheel if ".dist-info/" not in name}
     assert shipped == code
-    assert f"{built.package}/py.typed" in shipped
+    typed = {name.removesuffix("py.typed") for name in shipped if name.endswith("/py.typed")}
+    assert all(any(name.startswith(folder) for folder in typed) for name in shipped)
     assert len(code) > 4
 
 
@@ -120,6 +123,30 @@ def test_every_package_has_its_licence_and_readme(built: Built) -> None:
     assert built.metadata["License-Expression"] == "Apache-2.0"
     assert built.metadata["Description-Content-Type"] == "text/markdown"
     assert built.metadata.get_payload(decode=True).decode().strip() == (built.project / "README.md").read_text().strip()
+
+
+def test_pypi_gets_what_it_shows(built: Built) -> None:
+    metadata = built.metadata
+    assert metadata["Author"] == "the kvrag authors"
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
+    assert {*urls} == {"Documentation", "Source", "Changelog", "Issues"}
+    readme = metadata.get_payload(decode=True).decode()
+    links = {*re.findall(r"\]\(([^)]+)\)", readme)}
+    if built.package != "kvrag":  # PyPI does not know where a relative link starts
+        assert all(link.startswith("https://") for link in links)
+    there = [link for link in {*links, *urls.values()} if link.startswith(REPOSITORY)]
+    assert there
+    for link in there:
+        path = re.sub(r"^/(blob|tree)/main/", "", link.removeprefix(REPOSITORY)).partition("#")[0]
+        assert path in ("", "/issues") or (ROOT / path).exists(), link
+
+
+def test_llamahub_knows_every_class() -> None:
+    project, _ = PACKAGES["llama-index-llms-kvrag"]
+    described = tomllib.loads((project / "pyproject.toml").read_text())["tool"]["llamahub"]
+    packages = [import_module(name) for name in (described["import_path"], "llama_index.vector_stores.kvrag")]
+    assert {*described["class_authors"]} == {name for package in packages for name in package.__all__}
 
 
 def test_nothing_shipped_or_kept_is_large(built: Built) -> None:

@@ -16,6 +16,7 @@ import kvrag
 PUBLIC = [
     "POLICIES",
     "Answer",
+    "AnswerTimeoutError",
     "BlendConfig",
     "BlendEngine",
     "BlendReport",
@@ -112,6 +113,7 @@ def test_signatures_show_the_options_of_an_answer(method: str) -> None:
     sampling = {field.name: field.default for field in dataclasses.fields(kvrag.Sampling) if field.name != "stop"}
     expected = {
         **dict.fromkeys(("documents", "ratio", "policy", "controller", "tools", "tool_choice", "grammar", "template")),
+        "timeout": None,
         **{"namespace": "", "stop": (), **sampling},
     }
     assert {name: one.default for name, one in shown.items() if one.kind is one.KEYWORD_ONLY} == expected
@@ -130,7 +132,7 @@ def test_the_signature_of_a_model_shows_its_options() -> None:
 
 def test_all_errors_have_one_base() -> None:
     errors = [getattr(kvrag, name) for name in PUBLIC if name.endswith("Error")]
-    assert len(errors) == 15
+    assert len(errors) == 16
     assert all(issubclass(error, kvrag.KvragError) for error in errors)
     assert issubclass(kvrag.SettingError, ValueError)
     assert not issubclass(kvrag.PromptError, ValueError)  # pydantic and parsers would take it for one of theirs

@@ -24,8 +24,12 @@ from serving import make_corpus, until
 import kvrag.retrieval.index
 from kvrag import BlendEngine, StoreError, StoreFullError
 from kvrag.cli.main import main
-from kvrag.server import Corpus
+from kvrag.server import Corpus, ServerSettings
+from kvrag.server.answers import chat_work
 from kvrag.server.errors import ApiError
+from kvrag.server.metrics import Metrics
+from kvrag.server.schemas import ChatRequest
+from kvrag.server.state import Tenant
 
 load_embedder = functools.cache(kvrag.retrieval.index.load_embedder)
 
@@ -66,6 +70,21 @@ def test_what_was_left_undone_is_done_by_the_next_server(corpus: Corpus, engine:
     assert again.search("She sings.", 1, 0)[0].text.endswith("She sings.")
     assert [path.suffix for path in tasks(tmp_path)] == [".damaged"]
     again.stop(30)
+
+
+def test_what_is_retrieved_is_read_ahead(corpus: Corpus, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus.add("a", CHUNKS[:1])
+    corpus.start()
+    until(lambda: statuses(corpus) == {"a": "ready"})
+    seen: list[Any] = []
+    monkeypatch.setattr(engine, "prefetch", lambda texts, namespace: seen.append((texts, namespace)))
+    asked = ChatRequest.model_validate(
+        {"model": "tiny-rag", "messages": [{"role": "user", "content": "Who plays the harp?"}]}
+    )
+    work = chat_work(engine, ServerSettings(name="tiny"), Tenant("", corpus, Metrics()), asked)()
+    (hit,) = next(work)  # type: ignore[misc]
+    assert seen == [([hit.text], "")]
+    work.close()
 
 
 def test_a_document_under_way_is_seen_and_can_be_dropped(

@@ -82,6 +82,10 @@ class Shared(Generic[T]):
         self._made: weakref.WeakValueDictionary[str, T] = weakref.WeakValueDictionary()
         self._making: dict[str, threading.Lock] = {}
 
+    def made(self, key: str) -> T | None:
+        """Return the instance of a key, if there is one."""
+        return self._made.get(key)
+
     def get(self, key: str, make: Callable[[], T], is_usable: Callable[[T], bool] = lambda made: True) -> T:
         """Return the instance of a key; make one if there is none that is usable."""
         with self._making.setdefault(key, threading.Lock()):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvrag.config import check_timeout
 from kvrag.errors import (
     ContextWindowError,
     KvragError,
@@ -53,8 +54,7 @@ class Connection:
 
     def __init__(self, base_url: str, api_key: str | None, timeout: float | None, max_retries: int | None) -> None:
         self.root = root_of(base_url)
-        if timeout is not None and not timeout > 0:
-            raise SettingError(f"timeout must be a positive number of seconds, got {timeout!r}")
+        check_timeout(timeout)
         if max_retries is not None and not (isinstance(max_retries, int) and max_retries >= 0):
             raise SettingError(f"max_retries must be an integer of at least 0, got {max_retries!r}")
         try:

@@ -23,6 +23,7 @@ from kvrag.config import (
     check_namespace,
     check_policy,
     check_ratio,
+    check_timeout,
 )
 from kvrag.errors import ServerError, SettingError
 from kvrag.types import Answer, Delta, Messages, WarmReport
@@ -144,6 +145,9 @@ class RemoteEngine:
         server, only = self._server(), document if isinstance(document, str) else None
         return _sum(list(server.warm(given, only, check_namespace(namespace), progress)))
 
+    def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
+        """Do nothing: a server reads ahead what its own retrieval returns."""
+
     def forget(self, document: str, *, namespace: str = "") -> int:
         """Delete a document's chunks unless another document has them; return how many were deleted."""
         if not document:
@@ -172,6 +176,8 @@ class RemoteEngine:
     def stream(self, prompt: str | Messages, **settings: Any) -> Generator[Delta, None, None]:
         """Stream an answer; arguments as in `BlendEngine.stream`. Closing the stream ends the work on the server.
 
+        `timeout` is the time without a response, as in the constructor.
+
         Yields:
             Deltas; the last one has `finish_reason`, the report, and the number of tokens of the answer.
 
@@ -182,8 +188,9 @@ class RemoteEngine:
         return self._stream(_question(prompt, **settings))
 
     def _stream(self, question: Question) -> Generator[Delta, None, None]:
-        server, builder, tag = self._server(), AnswerBuilder(question.is_forced), uuid.uuid4().hex
-        with closing(self._connection.stream(server.request(question, tag))) as events:
+        builder, tag = AnswerBuilder(question.is_forced), uuid.uuid4().hex
+        server, request = self._prepare(question, tag)
+        with closing(self._connection.stream(request)) as events:
             for event in events:
                 yield from _visible(builder.add(event))
         yield builder.last(server.report(builder.extras, builder.usage, tag))
@@ -217,7 +224,8 @@ class RemoteEngine:
 
     def _prepare(self, question: Question, tag: str) -> tuple[Server, Body]:
         server = self._server()
-        return server, server.request(question, tag)
+        limit: Body = {} if question.timeout is None else {"timeout": question.timeout}
+        return server, {**server.request(question, tag), **limit}
 
     def as_prompt(self, text: str) -> str | Messages:
         """Return a text as one user message, or unchanged if the model has no chat template."""
@@ -289,6 +297,7 @@ def _question(
     tool_choice: str | dict[str, Any] | None = None,
     grammar: Grammar | None = None,
     template: dict[str, Any] | None = None,
+    timeout: float | None = None,
     **sampling: Any,
 ) -> Question:
     """Return the arguments of `BlendEngine.stream`, checked."""
@@ -298,6 +307,7 @@ def _question(
         raise SettingError("stop must be a sequence of strings, not one string")
     if tools is not None and not isinstance(tools, (list, tuple)):
         raise SettingError(f"tools must be a list of dicts, got {tools!r:.80}")
+    check_timeout(timeout)
     blend: Body = {"ratio": ratio, "policy": policy, "controller": controller}
     for name, check in (("ratio", check_ratio), ("policy", check_policy), ("controller", check_controller)):
         if blend[name] is not None:
@@ -312,6 +322,7 @@ def _question(
         tool_choice=tool_choice,
         grammar=grammar,
         template=template or {},
+        timeout=timeout,
     )
 
 

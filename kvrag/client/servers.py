@@ -41,6 +41,7 @@ class Question:
     tool_choice: str | Mapping[str, Any] | None
     grammar: Grammar | None
     template: Body
+    timeout: float | None = None
 
     @property
     def is_forced(self) -> bool:

@@ -62,6 +62,7 @@ def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, req
                 settings.top_k if wanted is None or wanted.top_k is None else wanted.top_k,
                 settings.around if wanted is None or wanted.around is None else wanted.around,
             )
+            engine.prefetch([hit.text for hit in hits], namespace=tenant.namespace)
             yield hits
         else:
             given = [Document(text=each) if isinstance(each, str) else each for each in request.documents or ()]

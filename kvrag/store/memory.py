@@ -51,6 +51,16 @@ class MemoryTier:
         """Current size in bytes."""
         return int(self._chunks.currsize)
 
+    @property
+    def free(self) -> int:
+        """Bytes that can be added without dropping a chunk."""
+        return self.max_bytes - self.bytes
+
+    def is_at_hand(self, key: str) -> bool:
+        """Return whether the chunk is cached, or being read in order to be."""
+        with self._lock:
+            return key in self._chunks or any(reader.key == key for reader in self._reading)
+
     def open(self, key: str) -> ChunkReader | None:
         """Return a reader of the chunk, or None if it is not cached."""
         with self._lock:
@@ -71,11 +81,15 @@ class MemoryTier:
             for reader in self._reading:
                 reader.keeps = reader.keeps and reader.key not in dropped
 
-    def keeping(self, reader: ChunkReader) -> ChunkReader:
-        """Wrap a reader: the chunk is cached when the reader is closed, if all of its layers were read."""
+    def keeping(self, reader: ChunkReader, only_free: bool = False) -> ChunkReader:
+        """Wrap a reader: the chunk is cached when the reader is closed, if all of its layers were read.
+
+        Args:
+            only_free: Drop no other chunk for it.
+        """
         if self.max_bytes == 0 or reader.tier == "ram":
             return reader
-        keeping = _KeepingReader(self, reader)
+        keeping = _KeepingReader(self, reader, only_free)
         with self._lock:
             self._reading.add(keeping)
         return keeping
@@ -85,7 +99,8 @@ class MemoryTier:
         chunk = _Chunk(reader.key, reader.namespace, reader.ids, reader.context_tokens, layers)
         with self._lock:
             self._reading.discard(reader)
-            if reader.keeps and reader.key not in self._chunks and chunk.nbytes <= self.max_bytes:
+            room = self.free if reader.only_free else self.max_bytes
+            if reader.keeps and reader.key not in self._chunks and chunk.nbytes <= room:
                 self._chunks[reader.key] = chunk
 
 
@@ -107,8 +122,8 @@ class _MemoryReader:
 
 
 class _KeepingReader:
-    def __init__(self, memory: MemoryTier, reader: ChunkReader) -> None:
-        self._memory, self._reader = memory, reader
+    def __init__(self, memory: MemoryTier, reader: ChunkReader, only_free: bool) -> None:
+        self._memory, self._reader, self.only_free = memory, reader, only_free
         self.key, self.namespace = reader.key, reader.namespace
         self.ids, self.context_tokens = reader.ids, reader.context_tokens
         self.tier, self.num_layers = reader.tier, reader.num_layers

@@ -4,6 +4,7 @@ from langchain_kvrag.chat import ChatBlend
 from langchain_kvrag.embeddings import SentenceTransformerEmbeddings
 from langchain_kvrag.faiss import FaissVectorStore
 from langchain_kvrag.llm import BlendLLM
+from langchain_kvrag.prefetch import PrefetchHandler
 from langchain_kvrag.records import SQLiteRecordManager
 from langchain_kvrag.warm import KVWarmVectorStore
 
@@ -12,6 +13,7 @@ __all__ = [
     "ChatBlend",
     "FaissVectorStore",
     "KVWarmVectorStore",
+    "PrefetchHandler",
     "SQLiteRecordManager",
     "SentenceTransformerEmbeddings",
 ]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, closing, contextmanager
-from importlib.util import find_spec
+from contextlib import aclosing, closing
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.exceptions import ContextOverflowError, OutputParserException
+from langchain_core.exceptions import OutputParserException
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
@@ -29,7 +29,6 @@ from kvrag import (
     Answer,
     BlendEngine,
     BlendReport,
-    ContextWindowError,
     Delta,
     LLMSettings,
     PromptError,
@@ -37,7 +36,9 @@ from kvrag import (
     SettingError,
 )
 from langchain_kvrag.messages import template_messages
-from langchain_kvrag.settings import BlendSettings
+from langchain_kvrag.settings import BlendSettings, langchain_errors, usage
+
+_UNTITLED = "answer"  # name of a schema without a title
 
 _Method = Literal["json_schema", "function_calling", "json_mode"]
 
@@ -47,7 +48,8 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
 
     Chunks are found in the final prompt by their tokens, so chains need no change. `response_metadata["kvrag"]` of
     every answer reports what was reused. Answer settings can be given per call, and so can `model`, `documents`,
-    `tools`, `tool_choice`, `response_format`, `grammar` and `template` (see `BlendEngine.stream`).
+    `tools`, `tool_choice`, `parallel_tool_calls`, `response_format`, `grammar` and `template` (see
+    `BlendEngine.stream`).
 
     Example:
         ```python
@@ -77,7 +79,6 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         return str(sorted({**self._get_invocation_params(stop=stop, **kwargs), **kwargs}.items()))
 
     def _resolve_model_profile(self) -> ModelProfile:
-        can_force = self.base_url is not None or find_spec("llguidance") is not None
         profile = ModelProfile(
             text_inputs=True,
             image_inputs=False,
@@ -86,8 +87,8 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
             video_inputs=False,
             text_outputs=True,
             tool_calling=True,
-            tool_choice=can_force,
-            structured_output=can_force,
+            tool_choice=True,
+            structured_output=True,
             max_output_tokens=self.max_tokens,
         )
         window = LLMSettings.of(self).window_on_disk()
@@ -103,7 +104,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return the length of the prompt that the chat template renders from messages."""
-        described = [convert_to_openai_tool(tool) for tool in tools or ()]
+        described = [_described(tool) for tool in tools or ()]
         try:
             return self._open().count_tokens(template_messages(messages), tools=described)
         except PromptError:  # trimming counts parts of conversations, which need not be valid prompts
@@ -114,23 +115,30 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
         *,
         tool_choice: str | dict[str, Any] | bool | None = None,
+        parallel_tool_calls: bool | None = None,
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """Bind tools that the model can call.
 
         Args:
-            tools: Tools, functions, Pydantic classes, or dicts in OpenAI's form.
+            tools: Tools, functions, Pydantic classes, or dicts: in OpenAI's form, or a JSON schema with a title.
             tool_choice: "auto" or None = the model may call them, "none" = it may not, "any", "required" or True = it
                 must call one, a name = it must call that one. Forced calls are guaranteed, with arguments that match
-                the schema; this needs the extra `kvrag[grammar]`.
+                the schema.
+            parallel_tool_calls: False = an answer has at most one call: further ones are dropped.
             strict: Accepted for compatibility: forced calls are always strict.
             kwargs: Further arguments to bind.
+
+        Raises:
+            SettingError: A schema has no name.
         """
+        if parallel_tool_calls is not None:
+            kwargs["parallel_tool_calls"] = parallel_tool_calls
         if not tools:
             return self.bind(**kwargs)
         choice = {True: "required", False: None}.get(tool_choice) if isinstance(tool_choice, bool) else tool_choice
-        return self.bind(tools=[convert_to_openai_tool(tool) for tool in tools], tool_choice=choice, **kwargs)
+        return self.bind(tools=[_described(tool) for tool in tools], tool_choice=choice, **kwargs)
 
     def with_structured_output(
         self,
@@ -141,12 +149,13 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """Answer in the form of a schema, enforced by a grammar; needs the extra `kvrag[grammar]`.
+        """Answer in the form of a schema, enforced by a grammar.
 
         An answer cut off by `max_tokens` raises an error.
 
         Args:
-            schema: A Pydantic class, a TypedDict, or a JSON schema. Returns an instance of the class, else a dict.
+            schema: A Pydantic class, a TypedDict, or a JSON schema, with or without a title. Returns an instance of the
+                class, else what the JSON contains.
             include_raw: Return a dict of `raw`, `parsed` and `parsing_error`.
             method: "json_schema" = JSON of this schema, with an unchanged prompt. "function_calling" = a call of a tool
                 with this schema, which the prompt contains. "json_mode" = any JSON object; the prompt describes its
@@ -154,7 +163,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
             strict: Accepted for compatibility: all methods except "json_mode" are strict.
 
         Raises:
-            SettingError: Unknown method or argument, or missing schema.
+            SettingError: Unknown method or argument, or a missing schema, or one that the method cannot use.
         """
         if kwargs:
             raise SettingError(f"with_structured_output does not support {', '.join(kwargs)}: leave it out")
@@ -167,8 +176,9 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         parser: Runnable[Any, Any]
         if method == "function_calling":
             assert schema is not None
-            name = convert_to_openai_tool(schema)["function"]["name"]
-            llm = self.bind_tools([schema], tool_choice=name, ls_structured_output_format=traced)
+            described = _as_tool(schema)
+            name = described["function"]["name"]
+            llm = self.bind_tools([described], tool_choice=name, ls_structured_output_format=traced)
             if model_class is not None:
                 parser = PydanticToolsParser(tools=[model_class], first_tool_only=True)
             else:
@@ -177,8 +187,9 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
             response_format: dict[str, Any] = {"type": "json_object"}
             if method == "json_schema":
                 assert schema is not None
-                described = convert_to_json_schema(schema)
-                name = described.get("title", "answer")
+                # LangChain's conversion requires a title, and drops what is no object
+                described = dict(schema) if _is_json_schema(schema) else convert_to_json_schema(schema)
+                name = described.get("title", _UNTITLED)
                 response_format = {"type": "json_schema", "json_schema": {"name": name, "schema": described}}
             llm = self.bind(response_format=response_format, ls_structured_output_format=traced)
             parser = JsonOutputParser() if model_class is None else PydanticOutputParser(pydantic_object=model_class)
@@ -189,6 +200,14 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         failed = RunnablePassthrough.assign(parsed=lambda _: None)
         return RunnableMap(raw=llm) | parsing.with_fallbacks([failed], exception_key="parsing_error")
 
+    def _asked_chat(self, stop: list[str] | None, call: dict[str, Any]) -> tuple[LLMSettings, dict[str, Any], bool]:
+        """Like `_asked`; also return whether the answer has at most one call."""
+        asked = dict(call)
+        parallel = asked.pop("parallel_tool_calls", None)
+        if parallel not in (None, True, False):
+            raise SettingError(f"parallel_tool_calls must be True or False, got {parallel!r}")
+        return *self._asked(stop, asked), parallel is False
+
     def _generate(
         self,
         messages: list[BaseMessage],
@@ -196,10 +215,10 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        settings, request = self._asked(stop, kwargs)
+        settings, request, one_call = self._asked_chat(stop, kwargs)
         engine = self._lazy.open(settings)
-        with _as_langchain_errors():
-            return _result(engine.generate(template_messages(messages), **request), settings.model_name)
+        with langchain_errors():
+            return _result(engine.generate(template_messages(messages), **request), settings.model_name, one_call)
 
     async def _agenerate(
         self,
@@ -208,10 +227,11 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        settings, request = self._asked(stop, kwargs)
+        settings, request, one_call = self._asked_chat(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
-        with _as_langchain_errors():
-            return _result(await engine.agenerate(template_messages(messages), **request), settings.model_name)
+        with langchain_errors():
+            answer = await engine.agenerate(template_messages(messages), **request)
+        return _result(answer, settings.model_name, one_call)
 
     def _stream(
         self,
@@ -220,10 +240,10 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        settings, request = self._asked(stop, kwargs)
-        builder = _ChunkBuilder(settings.model_name)
+        settings, request, one_call = self._asked_chat(stop, kwargs)
+        builder = _ChunkBuilder(settings.model_name, one_call)
         deltas = self._lazy.open(settings).stream(template_messages(messages), **request)
-        with _as_langchain_errors(), closing(deltas):
+        with langchain_errors(), closing(deltas):
             for delta in deltas:
                 chunk = builder.add(delta)
                 if run_manager:
@@ -237,11 +257,11 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        settings, request = self._asked(stop, kwargs)
+        settings, request, one_call = self._asked_chat(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
-        builder = _ChunkBuilder(settings.model_name)
+        builder = _ChunkBuilder(settings.model_name, one_call)
         deltas = engine.astream(template_messages(messages), **request)
-        with _as_langchain_errors():
+        with langchain_errors():
             async with aclosing(deltas):
                 async for delta in deltas:
                     chunk = builder.add(delta)
@@ -250,28 +270,18 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
                     yield chunk
 
 
-class PromptOverflowError(ContextWindowError, ContextOverflowError):
-    """A prompt that does not fit into the model's window; LangChain's middleware can handle this error."""
-
-
-@contextmanager
-def _as_langchain_errors() -> Iterator[None]:
-    try:
-        yield
-    except ContextWindowError as error:
-        raise PromptOverflowError(str(error)) from error
-
-
 class _ChunkBuilder:
     """Builds LangChain's chunks from the deltas of one stream."""
 
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
+    def __init__(self, model_name: str, one_call: bool) -> None:
+        self._model_name, self._one_call = model_name, one_call
         self._num_tokens = self._num_calls = 0
         self._ids: dict[str, int] = {}  # index of each call
 
     def add(self, delta: Delta) -> ChatGenerationChunk:
         """Return the chunk for the next delta."""
+        if self._one_call:
+            delta = _without_later_calls(delta, self._ids)
         self._num_tokens += delta.num_tokens
         self._num_calls += len(delta.tool_calls)
         pieces = {
@@ -288,7 +298,7 @@ class _ChunkBuilder:
         message = AIMessageChunk(content=delta.text, tool_call_chunks=list(pieces.values()))
         if delta.report is not None:
             # only on the last chunk: LangChain adds up the usage of chunks and concatenates names
-            message.usage_metadata = _usage(delta.report, self._num_tokens)
+            message.usage_metadata = usage(delta.report, self._num_tokens)
             message.response_metadata = _metadata(
                 delta.report, self._model_name, _finish_reason(delta, self._num_calls)
             )
@@ -296,7 +306,47 @@ class _ChunkBuilder:
         return ChatGenerationChunk(message=message)
 
 
-def _result(answer: Answer, model_name: str) -> ChatResult:
+def _without_later_calls(delta: Delta, ids: dict[str, int]) -> Delta:
+    first = {*ids, *(piece.id for piece in delta.call_pieces if piece.index == 0)}
+    return replace(
+        delta,
+        call_pieces=tuple(piece for piece in delta.call_pieces if piece.index == 0),
+        tool_calls=tuple(call for call in delta.tool_calls if call.id in first),
+        invalid_calls=tuple(call for call in delta.invalid_calls if call.id in first),
+    )
+
+
+def _is_json_schema(schema: Any) -> bool:
+    tool_forms = ("function", "parameters", "input_schema", "toolSpec")
+    return isinstance(schema, dict) and not any(name in schema for name in tool_forms)
+
+
+def _described(tool: Any) -> dict[str, Any]:
+    """Return a tool in OpenAI's form."""
+    if _is_json_schema(tool) and not {"title", "name"} & {*tool}:
+        raise SettingError(f"a tool needs a name: give its JSON schema a title, got {tool!r:.120}")
+    return convert_to_openai_tool(tool)
+
+
+def _as_tool(schema: Any) -> dict[str, Any]:
+    """Return the tool whose arguments have this schema."""
+    if not _is_json_schema(schema):
+        return convert_to_openai_tool(schema)
+    if schema.get("type", "object") != "object":
+        raise SettingError(
+            f"arguments of a tool are an object, got a schema of {schema['type']!r}: use method='json_schema'"
+        )
+    # a title with spaces names no tool
+    name = re.sub(r"[^\w.-]+", "_", schema.get("title") or schema.get("name") or _UNTITLED)
+    parameters = {key: value for key, value in schema.items() if key not in ("title", "name", "description")}
+    function = {"name": name, "description": schema.get("description", ""), "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _result(answer: Answer, model_name: str, one_call: bool) -> ChatResult:
+    if one_call:
+        invalid = answer.invalid_calls[: 0 if answer.tool_calls else 1]
+        answer = replace(answer, tool_calls=answer.tool_calls[:1], invalid_calls=invalid)
     message = AIMessage(
         content=answer.text,
         tool_calls=[tool_call(name=call.name, args=call.arguments, id=call.id) for call in answer.tool_calls],
@@ -306,7 +356,7 @@ def _result(answer: Answer, model_name: str) -> ChatResult:
             )
             for call in answer.invalid_calls
         ],
-        usage_metadata=_usage(answer.report, answer.num_tokens),
+        usage_metadata=usage(answer.report, answer.num_tokens),
         response_metadata=_metadata(answer.report, model_name, _finish_reason(answer, len(answer.tool_calls))),
     )
     return ChatResult(generations=[ChatGeneration(message=message)])
@@ -345,17 +395,6 @@ def _metadata(report: BlendReport, model_name: str, finish_reason: str | None) -
 
 def _finish_reason(end: Answer | Delta, num_calls: int) -> str | None:
     return "tool_calls" if num_calls and end.finish_reason == "stop" else end.finish_reason
-
-
-def _usage(report: BlendReport, num_tokens: int) -> UsageMetadata:
-    return UsageMetadata(
-        input_tokens=report.prompt_tokens,
-        output_tokens=num_tokens,
-        total_tokens=report.prompt_tokens + num_tokens,
-        input_token_details=InputTokenDetails(
-            cache_read=report.reused_tokens - report.created_tokens, cache_creation=report.created_tokens
-        ),
-    )
 
 
 def _whole(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:

@@ -13,6 +13,7 @@ from kvrag import SettingError
 from kvrag.retrieval.index import DEFAULT_EMBEDDER, load_embedder
 
 
+# HuggingFaceEmbeddings ignores a model's prompts, fails in threads, and pins huggingface-hub<2
 class SentenceTransformerEmbeddings(Embeddings):
     """Embeddings of a sentence-transformers model, loaded on construction. Thread-safe.
 

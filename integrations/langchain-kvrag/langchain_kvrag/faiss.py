@@ -29,6 +29,7 @@ _DOCUMENTS = "documents.json"
 _FORMAT = 1
 
 
+# langchain-community's FAISS refuses to replace a document and to delete an unknown one, and loads with pickle
 class FaissVectorStore(AddsAllTexts):
     """Exact search by cosine similarity among all documents, or those matching a filter. Thread-safe.
 

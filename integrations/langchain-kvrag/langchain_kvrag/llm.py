@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, closing
 from typing import Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import LLM, LangSmithParams
-from langchain_core.outputs import GenerationChunk, LLMResult
+from langchain_core.language_models import BaseLLM, LangSmithParams
+from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from pydantic import PrivateAttr
 
-from kvrag import Delta, LLMSettings, SettingError
-from langchain_kvrag.settings import BlendSettings
+from kvrag import Answer, BlendReport, Delta, LLMSettings, SettingError
+from langchain_kvrag.settings import BlendSettings, langchain_errors, usage
 
 _OF_THE_RUN = ("callbacks", "tags", "metadata", "run_name", "run_id")
 
 
-class BlendLLM(BlendSettings, LLM, extra="forbid"):
+class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
     """LLM that answers from pre-encoded chunks. The text becomes one user message of the chat template.
 
     A model without a template gets the text unchanged.
 
-    For chains that need a string; otherwise prefer `ChatBlend`. The last chunk of a stream has the report in
-    `generation_info["kvrag"]`.
+    For chains that need a string; otherwise prefer `ChatBlend`. `generation_info` of every generation, and of the last
+    chunk of a stream, has the report in `"kvrag"`, the usage in `"usage_metadata"` and the `"finish_reason"`.
+    `llm_output["token_usage"]` of a result has the usage of all its prompts, in OpenAI's form.
     """
 
     _of_the_call: dict[str, Any] = PrivateAttr(default_factory=dict)
@@ -64,27 +65,31 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
             raise SettingError("BlendLLM supports text only: use ChatBlend for tools")
         return super()._asked(stop, call)
 
-    def _call(
+    def _generate(
         self,
-        prompt: str,
+        prompts: list[str],
         stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
-    ) -> str:
+    ) -> LLMResult:
         settings, request = self._asked(stop, kwargs)
         engine = self._lazy.open(settings)
-        return engine.generate(engine.as_prompt(prompt), **request).text
+        with langchain_errors():
+            answers = [engine.generate(engine.as_prompt(prompt), **request) for prompt in prompts]
+        return _result(answers, settings.model_name)
 
-    async def _acall(
+    async def _agenerate(
         self,
-        prompt: str,
+        prompts: list[str],
         stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
-    ) -> str:
+    ) -> LLMResult:
         settings, request = self._asked(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
-        return (await engine.agenerate(engine.as_prompt(prompt), **request)).text
+        with langchain_errors():
+            answers = [await engine.agenerate(engine.as_prompt(prompt), **request) for prompt in prompts]
+        return _result(answers, settings.model_name)
 
     def _stream(
         self,
@@ -95,9 +100,10 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
     ) -> Iterator[GenerationChunk]:
         settings, request = self._asked(stop, kwargs)
         engine = self._lazy.open(settings)
-        with closing(engine.stream(engine.as_prompt(prompt), **request)) as deltas:
+        builder = _ChunkBuilder(settings.model_name)
+        with langchain_errors(), closing(engine.stream(engine.as_prompt(prompt), **request)) as deltas:
             for delta in deltas:
-                chunk = _chunk(delta)
+                chunk = builder.add(delta)
                 if run_manager:
                     run_manager.on_llm_new_token(delta.text, chunk=chunk)
                 yield chunk
@@ -111,16 +117,48 @@ class BlendLLM(BlendSettings, LLM, extra="forbid"):
     ) -> AsyncIterator[GenerationChunk]:
         settings, request = self._asked(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
-        async with aclosing(engine.astream(engine.as_prompt(prompt), **request)) as deltas:
-            async for delta in deltas:
-                chunk = _chunk(delta)
-                if run_manager:
-                    await run_manager.on_llm_new_token(delta.text, chunk=chunk)
-                yield chunk
+        builder = _ChunkBuilder(settings.model_name)
+        with langchain_errors():
+            async with aclosing(engine.astream(engine.as_prompt(prompt), **request)) as deltas:
+                async for delta in deltas:
+                    chunk = builder.add(delta)
+                    if run_manager:
+                        await run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                    yield chunk
 
 
-def _chunk(delta: Delta) -> GenerationChunk:
-    if delta.report is None:
-        return GenerationChunk(text=delta.text)
-    info = {"kvrag": delta.report.to_dict(), "finish_reason": delta.finish_reason}
-    return GenerationChunk(text=delta.text, generation_info=info)
+class _ChunkBuilder:
+    """Builds LangChain's chunks from the deltas of one stream."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name, self._num_tokens = model_name, 0
+
+    def add(self, delta: Delta) -> GenerationChunk:
+        """Return the chunk for the next delta."""
+        self._num_tokens += delta.num_tokens
+        if delta.report is None:
+            return GenerationChunk(text=delta.text)
+        info = _info(delta.report, self._num_tokens, delta.finish_reason, self._model_name)
+        return GenerationChunk(text=delta.text, generation_info=info)
+
+
+def _info(report: BlendReport, num_tokens: int, finish_reason: str | None, model_name: str) -> dict[str, Any]:
+    return {
+        "kvrag": report.to_dict(),
+        "usage_metadata": usage(report, num_tokens),
+        "finish_reason": finish_reason,
+        "model_name": model_name,
+    }
+
+
+def _result(answers: Sequence[Answer], model_name: str) -> LLMResult:
+    infos = [_info(answer.report, answer.num_tokens, answer.finish_reason, model_name) for answer in answers]
+    pairs = zip(answers, infos, strict=True)
+    prompt, completion = (
+        sum(info["usage_metadata"][name] for info in infos) for name in ("input_tokens", "output_tokens")
+    )
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return LLMResult(
+        generations=[[Generation(text=answer.text, generation_info=info)] for answer, info in pairs],
+        llm_output={"token_usage": counts, "model_name": model_name},
+    )

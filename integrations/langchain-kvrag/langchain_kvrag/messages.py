@@ -9,6 +9,7 @@ from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, Functio
 
 from kvrag import PromptError
 
+# LangChain's convert_to_openai_messages keeps reasoning, which is not said again, and joins parts with line breaks
 _ROLES = {"system": "system", "human": "user", "ai": "assistant", "tool": "tool", "function": "tool"}
 # templates render calls from `tool_calls`
 _NOT_SAID = ("reasoning", "thinking", "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use")

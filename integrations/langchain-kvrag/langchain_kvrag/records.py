@@ -16,6 +16,7 @@ from langchain_core.indexing import RecordManager
 
 from kvrag import StoreError
 
+# langchain-classic's SQLRecordManager forgets the source of renewed records: see the test of an indexing that failed
 _SCHEMA = """
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS records (

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, Self
 from urllib.parse import quote
 
 from langchain_core.documents import Document
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.language_models import BaseLanguageModel
 from langchain_core.load.serializable import SerializedConstructor, SerializedNotImplemented
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, field_validator, model_validator
 
-from kvrag import BlendEngine, LazyEngine, LLMBase, LLMSettings, RemoteEngine
+from kvrag import BlendEngine, BlendReport, ContextWindowError, LazyEngine, LLMBase, LLMSettings, RemoteEngine
 
 _VERSION = version("langchain-kvrag")
+
+
+class PromptOverflowError(ContextWindowError, ContextOverflowError):
+    """A prompt that does not fit into the model's window; LangChain's middleware can handle this error."""
+
+
+@contextmanager
+def langchain_errors() -> Iterator[None]:
+    """Raise errors that LangChain has a class for as that class."""
+    try:
+        yield
+    except ContextWindowError as error:
+        raise PromptOverflowError(str(error)) from error
+
+
+def usage(report: BlendReport, num_tokens: int) -> UsageMetadata:
+    """Return the usage of an answer of `num_tokens` tokens."""
+    return UsageMetadata(
+        input_tokens=report.prompt_tokens,
+        output_tokens=num_tokens,
+        total_tokens=report.prompt_tokens + num_tokens,
+        input_token_details=InputTokenDetails(
+            cache_read=report.reused_tokens - report.created_tokens, cache_creation=report.created_tokens
+        ),
+    )
 
 
 def source_name(document: Document | str, collection: str = "default") -> str:
@@ -31,8 +60,10 @@ class BlendSettings(BaseLanguageModel[Any], LLMBase):
 
     Attributes:
         engine: An existing engine, instead of the settings that select a model and a store.
-        timeout, max_retries, api_key: Of the server in `base_url`; without effect on a local model. Without an
-            `api_key`, the environment variable KVRAG_API_KEY is used.
+        timeout: Seconds until an answer fails, also per call: with an `AnswerTimeoutError`, which is a TimeoutError, or
+            a `ServerError` from the server in `base_url`. A local model checks it after every token.
+        max_retries, api_key: Of the server in `base_url`; without effect on a local model. Without an `api_key`, the
+            environment variable KVRAG_API_KEY is used.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -68,6 +99,9 @@ class BlendSettings(BaseLanguageModel[Any], LLMBase):
 
     def _open(self) -> BlendEngine | RemoteEngine:
         return self._lazy.open(LLMSettings.of(self))
+
+    def _opened(self) -> BlendEngine | RemoteEngine | None:
+        return self._lazy.opened(LLMSettings.of(self))
 
     @staticmethod
     def _text(chunk: Any) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial, wraps
 from hashlib import blake2b
 from typing import Any, Self, TypeVar
 from urllib.parse import quote, unquote
@@ -16,7 +17,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from kvrag import BlendEngine, KvragError, RemoteEngine, SettingError, WarmReport
-from langchain_kvrag.faiss import FaissVectorStore
+from langchain_kvrag.listing import adocuments_by_id, documents_by_id, listed_ids
 from langchain_kvrag.settings import BlendSettings, source_name
 from langchain_kvrag.texts import AddsAllTexts
 
@@ -36,6 +37,29 @@ class _PassedOn:
         return self if store is None else getattr(store.vectorstore, self._name)
 
 
+class _Search(_PassedOn):
+    """A search delegated to the wrapped store. The KV of what it returns is read ahead."""
+
+    def __get__(self, store: KVWarmVectorStore | None, owner: type) -> Any:
+        if store is None:
+            return self
+        search, held = getattr(store.vectorstore, self._name), store._held
+
+        @wraps(search)
+        def searched(*args: Any, **kwargs: Any) -> Any:
+            found = search(*args, **kwargs)
+            held.prefetch(found)
+            return found
+
+        @wraps(search)
+        async def asearched(*args: Any, **kwargs: Any) -> Any:
+            found = await search(*args, **kwargs)
+            held.prefetch(found)
+            return found
+
+        return asearched if self._name.startswith("a") else searched
+
+
 class KVWarmVectorStore(AddsAllTexts):
     """A vector store that pre-encodes its documents for an LLM.
 
@@ -46,8 +70,12 @@ class KVWarmVectorStore(AddsAllTexts):
 
     Concurrent changes of one document may leave it without KV until the next change. This costs time, not correctness.
 
-    All other attributes are delegated to the wrapped store. Its own methods for adding and deleting, beyond those of
-    `VectorStore`, bypass the KV: call `warm_existing` after them.
+    The KV of what a search returns is read into memory while the chain renders its prompt; see `BlendEngine.prefetch`.
+
+    All other attributes are delegated to the wrapped store, and `isinstance` sees its class too, so that what depends
+    on the kind of a store, such as `SelfQueryRetriever`, works as without the wrapper. The KV also follows
+    `update_document`, `update_documents`, `reset_collection` and `delete_collection` of stores that have them. Other
+    methods for adding and deleting, beyond those of `VectorStore`, bypass the KV: call `warm_existing` after them.
 
     Attributes:
         vectorstore: Any vector store; it receives all calls.
@@ -73,28 +101,38 @@ class KVWarmVectorStore(AddsAllTexts):
         self.vectorstore, self.llm, self.namespace, self.collection = vectorstore, llm, namespace, collection
         self._held = _Held(llm, namespace, collection)
 
-    similarity_search: Any = _PassedOn()
-    asimilarity_search: Any = _PassedOn()
-    similarity_search_by_vector: Any = _PassedOn()
-    asimilarity_search_by_vector: Any = _PassedOn()
-    similarity_search_with_score: Any = _PassedOn()
-    asimilarity_search_with_score: Any = _PassedOn()
-    similarity_search_with_relevance_scores: Any = _PassedOn()
-    asimilarity_search_with_relevance_scores: Any = _PassedOn()
-    max_marginal_relevance_search: Any = _PassedOn()
-    amax_marginal_relevance_search: Any = _PassedOn()
-    max_marginal_relevance_search_by_vector: Any = _PassedOn()
-    amax_marginal_relevance_search_by_vector: Any = _PassedOn()
-    search: Any = _PassedOn()
-    asearch: Any = _PassedOn()
+    similarity_search: Any = _Search()
+    asimilarity_search: Any = _Search()
+    similarity_search_by_vector: Any = _Search()
+    asimilarity_search_by_vector: Any = _Search()
+    similarity_search_with_score: Any = _Search()
+    asimilarity_search_with_score: Any = _Search()
+    similarity_search_with_relevance_scores: Any = _Search()
+    asimilarity_search_with_relevance_scores: Any = _Search()
+    max_marginal_relevance_search: Any = _Search()
+    amax_marginal_relevance_search: Any = _Search()
+    max_marginal_relevance_search_by_vector: Any = _Search()
+    amax_marginal_relevance_search_by_vector: Any = _Search()
+    search: Any = _Search()
+    asearch: Any = _Search()
     get_by_ids: Any = _PassedOn()
     aget_by_ids: Any = _PassedOn()
     embeddings: Any = _PassedOn()
 
+    @property
+    def __class__(self) -> type:
+        # `vectorstore` is missing while a copy is created
+        return self.__dict__["vectorstore"].__class__ if "vectorstore" in self.__dict__ else type(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.__dict__.copy())  # pickle refuses objects of two classes
+
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "vectorstore":  # accessed while a copy is created
+        if name.startswith("__") or name == "vectorstore":  # accessed while a copy is created
             raise AttributeError(name)
-        return getattr(self.vectorstore, name)
+        passed = getattr(self.vectorstore, name)
+        ours = _IN_STEP.get(name)
+        return passed if ours is None else partial(ours, self)
 
     # ---------------------------------------------------------------- adding
 
@@ -174,30 +212,65 @@ class KVWarmVectorStore(AddsAllTexts):
             raise SettingError(f"{type(self.vectorstore).__name__} cannot list its remaining documents: pass ids")
         return self._held.ids()
 
+    # ---------------------------------------------------------------- methods that only some stores have
+
+    def _update_document(self, document_id: str, document: Document) -> None:
+        self._update_documents([document_id], [document])
+
+    def _update_documents(self, ids: list[str], documents: list[Document]) -> None:
+        adding = self._held.plan(documents, ids)
+        try:
+            self._held.warm(adding)
+            self.vectorstore.update_documents(ids, documents)  # type: ignore[attr-defined]
+        except BaseException:
+            self._held.undo(adding, self._present(adding.ids))
+            raise
+        present = self._present(adding.ids)
+        if present is None:
+            self._held.settle(adding, adding.ids)
+        else:
+            self._held.undo(adding, present)  # unknown ids have been ignored
+
+    def _clear(self, name: str, **kwargs: Any) -> Any:
+        held = self._held.ids()
+        cleared = getattr(self.vectorstore, name)(**kwargs)
+        self._held.drop(held, {})
+        return cleared
+
+    async def _aclear(self, name: str, **kwargs: Any) -> Any:
+        held = await asyncio.to_thread(self._held.ids)
+        cleared = await _whole(getattr(self.vectorstore, name)(**kwargs))
+        await _whole(asyncio.to_thread(self._held.drop, held, {}))
+        return cleared
+
     # ---------------------------------------------------------------- existing documents
 
-    def warm_existing(self, ids: Iterable[str] | None = None) -> WarmReport:
+    def warm_existing(self, ids: Iterable[str] | None = None, *, whole: bool = False) -> WarmReport:
         """Encode the documents that are already in the wrapped store.
 
+        Without `ids`, or with `whole`, the KV of all other documents is dropped, such as the KV that a killed program
+        left behind.
+
         Args:
-            ids: Documents to encode; None = all, and the KV of documents missing from the wrapped store is dropped.
+            ids: Documents to encode; None = all.
+            whole: True = `ids` are all documents of the wrapped store.
 
         Raises:
-            SettingError: The wrapped store cannot list documents, or cannot return documents by id.
+            SettingError: The wrapped store cannot be listed, or cannot return documents by id.
         """
         asked = self._listed(ids)
         found: list[Document] = []
         for start in range(0, len(asked), _BATCH):
-            found += self.vectorstore.get_by_ids(asked[start : start + _BATCH])
-        return self._held.replace(found, None if ids is None else asked)
+            found += documents_by_id(self.vectorstore, asked[start : start + _BATCH])
+        return self._held.replace(found, None if ids is None or whole else asked)
 
-    async def awarm_existing(self, ids: Iterable[str] | None = None) -> WarmReport:
+    async def awarm_existing(self, ids: Iterable[str] | None = None, *, whole: bool = False) -> WarmReport:
         """Like `warm_existing`, off the event loop."""
-        asked = self._listed(ids)
+        asked = await asyncio.to_thread(self._listed, ids)
         found: list[Document] = []
         for start in range(0, len(asked), _BATCH):
-            found += await self.vectorstore.aget_by_ids(asked[start : start + _BATCH])
-        return await _whole(asyncio.to_thread(self._held.replace, found, None if ids is None else asked))
+            found += await adocuments_by_id(self.vectorstore, asked[start : start + _BATCH])
+        return await _whole(asyncio.to_thread(self._held.replace, found, None if ids is None or whole else asked))
 
     def _listed(self, ids: Iterable[str] | None) -> list[str]:
         name = type(self.vectorstore).__name__
@@ -205,11 +278,10 @@ class KVWarmVectorStore(AddsAllTexts):
             raise SettingError(f"{name} cannot return documents by id: warm their texts with llm.warm(texts)")
         if ids is not None:
             return list(ids)
-        if isinstance(self.vectorstore, FaissVectorStore):
-            return self.vectorstore.ids
-        if isinstance(self.vectorstore, InMemoryVectorStore):
-            return list(self.vectorstore.store)
-        raise SettingError(f"LangChain cannot list the documents of {name}: pass ids")
+        listed = listed_ids(self.vectorstore)
+        if listed is None:
+            raise SettingError(f"LangChain cannot list the documents of {name}: pass ids, and whole=True for all ids")
+        return listed
 
     @property
     def _can_tell(self) -> bool:
@@ -220,7 +292,7 @@ class KVWarmVectorStore(AddsAllTexts):
         present: dict[str, str] = {}
         try:
             for start in range(0, len(ids), _BATCH):
-                present |= _texts(self.vectorstore.get_by_ids(ids[start : start + _BATCH]))
+                present |= _texts(documents_by_id(self.vectorstore, ids[start : start + _BATCH]))
         except Exception as error:  # it may fail again; the first error is raised
             logger.warning("%s cannot return its documents: %s", type(self.vectorstore).__name__, error)
             return None
@@ -230,7 +302,7 @@ class KVWarmVectorStore(AddsAllTexts):
         present: dict[str, str] = {}
         try:
             for start in range(0, len(ids), _BATCH):
-                present |= _texts(await self.vectorstore.aget_by_ids(ids[start : start + _BATCH]))
+                present |= _texts(await adocuments_by_id(self.vectorstore, ids[start : start + _BATCH]))
         except Exception as error:
             logger.warning("%s cannot return its documents: %s", type(self.vectorstore).__name__, error)
             return None
@@ -297,6 +369,21 @@ class KVWarmVectorStore(AddsAllTexts):
         return cls(made, held.llm, namespace=namespace, collection=collection)
 
 
+def _restored(kind: type[KVWarmVectorStore], fields: dict[str, Any]) -> KVWarmVectorStore:
+    store = object.__new__(kind)
+    store.__dict__.update(fields)
+    return store
+
+
+_IN_STEP: dict[str, Callable[..., Any]] = {
+    "update_document": KVWarmVectorStore._update_document,
+    "update_documents": KVWarmVectorStore._update_documents,
+    "reset_collection": lambda store, **kwargs: store._clear("reset_collection", **kwargs),
+    "delete_collection": lambda store, **kwargs: store._clear("delete_collection", **kwargs),
+    "adelete_collection": lambda store, **kwargs: store._aclear("adelete_collection", **kwargs),
+}
+
+
 @dataclass(frozen=True)
 class _Adding:
     """Documents to be added.
@@ -348,6 +435,13 @@ class _Held:
         if self._given is not None:
             return self._given
         return self.llm.namespace if isinstance(self.llm, BlendSettings) else ""
+
+    def prefetch(self, found: Sequence[Document | tuple[Document, float]]) -> None:
+        """Read the KV of what a search returned ahead, if the model is loaded."""
+        engine = self.llm._opened() if isinstance(self.llm, BlendSettings) else self.llm
+        if engine is not None:
+            documents = (one[0] if isinstance(one, tuple) else one for one in found)
+            engine.prefetch([document.page_content for document in documents], namespace=self._namespace)
 
     def plan(self, documents: Sequence[Document], ids: Sequence[str | None] | None) -> _Adding:
         """Return the plan for adding these documents, without changing anything."""

@@ -6,7 +6,7 @@ Each gives the answers of full prefill when everything is recomputed, and the ch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pytest
 from langchain.agents import create_agent
@@ -32,6 +32,7 @@ from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_core.tools import tool
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_kvrag import ChatBlend
+from langgraph.checkpoint.memory import InMemorySaver
 from pydantic import BaseModel, Field
 
 from kvrag import BlendEngine, Model
@@ -223,3 +224,62 @@ def test_an_agents_structured_response_is_guaranteed(engine: BlendEngine, strate
     llm = ChatBlend(engine=engine, temperature=0, max_tokens=60)
     result = create_agent(llm, [], response_format=strategy).invoke(as_messages(QUESTION))
     assert isinstance(result["structured_response"], Count)
+
+
+# ---------------------------------------------------------------- an agent about a long document
+
+
+class Follows(BaseCallbackHandler):
+    """The messages of each prompt, and the report of each answer."""
+
+    def __init__(self) -> None:
+        self.prompts: list[list[Any]] = []
+        self.reports: list[dict[str, Any]] = []
+
+    def on_chat_model_start(self, _: Any, messages: list[list[Any]], **__: Any) -> None:
+        self.prompts.append(messages[0])
+
+    def on_llm_end(self, response: LLMResult, **_: Any) -> None:
+        self.reports.append(response.generations[0][0].message.response_metadata["kvrag"])  # type: ignore[union-attr]
+
+
+def test_an_agent_converses_about_a_long_document(
+    engine: BlendEngine, vectors: InMemoryVectorStore, documents: list[str]
+) -> None:
+    """Two turns with tools and a memory: the messages that flow, and what of their prompts is reused."""
+    llm = ChatBlend(engine=engine, temperature=0, max_tokens=120, ratio=1.0)
+
+    @tool
+    def read_document(name: Literal["Mira", "Kan", "Zel"]) -> str:
+        """Read the whole document about a person."""
+        return next(text for text in documents if text.startswith(name))
+
+    @wrap_model_call
+    def read_first(request: ModelRequest, handler: Callable[..., Any]) -> Any:
+        reads = request.messages[-1].type == "human"  # a small model does not decide this by itself
+        return handler(request.override(tool_choice="read_document") if reads else request)
+
+    long = "\n\n".join(documents)
+    agent = create_agent(
+        llm,
+        [read_document],
+        system_prompt=f"Answer about these documents.\n\n{long}",
+        middleware=[read_first],
+        checkpointer=InMemorySaver(),
+    )
+    follows = Follows()
+    config: Any = {"configurable": {"thread_id": "1"}, "callbacks": [follows]}
+    for turn, question in enumerate([QUESTION, "And who plays the harp?"], 1):
+        messages = agent.invoke(as_messages(question), config)["messages"]
+        assert [message.type for message in messages] == ["human", "ai", "tool", "ai"] * turn
+        asked, result = messages[-3:-1]
+        (call,) = asked.tool_calls
+        assert result.tool_call_id == call["id"]
+        assert result.content in documents
+    assert [len(prompt) for prompt in follows.prompts] == [2, 4, 6, 8]
+    assert all(prompt[0].text.endswith(long) for prompt in follows.prompts)
+    whole = sum(len(engine.model.tokenizer.encode(document)) for document in documents)
+    for report in follows.reports:  # of the system prompt alone; each result of the tool is reused, too
+        assert report["reused_tokens"] >= whole - 2 * len(documents)
+    assert follows.reports[1]["reused_tokens"] > follows.reports[0]["reused_tokens"] + 100
+    assert all(report["conversation_tokens"] > whole for report in follows.reports[1:])

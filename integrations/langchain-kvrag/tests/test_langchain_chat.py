@@ -30,7 +30,16 @@ from langchain_core.runnables import ConfigurableField
 from langchain_kvrag import BlendLLM, ChatBlend
 from langchain_kvrag.messages import template_messages
 
-from kvrag import BlendConfig, BlendEngine, ContextWindowError, Grammar, Model, PromptError, SettingError
+from kvrag import (
+    AnswerTimeoutError,
+    BlendConfig,
+    BlendEngine,
+    ContextWindowError,
+    Grammar,
+    Model,
+    PromptError,
+    SettingError,
+)
 from kvrag.answer import Answering
 
 QUESTION = "Question: Who likes curry?"
@@ -174,7 +183,11 @@ def test_unknown_settings_of_a_call_are_refused(chat: ChatBlend, unknown: dict[s
         list(chat.stream(QUESTION, **unknown))
 
 
-async def test_a_prompt_that_does_not_fit_is_an_error_that_langchain_knows(chat: ChatBlend) -> None:
+@pytest.mark.parametrize("cls", [ChatBlend, BlendLLM])
+async def test_a_prompt_that_does_not_fit_is_an_error_that_langchain_knows(
+    cls: type[ChatBlend | BlendLLM], settings: dict[str, Any]
+) -> None:
+    chat = cls(**settings)
     long = "harp " * chat._open().model.context_window
     ways = [lambda: chat.invoke(long), lambda: list(chat.stream(long))]
     aways = [lambda: chat.ainvoke(long), lambda: anext(chat.astream(long))]
@@ -185,6 +198,63 @@ async def test_a_prompt_that_does_not_fit_is_an_error_that_langchain_knows(chat:
     for away in aways:
         with pytest.raises(ContextOverflowError, match="too many for the window"):
             await away()
+
+
+@pytest.mark.usefixtures("endless")
+@pytest.mark.parametrize("cls", [ChatBlend, BlendLLM])
+async def test_an_answer_that_takes_too_long_fails(
+    cls: type[ChatBlend | BlendLLM], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient, slow = cls(**settings, timeout=1e6), cls(**settings, timeout=1e-9)
+    assert patient.invoke(QUESTION)
+    ways = [lambda: slow.invoke(QUESTION), lambda: list(slow.stream(QUESTION))]
+    ways.append(lambda: patient.invoke(QUESTION, timeout=1e-9))
+    for way in ways:
+        with pytest.raises(TimeoutError, match=r"longer than its timeout of 1e-09 s: raise timeout="):
+            way()
+    with pytest.raises(AnswerTimeoutError):
+        await slow.ainvoke(QUESTION)
+    assert slow.invoke(QUESTION, timeout=1e6)
+    for wrong in (0, -1.0):
+        with pytest.raises(ValueError, match="timeout must be a positive number of seconds"):
+            cls(**settings, timeout=wrong)
+        with pytest.raises(SettingError, match="timeout must be a positive number of seconds"):
+            patient.invoke(QUESTION, timeout=wrong)
+
+
+@pytest.mark.usefixtures("endless")
+async def test_a_text_llm_reports_usage_and_reuse(llm: BlendLLM, chunks: list[str]) -> None:
+    llm.warm(chunks)
+    prompts = ["\n\n".join([*chunks, QUESTION]), QUESTION]
+    message = ChatBlend(engine=llm._open(), temperature=0, max_tokens=16).invoke(prompts[0])
+    for result in (llm.generate(prompts), await llm.agenerate(prompts)):
+        [[first], [second]] = result.generations
+        assert first.text == message.content
+        info = first.generation_info
+        assert info is not None
+        assert info["usage_metadata"]["input_tokens"] == message.usage_metadata["input_tokens"]  # type: ignore[index]
+        assert info["usage_metadata"]["input_token_details"]["cache_read"] > 90
+        assert info["kvrag"]["reused_tokens"] > 90
+        assert (info["finish_reason"], info["model_name"]) == ("length", "reader")
+        assert result.llm_output is not None
+        used = [one.generation_info["usage_metadata"] for one in (first, second)]  # type: ignore[index]
+        assert result.llm_output["token_usage"] == {
+            "prompt_tokens": used[0]["input_tokens"] + used[1]["input_tokens"],
+            "completion_tokens": 32,
+            "total_tokens": used[0]["total_tokens"] + used[1]["total_tokens"],
+        }
+
+    class Ends(BaseCallbackHandler):
+        def __init__(self) -> None:
+            self.infos: list[Any] = []
+
+        def on_llm_end(self, response: Any, **_: Any) -> None:
+            self.infos.append(response.generations[0][0].generation_info)
+
+    ends = Ends()
+    list(llm.stream(prompts[0], {"callbacks": [ends]}))
+    assert ends.infos[0]["usage_metadata"]["output_tokens"] == 16
+    assert ends.infos[0]["kvrag"]["reused_tokens"] > 90
 
 
 @pytest.mark.parametrize("cls", [ChatBlend, BlendLLM])

@@ -250,6 +250,16 @@ def test_a_vector_store_warms_the_server(remote: ChatBlend, there: BlendEngine, 
         assert there.documents() == []
 
 
+def test_a_call_can_have_a_timeout(remote: ChatBlend, served: Served) -> None:
+    text = BlendLLM(model=NAME, base_url=served.url, max_retries=0)
+    for llm in (remote.model_copy(update={"max_retries": 0}), text):
+        with pytest.raises(ServerError, match="did not answer in time: raise timeout="):
+            llm.invoke(QUESTION, timeout=1e-3)
+        with pytest.raises(ServerError, match="did not answer in time"):
+            list(llm.stream(QUESTION, timeout=1e-3))
+        assert llm.invoke(QUESTION, timeout=60, max_tokens=1) is not None
+
+
 def test_a_prompt_that_is_too_long(remote: ChatBlend) -> None:
     for ask in (remote.invoke, lambda text: list(remote.stream(text)), lambda text: asyncio.run(remote.ainvoke(text))):
         with pytest.raises(ContextOverflowError, match="too many"):

@@ -9,13 +9,23 @@ from typing import Any, Literal, TypedDict
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.exceptions import OutputParserException
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage, convert_to_openai_messages
 from langchain_core.tools import tool
 from langchain_kvrag import BlendLLM, ChatBlend
 from langchain_kvrag.messages import template_messages
 from pydantic import BaseModel, Field
 
-from kvrag import BlendEngine, Grammar, Model, PromptError, SettingError
+from kvrag import (
+    BlendEngine,
+    CallPiece,
+    Delta,
+    Grammar,
+    InvalidCall,
+    Model,
+    PromptError,
+    SettingError,
+    ToolCall,
+)
 
 QUESTION = "Question: Who likes curry?"
 
@@ -129,6 +139,16 @@ def test_calls_in_content_blocks_are_the_same_prompt() -> None:
     said, block_said = template_messages([plain, blocks])
     assert block_said["tool_calls"] == said["tool_calls"]
     assert block_said["content"] == [{"type": "text", "text": "Let me see."}]
+
+
+def test_why_messages_are_converted_here(chat: ChatBlend) -> None:
+    parts = [{"type": "reasoning", "reasoning": "Hm."}, {"type": "text", "text": "Let me see."}]
+    messages = [HumanMessage(QUESTION), AIMessage(parts), HumanMessage("And?")]  # type: ignore[arg-type]
+    plain = [HumanMessage(QUESTION), AIMessage("Let me see."), HumanMessage("And?")]
+    engine = chat._open()
+    assert engine.count_tokens(template_messages(messages)) == engine.count_tokens(template_messages(plain))
+    with pytest.raises(PromptError, match="content of type 'reasoning'"):
+        engine.count_tokens(convert_to_openai_messages(messages))  # type: ignore[arg-type]
 
 
 def test_wrong_tools_are_refused(chat: ChatBlend) -> None:
@@ -294,3 +314,80 @@ def test_documents_of_a_call_count_as_cache_creation_the_first_time(chat: ChatBl
 def test_an_engine_given_is_not_written_out(tmp_path: Path) -> None:
     engine = BlendEngine.from_pretrained("reader", store=tmp_path, dtype="float32")
     assert ChatBlend(engine=engine).to_json()["type"] == "not_implemented"
+
+
+# ---------------------------------------------------------------- at most one call
+
+
+@pytest.fixture
+def two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model calls two tools, the first with `--` as its arguments if asked with `stop=["bad"]`."""
+    stream = BlendEngine.stream
+
+    def scripted(self: BlendEngine, prompt: Any, **options: Any) -> Any:
+        *_, last = stream(self, prompt, **{**options, "max_new_tokens": 1})
+        first = InvalidCall("look", "--", "1") if "bad" in options["stop"] else ToolCall("look", {"far": True}, "1")
+        arguments = "--" if isinstance(first, InvalidCall) else '{"far": true}'
+        ended: dict[str, Any] = {"invalid_calls" if isinstance(first, InvalidCall) else "tool_calls": (first,)}
+        yield Delta("", (1,), call_pieces=(CallPiece(0, "", "look", "1"),))
+        yield Delta("", (1,), call_pieces=(CallPiece(0, arguments),), **ended)
+        pieces = (CallPiece(1, '{"number": 2}', "Count", "2"),)
+        yield Delta("", (1,), call_pieces=pieces, tool_calls=(ToolCall("Count", {"number": 2}, "2"),))
+        yield Delta("", finish_reason="stop", report=last.report)
+
+    monkeypatch.setattr(BlendEngine, "stream", scripted)
+
+
+@pytest.mark.usefixtures("two_calls")
+@pytest.mark.parametrize("parallel", [True, False, None])
+async def test_parallel_calls_can_be_switched_off(chat: ChatBlend, parallel: bool | None) -> None:
+    bound = chat.bind_tools([look, Count], parallel_tool_calls=parallel)
+    ways = [
+        bound.invoke(QUESTION),
+        merged(list(bound.stream(QUESTION))),
+        await bound.ainvoke(QUESTION),
+        merged([piece async for piece in bound.astream(QUESTION)]),
+    ]
+    for message in ways:
+        called = [call["name"] for call in message.tool_calls]
+        assert called == (["look"] if parallel is False else ["look", "Count"])
+        assert message.response_metadata["finish_reason"] == "tool_calls"
+        assert message.usage_metadata is not None
+        assert message.usage_metadata["output_tokens"] == 3
+
+
+@pytest.mark.usefixtures("two_calls")
+def test_an_invalid_call_is_a_call_too(chat: ChatBlend) -> None:
+    message = merged(list(chat.bind_tools([look, Count], parallel_tool_calls=False).stream(QUESTION, stop=["bad"])))
+    assert message.tool_calls == []
+    assert [call["name"] for call in message.invalid_tool_calls] == ["look"]
+
+
+def test_parallel_tool_calls_is_a_bool(chat: ChatBlend) -> None:
+    with pytest.raises(SettingError, match="parallel_tool_calls must be True or False, got 2"):
+        chat.bind_tools([look], parallel_tool_calls=2).invoke(QUESTION)
+
+
+# ---------------------------------------------------------------- schemas without a title
+
+UNTITLED = {key: value for key, value in SCHEMA.items() if key != "title"}
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+@pytest.mark.parametrize("schema", [UNTITLED, {**UNTITLED, "title": "The way to go"}])
+def test_a_schema_needs_no_name(chat: ChatBlend, method: Any, schema: dict[str, Any]) -> None:
+    assert chat.with_structured_output(schema, method=method).invoke(QUESTION) in ({"to": "up"}, {"to": "down"})
+
+
+def test_an_answer_need_not_be_an_object(chat: ChatBlend) -> None:
+    schema = {"title": "Ways", "type": "array", "items": {"enum": ["up", "down"]}, "minItems": 2, "maxItems": 2}
+    ways = chat.with_structured_output(schema).invoke(QUESTION)
+    assert len(ways) == 2
+    assert {*ways} <= {"up", "down"}
+    with pytest.raises(SettingError, match=r"are an object, got a schema of 'array': use method='json_schema'"):
+        chat.with_structured_output(schema, method="function_calling")
+
+
+def test_a_tool_needs_a_name(chat: ChatBlend) -> None:
+    with pytest.raises(SettingError, match="a tool needs a name: give its JSON schema a title"):
+        chat.bind_tools([UNTITLED])

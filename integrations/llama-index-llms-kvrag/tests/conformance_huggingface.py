@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from llama_index.core.llms import LLM
 from llama_index.llms.huggingface import HuggingFaceLLM
-from llama_index.llms.kvrag.testing import LLMTests
+from llm_conformance import LLMTests
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from llama_index.core.llms import LLM
 from llama_index.core.vector_stores import SimpleVectorStore
-from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
-from llama_index.llms.kvrag.testing import LLMTests
+from llama_index.llms.kvrag import BlendLLM
+from llama_index.vector_stores.kvrag import KVWarmVectorStore
+from llm_conformance import LLMTests
 from serving import NAME, Served, serving
 
 from kvrag import BlendEngine

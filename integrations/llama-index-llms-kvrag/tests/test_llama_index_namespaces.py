@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from llama_index.core.schema import TextNode
 from llama_index.core.vector_stores import SimpleVectorStore
-from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
+from llama_index.llms.kvrag import BlendLLM
+from llama_index.vector_stores.kvrag import KVWarmVectorStore
 
 from kvrag import BlendEngine, SettingError
 

@@ -18,7 +18,8 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import TextNode
 from llama_index.core.tools import FunctionTool
 from llama_index.core.vector_stores import SimpleVectorStore
-from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
+from llama_index.llms.kvrag import BlendLLM
+from llama_index.vector_stores.kvrag import KVWarmVectorStore
 from pydantic import BaseModel, Field
 from serving import NAME, Served, serving
 

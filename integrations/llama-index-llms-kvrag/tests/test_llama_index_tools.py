@@ -16,7 +16,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.kvrag import BlendLLM
 from llama_index.llms.kvrag.messages import template_messages
-from llama_index.llms.kvrag.testing import Events
+from llm_conformance import Events
 from pydantic import BaseModel
 
 from kvrag import BlendEngine, Model, SettingError, ToolCall

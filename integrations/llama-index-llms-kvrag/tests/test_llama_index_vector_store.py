@@ -12,6 +12,7 @@ import pytest
 from llama_index.core import Document, MockEmbedding, StorageContext, VectorStoreIndex, load_index_from_storage
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.node_parser import TextSplitter
 from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
@@ -22,9 +23,10 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQuery,
     VectorStoreQueryResult,
 )
-from llama_index.llms.kvrag import BlendLLM, KVWarmVectorStore
+from llama_index.llms.kvrag import BlendLLM, PrefetchHandler
+from llama_index.vector_stores.kvrag import KVWarmVectorStore
 
-from kvrag import PromptError, SettingError
+from kvrag import FileStore, PromptError, SettingError, StoreFullError
 from kvrag.fingerprint import text_key
 from kvrag.ingest import ingest
 from kvrag.store import serve
@@ -309,9 +311,7 @@ def test_text_that_cannot_be_encoded_is_not_added(llm: BlendLLM, vector_store: K
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_a_vector_store_that_fails_half_way_leaves_kv_for_whatever_it_has(
-    is_async: bool, llm: BlendLLM, encoded: list[int]
-) -> None:
+async def test_an_add_that_fails_leaves_the_kv_of_before(is_async: bool, llm: BlendLLM) -> None:
     failing = Failing()
     vector_store = KVWarmVectorStore(failing, llm)
 
@@ -320,22 +320,69 @@ async def test_a_vector_store_that_fails_half_way_leaves_kv_for_whatever_it_has(
 
     with pytest.raises(ConnectionError):
         await add(node("1", MIRA), node("2", TRAN))
-    assert stored(llm) == 2
+    assert (stored(llm), llm.documents()) == (0, [])
     failing.is_failing = False
     await add(node("1", MIRA), node("2", TRAN))
-    assert (stored(llm), encoded) == (2, [2])
+    before = llm.documents()
+    assert (stored(llm), len(before)) == (2, 2)
     failing.is_failing = True
-    with pytest.raises(ConnectionError):  # it has the new first node now and the old second one
+    with pytest.raises(ConnectionError):  # it cannot return what it has
         await add(node("1", KAN), node("2", ZEL))
-    assert stored(llm) == 4
+    assert (stored(llm), llm.documents()) == (2, before)
     with pytest.raises(ConnectionError):
         await vector_store.adelete("d") if is_async else vector_store.delete("d")
-    assert stored(llm) == 4
+    assert stored(llm) == 2
     failing.is_failing = False
     await add(node("1", KAN), node("2", ZEL))
-    assert (stored(llm), encoded) == (2, [2, 2])
+    assert stored(llm) == 2
     await vector_store.adelete("d") if is_async else vector_store.delete("d")
     assert (stored(llm), failing.data.embedding_dict, llm.documents()) == (0, {}, [])
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_an_add_that_fails_half_way_leaves_the_kv_of_what_was_added(is_async: bool, llm: BlendLLM) -> None:
+    class Telling(Failing):
+        nodes: dict[str, Any] = Field(default_factory=dict)
+
+        def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+            self.nodes[nodes[0].node_id] = nodes[0]
+            return super().add(nodes, **kwargs)
+
+        def get_nodes(self, node_ids: Any = None, filters: Any = None) -> list[BaseNode]:
+            return list(self.nodes.values())
+
+    vector_store = KVWarmVectorStore(Telling(), llm)
+    other = KVWarmVectorStore(SimpleVectorStore(), llm, collection="other")
+    other.add([node("1", ZEL)])
+    for nodes in ([node("1", MIRA), node("2", TRAN)], [node("1", KAN), node("2", TRAN)]):
+        with pytest.raises(ConnectionError):
+            await vector_store.async_add(nodes) if is_async else vector_store.add(nodes)
+        assert stored(llm) == 2
+    texts = {llm._open().model.tokenizer.decode(entry.ids.tolist()) for entry in llm._open().store.entries(0)}
+    assert texts == {KAN, ZEL}
+
+
+def test_an_add_that_cannot_store_its_kv_leaves_none(llm: BlendLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = FileStore.put
+
+    def full(self: FileStore, records: Any) -> int:
+        put(self, records[:1])
+        raise StoreFullError("the disk is full")
+
+    monkeypatch.setattr(FileStore, "put", full)
+    vector_store = KVWarmVectorStore(SimpleVectorStore(), llm)
+    with pytest.raises(StoreFullError):
+        vector_store.add([node("1", MIRA), node("2", TRAN)])
+    assert llm.documents() == []
+    assert vector_store.vector_store.to_dict()["embedding_dict"] == {}
+
+
+def test_its_former_import_path_works() -> None:
+    import llama_index.llms.kvrag as former
+
+    assert former.KVWarmVectorStore is KVWarmVectorStore
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        former.Nothing  # noqa: B018
 
 
 def test_kv_is_written_before_the_vectors_and_dropped_after_them(llm: BlendLLM) -> None:
@@ -385,3 +432,32 @@ def test_nodes_of_one_document_know_of_each_other(llm: BlendLLM, vector_store: K
     assert contexts() == [False, False, True]
     with pytest.raises(SettingError, match="not one string"):
         llm.warm(first)
+
+
+# ---------------------------------------------------------------- reading ahead
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_store_with_texts_reads_ahead_what_it_returns(is_async: bool, llm: BlendLLM) -> None:
+    engine = llm._open()
+    vector_store = KVWarmVectorStore(KeepsText(), llm)
+    vector_store.add([node("1", MIRA), node("2", TRAN), node("3", KAN)])
+    retriever = VectorStoreIndex.from_vector_store(vector_store, EMBEDDING).as_retriever(similarity_top_k=2)
+    await retriever.aretrieve("Who?") if is_async else retriever.retrieve("Who?")
+    engine._prefetcher.wait()
+    assert len(engine._pipeline.memory) == 2
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_an_event_handler_reads_ahead_what_any_retriever_returns(is_async: bool, llm: BlendLLM) -> None:
+    engine, root = llm._open(), get_dispatcher()
+    llm.warm([TRAN, KAN])  # MIRA is not warmed
+    nodes = [TextNode(text=text) for text in (MIRA, TRAN, KAN)]
+    retriever = VectorStoreIndex(nodes, embed_model=EMBEDDING).as_retriever(similarity_top_k=3)
+    root.add_event_handler(handler := PrefetchHandler(llm=llm))
+    try:
+        await retriever.aretrieve("Who?") if is_async else retriever.retrieve("Who?")
+    finally:
+        root.event_handlers.remove(handler)
+    engine._prefetcher.wait()
+    assert len(engine._pipeline.memory) == 2

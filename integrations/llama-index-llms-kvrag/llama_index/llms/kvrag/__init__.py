@@ -1,6 +1,19 @@
 """LlamaIndex integration of kvrag: faster RAG answers from pre-encoded chunks."""
 
-from llama_index.llms.kvrag.base import BlendLLM
-from llama_index.llms.kvrag.vector_store import KVWarmVectorStore
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["BlendLLM", "KVWarmVectorStore"]
+from llama_index.llms.kvrag.base import BlendLLM
+from llama_index.llms.kvrag.prefetch import PrefetchHandler
+
+if TYPE_CHECKING:
+    from llama_index.vector_stores.kvrag import KVWarmVectorStore as KVWarmVectorStore
+
+__all__ = ["BlendLLM", "PrefetchHandler"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVWarmVectorStore":  # its former place; it imports this package
+        from llama_index.vector_stores.kvrag import KVWarmVectorStore
+
+        return KVWarmVectorStore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

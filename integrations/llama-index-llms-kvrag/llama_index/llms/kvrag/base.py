@@ -78,8 +78,10 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
 
     Attributes:
         engine: An existing engine, instead of the settings that select a model and a store.
-        timeout, max_retries, api_key: Of the server in `base_url`; without effect on a local model. Without an
-            `api_key`, the environment variable KVRAG_API_KEY is used.
+        timeout: Seconds until an answer fails, also per call: with an `AnswerTimeoutError`, which is a TimeoutError, or
+            a `ServerError` from the server in `base_url`. A local model checks it after every token.
+        max_retries, api_key: Of the server in `base_url`; without effect on a local model. Without an `api_key`, the
+            environment variable KVRAG_API_KEY is used.
 
     Example:
         ```python
@@ -280,6 +282,9 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
 
     def _open(self) -> BlendEngine | RemoteEngine:
         return self._lazy.open(LLMSettings.of(self))
+
+    def _opened(self) -> BlendEngine | RemoteEngine | None:
+        return self._lazy.opened(LLMSettings.of(self))
 
     @staticmethod
     def _text(chunk: Any) -> Any:

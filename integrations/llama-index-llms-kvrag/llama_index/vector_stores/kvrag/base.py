@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from llama_index.core.bridge.pydantic import SerializeAsAny
@@ -23,14 +23,16 @@ from kvrag import SettingError, WarmReport
 
 logger = logging.getLogger("kvrag")
 
+_T = TypeVar("_T")
+
 
 class KVWarmVectorStore(BasePydanticVectorStore):
     """A vector store that pre-encodes its nodes for an LLM.
 
     KV is written before the vectors and dropped after them, so that every retrievable node has its KV. If the vector
-    store fails in between, repeat the call or delete the nodes. LlamaIndex updates a changed document by deleting and
-    adding all its nodes, so all of them are encoded again; unchanged documents are not. Concurrent changes of one node
-    may leave it without KV until the next change. This costs time, not correctness.
+    store fails to add nodes, the KV of those that it does not return is dropped again. LlamaIndex updates a changed
+    document by deleting and adding all its nodes, so all of them are encoded again; unchanged documents are not.
+    Concurrent changes of one node may leave it without KV until the next change. This costs time, not correctness.
 
     Attributes:
         vector_store: Any vector store; it receives all calls.
@@ -97,16 +99,27 @@ class KVWarmVectorStore(BasePydanticVectorStore):
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Encode the nodes, then add them."""
-        _, outdated = self._encode(nodes)
-        ids = self.vector_store.add(nodes, **kwargs)
+        before = self._documents_of([node.node_id for node in nodes])
+        try:
+            _, outdated = self._encode(nodes, before)
+            ids = self.vector_store.add(nodes, **kwargs)
+        except BaseException:
+            self._undo(nodes, before)
+            raise
         self._forget(outdated)
         return ids
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Like `add`, off the event loop."""
-        _, outdated = await asyncio.to_thread(self._encode, nodes)
-        ids = await self.vector_store.async_add(nodes, **kwargs)
-        await asyncio.to_thread(self._forget, outdated)
+        before = await asyncio.to_thread(self._documents_of, [node.node_id for node in nodes])
+        try:
+            # a thread that encodes cannot be stopped
+            _, outdated = await _whole(asyncio.to_thread(self._encode, nodes, before))
+            ids = await self.vector_store.async_add(nodes, **kwargs)
+        except BaseException:
+            await _whole(asyncio.to_thread(self._undo, nodes, before))
+            raise
+        await _whole(asyncio.to_thread(self._forget, outdated))
         return ids
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
@@ -176,12 +189,17 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         return await self.vector_store.aget_nodes(node_ids, filters)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """Delegate to the vector store."""
-        return self.vector_store.query(query, **kwargs)
+        """Delegate to the vector store, and read the KV of the nodes that it returns ahead."""
+        return self._prefetched(self.vector_store.query(query, **kwargs))
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """Delegate to the vector store."""
-        return await self.vector_store.aquery(query, **kwargs)
+        """Like `query`, off the event loop."""
+        return self._prefetched(await self.vector_store.aquery(query, **kwargs))
+
+    def _prefetched(self, found: VectorStoreQueryResult) -> VectorStoreQueryResult:
+        if found.nodes:  # a store without texts returns only ids
+            self.llm.prefetch([self._text(node) for node in found.nodes], namespace=self.namespace)
+        return found
 
     def persist(self, persist_path: str, fs: Any = None) -> None:
         """Delegate to the vector store; the KV is already in its own store."""
@@ -228,6 +246,16 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         quoted = {quote(node_id, safe="") for node_id in node_ids}
         return [document for document in self._documents() if document.split("/")[3] in quoted]
 
+    def _undo(self, nodes: Sequence[BaseNode], before: Sequence[str]) -> None:
+        """Keep the KV of the nodes that the vector store returns; if it cannot, the KV of before."""
+        ids = [node.node_id for node in nodes]
+        try:
+            present = [node for node in self.vector_store.get_nodes(ids) if node.node_id in {*ids}]
+            now = [self._document(node, self._text(node)) for node in present]
+        except Exception:  # not supported, or it fails again; the first error is raised
+            now = list(before)
+        self._forget(sorted({*self._documents_of(ids)} - {*now}))
+
     def _forget(self, documents: Sequence[str]) -> None:
         for document in documents:
             self.llm.forget(document, namespace=self.namespace)
@@ -237,3 +265,14 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         return SettingError(
             f"{name} has no get_nodes to resolve a filter, so their KV would remain: delete them by node_ids"
         )
+
+
+async def _whole(work: Awaitable[_T]) -> _T:
+    """Wait until work is done even if the caller is cancelled: its thread cannot be stopped."""
+    step = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(step)
+    except asyncio.CancelledError:
+        if not step.done():
+            await asyncio.wait([step])
+        raise

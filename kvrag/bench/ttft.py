@@ -105,13 +105,9 @@ def measure(
     """Measure on a random model of that shape; medians over the rounds after one warm-up round.
 
     Args:
-<<<<<<< HEAD
-        ask: `ask(engine, policy, chunks, question)` must answer with one token; it may use a framework.
-        net: The model, if it exists already.
-=======
         ask: Function of (engine, policy, chunks, question) that answers with one token; it may use a framework.
+        net: The model, if it exists already.
         with_prefix: Measure an exact prefix cache, too; it takes about as long as full prefill.
->>>>>>> site
     """
     if net is None:
         progress(f"building a random model of {setup.model}'s shape")

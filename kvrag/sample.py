@@ -20,7 +20,7 @@ class Sample:
         folder: Name of their folder.
         questions: Questions -> what a right answer contains. Chosen among those that the model answers right by full
             prefill, so they show agreement with full prefill, not accuracy.
-        chunk_tokens, top_k, around: Chunk length and retrieval for them.
+        chunk_tokens, top_k: Chunk length and number of retrieved chunks for them.
         is_chat: Whether the model was trained for conversations.
     """
 
@@ -28,7 +28,6 @@ class Sample:
     questions: Mapping[str, str]
     chunk_tokens: int
     top_k: int
-    around: int = 0
     is_chat: bool = True
 
     @property
@@ -58,8 +57,8 @@ ARTICLES = Sample(
         "Which town was first settled in 1957?": "Jomouth",
         "Which company has its offices in Danvik?": "Wilmax",
     },
-    chunk_tokens=40,  # one or two paragraphs
-    top_k=32,
+    chunk_tokens=64,  # most articles are one chunk
+    top_k=30,
     is_chat=False,
 )
 """Articles of the bundled reader's world. Prompts are near the end of its window of 2,048 tokens, where they are long

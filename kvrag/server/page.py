@@ -33,7 +33,7 @@ for _path in FILES:
 
 @router.get("/samples.json")
 def samples(request: Request) -> Response:
-    """Return the sample documents by name, the questions about them, and whether questions may refer to earlier ones."""
+    """Return the sample documents by name, the questions about them, and whether these may refer to earlier ones."""
     fitting = sample.of(request.app.state.kvrag.engine.model.name)
     return json_response(
         {"documents": fitting.documents(), "questions": list(fitting.questions), "is_chat": fitting.is_chat}

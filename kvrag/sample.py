@@ -51,13 +51,13 @@ class Sample:
 ARTICLES = Sample(
     folder="corpus",
     questions={
-        "What does Ingla play?": "leather drum",
-        "Which town is known for its round harbour?": "Harfield",
-        "What does Holra play?": "paper drum",
-        "Which town was first settled in 1957?": "Jomouth",
-        "Which company has its offices in Danvik?": "Wilmax",
+        "Which company has its offices in Grimvik?": "Finlon",
+        "What does Jomouth send abroad?": "dried bread",
+        "Which food is Kala fond of?": "fresh apples",
+        "Who finished school in 1944?": "Wimla",
+        "Where was Zanlina born?": "Branstad",
     },
-    chunk_tokens=64,  # most articles are one chunk
+    chunk_tokens=80,  # an article
     top_k=30,
     is_chat=False,
 )

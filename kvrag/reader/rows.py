@@ -23,6 +23,10 @@ def main() -> None:
         for number in range(args.contexts):
             rng = random.Random(f"rows {args.seed} {number}")
             drawn = gather(rng, "test", args.articles)
+            documents = [f"{number} {article}" for article in drawn.articles]
+            library: dict[str, list[str]] = {}  # several questions share it: its chunks are encoded once
+            for name, passage in zip(documents, drawn.passages, strict=True):
+                library.setdefault(name, []).append(passage)
             for turn, question in enumerate(draw(rng, drawn.questions, args.questions)):
                 row = {
                     "id": f"{number}-{turn}",
@@ -31,7 +35,8 @@ def main() -> None:
                     "answers": [question.answer],
                     "kind": question.kind,
                     "across": question.across,
-                    "documents": [f"{number} {article}" for article in drawn.articles],
+                    "documents": documents,
+                    "library": library,
                 }
                 file.write(json.dumps(row) + "\n")
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -17,6 +20,7 @@ from kvrag.control.calibrate import Calibration, Criterion
 from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
 from kvrag.errors import KvragError, SettingError
+from kvrag.generate.together import together
 from kvrag.generate.tools import prepare
 from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
@@ -28,6 +32,7 @@ from kvrag.store import FileStore, KVStore, MemoryTier
 from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport
 
 _shared: Shared[BlendEngine] = Shared()
+_threads = ThreadPoolExecutor(64, "kvrag-async")  # asyncio's own are fewer than the answers of a batch
 
 _show = show_options(AnswerOptions, ANSWER_DEFAULTS)
 
@@ -54,6 +59,7 @@ class BlendEngine:
         ram_bytes: int = 2 << 30,
         codec: str = "native",
         conversation_bytes: int = 1 << 30,
+        batch_bytes: int = 4 << 30,
     ) -> None:
         """Combine a model and a store.
 
@@ -63,7 +69,9 @@ class BlendEngine:
             codec: Codec of stored chunks: "native" = as computed, "int8" and "int4" = half and less than a third of the
                 bytes; with these, no reused KV is exact.
             conversation_bytes: Maximum size of the KV of recent conversations, kept on the model's device for their
-                next turns; 0 = none. Pending answers need their own KV in addition.
+                next turns; 0 = none.
+            batch_bytes: Maximum size of the KV of the answers in progress, each at its full length; further answers
+                wait. One answer is always in progress.
 
         Raises:
             FingerprintMismatchError: The store holds KV of another model or codec.
@@ -71,6 +79,7 @@ class BlendEngine:
         self.model, self.config, self.codec = model, config or BlendConfig(), check_codec(codec)
         self.fingerprint = model.fingerprint.stored_as(codec)
         check_bytes("conversation_bytes", conversation_bytes)
+        check_bytes("batch_bytes", batch_bytes)
         if store is None:
             store = default_store(model, codec)
         self.store: KVStore = FileStore(store) if isinstance(store, (str, Path)) else store
@@ -81,7 +90,7 @@ class BlendEngine:
         self._pipeline = Pipeline(
             model, self.store, MemoryTier(ram_bytes), self._catalog, self._tuning, codec, alone_only
         )
-        self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes)
+        self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes, batch_bytes)
         self._closed = False
 
     @classmethod
@@ -94,13 +103,15 @@ class BlendEngine:
         ram_bytes: int = 2 << 30,
         codec: str = "native",
         conversation_bytes: int = 1 << 30,
+        batch_bytes: int = 4 << 30,
         **model_settings: Unpack[LoadOptions],
     ) -> BlendEngine:
         """Load a model (see `Model.from_pretrained` for its settings) and combine it with a store."""
         check_codec(codec)  # before the slow loading
         check_bytes("conversation_bytes", conversation_bytes)
+        check_bytes("batch_bytes", batch_bytes)
         model = Model.from_pretrained(name_or_path, **model_settings)
-        return cls(model, store, config, ram_bytes, codec, conversation_bytes)
+        return cls(model, store, config, ram_bytes, codec, conversation_bytes, batch_bytes)
 
     @classmethod
     def shared(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine:
@@ -210,21 +221,81 @@ class BlendEngine:
         return join(self.stream(prompt, **options))
 
     @_show
+    def stream_batch(
+        self,
+        prompts: Sequence[str | Messages | TokenIds],
+        each: Sequence[AnswerOptions] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **options: Unpack[AnswerOptions],
+    ) -> Generator[tuple[int, Delta | Exception], None, None]:
+        """Stream the answers to several prompts, which are decoded together.
+
+        Answers of other calls are decoded together as well, as long as they are read at the same time.
+
+        Args:
+            prompts: As in `stream`.
+            each: Options of the prompts, one dict per prompt; they override `options`.
+            return_exceptions: Yield the error of an answer in place of its remaining deltas, instead of raising it.
+            options: Options of all answers, as in `stream`.
+
+        Yields:
+            The number of a prompt and the next delta of its answer.
+
+        Raises:
+            SettingError: `each` has another length than `prompts`.
+            KvragError: As in `stream`; the other answers are abandoned.
+        """
+        if each is not None and len(each) != len(prompts):
+            raise SettingError(f"each must have one dict per prompt: got {len(each)} for {len(prompts)} prompts")
+        own = each or [{}] * len(prompts)
+        self._check_open()
+        starts = [
+            partial(self._answering.stream, Question.of(self.model.tokenizer, prompt, self.config, {**options, **more}))
+            for prompt, more in zip(prompts, own, strict=True)
+        ]
+        return together(starts, return_exceptions)
+
+    @_show
+    def generate_batch(
+        self,
+        prompts: Sequence[str | Messages | TokenIds],
+        each: Sequence[AnswerOptions] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **options: Unpack[AnswerOptions],
+    ) -> list[Answer | Exception]:
+        """Return the complete answers to several prompts in their order; arguments as in `stream_batch`."""
+        deltas: list[list[Delta]] = [[] for _ in prompts]
+        errors: dict[int, Exception] = {}
+        for number, delta in self.stream_batch(prompts, each, return_exceptions=return_exceptions, **options):
+            if isinstance(delta, Exception):
+                errors[number] = delta
+            else:
+                deltas[number].append(delta)
+        return [errors[number] if number in errors else join(own) for number, own in enumerate(deltas)]
+
+    @_show
     async def astream(
         self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]
     ) -> AsyncGenerator[Delta, None]:
         """Like `stream`, off the event loop."""
-        deltas = self.stream(prompt, **options)
+        self._check_open()
+        left = threading.Event()
+        question = Question.of(self.model.tokenizer, prompt, self.config, options)
+        deltas = self._answering.stream(question, left.is_set)
         end = object()
         step: asyncio.Future[Any] | None = None
+        loop = asyncio.get_running_loop()
         try:
             while True:
-                step = asyncio.ensure_future(asyncio.to_thread(next, deltas, end))
+                step = loop.run_in_executor(_threads, partial(copy_context().run, next, deltas, end))
                 delta = await asyncio.shield(step)
                 if delta is end:
                     return
                 yield delta
         finally:
+            left.set()
             if step is not None and not step.done():
                 await asyncio.wait([step])  # cancelled during a step: a running generator cannot be closed
             deltas.close()

@@ -108,13 +108,13 @@ def test_json_has_no_free_space_and_no_properties_but_those_named(model: Model) 
 
 def test_nothing_is_computed_after_the_end_of_the_grammar(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
-    forward = Model.forward
+    step = Model.forward_each
 
-    def counting(self: Model, ids: torch.Tensor, *args: Any) -> torch.Tensor:
-        steps.append(ids.shape[1])
-        return forward(self, ids, *args)
+    def counting(self: Model, tokens: list[int], *args: Any) -> torch.Tensor:
+        steps.append(len(tokens))
+        return step(self, tokens, *args)
 
-    monkeypatch.setattr(Model, "forward", counting)
+    monkeypatch.setattr(Model, "forward_each", counting)
     answer = engine.generate(PROMPT, grammar=Grammar(regex="[xyz]{6}"), temperature=0, policy="full")
     assert steps.count(1) == len(answer.token_ids) - 1
 

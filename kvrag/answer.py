@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -98,6 +99,7 @@ class Answering:
         self._model, self._pipeline, self._ingestion = model, pipeline, ingestion
         self._conversations = Conversations(conversation_bytes, model.stable_length)
         self._admission = Admission(batch_bytes)
+        self._warming = threading.Lock()
         self._removals = pipeline.store.removals()
         self._watch = Watch()
         self.history = History()
@@ -183,7 +185,7 @@ class Answering:
         kept = {*self._pipeline.memory.keys(), *self._conversations.keys()}
         self.free(self._pipeline.store.missing(sorted(kept)))
 
-    def _warm(self, documents: Sequence[str], namespace: str, notes: list[str]) -> set[str]:
+    def _warm(self, documents: Sequence[str], namespace: str, notes: list[str], is_alone: bool = False) -> set[str]:
         """Encode the documents that are not stored, and return their keys; adds to `notes`."""
         missing: dict[str, str] = {}
         given = self._ingestion.tokenize(documents, namespace)
@@ -193,6 +195,9 @@ class Answering:
             for document, text, key in zip(documents, texts, given.keys, strict=True):
                 if key and serve(states[text], self._pipeline.alone_only) is None:
                     missing[key] = document
+            if missing and not is_alone:
+                with self._warming:  # parallel answers with the same documents: one encodes, the others find them
+                    return self._warm(documents, namespace, notes, is_alone=True)
             if missing:
                 self._ingestion.warm(list(missing.values()), "", None, namespace, mode="on request")
                 self._pipeline.catalog.refresh()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from kvrag.answer import ANSWER_DEFAULTS, Answering, AnswerOptions, Question, join, overridden
 from kvrag.backend.lock import Shared
@@ -224,19 +224,17 @@ class BlendEngine:
     def stream_batch(
         self,
         prompts: Sequence[str | Messages | TokenIds],
-        each: Sequence[AnswerOptions] | None = None,
-        *,
-        return_exceptions: bool = False,
+        each: Sequence[Mapping[str, Any]] | None = None,
         **options: Unpack[AnswerOptions],
-    ) -> Generator[tuple[int, Delta | Exception], None, None]:
+    ) -> Generator[tuple[int, Delta], None, None]:
         """Stream the answers to several prompts, which are decoded together.
 
-        Answers of other calls are decoded together as well, as long as they are read at the same time.
+        Parallel calls of `stream`, `generate` and their async versions are decoded together as well, with the same
+        tokens in float32. In half precision, a near tie may resolve the other way in a batch.
 
         Args:
             prompts: As in `stream`.
             each: Options of the prompts, one dict per prompt; they override `options`.
-            return_exceptions: Yield the error of an answer in place of its remaining deltas, instead of raising it.
             options: Options of all answers, as in `stream`.
 
         Yields:
@@ -246,34 +244,28 @@ class BlendEngine:
             SettingError: `each` has another length than `prompts`.
             KvragError: As in `stream`; the other answers are abandoned.
         """
+        self._check_open()
         if each is not None and len(each) != len(prompts):
             raise SettingError(f"each must have one dict per prompt: got {len(each)} for {len(prompts)} prompts")
-        own = each or [{}] * len(prompts)
-        self._check_open()
-        starts = [
-            partial(self._answering.stream, Question.of(self.model.tokenizer, prompt, self.config, {**options, **more}))
-            for prompt, more in zip(prompts, own, strict=True)
+        given = [cast(AnswerOptions, {**options, **own}) for own in each or [{}] * len(prompts)]
+        questions = [
+            Question.of(self.model.tokenizer, prompt, self.config, own)
+            for prompt, own in zip(prompts, given, strict=True)
         ]
-        return together(starts, return_exceptions)
+        return together([partial(self._answering.stream, question) for question in questions])
 
     @_show
     def generate_batch(
         self,
         prompts: Sequence[str | Messages | TokenIds],
-        each: Sequence[AnswerOptions] | None = None,
-        *,
-        return_exceptions: bool = False,
+        each: Sequence[Mapping[str, Any]] | None = None,
         **options: Unpack[AnswerOptions],
-    ) -> list[Answer | Exception]:
+    ) -> list[Answer]:
         """Return the complete answers to several prompts in their order; arguments as in `stream_batch`."""
         deltas: list[list[Delta]] = [[] for _ in prompts]
-        errors: dict[int, Exception] = {}
-        for number, delta in self.stream_batch(prompts, each, return_exceptions=return_exceptions, **options):
-            if isinstance(delta, Exception):
-                errors[number] = delta
-            else:
-                deltas[number].append(delta)
-        return [errors[number] if number in errors else join(own) for number, own in enumerate(deltas)]
+        for number, delta in self.stream_batch(prompts, each, **options):
+            deltas[number].append(delta)
+        return [join(own) for own in deltas]
 
     @_show
     async def astream(

@@ -252,3 +252,11 @@ def test_openais_response_format_is_a_grammar(response_format: dict[str, Any], s
 def test_what_is_no_response_format_is_refused(wrong: Any) -> None:
     with pytest.raises(SettingError, match="response_format must be"):
         Grammar.of_response_format(wrong)
+
+
+def test_grammars_of_answers_that_are_decoded_together(engine: BlendEngine) -> None:
+    each: list[Any] = [{"grammar": Grammar(regex="[a-f]{9}x")}, {}, {"grammar": Grammar(regex="(yes|no) [0-9]{3}")}]
+    settings: dict[str, Any] = {"temperature": 0, "max_new_tokens": 15, "policy": "full"}
+    alone = [engine.generate(PROMPT, **settings, **own) for own in each]
+    answers = engine.generate_batch([PROMPT] * 3, each, **settings)
+    assert [answer.text for answer in answers] == [answer.text for answer in alone]

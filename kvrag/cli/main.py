@@ -25,6 +25,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "store": ("kvrag.cli.store", "show, check or clean up a store"),
     "verify": ("kvrag.cli.verify", "test that blending is exact on your model"),
     "bench ttft": ("kvrag.bench.ttft", "measure the time to first token"),
+    "bench decode": ("kvrag.bench.decode", "measure decoding: several answers together, and one"),
     "bench chat": ("kvrag.bench.chat", "measure the time to first token over the turns of a conversation"),
     "bench quality": ("kvrag.cli.quality", "measure answer quality per policy and ratio"),
     "bench simulate": ("kvrag.bench.simulate", "predict where reuse wins and where it loses, with a cost model"),

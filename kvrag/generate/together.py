@@ -11,7 +11,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_THREADS = 64  # more answers of one call wait for these
+_THREADS = 64  # more generators of one call wait for these
 
 
 class _End:
@@ -19,16 +19,19 @@ class _End:
 
 
 def together(
-    starts: Sequence[Callable[[Callable[[], bool]], Generator[T, None, None]]], return_exceptions: bool = False
-) -> Generator[tuple[int, T | Exception], None, None]:
+    starts: Sequence[Callable[[Callable[[], bool]], Generator[T, None, None]]],
+) -> Generator[tuple[int, T], None, None]:
     """Run generators at the same time; yield the number of one and its next item, as they come.
 
-    Closing this closes all of them after their current step.
+    Closing this, or an exception in one of them, ends all of them after their current step.
 
     Args:
         starts: Each returns a generator from a function that returns whether the consumer has left.
-        return_exceptions: Yield an exception in place of the remaining items, instead of raising it.
     """
+    if len(starts) == 1:  # no thread for what is the usual case of a server
+        with closing(starts[0](lambda: False)) as only:
+            yield from ((0, first) for first in only)
+        return
     items: SimpleQueue[tuple[int, T | _End | BaseException]] = SimpleQueue()
     is_left = threading.Event()
 
@@ -36,28 +39,25 @@ def together(
         end: _End | BaseException = _End()
         try:
             with closing(starts[number](is_left.is_set)) as own:
-                while not is_left.is_set() and (item := next(own, end)) is not end:
+                for item in own:
                     items.put((number, item))
+                    if is_left.is_set():
+                        break
         except BaseException as error:
             end = error
         items.put((number, end))
 
-    if not starts:
-        return
-    pool = ThreadPoolExecutor(min(len(starts), _THREADS), thread_name_prefix="kvrag-batch")
+    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvrag-batch")  # starts as many as it needs
     try:
         for number in range(len(starts)):
             pool.submit(pump, number)
         left = len(starts)
         while left:
             number, item = items.get()
+            if isinstance(item, BaseException):
+                raise item
             if isinstance(item, _End):
                 left -= 1
-            elif isinstance(item, BaseException):
-                if not return_exceptions or not isinstance(item, Exception):
-                    raise item
-                left -= 1
-                yield number, item
             else:
                 yield number, item
     finally:

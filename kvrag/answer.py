@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, TypedDict
@@ -15,6 +16,7 @@ from kvrag.backend.transformers import Model, Tokenizer
 from kvrag.config import BlendConfig, Grammar, Sampling, check_namespace, fill_options
 from kvrag.errors import SettingError, StoreError
 from kvrag.fingerprint import text_key
+from kvrag.generate.admission import Admission
 from kvrag.generate.decode import decode
 from kvrag.generate.grammar import constrain
 from kvrag.generate.tools import Prepared, prepare
@@ -92,15 +94,19 @@ class Question:
 class Answering:
     """Answers questions; keeps the live conversations and the most recent answers. Thread-safe."""
 
-    def __init__(self, model: Model, pipeline: Pipeline, ingestion: Ingestion, conversation_bytes: int) -> None:
+    def __init__(
+        self, model: Model, pipeline: Pipeline, ingestion: Ingestion, conversation_bytes: int, batch_bytes: int
+    ) -> None:
         self._model, self._pipeline, self._ingestion = model, pipeline, ingestion
         self._conversations = Conversations(conversation_bytes, model.stable_length)
+        self._admission = Admission(batch_bytes)
+        self._warming = threading.Lock()
         self._removals = pipeline.store.removals()
         self._watch = Watch()
         self.history = History()
 
-    def stream(self, question: Question) -> Generator[Delta, None, None]:
-        """See `BlendEngine.stream`."""
+    def stream(self, question: Question, is_left: Callable[[], bool] = lambda: False) -> Generator[Delta, None, None]:
+        """See `BlendEngine.stream`. If `is_left` returns True, the answer does not begin."""
         started = time.perf_counter()  # the consumer has asked for the first token
         tokenizer, prepared, namespace = self._model.tokenizer, question.prepared, question.namespace
         notes: list[str] = []
@@ -108,25 +114,32 @@ class Answering:
         self._model.check_window(len(ids))
         constraint = constrain(self._model, prepared.grammar) if prepared.grammar else None
         parser = prepared.parser(tokenizer, ids)
-        created = self._warm(question.documents, namespace, notes) if question.documents else set()
-        done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
-        # computed now, since a stream may be closed at any point; more text may change a plain prompt's last token
-        generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)
-        control_tokens = parser is not None and parser.control_tokens
-        cache, sampling = done.stitched.cache, question.sampling
-        call: Call | None = None
-        answer: list[int] = []
-        with contextlib.suppress(GeneratorExit):  # a consumer may leave a stream and still continue the conversation
-            for delta in decode(self._model, done.ids, cache, done.logits, sampling, constraint, control_tokens):
-                answer += delta.token_ids
-                if call is None:
-                    report = replace(_with_created(done.report, created), ttft_s=time.perf_counter() - started)
-                    self.history.add(call := Call(done.ids, done.selected, report, namespace))
-                delta = parser.parse(delta) if parser else delta
-                yield replace(delta, report=call.report) if delta.finish_reason else delta
-            self._finish(call, question)
-        if not is_reference(done.config):
-            self._keep(done, answer, generation_prompt, namespace)
+        room = min(question.sampling.max_new_tokens, self._model.context_window - len(ids))
+        with self._admission.admit((len(ids) + room) * self._model.bytes_per_token, is_left) as admitted:
+            created = self._warm(question.documents, namespace, notes) if question.documents else set()
+            done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
+            # computed now, since a stream may be closed at any point; more text may change a plain prompt's last token
+            generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)
+            control_tokens = parser is not None and parser.control_tokens
+            cache, sampling = done.stitched.cache, question.sampling
+            call: Call | None = None
+            answer: list[int] = []
+            is_complete = False
+            with contextlib.suppress(GeneratorExit):  # a consumer may leave a stream and continue the conversation
+                for delta in decode(self._model, done.ids, cache, done.logits, sampling, constraint, control_tokens):
+                    answer += delta.token_ids
+                    if call is None:
+                        report = replace(_with_created(done.report, created), ttft_s=time.perf_counter() - started)
+                        self.history.add(call := Call(done.ids, done.selected, report, namespace))
+                    delta = parser.parse(delta) if parser else delta
+                    admitted.is_working = False
+                    yield replace(delta, report=call.report) if delta.finish_reason else delta
+                    admitted.is_working = True
+                is_complete = True
+                self._finish(call, question)
+            if not is_reference(done.config):
+                # a step that other answers share may be computing the KV of an abandoned answer's last token
+                self._keep(done, answer if is_complete else answer[:-1], generation_prompt, namespace)
 
     def try_out(self, prepared: Prepared, config: BlendConfig, namespace: str) -> Call:
         """Prefill a prompt without answering it."""
@@ -173,7 +186,7 @@ class Answering:
         kept = {*self._pipeline.memory.keys(), *self._conversations.keys()}
         self.free(self._pipeline.store.missing(sorted(kept)))
 
-    def _warm(self, documents: Sequence[str], namespace: str, notes: list[str]) -> set[str]:
+    def _warm(self, documents: Sequence[str], namespace: str, notes: list[str], is_alone: bool = False) -> set[str]:
         """Encode the documents that are not stored, and return their keys; adds to `notes`."""
         missing: dict[str, str] = {}
         given = self._ingestion.tokenize(documents, namespace)
@@ -183,6 +196,9 @@ class Answering:
             for document, text, key in zip(documents, texts, given.keys, strict=True):
                 if key and serve(states[text], self._pipeline.alone_only) is None:
                     missing[key] = document
+            if missing and not is_alone:
+                with self._warming:  # parallel answers with the same documents: one encodes, the others find them
+                    return self._warm(documents, namespace, notes, is_alone=True)
             if missing:
                 self._ingestion.warm(list(missing.values()), "", None, namespace, mode="on request")
                 self._pipeline.catalog.refresh()

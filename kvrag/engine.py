@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from kvrag.answer import ANSWER_DEFAULTS, Answering, AnswerOptions, Question, join, overridden
 from kvrag.backend.lock import Shared
@@ -28,6 +31,7 @@ from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
 from kvrag.errors import AnswerTimeoutError, KvragError, SettingError
 from kvrag.fingerprint import text_key
+from kvrag.generate.together import together
 from kvrag.generate.tools import prepare
 from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
@@ -40,6 +44,7 @@ from kvrag.store import FileStore, KVStore, MemoryTier
 from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport
 
 _shared: Shared[BlendEngine] = Shared()
+_threads = ThreadPoolExecutor(64, "kvrag-async")  # asyncio's own are fewer than the answers of a batch
 
 _show = show_options(AnswerOptions, ANSWER_DEFAULTS)
 
@@ -70,6 +75,7 @@ class BlendEngine:
         ram_bytes: int = 2 << 30,
         codec: str = "native",
         conversation_bytes: int = 1 << 30,
+        batch_bytes: int = 4 << 30,
     ) -> None:
         """Combine a model and a store.
 
@@ -79,7 +85,9 @@ class BlendEngine:
             codec: Codec of stored chunks: "native" = as computed, "int8" and "int4" = half and less than a third of the
                 bytes; with these, no reused KV is exact.
             conversation_bytes: Maximum size of the KV of recent conversations, kept on the model's device for their
-                next turns; 0 = none. Pending answers need their own KV in addition.
+                next turns; 0 = none.
+            batch_bytes: Maximum size of the KV of the answers in progress, each at its full length; further answers
+                wait. One answer is always in progress.
 
         Raises:
             FingerprintMismatchError: The store holds KV of another model or codec.
@@ -87,6 +95,7 @@ class BlendEngine:
         self.model, self.config, self.codec = model, config or BlendConfig(), check_codec(codec)
         self.fingerprint = model.fingerprint.stored_as(codec)
         check_bytes("conversation_bytes", conversation_bytes)
+        check_bytes("batch_bytes", batch_bytes)
         if store is None:
             store = default_store(model, codec)
         self.store: KVStore = FileStore(store) if isinstance(store, (str, Path)) else store
@@ -98,7 +107,7 @@ class BlendEngine:
             model, self.store, MemoryTier(ram_bytes), self._catalog, self._tuning, codec, alone_only
         )
         self._prefetcher = Prefetcher(self.store, self._pipeline.memory)
-        self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes)
+        self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes, batch_bytes)
         self._closed = False
 
     @classmethod
@@ -111,13 +120,15 @@ class BlendEngine:
         ram_bytes: int = 2 << 30,
         codec: str = "native",
         conversation_bytes: int = 1 << 30,
+        batch_bytes: int = 4 << 30,
         **model_settings: Unpack[LoadOptions],
     ) -> BlendEngine:
         """Load a model (see `Model.from_pretrained` for its settings) and combine it with a store."""
         check_codec(codec)  # before the slow loading
         check_bytes("conversation_bytes", conversation_bytes)
+        check_bytes("batch_bytes", batch_bytes)
         model = Model.from_pretrained(name_or_path, **model_settings)
-        return cls(model, store, config, ram_bytes, codec, conversation_bytes)
+        return cls(model, store, config, ram_bytes, codec, conversation_bytes, batch_bytes)
 
     @classmethod
     def shared(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine:
@@ -257,21 +268,73 @@ class BlendEngine:
         return join(self.stream(prompt, **options))
 
     @_show
+    def stream_batch(
+        self,
+        prompts: Sequence[str | Messages | TokenIds],
+        each: Sequence[Mapping[str, Any]] | None = None,
+        **options: Unpack[AnswerOptions],
+    ) -> Generator[tuple[int, Delta], None, None]:
+        """Stream the answers to several prompts, which are decoded together.
+
+        Parallel calls of `stream`, `generate` and their async versions are decoded together as well, with the same
+        tokens in float32. In half precision, a near tie may resolve the other way in a batch.
+
+        Args:
+            prompts: As in `stream`.
+            each: Options of the prompts, one dict per prompt; they override `options`.
+            options: Options of all answers, as in `stream`.
+
+        Yields:
+            The number of a prompt and the next delta of its answer.
+
+        Raises:
+            SettingError: `each` has another length than `prompts`.
+            KvragError: As in `stream`; the other answers are abandoned.
+        """
+        self._check_open()
+        if each is not None and len(each) != len(prompts):
+            raise SettingError(f"each must have one dict per prompt: got {len(each)} for {len(prompts)} prompts")
+        given = [cast(AnswerOptions, {**options, **own}) for own in each or [{}] * len(prompts)]
+        questions = [
+            Question.of(self.model.tokenizer, prompt, self.config, own)
+            for prompt, own in zip(prompts, given, strict=True)
+        ]
+        return together([partial(self._answering.stream, question) for question in questions])
+
+    @_show
+    def generate_batch(
+        self,
+        prompts: Sequence[str | Messages | TokenIds],
+        each: Sequence[Mapping[str, Any]] | None = None,
+        **options: Unpack[AnswerOptions],
+    ) -> list[Answer]:
+        """Return the complete answers to several prompts in their order; arguments as in `stream_batch`."""
+        deltas: list[list[Delta]] = [[] for _ in prompts]
+        for number, delta in self.stream_batch(prompts, each, **options):
+            deltas[number].append(delta)
+        return [join(own) for own in deltas]
+
+    @_show
     async def astream(
         self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]
     ) -> AsyncGenerator[Delta, None]:
         """Like `stream`, off the event loop."""
-        deltas = self.stream(prompt, **options)
+        self._check_open()
+        left = threading.Event()
+        question = Question.of(self.model.tokenizer, prompt, self.config, options)
+        deltas = self._answering.stream(question, left.is_set)
         end = object()
         step: asyncio.Future[Any] | None = None
+        loop = asyncio.get_running_loop()
         try:
             while True:
-                step = asyncio.ensure_future(asyncio.to_thread(next, deltas, end))
+                step = loop.run_in_executor(_threads, partial(copy_context().run, next, deltas, end))
                 delta = await asyncio.shield(step)
                 if delta is end:
                     return
                 yield delta
         finally:
+            left.set()
             if step is not None and not step.done():
                 await asyncio.wait([step])  # cancelled during a step: a running generator cannot be closed
             deltas.close()

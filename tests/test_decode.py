@@ -151,7 +151,7 @@ def script(endless: Model, monkeypatch: pytest.MonkeyPatch) -> Script:
         def logits(*_: Any) -> torch.Tensor:
             return torch.nn.functional.one_hot(torch.tensor([next(coming)]), endless.vocab_size) * 50.0
 
-        monkeypatch.setattr(endless, "forward", logits)
+        monkeypatch.setattr(endless, "forward_each", logits)
         cache = endless.new_cache(8)
         return list(decode(endless, torch.tensor([5, 6]), cache, logits(), Sampling(temperature=0, **settings)))
 
@@ -294,8 +294,9 @@ def test_logits_that_are_no_numbers_are_an_error_that_says_what_to_do(endless: M
 def test_deltas_are_made_when_they_are_asked_for(engine: BlendEngine, endless: Model, monkeypatch: Any) -> None:
     engine.warm(CHUNKS)
     passes = []
-    forward = endless.forward
+    forward, step = endless.forward, endless.forward_each
     monkeypatch.setattr(endless, "forward", lambda *args: passes.append(1) or forward(*args))
+    monkeypatch.setattr(endless, "forward_each", lambda *args: passes.append(1) or step(*args))
     deltas = engine.stream(PROMPT, max_new_tokens=50)
     assert not passes
     next(deltas)

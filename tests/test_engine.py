@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -553,15 +553,18 @@ class Gate:
     def __init__(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         self.passes = 0
         self.entered, self._let = threading.Semaphore(0), threading.Semaphore(0)
-        forward = model.forward
 
-        def held(*args: Any) -> torch.Tensor:
-            self.entered.release()
-            assert self._let.acquire(timeout=10), "the event loop was blocked"
-            self.passes += 1
-            return forward(*args)
+        def holding(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def held(*args: Any) -> torch.Tensor:
+                self.entered.release()
+                assert self._let.acquire(timeout=10), "the event loop was blocked"
+                self.passes += 1
+                return forward(*args)
 
-        monkeypatch.setattr(model, "forward", held)
+            return held
+
+        for name in ("forward", "forward_each"):
+            monkeypatch.setattr(model, name, holding(getattr(model, name)))
 
     def let(self, count: int = 1) -> None:
         self._let.release(count)

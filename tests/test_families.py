@@ -53,6 +53,7 @@ def test_gate(family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.M
         assert relative(prepare(engine, ids, 0.0, "none").logits[0], full) > 1e-3, "reuse alone cannot be exact"
         _layer_0_keys_are_the_models_own(engine, hf, ids)
         _single_chunk_behind_its_preamble_is_exact(engine, hf)
+        _a_decode_step_of_unequal_rows_is_exact(engine, hf, ids)
 
 
 def _the_next_turn_of_the_conversation_is_exact(engine: BlendEngine, hf: Any, prompt: Messages, said: str) -> None:
@@ -77,6 +78,21 @@ def _layer_0_keys_are_the_models_own(engine: BlendEngine, hf: Any, ids: list[int
     reused = done.stitched.reused
     for ours, theirs in zip(done.stitched.cache.layer(0), own.layer(0), strict=True):
         torch.testing.assert_close(ours[:, :, : len(ids)][:, :, reused], theirs[:, :, reused], atol=1e-5, rtol=1e-5)
+
+
+def _a_decode_step_of_unequal_rows_is_exact(engine: BlendEngine, hf: Any, ids: list[int]) -> None:
+    model, rows = engine.model, [ids[:length] for length in (7, 60, 90, 47)]
+    caches = [model.new_cache(len(row)) for row in rows]
+    for row, cache in zip(rows, caches, strict=True):
+        model.forward(torch.tensor([row]), cache)
+    for step in range(4):
+        assert all(model.can_share_steps(len(row)) for row in rows)
+        rows = [[*row, ids[step]] for row in rows]
+        logits = model.forward_each([row[-1] for row in rows], caches)
+        for row, own in zip(rows, logits, strict=True):
+            assert (
+                relative(own, plain_logits(hf, row)[-1]) <= 10 * TOLERANCE
+            )  # products of other shapes round otherwise
 
 
 def _single_chunk_behind_its_preamble_is_exact(engine: BlendEngine, hf: Any) -> None:

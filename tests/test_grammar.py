@@ -108,13 +108,13 @@ def test_json_has_no_free_space_and_no_properties_but_those_named(model: Model) 
 
 def test_nothing_is_computed_after_the_end_of_the_grammar(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
-    forward = Model.forward
+    step = Model.forward_each
 
-    def counting(self: Model, ids: torch.Tensor, *args: Any) -> torch.Tensor:
-        steps.append(ids.shape[1])
-        return forward(self, ids, *args)
+    def counting(self: Model, tokens: list[int], *args: Any) -> torch.Tensor:
+        steps.append(len(tokens))
+        return step(self, tokens, *args)
 
-    monkeypatch.setattr(Model, "forward", counting)
+    monkeypatch.setattr(Model, "forward_each", counting)
     answer = engine.generate(PROMPT, grammar=Grammar(regex="[xyz]{6}"), temperature=0, policy="full")
     assert steps.count(1) == len(answer.token_ids) - 1
 
@@ -252,3 +252,11 @@ def test_openais_response_format_is_a_grammar(response_format: dict[str, Any], s
 def test_what_is_no_response_format_is_refused(wrong: Any) -> None:
     with pytest.raises(SettingError, match="response_format must be"):
         Grammar.of_response_format(wrong)
+
+
+def test_grammars_of_answers_that_are_decoded_together(engine: BlendEngine) -> None:
+    each: list[Any] = [{"grammar": Grammar(regex="[a-f]{9}x")}, {}, {"grammar": Grammar(regex="(yes|no) [0-9]{3}")}]
+    settings: dict[str, Any] = {"temperature": 0, "max_new_tokens": 15, "policy": "full"}
+    alone = [engine.generate(PROMPT, **settings, **own) for own in each]
+    answers = engine.generate_batch([PROMPT] * 3, each, **settings)
+    assert [answer.text for answer in answers] == [answer.text for answer in alone]

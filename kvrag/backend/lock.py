@@ -13,11 +13,12 @@ T = TypeVar("T")
 
 
 class FairLock:
-    """A mutex that serves waiting threads in order of arrival."""
+    """A mutex that serves waiting threads in order of arrival, those that enter by `first` before the others."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._waiting: deque[threading.Event] = deque()
+        self._first: deque[threading.Event] = deque()
         self._held = False
         self._own = threading.local()
 
@@ -31,17 +32,37 @@ class FairLock:
         """True if the calling thread holds the lock."""
         return getattr(self._own, "held", False)
 
+    @property
+    def is_wanted_first(self) -> bool:
+        """True if a thread waits in `first`."""
+        return bool(self._first)
+
     @contextmanager
-    def released(self) -> Iterator[None]:
-        """Release the lock temporarily while holding it, so that other threads can run."""
+    def first(self) -> Iterator[None]:
+        """Hold the lock; wait for its holder only, and for threads that came here earlier."""
+        self._acquire(self._first)
+        self._own.held = True
+        try:
+            yield
+        finally:
+            self.__exit__()
+
+    @contextmanager
+    def released(self, first: bool = False) -> Iterator[None]:
+        """Release the lock temporarily while holding it, so that other threads can run.
+
+        Args:
+            first: Get it back before the threads that wait in order of arrival.
+        """
         self.__exit__()
         try:
             yield
         finally:
-            self.__enter__()
+            self._acquire(self._first if first else self._waiting)
+            self._own.held = True
 
     def __enter__(self) -> None:
-        self._acquire()
+        self._acquire(self._waiting)
         self._own.held = True
 
     def __exit__(self, *_: object) -> None:
@@ -49,28 +70,28 @@ class FairLock:
             self._own.held = False
             self._release()
 
-    def _acquire(self) -> None:
+    def _acquire(self, line: deque[threading.Event]) -> None:
         with self._mutex:
             if not self._held:
                 self._held = True
                 return
             turn = threading.Event()
-            self._waiting.append(turn)
+            line.append(turn)
         self._own.waits = self.waits + 1
         try:
             turn.wait()
         except BaseException:  # Ctrl-C: otherwise the lock would be handed to a thread that no longer waits
             with self._mutex:
                 if not turn.is_set():
-                    self._waiting.remove(turn)
+                    line.remove(turn)
                     raise
             self._release()
             raise
 
     def _release(self) -> None:
         with self._mutex:
-            if self._waiting:
-                self._waiting.popleft().set()  # handed over: stays held
+            if line := self._first or self._waiting:
+                line.popleft().set()  # handed over: stays held
             else:
                 self._held = False
 

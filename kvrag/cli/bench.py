@@ -86,6 +86,16 @@ def chat(parser: argparse.ArgumentParser) -> None:
     _add_number(parser, "--ratio", 0.15, "recompute ratio")
 
 
+def decode(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `kvrag bench decode`."""
+    _add_shape(parser)
+    parser.add_argument("--rows", type=at_least(1), default=8, metavar="N", help="answers together (default: 8)")
+    _add_number(parser, "--prompt-tokens", 96, "tokens of the shortest prompt")
+    parser.add_argument(
+        "--answer-tokens", type=at_least(2), default=24, metavar="N", help="tokens of an answer (default: 24)"
+    )
+
+
 def _check_ratios(text: str) -> None:
     """Check ratios, separated by commas."""
     for part in filter(None, text.split(",")):

@@ -26,6 +26,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("kvrag.cli.verify", "test that blending is exact on your model"),
     "bench ttft": ("kvrag.bench.ttft", "measure the time to first token"),
     "bench gpu": ("kvrag.bench.gpu", "check a GPU: exactness, time to first token, ingestion, a profile"),
+    "bench decode": ("kvrag.bench.decode", "measure decoding: several answers together, and one"),
     "bench chat": ("kvrag.bench.chat", "measure the time to first token over the turns of a conversation"),
     "bench quality": ("kvrag.cli.quality", "measure answer quality per policy and ratio"),
     "bench simulate": ("kvrag.bench.simulate", "predict where reuse wins and where it loses, with a cost model"),

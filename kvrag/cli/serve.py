@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum answer length of a request (default: 4096)",
     )
-    limits.add_argument("--concurrency", type=int, default=4, metavar="N", help="concurrent answers (default: 4)")
+    limits.add_argument("--concurrency", type=int, default=16, metavar="N", help="concurrent requests (default: 16)")
     limits.add_argument(
         "--queue", type=int, default=32, metavar="N", help="maximum waiting requests per namespace (default: 32)"
     )

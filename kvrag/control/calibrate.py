@@ -314,7 +314,7 @@ def _greedy(model: Model, full: _Prefilled, count: int) -> list[int]:
         answer.append(int(_sound(logits).argmax()))
         if len(answer) == count or answer[-1] in model.eos_ids:
             return answer
-        logits = model.forward(torch.tensor([answer[-1:]]), full.stitched.cache)
+        logits = model.forward_each(answer[-1:], [full.stitched.cache])
 
 
 def _same(model: Model, blended: _Prefilled, answer: Sequence[int]) -> list[bool]:

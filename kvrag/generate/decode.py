@@ -1,20 +1,31 @@
-"""Decoding: from a complete cache to text, one token per step of the consumer."""
+"""Continuous batching: the answers of one model that are decoded at the same time share every step.
+
+There is no thread of its own. A consumer that needs a token runs the next step for all rows, unless another consumer is
+doing so already. Nothing is computed while no consumer waits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import KVCache
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.tokenizer import TextStream
 from kvrag.config import Sampling
-from kvrag.errors import ModelError, SettingError
+from kvrag.errors import ModelError, OutOfMemoryError, SettingError
 from kvrag.generate.grammar import Constraint
-from kvrag.generate.sample import bias, logprob, penalize
-from kvrag.types import Delta, FinishReason
+from kvrag.generate.row import Row
+from kvrag.types import Delta
+
+AHEAD = 16
+"""Tokens that an answer may be ahead of its consumer: others do not wait for it, and it does not run away."""
+
+_MOST = 64  # rows per pass
+_WAITS, _WAIT_S = 20, 0.05  # until an answer without memory is given up although other answers may still free some
 
 
 def decode(
@@ -26,7 +37,9 @@ def decode(
     constraint: Constraint | None = None,
     control_tokens: bool = False,
 ) -> Iterator[Delta]:
-    """Generate with `model.generate`'s own processors. Changes `cache`.
+    """Generate with `model.generate`'s own processors, in steps that all answers of the model share.
+
+    Changes `cache`, also between the requests of the consumer, as long as the iterator is not closed.
 
     Args:
         ids: (T,) token ids of the prompt.
@@ -37,6 +50,7 @@ def decode(
 
     Raises:
         SettingError: `sampling.logit_bias` names a token that the model does not have.
+        OutOfMemoryError: There is not enough memory even for a step of this answer alone.
 
     Yields:
         One Delta per token. Its text is empty while a character or a stop string is incomplete. The last one has
@@ -44,101 +58,116 @@ def decode(
     """
     if unknown := [token for token in sampling.logit_bias or () if token >= logits.shape[-1]]:
         raise SettingError(f"logit_bias: unknown token {unknown[0]}: this model has tokens 0 to {logits.shape[-1] - 1}")
-    process, do_sample = model.logits_processor(sampling, len(ids))
-    num_prompt = len(ids)
-    generator = None if sampling.seed is None else torch.Generator(logits.device).manual_seed(sampling.seed)
-    ids = ids[None].to(logits.device)
-    text = _Text(model.tokenizer.stream(control_tokens), sampling.stop)
-    room = min(sampling.max_new_tokens, model.context_window - ids.shape[1])
-    for left in range(room - 1, -1, -1):
-        adjusted = _adjust(logits, ids[0, num_prompt:], sampling)
-        token = _pick(process, ids, adjusted, do_sample, generator, constraint)
-        if token in model.eos_ids:
-            break
-        known = () if sampling.logprobs is None else (logprob(logits, token, sampling.logprobs),)
-        delta = text.push(token)
-        if text.stopped:
-            yield Delta(delta, (token,), "stop", logprobs=known)
+    row = Row(model, ids, cache, sampling, constraint, control_tokens, logits.device)
+    row.advance(logits)
+    batch = _batch_of(model)
+    try:
+        while not row.is_done or row.deltas:
+            yield batch.take(row)
+    finally:
+        batch.leave(row)
+
+
+class Batch:
+    """The rows of one model that are decoded together. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Row, None] = {}  # in order of arrival; changed by single operations, which need no lock
+        self._most = _MOST
+        self._is_led = False
+        self._changed = threading.Condition()
+
+    def take(self, row: Row) -> Delta:
+        """Return the next delta of a row; run steps until there is one."""
+        while not row.deltas:
+            if row.error is not None:
+                raise row.fail()
+            self._rows[row] = None
+            leads = False
+            try:
+                with self._changed:
+                    while self._is_led and not row.deltas and row.error is None:
+                        self._changed.wait()
+                    if not row.deltas and row.error is None:
+                        leads = self._is_led = True
+                if leads:
+                    self._step(row)
+            finally:
+                if leads:
+                    with self._changed:
+                        self._is_led = False
+                        self._changed.notify_all()
+        return row.deltas.popleft()
+
+    def leave(self, row: Row) -> None:
+        """Remove a row. Takes no lock: garbage collection may close an abandoned answer in any thread."""
+        self._rows.pop(row, None)
+        self._most = _MOST  # there may be more memory now
+        for other in tuple(self._rows):
+            other.is_parked = False
+
+    def _step(self, leader: Row) -> None:
+        """Compute the next token of every row that is not too far ahead of its consumer."""
+        goes_on = [row for row in tuple(self._rows) if not row.is_done and row.error is None]
+        rows = [row for row in goes_on if len(row.deltas) < AHEAD and not row.is_parked]
+        if not rows:  # no memory for the leader's row, and the others depend on their consumers
+            if len(self._rows) > 1 and leader.num_waits < _WAITS:
+                leader.num_waits += 1
+                time.sleep(_WAIT_S)
+                return
+            rows = [leader]
+        most, together = self._most, [row for row in rows if row.can_share_steps]
+        groups = [together[start : start + most] for start in range(0, len(together), most)]
+        for group in groups + [[row] for row in rows if not row.can_share_steps]:
+            self._advance(group, is_last=len(rows) == 1)
+
+    def _advance(self, rows: Sequence[Row], is_last: bool) -> None:
+        """Compute the next token of these rows in one pass, or in smaller ones if it fails."""
+        lengths = [row.cache.get_seq_length() for row in rows]
+        try:
+            logits = _forward(rows)
+        except BaseException as error:
+            for row, length in zip(rows, lengths, strict=True):
+                row.cache.set_length(length)  # some layers may have been written
+            if not isinstance(error, Exception):
+                raise
+            if len(rows) > 1:
+                self._most = half = (len(rows) + 1) // 2
+                error.__traceback__ = None  # its frames would keep the tensors of the failed pass
+                self._advance(rows[:half], is_last=False)
+                self._advance(rows[half:], is_last=False)
+            elif isinstance(error, OutOfMemoryError) and not is_last:
+                rows[0].is_parked = True
+            else:
+                rows[0].error = error
             return
-        is_complete = constraint is not None and constraint.push(token)
-        if is_complete or left == 0:
-            delta += text.rest()
-            finish: FinishReason = "stop" if is_complete or text.stopped else "length"
-            yield Delta(delta, (token,), finish, logprobs=known)
-            return
-        yield Delta(delta, (token,), logprobs=known)
-        step = torch.tensor([[token]], device=ids.device)
-        ids = torch.cat([ids, step], dim=1)
-        if ids.shape[1] - 1 == model.recompute_threshold:
-            cache.set_length(0)
-            step = ids
-        logits = model.forward(step, cache)
-    yield Delta(text.rest(), (), "stop")
+        done = 0
+        try:
+            for row, own in zip(rows, logits.unbind(), strict=True):
+                done += 1
+                try:
+                    row.advance(own[None])
+                except Exception as error:
+                    row.error = error
+                except BaseException:  # Ctrl-C, and the row may belong to another thread
+                    row.error = ModelError("the answer was interrupted")
+                    raise
+        finally:
+            for row, length in zip(rows[done:], lengths[done:], strict=True):
+                row.cache.set_length(length)  # after an interrupt, their tokens are computed again
 
 
-@torch.inference_mode()
-def _adjust(logits: Tensor, answer: Tensor, sampling: Sampling) -> Tensor:
-    """Return (1, V) logits with the penalties for the (N,) tokens of the answer, and the biases."""
-    if sampling.frequency_penalty or sampling.presence_penalty:
-        logits = penalize(logits, answer, sampling.frequency_penalty or 0.0, sampling.presence_penalty or 0.0)
-    return bias(logits, sampling.logit_bias) if sampling.logit_bias else logits
+def _forward(rows: Sequence[Row]) -> Tensor:
+    """Return (B, V) logits after the last tokens of the rows."""
+    if rows[0].is_recomputed:
+        return rows[0].recompute()
+    return rows[0].model.forward_each([row.token for row in rows], [row.cache for row in rows])
 
 
-@torch.inference_mode()
-def _pick(
-    process: Callable[[Tensor, Tensor], Tensor],
-    ids: Tensor,
-    logits: Tensor,
-    do_sample: bool,
-    generator: torch.Generator | None,
-    constraint: Constraint | None,
-) -> int:
-    """Return the next token's id from (1, T) ids so far and (1, V) logits."""
-    if not _is_drawable(logits):
-        raise ModelError(
-            "the model's logits are NaN or infinite: a value overflowed; load it with dtype='bfloat16' or 'float32'"
-        )
-    if constraint is not None:
-        logits = constraint.mask(logits)  # first, so that top_k and top_p choose among the allowed tokens
-    logits = process(ids, logits)
-    if not _is_drawable(logits):
-        raise SettingError("no token can be sampled: relax the sampling settings or the model's generation config")
-    if not do_sample:
-        return int(logits.argmax())
-    return int(torch.multinomial(logits.softmax(dim=-1), 1, generator=generator))
+_batches: weakref.WeakKeyDictionary[Model, Batch] = weakref.WeakKeyDictionary()
+_creating = threading.Lock()
 
 
-def _is_drawable(logits: Tensor) -> bool:
-    return bool(logits.max().isfinite())  # NaN if any logit is NaN
-
-
-class _Text:
-    """Incremental text of an answer; holds back text that may be the beginning of a stop string.
-
-    Attributes:
-        stopped: A stop string was found; the text before it has been returned.
-    """
-
-    def __init__(self, stream: TextStream, stop: tuple[str, ...]) -> None:
-        self._stream, self._stop = stream, stop
-        self._held = ""  # possibly the beginning of a stop string
-        self.stopped = False
-
-    def push(self, token: int) -> str:
-        """Add a token; return the text that is now final."""
-        text = self._before_stop(self._stream.push(token))
-        if self.stopped:
-            return text
-        held = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-    def rest(self) -> str:
-        """Return the text held back, at the end of the answer."""
-        return self._before_stop(self._stream.rest())
-
-    def _before_stop(self, more: str) -> str:
-        text, self._held = self._held + more, ""
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
-        self.stopped = bool(found)
-        return text[: min(found)] if found else text
+def _batch_of(model: Model) -> Batch:
+    with _creating:
+        return _batches.setdefault(model, Batch())

@@ -92,6 +92,10 @@ def verify(
         limit = tolerance + _LOGITS[codec]
         checks.append(_check("plain reuse behind the preamble = full prefill", plain, reference, limit))
 
+        progress("two answers in one step")
+        step, reference = _step_of_two(model, ids)
+        checks.append(_check("a decode step of two answers = full prefill (logits)", step, reference, tolerance))
+
         progress("restart")
         before, after = (_none(model, ids, warmed) for _ in range(2))
         checks.append(_check("plain reuse after a restart = before it", after, before, 0.0))
@@ -179,6 +183,17 @@ def _greedy(model: Model, ids: list[int], stitched: Stitched, logits: Tensor) ->
     sampling = Sampling(max_new_tokens=_NEW_TOKENS, temperature=0)
     deltas = decode(model, torch.tensor(ids), stitched.cache, logits, sampling)
     return [token for delta in deltas for token in delta.token_ids]
+
+
+def _step_of_two(model: Model, ids: list[int]) -> tuple[Tensor, Tensor]:
+    """Return (2, V) logits after beginnings of the prompt of two lengths, by one decode step and by transformers."""
+    longest = min(len(ids), model.stable_length) - 1
+    lengths = (longest, longest // 3)
+    caches = [model.new_cache(length + 1) for length in lengths]
+    for length, cache in zip(lengths, caches, strict=True):
+        model.forward(torch.tensor([ids[:length]]), cache)
+    logits = model.forward_each([ids[length] for length in lengths], caches)
+    return logits, torch.cat([_reference(model, ids[: length + 1], 0)[0] for length in lengths])
 
 
 def _layer0_keys(model: Model, ids: list[int]) -> Tensor:

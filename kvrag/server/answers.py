@@ -22,7 +22,7 @@ from kvrag.server.response import Builder, Event, Piece
 from kvrag.server.schemas import ChatRequest, CompletionRequest, Document, NewChunks
 from kvrag.server.settings import ServerSettings
 from kvrag.server.state import State, Tenant
-from kvrag.types import Delta, Messages, WarmReport
+from kvrag.types import Messages, WarmReport
 
 T = TypeVar("T")
 
@@ -71,8 +71,8 @@ def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, req
         if texts:
             place_context(messages, settings, texts)
         texts += request.chunks or []
-        for seeded in _calls(call, request.num_choices()):
-            yield from engine.stream(messages, documents=None if retrieves else texts, **seeded)
+        each = _calls(call, request.num_choices())
+        yield from engine.stream_batch([messages] * len(each), each, documents=None if retrieves else texts)
 
     return work
 
@@ -87,9 +87,8 @@ def completion_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenan
     calls = _calls(request.sampling(settings) | {"namespace": tenant.namespace}, request.num_choices())
 
     def work() -> Generator[Piece, None, None]:
-        for prompt in prompts:
-            for call in calls:
-                yield from engine.stream(prompt, documents=request.chunks, **call)
+        each = calls * len(prompts)
+        yield from engine.stream_batch([prompt for prompt in prompts for _ in calls], each, documents=request.chunks)
 
     return work
 
@@ -172,20 +171,22 @@ async def respond(request: Request, state: State, tenant: Tenant, work: Work, bu
 async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of an answer, counting each of its choices in the namespace's metrics."""
     metrics = tenant.metrics
-    started = last = time.perf_counter()
-    is_first, is_complete, status = True, False, 499
+    started = time.perf_counter()
+    last: dict[int, float] = {}  # by choice
+    is_complete, status, num_complete = False, 499, 0
     admitted = state.answering.run(work, state.settings.timeout, tenant.namespace, metrics.queued)
     try:
         async with aclosing(admitted) as pieces:
             async for piece in pieces:
-                if isinstance(piece, Delta):
-                    now = time.perf_counter()
-                    metrics.token(now - last, len(piece.token_ids), is_first)
-                    last, is_first, is_complete = now, False, False
-                    if piece.finish_reason is not None:
-                        assert piece.report is not None
-                        metrics.answered(piece.report, piece.finish_reason, now - started)
-                        started, is_first, is_complete = now, True, True
+                if isinstance(piece, tuple):
+                    (number, delta), now = piece, time.perf_counter()
+                    metrics.token(now - last.get(number, started), len(delta.token_ids), number not in last)
+                    last[number] = now
+                    if delta.finish_reason is not None:
+                        assert delta.report is not None
+                        metrics.answered(delta.report, delta.finish_reason, now - started)
+                        num_complete += 1
+                    is_complete = num_complete == len(last)
                 yield piece
     except Exception as error:
         status, _ = describe(error)
@@ -200,7 +201,7 @@ async def _events(pieces: AsyncGenerator[Piece, None], builder: Builder) -> Asyn
     async with aclosing(pieces):
         async for piece in pieces:
             events = builder.add(piece)
-            if isinstance(piece, Delta):
+            if isinstance(piece, tuple):
                 yield events
 
 

@@ -14,8 +14,8 @@ from kvrag.retrieval.index import Hit
 from kvrag.server.schemas import Answering, ChatRequest
 from kvrag.types import BlendReport, CallPiece, Delta, InvalidCall, TokenLogprob, ToolCall
 
-Piece = Delta | list[Hit]
-"""A piece of an answer: first the retrieved chunks, if any, then the deltas of one choice after the other."""
+Piece = tuple[int, Delta] | list[Hit]
+"""A piece of an answer: first the retrieved chunks, if any, then the number of a choice and its next delta."""
 
 Event = dict[str, Any] | str
 """Data of a server-sent event."""
@@ -99,7 +99,7 @@ class ResponseBuilder:
         self._is_chat = isinstance(request, ChatRequest)
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._choices: list[Choice] = []
+        self._choices: dict[int, Choice] = {}
         self._hits: list[Hit] | None = None
 
     def add(self, piece: Piece) -> Sequence[Event]:
@@ -108,24 +108,25 @@ class ResponseBuilder:
             self._hits = piece
             return ()
         events = []
-        if not self._choices or self._choices[-1].report is not None:
+        number, delta = piece
+        if number not in self._choices:
             one_call = isinstance(self.request, ChatRequest) and self.request.parallel_tool_calls is False
-            self._choices.append(Choice(self._is_chat, 1 if one_call else None))
+            self._choices[number] = Choice(self._is_chat, 1 if one_call else None)
             if self._is_chat:
                 cited = self._citations() if len(self._choices) == 1 else {}
-                events.append(self._chunk({"role": "assistant", "content": ""}) | cited)
-        choice = self._choices[-1]
-        shown = choice.add(piece)
+                events.append(self._chunk(number, {"role": "assistant", "content": ""}) | cited)
+        choice = self._choices[number]
+        shown = choice.add(delta)
         if shown.text or shown.call_pieces or shown.logprobs:
-            events.append(self._chunk(self._content(shown), self._logprobs(shown.logprobs, choice)))
+            events.append(self._chunk(number, self._content(shown), self._logprobs(shown.logprobs, choice)))
         if choice.report is not None:
-            last = self._chunk({} if self._is_chat else "", finish_reason=choice.finish_reason)
+            last = self._chunk(number, {} if self._is_chat else "", finish_reason=choice.finish_reason)
             events.append(last | {"kvrag": choice.report.to_dict()})
         return events
 
     def whole(self) -> dict[str, Any]:
         """See Builder."""
-        choices = [self._whole_choice(number, choice) for number, choice in enumerate(self._choices)]
+        choices = [self._whole_choice(number, choice) for number, choice in sorted(self._choices.items())]
         body = self._envelope("", choices) | {"usage": self._usage()} | self._citations()
         if len(choices) == 1:
             body["kvrag"] = choices[0].pop("kvrag")
@@ -174,7 +175,7 @@ class ResponseBuilder:
 
     def _usage(self) -> dict[str, Any]:
         # the choices of one prompt follow each other, and its first answer tells what was cached
-        return openai_usage(self._choices, self.request.num_choices())
+        return openai_usage([choice for _, choice in sorted(self._choices.items())], self.request.num_choices())
 
     @property
     def _wants_usage(self) -> bool:
@@ -182,10 +183,9 @@ class ResponseBuilder:
         return options is not None and options.include_usage
 
     def _chunk(
-        self, content: Any, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+        self, number: int, content: Any, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
     ) -> dict[str, Any]:
-        index = len(self._choices) - 1
-        choice = {"index": index, "delta" if self._is_chat else "text": content, "logprobs": logprobs}
+        choice = {"index": number, "delta" if self._is_chat else "text": content, "logprobs": logprobs}
         envelope = self._envelope(".chunk", [{**choice, "finish_reason": finish_reason}])
         return envelope | ({"usage": None} if self._wants_usage else {})
 

@@ -189,7 +189,7 @@ class ResponsesBuilder:
         events: list[Event] = []
         if not self._num_events:
             events += [self._event(f"response.{kind}", response=self._body()) for kind in ("created", "in_progress")]
-        shown = self._choice.add(piece)
+        shown = self._choice.add(piece[1])
         if shown.text:
             events += self._add_text(shown)
         for each in shown.call_pieces:

@@ -47,7 +47,7 @@ class ServerSettings:
         max_tokens: Default of requests without a limit ...
         token_limit: ... and maximum that a request may ask for.
         temperature: Default of requests; None = the model's own generation config.
-        concurrency: Number of concurrent answers. They alternate on the model, one forward pass each.
+        concurrency: Number of concurrent requests. Their answers are decoded together.
         queue: Waiting requests per namespace; more are rejected with 429.
         timeout: Time limit of a request's body, and of its answer including waiting.
         max_body: Maximum size of a request ...
@@ -66,7 +66,7 @@ class ServerSettings:
     max_tokens: int = 256
     token_limit: int = 4096
     temperature: float | None = None
-    concurrency: int = 4
+    concurrency: int = 16
     queue: int = 32
     timeout: float = 600.0
     max_body: int = 8 << 20

@@ -1,8 +1,9 @@
-"""Attention of scattered prompt rows, through transformers' own attention interface.
+"""Attention of scattered prompt rows and of decode steps, through transformers' own attention interface.
 
 During a pass over scattered rows, the model's `config` names kvrag's function in place of "sdpa" or "eager". It splits
 the rows into blocks, masks each block by the true positions of its rows, and can report the attention of the last rows.
-The layers have no hooks, and no mask over all rows and keys is built.
+The layers have no hooks, and no mask over all rows and keys is built. During a decode step, each row attends to its own
+cache, so that rows of different lengths need no padding.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvrag.backend.attention import CPU_ROWS, ROWS, Rows, attention_received
+from kvrag.backend.transformers.cache import StepCache
 
 _NAME = "kvrag"
 _PACKED = 256  # rows of a matrix product: all query heads that share a KV head
@@ -56,6 +58,14 @@ class _Pass(Rows):
         return first, second
 
 
+@dataclass(frozen=True)
+class _Step:
+    """State of one thread's decode step."""
+
+    cache: StepCache
+    windows: Sequence[int | None]
+
+
 _current = threading.local()
 _usual: dict[int, str] = {}
 """id of a config -> its attention implementation outside of kvrag's passes."""
@@ -70,8 +80,21 @@ def attention_at(
     Only one thread at a time may do so per `config`. Other threads that run the same transformers model meanwhile get
     its usual attention.
     """
+    with _running(config, _Pass(rows, rows.tolist(), windows, observer=observer)):
+        yield
+
+
+@contextmanager
+def attention_of_step(config: Any, cache: StepCache, windows: Sequence[int | None]) -> Iterator[None]:
+    """Like `attention_at`, for a decode step: (B, 1) tokens, each of which attends to the keys of its own row."""
+    with _running(config, _Step(cache, windows)):
+        yield
+
+
+@contextmanager
+def _running(config: Any, state: _Pass | _Step) -> Iterator[None]:
     usual = _usual[id(config)] = config._attn_implementation
-    _current.state = _Pass(rows, rows.tolist(), windows, observer=observer)
+    _current.state = state
     config._attn_implementation = _NAME
     try:
         yield
@@ -102,7 +125,7 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend like `config._attn_implementation`: (1, HG, S, D) queries -> (1, S, HG, D)."""
-    now: _Pass | None = getattr(_current, "state", None)
+    now: _Pass | _Step | None = getattr(_current, "state", None)
     usual = _usual[id(module.config)]
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(usual, eager)
@@ -110,6 +133,8 @@ def _attend(
         return attend(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is None or attention_mask.numel() != 1:
         raise ValueError("its attention uses custom masks")  # rejected when the model is loaded
+    if isinstance(now, _Step):
+        return _in_rows(attend, module, query, now, usual, **kwargs), None
     layer, scaling = cast(int, module.layer_idx), kwargs.get("scaling")
     observer = now.observer if now.observer is not None and layer in now.observer.layers else None
     on_cpu = usual == "sdpa" and query.device.type == "cpu"
@@ -130,6 +155,30 @@ def _attend(
         rows, keys = slice(block.start, block.end), slice(0, block.stop)
         blocks.append(attend(module, query[:, :, rows], key[:, :, keys], value[:, :, keys], mask, **kwargs)[0])
     return torch.cat(blocks, dim=1), None
+
+
+def _in_rows(attend: Any, module: nn.Module, query: Tensor, now: _Step, usual: str, **kwargs: Any) -> Tensor:
+    """Attend row by row: each of the (B, HG, 1, D) queries to the keys of its own row that its window has.
+
+    Returns:
+        (B, 1, HG, D).
+    """
+    layer = cast(int, module.layer_idx)
+    if layer != now.cache.number:
+        raise ValueError("its layers share keys")  # rejected when the model is loaded
+    window, on_cpu = now.windows[layer], usual == "sdpa" and query.device.type == "cpu"
+    attended = []
+    for row, (key, value) in zip(query.unbind(), now.cache.states, strict=True):
+        if window is not None and key.shape[2] > window:
+            key, value = key[:, :, -window:], value[:, :, -window:]
+        if on_cpu:
+            # the query heads of a KV head are rows of one product: many times faster than enable_gqa on a CPU
+            packed = row.reshape(1, key.shape[1], -1, row.shape[2])  # (1, H, G, D)
+            mixed = scaled_dot_product_attention(packed, key, value, scale=kwargs.get("scaling"))
+            attended.append(mixed.reshape(1, 1, -1, value.shape[3]))
+        else:
+            attended.append(attend(module, row[None], key, value, None, **kwargs)[0])
+    return torch.cat(attended) if len(attended) > 1 else attended[0]
 
 
 def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, now: _Pass, layer: int) -> Tensor:

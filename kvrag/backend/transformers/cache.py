@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -97,6 +98,7 @@ class BlendCache(Cache):  # type: ignore[misc]
         rows: (S,) ascending positions, or None to append.
         stop: With `rows`: keys from `stop` on are hidden.
         observer: Called with every layer's fresh keys and values; can end the pass.
+        pause: Called in every layer of a pass, for other threads to use the model.
     """
 
     def __init__(
@@ -110,11 +112,14 @@ class BlendCache(Cache):  # type: ignore[misc]
         self.rows: Tensor | None = None
         self.stop = 0
         self.observer: Observer | None = None
+        self.pause: Callable[[], None] | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values; return everything that the new tokens may attend to."""
+        if self.pause is not None:
+            self.pause()
         if self.observer is not None and self.observer(layer_idx, key_states, value_states):
             raise StopForward
         layer: BlendLayer = self.layers[layer_idx]
@@ -144,3 +149,33 @@ class BlendCache(Cache):  # type: ignore[misc]
         self.rows = None
         for layer in self.layers:
             layer.length = length
+
+
+class StepCache(Cache):  # type: ignore[misc]
+    """One decode step of several caches: row b of the new keys and values is appended to cache b.
+
+    The rows have different lengths, so `update` returns the new keys and values as they are, and the attention reads
+    each row's cache from here.
+
+    Attributes:
+        number: Layer that was updated last.
+        states: Keys and values of that layer by row, each (1, H, K, D).
+    """
+
+    def __init__(self, caches: Sequence[BlendCache]) -> None:
+        """Begin a step. The caches append from now on."""
+        super().__init__(layers=caches[0].layers)
+        self._caches = caches
+        for cache in caches:
+            cache.rows = cache.pause = None
+        self.number = -1
+        self.states: list[tuple[Tensor, Tensor]] = []
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append one token per row; return the new keys and values."""
+        rows = zip(self._caches, key_states.unbind(), value_states.unbind(), strict=True)
+        self.states = [cache.update(key[None], value[None], layer_idx) for cache, key, value in rows]
+        self.number = layer_idx
+        return key_states, value_states

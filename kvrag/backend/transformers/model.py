@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -18,8 +19,8 @@ from kvrag.backend.lock import FairLock, Shared
 from kvrag.backend.protocol import KVCache, LayerSource, Observer, T, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
-from kvrag.backend.transformers.attention import AttentionObserver, attention_at, suspended
-from kvrag.backend.transformers.cache import BlendCache, StopForward
+from kvrag.backend.transformers.attention import AttentionObserver, attention_at, attention_of_step, suspended
+from kvrag.backend.transformers.cache import BlendCache, StepCache, StopForward
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import Sampling, fill_options, show_options
@@ -27,6 +28,7 @@ from kvrag.errors import ContextWindowError, UnsupportedModelError, reporting_me
 from kvrag.fingerprint import Fingerprint, hash_weights
 
 _TRIAL_TOKENS = 8
+_PIECE_S = 0.05  # a pass with many rows lets a waiting decode step run after this time, at the next layer
 
 
 class LoadOptions(TypedDict, total=False):
@@ -67,7 +69,7 @@ def fingerprint(name: str, hf: Any, tokenizer: Tokenizer, weights: str) -> Finge
 class Model:
     """A transformers causal LM for blending; implements `kvrag.backend.protocol.Backend`.
 
-    Forward passes are serialised: threads alternate, one pass each.
+    Forward passes are serialised: threads alternate, one pass each. Decode steps run between the layers of prefills.
 
     Attributes:
         name: Display name.
@@ -110,6 +112,7 @@ class Model:
         self.name: str = name or getattr(hf, "name_or_path", "") or type(hf).__name__
         self.tokenizer = Tokenizer(tokenizer, self.name, preamble)
         self.lock = FairLock()
+        self._resumed_at = 0.0
         self.dtype: torch.dtype = hf.dtype
         self.device: torch.device = hf.get_input_embeddings().weight.device
         self.num_layers: int = self.config.num_hidden_layers
@@ -161,6 +164,7 @@ class Model:
         observer = AttentionObserver(1, range(self.num_layers), lambda number, received: seen.add(number))
         with torch.inference_mode():
             self._forward(ids[None], self.new_cache(len(ids)), torch.arange(len(ids)), observer)
+            self._step(ids[:2, None], [self.new_cache(1), self.new_cache(1)])
         if len(seen) < self.num_layers:
             raise UnsupportedModelError(
                 f"{self.config.model_type} models cannot be blended: their layers do not use transformers' attention "
@@ -288,6 +292,25 @@ class Model:
         with self.lock, torch.inference_mode():
             return self._forward(ids, cache, rows)
 
+    def forward_each(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> Tensor:
+        """Append one token to each of several caches of any length: a decode step. Changes the caches.
+
+        It does not wait for other threads' passes to end, only for their current layer. The lengths must be such that
+        `can_share_steps`.
+
+        Returns:
+            (B, V) float32 logits after each token.
+        """
+        with self.lock.first(), torch.inference_mode():
+            return self._step(torch.tensor(tokens)[:, None], caches)
+
+    def can_share_steps(self, length: int) -> bool:
+        """Return whether a cache of this length can be one of several in a decode step.
+
+        Beyond `stable_length`, the RoPE frequencies of all rows would depend on the longest one.
+        """
+        return length < self.stable_length or not self.rope_follows_length
+
     def forward_all(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Like `forward` without `rows`, but return (B, S, V) logits, after every token."""
         with self.lock, torch.inference_mode():
@@ -336,6 +359,7 @@ class Model:
     ) -> Tensor:
         assert isinstance(cache, BlendCache)
         self._reset_rotary()
+        self._resumed_at, cache.pause = time.perf_counter(), self._pause
         if rows is None:
             start = cache.get_seq_length()
             positions, mask = torch.arange(start, start + ids.shape[1]), None
@@ -355,6 +379,33 @@ class Model:
                 **({} if every else self._last_logits_only),
             )
         return (output.logits if every else output.logits[:, -1]).float()
+
+    def _step(self, ids: Tensor, caches: Sequence[KVCache]) -> Tensor:
+        """Append (B, 1) tokens to the caches."""
+        self._reset_rotary()
+        step = StepCache([cast(BlendCache, cache) for cache in caches])
+        positions = torch.tensor([[cache.get_seq_length()] for cache in caches])
+        with attention_of_step(self.config, step, self.windows), reporting_memory():
+            output = self.hf(
+                input_ids=ids.to(self.device),
+                position_ids=positions.to(self.device),
+                attention_mask=self._no_mask,
+                past_key_values=step,
+                use_cache=True,
+                **self._last_logits_only,
+            )
+        return cast(Tensor, output.logits[:, -1].float())
+
+    def _pause(self) -> None:
+        """Let a decode step of another thread run, between two layers of this thread's pass."""
+        if not self.lock.is_wanted_first:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # otherwise the step's kernels would wait for those of the layers so far
+        if time.perf_counter() - self._resumed_at >= _PIECE_S:
+            with suspended(self.config), self.lock.released(first=True):
+                pass
+            self._resumed_at = time.perf_counter()
 
     @functools.cached_property
     def _no_mask(self) -> Tensor | dict[str, Tensor]:

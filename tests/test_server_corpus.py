@@ -87,6 +87,28 @@ def test_what_is_retrieved_is_read_ahead(corpus: Corpus, engine: BlendEngine, mo
     work.close()
 
 
+def test_retrieved_chunks_that_do_not_fit_into_the_window_are_left_out(corpus: Corpus, engine: BlendEngine) -> None:
+    corpus.add("long", [f"{number}. " + CHUNKS[number % len(CHUNKS)] for number in range(100)])
+    corpus.start()
+    until(lambda: statuses(corpus) == {"long": "ready"})
+    found = corpus.search("Who plays the harp?", 100, 0)
+    assert sum(len(engine.model.tokenizer.encode(hit.text)) for hit in found) > engine.model.context_window
+
+    def hits(question: str) -> Any:
+        asked = ChatRequest.model_validate({"model": "tiny-rag", "messages": [{"role": "user", "content": question}]})
+        settings = ServerSettings(name="tiny", top_k=100)
+        work = chat_work(engine, settings, Tenant("", corpus, Metrics()), asked)()
+        kept = next(work)
+        next(work)  # it can be answered
+        work.close()
+        return kept
+
+    kept = hits("Who plays the harp?")
+    assert 1 < len(kept) < len(found)
+    assert kept == found[: len(kept)]
+    assert len(hits("Who plays the harp? " * 100)) < len(kept)
+
+
 def test_a_document_under_way_is_seen_and_can_be_dropped(
     corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

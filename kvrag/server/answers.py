@@ -28,6 +28,9 @@ T = TypeVar("T")
 
 Work = Callable[[], Generator[Piece, None, None]]
 
+_FOR_ANSWER = 1 / 8
+"""Share of the window that retrieved chunks leave free."""
+
 KEEP_ALIVE_S = 5.0
 """Seconds without an event until a stream gets a comment, so that proxies and clients keep the connection."""
 
@@ -57,11 +60,12 @@ def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, req
     def work() -> Generator[Piece, None, None]:
         if retrieves:
             wanted = request.retrieval
-            hits = tenant.require_corpus().search(
+            found = tenant.require_corpus().search(
                 _question(messages),
                 settings.top_k if wanted is None or wanted.top_k is None else wanted.top_k,
                 settings.around if wanted is None or wanted.around is None else wanted.around,
             )
+            hits = _fitting(engine, settings, messages, found)
             engine.prefetch([hit.text for hit in hits], namespace=tenant.namespace)
             yield hits
         else:
@@ -118,6 +122,20 @@ def warm_work(
         )
 
     return work
+
+
+def _fitting(engine: BlendEngine, settings: ServerSettings, messages: Messages, hits: Sequence[Hit]) -> list[Hit]:
+    """Return the best hits that fit into the model's window, at least one; a part of it stays free for the answer."""
+    tokenizer, bare = engine.model.tokenizer, list(messages)
+    place_context(bare, settings, [])
+    room = engine.model.context_window * (1 - _FOR_ANSWER) - len(tokenizer.render(bare))
+    fitting: list[Hit] = []
+    for hit in hits:
+        room -= len(tokenizer.encode(f"{hit.text}\n\n"))
+        if room < 0 and fitting:
+            break
+        fitting.append(hit)
+    return fitting
 
 
 def place_context(messages: Messages, settings: ServerSettings, texts: list[str]) -> None:

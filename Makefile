@@ -61,7 +61,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/mypy scripts/*.py
 	cd integrations/langchain-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p langchain_kvrag
-	cd integrations/llama-index-llms-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p llama_index.llms.kvrag
+	cd integrations/llama-index-llms-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p llama_index.llms.kvrag -p llama_index.vector_stores.kvrag
 	cd integrations/vllm-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p vllm_kvrag
 
 # all that CI does with a change

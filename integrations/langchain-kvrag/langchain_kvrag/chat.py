@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.exceptions import OutputParserException
@@ -188,7 +188,9 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
             if method == "json_schema":
                 assert schema is not None
                 # LangChain's conversion requires a title, and drops what is no object
-                described = dict(schema) if _is_json_schema(schema) else convert_to_json_schema(schema)
+                described = (
+                    dict(cast(dict[str, Any], schema)) if _is_json_schema(schema) else convert_to_json_schema(schema)
+                )
                 name = described.get("title", _UNTITLED)
                 response_format = {"type": "json_schema", "json_schema": {"name": name, "schema": described}}
             llm = self.bind(response_format=response_format, ls_structured_output_format=traced)

@@ -119,7 +119,7 @@ class KVWarmVectorStore(AddsAllTexts):
     aget_by_ids: Any = _PassedOn()
     embeddings: Any = _PassedOn()
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:
         # `vectorstore` is missing while a copy is created
         return self.__dict__["vectorstore"].__class__ if "vectorstore" in self.__dict__ else type(self)

@@ -14,9 +14,9 @@ import pytest
 import torch
 from conftest import CHUNKS, messages
 
+import kvrag.backend.lock
 import kvrag.generate.admission
 from kvrag import BlendEngine, Delta, KvragError, Model, ModelError, Sampling, SettingError
-from kvrag.backend.transformers import model as model_file
 from kvrag.cli.main import main
 from kvrag.errors import OutOfMemoryError
 from kvrag.generate.decode import AHEAD, _batch_of, decode
@@ -327,7 +327,7 @@ def test_an_interrupted_step_is_computed_again(
 
 @pytest.fixture
 def paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_file, "_PIECE_S", 0.0)
+    monkeypatch.setattr(kvrag.backend.lock, "_SHARE", 0.0)
 
 
 def test_a_decode_step_waits_for_one_layer_of_a_prefill_only(

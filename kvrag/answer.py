@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, TypedDict
@@ -105,8 +105,8 @@ class Answering:
         self._watch = Watch()
         self.history = History()
 
-    def stream(self, question: Question, is_left: Callable[[], bool] = lambda: False) -> Generator[Delta, None, None]:
-        """See `BlendEngine.stream`. If `is_left` returns True, the answer does not begin."""
+    def stream(self, question: Question) -> Generator[Delta, None, None]:
+        """See `BlendEngine.stream`."""
         started = time.perf_counter()  # the consumer has asked for the first token
         tokenizer, prepared, namespace = self._model.tokenizer, question.prepared, question.namespace
         notes: list[str] = []
@@ -115,7 +115,7 @@ class Answering:
         constraint = constrain(self._model, prepared.grammar) if prepared.grammar else None
         parser = prepared.parser(tokenizer, ids)
         room = min(question.sampling.max_new_tokens, self._model.context_window - len(ids))
-        with self._admission.admit((len(ids) + room) * self._model.bytes_per_token, is_left) as admitted:
+        with self._admission.admit((len(ids) + room) * self._model.bytes_per_token) as admitted:
             created = self._warm(question.documents, namespace, notes) if question.documents else set()
             done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
             # computed now, since a stream may be closed at any point; more text may change a plain prompt's last token

@@ -31,6 +31,7 @@ from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
 from kvrag.errors import AnswerTimeoutError, KvragError, SettingError
 from kvrag.fingerprint import text_key
+from kvrag.generate.admission import is_left
 from kvrag.generate.together import together
 from kvrag.generate.tools import prepare
 from kvrag.ingest.ingest import Ingestion
@@ -291,15 +292,10 @@ class BlendEngine:
             SettingError: `each` has another length than `prompts`.
             KvragError: As in `stream`; the other answers are abandoned.
         """
-        self._check_open()
         if each is not None and len(each) != len(prompts):
             raise SettingError(f"each must have one dict per prompt: got {len(each)} for {len(prompts)} prompts")
         given = [cast(AnswerOptions, {**options, **own}) for own in each or [{}] * len(prompts)]
-        questions = [
-            Question.of(self.model.tokenizer, prompt, self.config, own)
-            for prompt, own in zip(prompts, given, strict=True)
-        ]
-        return together([partial(self._answering.stream, question) for question in questions])
+        return together([self.stream(prompt, **own) for prompt, own in zip(prompts, given, strict=True)])
 
     @_show
     def generate_batch(
@@ -319,16 +315,14 @@ class BlendEngine:
         self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]
     ) -> AsyncGenerator[Delta, None]:
         """Like `stream`, off the event loop."""
-        self._check_open()
-        left = threading.Event()
-        question = Question.of(self.model.tokenizer, prompt, self.config, options)
-        deltas = self._answering.stream(question, left.is_set)
-        end = object()
+        deltas, end = self.stream(prompt, **options), object()
+        left, context = threading.Event(), copy_context()
+        context.run(is_left.set, left.is_set)
         step: asyncio.Future[Any] | None = None
         loop = asyncio.get_running_loop()
         try:
             while True:
-                step = loop.run_in_executor(_threads, partial(copy_context().run, next, deltas, end))
+                step = loop.run_in_executor(_threads, partial(context.run, next, deltas, end))
                 delta = await asyncio.shield(step)
                 if delta is end:
                     return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,14 +12,17 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+_SHARE = 2.0  # of all other threads together, relative to those in `FairLock.first`
+
 
 class FairLock:
-    """A mutex that serves waiting threads in order of arrival, those that enter by `first` before the others."""
+    """A mutex that serves waiting threads in order of arrival, with a share for those that enter by `first`."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._waiting: deque[threading.Event] = deque()
         self._first: deque[threading.Event] = deque()
+        self._first_at = 0.0
         self._held = False
         self._own = threading.local()
 
@@ -34,31 +38,33 @@ class FairLock:
 
     @property
     def is_wanted_first(self) -> bool:
-        """True if a thread waits in `first`."""
-        return bool(self._first)
+        """True if it is the turn of a thread that waits in `first`."""
+        return bool(self._first) and time.perf_counter() >= self._first_at
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Hold the lock; wait for its holder only, and for threads that came here earlier."""
+        """Hold the lock, before all other threads that wait once these had it for `_SHARE` times as long as this."""
         self._acquire(self._first)
-        self._own.held = True
+        self._own.held, started = True, time.perf_counter()
         try:
             yield
         finally:
+            now = time.perf_counter()
+            self._first_at = now + _SHARE * (now - started)
             self.__exit__()
 
     @contextmanager
-    def released(self, first: bool = False) -> Iterator[None]:
+    def released(self, goes_on: bool = False) -> Iterator[None]:
         """Release the lock temporarily while holding it, so that other threads can run.
 
         Args:
-            first: Get it back before the threads that wait in order of arrival.
+            goes_on: Get it back before the threads that wait in order of arrival.
         """
         self.__exit__()
         try:
             yield
         finally:
-            self._acquire(self._first if first else self._waiting)
+            self._acquire(self._waiting, at_front=goes_on)
             self._own.held = True
 
     def __enter__(self) -> None:
@@ -70,13 +76,13 @@ class FairLock:
             self._own.held = False
             self._release()
 
-    def _acquire(self, line: deque[threading.Event]) -> None:
+    def _acquire(self, line: deque[threading.Event], at_front: bool = False) -> None:
         with self._mutex:
             if not self._held:
                 self._held = True
                 return
             turn = threading.Event()
-            line.append(turn)
+            line.insert(0 if at_front else len(line), turn)
         self._own.waits = self.waits + 1
         try:
             turn.wait()
@@ -90,7 +96,7 @@ class FairLock:
 
     def _release(self) -> None:
         with self._mutex:
-            if line := self._first or self._waiting:
+            if line := self._first if self.is_wanted_first else self._waiting or self._first:
                 line.popleft().set()  # handed over: stays held
             else:
                 self._held = False

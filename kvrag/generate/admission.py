@@ -6,12 +6,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from kvrag.config import check_bytes
 from kvrag.errors import KvragError
 
 _POLL_S = 0.1
 _QUIET = 10  # polls without work on any admitted answer, after which the next one is admitted in any case
+
+is_left: ContextVar[Callable[[], bool]] = ContextVar("is_left", default=lambda: False)
+"""Returns whether the consumer of this context has left, so that its answer need not begin."""
 
 
 class Admitted:
@@ -40,17 +44,14 @@ class Admission:
         self._changed = threading.Condition()
 
     @contextmanager
-    def admit(self, num_bytes: int, is_left: Callable[[], bool]) -> Iterator[Admitted]:
+    def admit(self, num_bytes: int) -> Iterator[Admitted]:
         """Wait until an answer with KV of this size at its full length fits, and hold its place.
 
         The wait ends in any case after a second in which all admitted answers only wait for their consumers: one of
         these may be the consumer that waits here.
 
-        Args:
-            is_left: Returns whether nobody wants the answer any more.
-
         Raises:
-            KvragError: Nobody does.
+            KvragError: `is_left` returned True.
         """
         turn, answer = object(), Admitted(num_bytes)
         with self._changed:
@@ -58,7 +59,7 @@ class Admission:
             try:
                 quiet = 0
                 while self._waiting[0] is not turn or not (self._fits(num_bytes) or quiet >= _QUIET):
-                    if is_left():
+                    if is_left.get()():
                         raise KvragError("the answer was abandoned before it began")
                     self._changed.wait(_POLL_S)
                     quiet = 0 if any(each.is_working for each in tuple(self._admitted)) else quiet + 1

@@ -91,13 +91,18 @@ def endless(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry per forward pass."""
     passes: list[int] = []
-    forward = Model.forward
+    forward, step = Model.forward, Model.forward_each
 
     def counting(self: Model, ids: Any, *args: Any) -> Any:
         passes.append(ids.shape[1])
         return forward(self, ids, *args)
 
+    def counting_steps(self: Model, tokens: Any, *args: Any) -> Any:
+        passes.append(1)
+        return step(self, tokens, *args)
+
     monkeypatch.setattr(Model, "forward", counting)
+    monkeypatch.setattr(Model, "forward_each", counting_steps)
     return passes
 
 

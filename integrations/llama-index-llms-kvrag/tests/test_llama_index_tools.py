@@ -149,7 +149,7 @@ async def test_events_end_when_the_model_fails_in_the_middle(
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as broken:
-        broken.setattr(Model, "forward", failing)
+        broken.setattr(Model, "forward_each", failing)
         with pytest.raises(RuntimeError, match="out of memory"):
             list(pieces)
         with pytest.raises(RuntimeError, match="out of memory"):

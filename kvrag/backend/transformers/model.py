@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -28,7 +27,6 @@ from kvrag.errors import ContextWindowError, UnsupportedModelError, reporting_me
 from kvrag.fingerprint import Fingerprint, hash_weights
 
 _TRIAL_TOKENS = 8
-_PIECE_S = 0.05  # a pass with many rows lets a waiting decode step run after this time, at the next layer
 
 
 class LoadOptions(TypedDict, total=False):
@@ -112,7 +110,6 @@ class Model:
         self.name: str = name or getattr(hf, "name_or_path", "") or type(hf).__name__
         self.tokenizer = Tokenizer(tokenizer, self.name, preamble)
         self.lock = FairLock()
-        self._resumed_at = 0.0
         self.dtype: torch.dtype = hf.dtype
         self.device: torch.device = hf.get_input_embeddings().weight.device
         self.num_layers: int = self.config.num_hidden_layers
@@ -295,8 +292,8 @@ class Model:
     def forward_each(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> Tensor:
         """Append one token to each of several caches of any length: a decode step. Changes the caches.
 
-        It does not wait for other threads' passes to end, only for their current layer. The lengths must be such that
-        `can_share_steps`.
+        It waits for other threads' passes at most twice as long as the last such step took, and for their current
+        layer. The lengths must be such that `can_share_steps`.
 
         Returns:
             (B, V) float32 logits after each token.
@@ -359,7 +356,7 @@ class Model:
     ) -> Tensor:
         assert isinstance(cache, BlendCache)
         self._reset_rotary()
-        self._resumed_at, cache.pause = time.perf_counter(), self._pause
+        cache.pause = self._pause
         if rows is None:
             start = cache.get_seq_length()
             positions, mask = torch.arange(start, start + ids.shape[1]), None
@@ -401,11 +398,9 @@ class Model:
         if not self.lock.is_wanted_first:
             return
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # otherwise the step's kernels would wait for those of the layers so far
-        if time.perf_counter() - self._resumed_at >= _PIECE_S:
-            with suspended(self.config), self.lock.released(first=True):
-                pass
-            self._resumed_at = time.perf_counter()
+            torch.cuda.synchronize()  # the step's kernels would wait for those of the layers so far in any case
+        with suspended(self.config), self.lock.released(goes_on=True):
+            pass
 
     @functools.cached_property
     def _no_mask(self) -> Tensor | dict[str, Tensor]:

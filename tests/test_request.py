@@ -247,7 +247,7 @@ def test_another_error_of_the_model_is_passed_on(cold: BlendEngine, monkeypatch:
 
 
 def test_memory_that_runs_out_while_chunks_are_stitched(cold: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, out: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise MemoryError
 
     with monkeypatch.context() as patch:

@@ -5,9 +5,36 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvrag.reader.world import draw, gather
+
+
+def rows(number: int, passages: Sequence[str], titles: Sequence[str], questions: Sequence[Any]) -> Iterator[str]:
+    """Yield a line for each question about context `number`; its chunks are encoded once for all of them.
+
+    Args:
+        titles: Title of each passage's document.
+        questions: Of either world.
+    """
+    documents = [f"{number} {title}" for title in titles]
+    library: dict[str, list[str]] = {}
+    for name, passage in zip(documents, passages, strict=True):
+        library.setdefault(name, []).append(passage)
+    for turn, question in enumerate(questions):
+        row = {
+            "id": f"{number}-{turn}",
+            "passages": passages,
+            "question": question.text,
+            "answers": [question.answer],
+            "kind": question.kind,
+            "across": question.across,
+            "documents": documents,
+            "library": library,
+        }
+        yield json.dumps(row) + "\n"
 
 
 def main() -> None:
@@ -23,22 +50,8 @@ def main() -> None:
         for number in range(args.contexts):
             rng = random.Random(f"rows {args.seed} {number}")
             drawn = gather(rng, "test", args.articles)
-            documents = [f"{number} {article}" for article in drawn.articles]
-            library: dict[str, list[str]] = {}  # several questions share it: its chunks are encoded once
-            for name, passage in zip(documents, drawn.passages, strict=True):
-                library.setdefault(name, []).append(passage)
-            for turn, question in enumerate(draw(rng, drawn.questions, args.questions)):
-                row = {
-                    "id": f"{number}-{turn}",
-                    "passages": drawn.passages,
-                    "question": question.text,
-                    "answers": [question.answer],
-                    "kind": question.kind,
-                    "across": question.across,
-                    "documents": documents,
-                    "library": library,
-                }
-                file.write(json.dumps(row) + "\n")
+            questions = draw(rng, drawn.questions, args.questions)
+            file.writelines(rows(number, drawn.passages, drawn.articles, questions))
 
 
 if __name__ == "__main__":

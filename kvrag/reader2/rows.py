@@ -7,10 +7,10 @@ longer contexts, with one question each.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from pathlib import Path
 
+from kvrag.reader.rows import rows
 from kvrag.reader2.world import Scale, draw, sample
 
 
@@ -30,22 +30,8 @@ def main() -> None:
         for number in range(args.contexts):
             rng = random.Random(f"rows {args.seed} {number}")
             drawn = sample(rng, "test", scale)
-            documents = [f"{number} {title}" for title in drawn.documents]
-            library: dict[str, list[str]] = {}
-            for name, passage in zip(documents, drawn.passages, strict=True):
-                library.setdefault(name, []).append(passage)
-            for turn, question in enumerate(draw(rng, drawn.questions, args.questions)):
-                row = {
-                    "id": f"{number}-{turn}",
-                    "passages": drawn.passages,
-                    "question": question.text,
-                    "answers": [question.answer],
-                    "kind": question.kind,
-                    "across": question.across,
-                    "documents": documents,
-                    "library": library,
-                }
-                file.write(json.dumps(row) + "\n")
+            questions = draw(rng, drawn.questions, args.questions)
+            file.writelines(rows(number, drawn.passages, drawn.documents, questions))
 
 
 if __name__ == "__main__":

@@ -193,9 +193,10 @@ class LayerLoader:
 
     def _lay_out(self, number: int, chunks: _Chunks) -> _Laid:
         device = self._backend.layer_device(number)
-        with _unreadable_without_memory(next(iter(chunks))), _copying(device):
+        with _copying(device):
             for key, packed in chunks.items():
-                chunks[key] = unpack(packed, self._codec, device)
+                with _unreadable_without_memory(key):
+                    chunks[key] = unpack(packed, self._codec, device)
             keys, values = (self._lay_out_side(side, chunks, device) for side in (0, 1))
             copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         return _Laid(keys, values, copied)

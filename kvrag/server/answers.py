@@ -129,6 +129,8 @@ def _fitting(engine: BlendEngine, settings: ServerSettings, messages: Messages, 
     tokenizer, bare = engine.model.tokenizer, list(messages)
     place_context(bare, settings, [])
     room = engine.model.context_window * (1 - _FOR_ANSWER) - len(tokenizer.render(bare))
+    if sum(len(hit.text.encode()) + 2 for hit in hits) <= room:  # no token is shorter than a byte: nothing to count
+        return list(hits)
     fitting: list[Hit] = []
     for hit in hits:
         room -= len(tokenizer.encode(f"{hit.text}\n\n"))

@@ -162,15 +162,17 @@ def test_documents_of_a_call_are_reused_the_next_time(chat: ChatBlend, chunks: l
 
 @pytest.mark.usefixtures("endless")
 def test_the_stop_strings_of_a_call_are_added_to_the_objects(settings: dict[str, Any]) -> None:
-    text = str(ChatBlend(**settings).invoke(QUESTION).content)
-    assert len(text) > 2
-    early, late = text[1:2], text[-1:]
+    asked = (
+        "It is said that Ingla has learned to play a leather drum.\n\nQuestion: What does Ingla play?"  # a long answer
+    )
+    text = str(ChatBlend(**settings).invoke(asked).content)
+    early, late = text[4:7], text[-5:-2]
     stopping = ChatBlend(**settings, stop=[early])
-    assert stopping.invoke(QUESTION).content == text[: text.find(early)]
+    assert stopping.invoke(asked).content == text[: text.find(early)]
     first = min(text.find(early), text.find(late))
     for answer in (
-        stopping.invoke(QUESTION, stop=[late]),
-        ChatBlend(**settings, stop=[late]).invoke(QUESTION, stop=[early]),
+        stopping.invoke(asked, stop=[late]),
+        ChatBlend(**settings, stop=[late]).invoke(asked, stop=[early]),
     ):
         assert answer.content == text[:first]
         assert answer.response_metadata["finish_reason"] == "stop"

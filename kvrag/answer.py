@@ -23,6 +23,7 @@ from kvrag.generate.tools import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import Call, Watch
 from kvrag.inspect.history import History
+from kvrag.openmp import own_team
 from kvrag.request import Pipeline, Prefilled, Prompt
 from kvrag.reuse.conversation import CachedPrefix, Conversation, Conversations, Turn
 from kvrag.store import serve
@@ -115,7 +116,7 @@ class Answering:
         constraint = constrain(self._model, prepared.grammar) if prepared.grammar else None
         parser = prepared.parser(tokenizer, ids)
         room = min(question.sampling.max_new_tokens, self._model.context_window - len(ids))
-        with self._admission.admit((len(ids) + room) * self._model.bytes_per_token) as admitted:
+        with own_team(), self._admission.admit((len(ids) + room) * self._model.bytes_per_token) as admitted:
             created = self._warm(question.documents, namespace, notes) if question.documents else set()
             done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
             # computed now, since a stream may be closed at any point; more text may change a plain prompt's last token

@@ -38,6 +38,7 @@ from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.verify import Check, verify
+from kvrag.openmp import own_team, release_team
 from kvrag.request import Pipeline, Prefilled
 from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.prefetch import Prefetcher
@@ -45,7 +46,6 @@ from kvrag.store import FileStore, KVStore, MemoryTier
 from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport
 
 _shared: Shared[BlendEngine] = Shared()
-_threads = ThreadPoolExecutor(64, "kvrag-async")  # asyncio's own are fewer than the answers of a batch
 
 _show = show_options(AnswerOptions, ANSWER_DEFAULTS)
 
@@ -110,6 +110,7 @@ class BlendEngine:
         self._prefetcher = Prefetcher(self.store, self._pipeline.memory)
         self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes, batch_bytes)
         self._closed = False
+        release_team()
 
     @classmethod
     def from_pretrained(
@@ -147,6 +148,7 @@ class BlendEngine:
 
     # ---------------------------------------------------------------- ingestion
 
+    @own_team()
     def warm(
         self,
         texts: Iterable[str],
@@ -320,9 +322,10 @@ class BlendEngine:
         context.run(is_left.set, left.is_set)
         step: asyncio.Future[Any] | None = None
         loop = asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(1, "kvrag-async")  # of its own, see `kvrag.openmp`
         try:
             while True:
-                step = loop.run_in_executor(_threads, partial(context.run, next, deltas, end))
+                step = loop.run_in_executor(thread, partial(context.run, next, deltas, end))
                 delta = await asyncio.shield(step)
                 if delta is end:
                     return
@@ -331,6 +334,7 @@ class BlendEngine:
             left.set()
             if step is not None and not step.done():
                 await asyncio.wait([step])  # cancelled during a step: a running generator cannot be closed
+            thread.shutdown(wait=False)
             deltas.close()
 
     @_show
@@ -368,6 +372,7 @@ class BlendEngine:
         """Return the token ids of the prompt that `stream` would answer; raises as `count_tokens`."""
         return prepare(self.model.tokenizer, prompt, tools).render(self.model.tokenizer)
 
+    @own_team()
     def explain(
         self,
         prompt: str | Messages | BlendReport | dict[str, Any] | None = None,
@@ -403,10 +408,12 @@ class BlendEngine:
         find = partial(self._pipeline.find, namespace=namespace)
         return explain(self.model.tokenizer, self.store, self.fingerprint, find, call, config.min_run, retrieved)
 
+    @own_team()
     def verify(self) -> list[Check]:
         """Run the correctness gate on this engine's model, in a temporary folder; see `kvrag.inspect.verify`."""
         return verify(self.model, codec=self.codec)
 
+    @own_team()
     def calibrate(
         self,
         prompts: Sequence[str | Messages] | None = None,
@@ -467,6 +474,7 @@ class BlendEngine:
         found = calibrate.calibrate(self.model, prefill, ids, config, criterion, progress, words, most)
         return self._tuning.keep_calibration(found) if found.is_usable else found
 
+    @own_team()
     def prefill(
         self,
         ids: list[int],

@@ -12,7 +12,7 @@ import kvrag
 
 ROOT = Path(kvrag.__file__).parent
 
-BASE = {"errors", "config", "types", "fingerprint"}
+BASE = {"errors", "config", "types", "fingerprint", "openmp"}
 ROOMS = {"backend", "store", "reuse", "ingest", "generate", "control", "inspect"}
 
 # unit -> the units it may import besides itself; a folder is one unit
@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
     "fingerprint": set(),
+    "openmp": set(),
     "config": {"errors"},
     "sample": {"errors"},
     "reader": {"errors"},

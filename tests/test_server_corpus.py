@@ -72,20 +72,6 @@ def test_what_was_left_undone_is_done_by_the_next_server(corpus: Corpus, engine:
     again.stop(30)
 
 
-def test_what_is_retrieved_is_read_ahead(corpus: Corpus, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    corpus.add("a", CHUNKS[:1])
-    corpus.start()
-    until(lambda: statuses(corpus) == {"a": "ready"})
-    seen: list[Any] = []
-    monkeypatch.setattr(engine, "prefetch", lambda texts, namespace: seen.append((texts, namespace)))
-    asked = ChatRequest.model_validate(
-        {"model": "tiny-rag", "messages": [{"role": "user", "content": "Who plays the harp?"}]}
-    )
-    work = chat_work(engine, ServerSettings(name="tiny"), Tenant("", corpus, Metrics()), asked)()
-    (hit,) = next(work)  # type: ignore[misc]
-    assert seen == [([hit.text], "")]
-    work.close()
-
 
 def test_retrieved_chunks_that_do_not_fit_into_the_window_are_left_out(corpus: Corpus, engine: BlendEngine) -> None:
     corpus.add("long", [f"{number}. " + CHUNKS[number % len(CHUNKS)] for number in range(100)])

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
+from kvrag.openmp import release_team
+
 T = TypeVar("T")
 
 _SHARE = 2.0  # of all other threads together, relative to those in `FairLock.first`
@@ -97,6 +99,7 @@ class FairLock:
     def _release(self) -> None:
         with self._mutex:
             if line := self._first if self.is_wanted_first else self._waiting or self._first:
+                release_team()
                 line.popleft().set()  # handed over: stays held
             else:
                 self._held = False

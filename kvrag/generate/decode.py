@@ -19,6 +19,7 @@ from kvrag.config import Sampling
 from kvrag.errors import ModelError, OutOfMemoryError, SettingError
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.row import Row
+from kvrag.openmp import release_team
 from kvrag.types import Delta
 
 AHEAD = 16
@@ -94,6 +95,8 @@ class Batch:
                     self._step(row)
             finally:
                 if leads:
+                    if len(self._rows) > 1:
+                        release_team()  # another thread may run the next step
                     with self._changed:
                         self._is_led = False
                         self._changed.notify_all()

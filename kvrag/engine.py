@@ -165,7 +165,7 @@ class BlendEngine:
             document: Name of the document that consists of them: its chunks from an earlier call that are not among
                 them are dropped, unless another document has them. "" adds without a name. A list has one name per
                 text, so that several documents are encoded together.
-            sources: Names of the sources of the texts: each text is encoded with up to twice `config.context_tokens` of
+            sources: Names of the sources of the texts: each text is encoded with at least `config.context_tokens` of
                 the preceding text of its source, except texts that several sources have. "" = no source; None =
                 `document`.
             namespace: Namespace of the chunks: prompts of other namespaces never reuse them.

@@ -98,7 +98,7 @@ class FakeVllm:
         if body["model"] != MODEL:
             raise Refusal(404, f"The model `{body['model']}` does not exist.")
         text = self._text(body)
-        words = len(text.split()) + 1
+        words = len(body["prompt"]) if isinstance(body.get("prompt"), list) else len(text.split()) + 1
         if words + body["max_tokens"] > self.window:
             raise Refusal(400, f"This model's maximum context length is {self.window} tokens. You requested {words}.")
         params = (body.get("kv_transfer_params") or {}).get("kvrag")
@@ -129,7 +129,10 @@ class FakeVllm:
         assert mode == "warm"
         assert params["texts"]
         joined = "\n\n".join(params["texts"]) or " "
-        assert body["prompt"] == joined or joined.startswith(body["prompt"])
+        if params.get("contexts"):
+            assert body["prompt"] == [0] * (self.window - 1), "room for what stands before the texts, too"
+        else:
+            assert body["prompt"] == joined or joined.startswith(body["prompt"])
         assert body["max_tokens"] == 1
         names = params["document"]
         names = [names] * len(params["texts"]) if isinstance(names, str) else names

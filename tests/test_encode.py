@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from families import FAMILIES, build
 
 from kvrag import Model
-from kvrag.ingest.encode import _batches, encode, row_lengths
+from kvrag.ingest.encode import _batches, encode, trees
 
 CHUNKS = [
     [5 + i * 7 % 900 for i in range(start, start + length)] for start, length in enumerate([3, 90, 17, 1, 64, 90, 40])
@@ -99,7 +101,10 @@ def test_what_other_chunks_stand_behind_is_computed_once(family: str, tokenizer:
     chunks = [third, first, other, second, first]
     contexts = [[*first, 3, *second, 3], [], [], [*first, 3], []]
     preamble = len(model.tokenizer.preamble)
-    assert sorted(row_lengths(model, chunks, contexts)) == [preamble + 30, preamble + 20 + 17 + 15 + 2]
+    assert sorted(tree.num_tokens for tree in trees(model, chunks, contexts)) == [
+        preamble + 30,
+        preamble + 20 + 17 + 15 + 2,
+    ]
     together = dict(encode(model, chunks, contexts))
     assert sorted(together) == list(range(5))
     for number, (chunk, context) in enumerate(zip(chunks, contexts, strict=True)):
@@ -111,8 +116,121 @@ def test_what_other_chunks_stand_behind_is_computed_once(family: str, tokenizer:
                 torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
+def overlapping(length: int = 40, repeated: int = 12, number: int = 5) -> tuple[list[list[int]], list[list[int]]]:
+    """Return chunks and contexts as a splitter with overlap and a byte-level BPE make them.
+
+    A chunk's first token is not the document's, because the space before it is missing.
+    """
+    step = length - repeated
+    document = [5 + i * 7 % 900 for i in range(length + step * (number - 1))]
+    chunks = [document[i * step : i * step + length] for i in range(number)]
+    chunks[1:] = [[901 + i, *chunk[1:]] for i, chunk in enumerate(chunks[1:])]
+    contexts: list[list[int]] = [[]]
+    for chunk in chunks[:-1]:
+        contexts.append(contexts[-1] + chunk[:step])
+    return chunks, contexts
+
+
+BRANCHING = [
+    "llama",
+    "mistral-window",
+    "llama-dynamic",
+    "phi3-longrope",
+    "gemma2",
+    "gemma3",
+    "qwen3_moe",
+    "glm",
+]
+
+
+@pytest.fixture
+def computed(hf: Any) -> Iterator[list[int]]:
+    """Numbers of tokens of all forward passes, padding included."""
+    seen: list[int] = []
+    hook = hf.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].numel()))
+    yield seen
+    hook.remove()
+
+
+@pytest.mark.parametrize("family", BRANCHING)
+@pytest.mark.parametrize("most_tokens", [None, 150, 1])
+def test_overlapping_chunks_are_what_they_are_alone(family: str, most_tokens: int | None, tokenizer: Any) -> None:
+    model_type, changes = FAMILIES[family]
+    model = Model(build(model_type, **changes), tokenizer, family)
+    chunks, contexts = overlapping()
+    order = [3, 0, 4, 1, 2]
+    chunks, contexts = [chunks[i] for i in order], [contexts[i] for i in order]
+    together = dict(encode(model, chunks, contexts, most_tokens))
+    assert sorted(together) == list(range(5))
+    for number, (chunk, context) in enumerate(zip(chunks, contexts, strict=True)):
+        cache = model.new_cache(500)
+        row = [*model.preamble, *context, *chunk]
+        model.forward(torch.tensor([row]), cache)
+        tables = model.tables(torch.arange(len(row)))
+        for layer, (keys, values) in enumerate(together[number]):
+            own_keys, own_values = (part[:, :, : len(row)] for part in cache.layer(layer))
+            own = slice(len(row) - len(chunk), len(row))
+            torch.testing.assert_close(values, own_values[0, :, own], atol=1e-4, rtol=1e-4)
+            free = model.unrotate(layer, own_keys, tables[layer])
+            torch.testing.assert_close(keys, free[0, :, own], atol=1e-4, rtol=1e-4)
+
+
+def test_what_chunks_repeat_is_computed_once(model: Model, computed: list[int]) -> None:
+    """Only the repeated text itself is computed twice, since it begins with another token."""
+    chunks, contexts = overlapping()
+    preamble = len(model.preamble)
+    dict(encode(model, chunks, contexts))
+    assert computed == [preamble + sum(map(len, chunks))]
+    computed.clear()
+    chunks[1:] = [[contexts[i + 1][-1] + 7, *chunk[1:]] for i, chunk in enumerate(chunks[1:])]  # the document's tokens
+    whole = [contexts[4] + chunks[4]]
+    chunks = [whole[0][i * 28 : i * 28 + 40] for i in range(5)]
+    contexts = [whole[0][: i * 28] for i in range(5)]
+    dict(encode(model, chunks, contexts))
+    assert computed == [preamble + len(whole[0])]
+
+
+def test_the_last_layer_ends_at_its_keys(model: Model, hf: Any) -> None:
+    """Its output is not needed."""
+    run: list[int] = []
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda *_, number=number: run.append(number))
+        for number, layer in enumerate(hf.model.layers)
+    ]
+    for chunks, contexts in ((CHUNKS, None), ([CHUNKS[1]], None), overlapping()):
+        run.clear()
+        dict(encode(model, chunks, contexts))
+        assert set(run) == set(range(model.num_layers - 1))
+    for hook in hooks:
+        hook.remove()
+
+
+def test_trees_hold_every_token_of_every_chunk(model: Model) -> None:
+    """Whatever the chunks and contexts are."""
+    rng = random.Random(0)
+    for most_tokens in (1, 60, 4096):
+        for _ in range(40):
+            rows = [[rng.randrange(3) for _ in range(rng.randrange(1, 30))] for _ in range(rng.randrange(1, 20))]
+            rows += [row[: rng.randrange(1, len(row) + 1)] + rng.choice(rows) for row in rows]
+            cuts = [rng.randrange(len(row)) for row in rows]
+            contexts = [row[:cut] for row, cut in zip(rows, cuts, strict=True)]
+            chunks = [row[cut:] for row, cut in zip(rows, cuts, strict=True)]
+            made = trees(model, chunks, contexts, most_tokens)
+            assert sorted(number for tree in made for number in tree.chunks) == list(range(len(rows)))
+            for tree in made:
+                tokens = tree.ids + [token for _, rest in tree.branches for token in rest]
+                assert len(tokens) == tree.num_tokens
+                assert not tree.branches or len(tokens) <= most_tokens
+                branches = {tuple(tree.ids[:start] + rest) for start, rest in tree.branches}
+                for number, places in tree.chunks.items():
+                    assert [token for place in places for token in tokens[place]] == chunks[number]
+                    row = [*model.preamble, *rows[number]]
+                    assert row == tree.ids[: len(row)] or tuple(row) in branches
+            assert sum(tree.num_tokens for tree in made) <= sum(len(row) + len(model.preamble) for row in rows)
+
+
 def test_where_rope_follows_the_length_nothing_is_shared(tokenizer: Any) -> None:
     model_type, changes = FAMILIES["llama-dynamic"]
     model = Model(build(model_type, **changes), tokenizer, "llama-dynamic")
     long = [5 + i % 900 for i in range(model.stable_length + 20)]
-    assert len(row_lengths(model, [long[:30], long[30:]], [[], long[:30]])) == 2
+    assert len(trees(model, [long[:30], long[30:]], [[], long[:30]])) == 2

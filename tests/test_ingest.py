@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import CHUNKS
+from families import FAMILIES, build
 
 import kvrag.ingest.ingest
 from kvrag import BlendConfig, FileStore, Model, SettingError
@@ -380,15 +383,155 @@ def test_an_interrupted_warm_keeps_what_was_done(opens: Open, model: Model, monk
     kv = opens()
 
     def interrupt(done: int, total: int) -> None:
+        if 0 < done < total:
+            raise KeyboardInterrupt
+
+    names = ["a", "a", "b", "b"]
+    with pytest.raises(KeyboardInterrupt):
+        kv.warm(*CHUNKS, document=names, progress=interrupt)
+    kept = kv.store.stats().chunks
+    assert 0 < kept < 4
+    report = kv.warm(*CHUNKS, document=names)
+    assert (report.new, report.reused) == (4 - kept, kept)
+
+
+# ---------------------------------------------------------------- long documents
+
+
+WORDS = ["harbour", "garden", "river", "window", "engine", "market", "letter", "doctor", "station", "orchard", "winter"]
+
+
+def long_document(chunks: int = 120, seed: int = 0) -> list[str]:
+    """Return chunks of 18 to 28 words."""
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randrange(18, 29))) + "." for _ in range(chunks)]
+
+
+@pytest.fixture
+def computed(hf: Any) -> Iterator[list[int]]:
+    """Numbers of tokens of all forward passes, padding included."""
+    seen: list[int] = []
+    hook = hf.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].numel()))
+    yield seen
+    hook.remove()
+
+
+def contexts_of(kv: Warmer, texts: list[str]) -> list[list[int]]:
+    """Return the context that each text is served with."""
+    contexts = []
+    for text in texts:
+        key = kv.served(text)
+        assert key is not None
+        reader = kv.store.open(key)
+        assert reader is not None
+        with closing(reader):
+            contexts.append(list(reader.context))  # type: ignore[attr-defined]
+    return contexts
+
+
+def test_a_long_document_costs_little_more_than_its_tokens(opens: Open, computed: list[int]) -> None:
+    kv, texts = opens(context_tokens=32), long_document()
+    report = kv.warm(*texts, document="a")
+    assert report.tokens > 30 * 32 * 2
+    assert sum(computed) < 1.3 * report.tokens
+    ids = [kv.model.tokenizer.encode(text) for text in texts]
+    contexts, blank = contexts_of(kv, texts), kv.model.tokenizer.encode("\n\n")
+    everything: list[int] = []
+    for context, own in zip(contexts, ids, strict=True):
+        assert min(32, len(everything)) <= len(context) <= 32 + 12 * 32 + 40, "never less than asked for"
+        assert context == everything[len(everything) - len(context) :], "what stands before the text in its document"
+        everything += [*own, *blank]
+    lengths = list(map(len, contexts))
+    grown = [length for length, following in pairwise(lengths) if following < length]
+    assert len(grown) > 5
+    assert max(lengths) > 32 + 5 * 32, "contexts grow first"
+
+
+@pytest.mark.parametrize("overlap", [2, 5])
+def test_repeated_text_is_computed_twice_at_most(opens: Open, computed: list[int], overlap: int) -> None:
+    """By splitters with overlap: a chunk begins without the space that precedes it in the document."""
+    kv, rng = opens(context_tokens=32), random.Random(1)
+    words = rng.choices(WORDS, k=1000)
+    texts = [" ".join(words[start : start + 25]) for start in range(0, 975, 25 - overlap)]
+    report = kv.warm(*texts, document="a")
+    document = len(kv.model.tokenizer.encode(" ".join(words)))
+    assert document < report.tokens < 1.4 * document
+    assert sum(computed) < 1.3 * report.tokens
+
+
+@pytest.mark.parametrize("sizes", [(1,), (7, 40, 3)])
+def test_keys_do_not_depend_on_how_calls_are_divided(opens: Open, sizes: tuple[int, ...]) -> None:
+    whole, parts, texts = opens("a", context_tokens=32), opens("b", context_tokens=32), long_document()
+    whole.warm(*texts, document="a")
+    before: dict[str, list[int]] = {}
+    start, turn = 0, 0
+    while start < len(texts):
+        stop = start + sizes[turn % len(sizes)]
+        parts.warm(*texts[start:stop], document="a", mode="add", before=before)
+        start, turn = stop, turn + 1
+    assert parts.store.documents() == whole.store.documents()
+    assert whole.warm(*texts, document="a").new == 0
+
+
+def test_a_killed_warm_goes_on_with_the_same_keys(opens: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, kv, texts = opens("a", context_tokens=32), opens("b", context_tokens=32), long_document()
+    whole.warm(*texts, document="a")
+    monkeypatch.setattr(kvrag.ingest.ingest, "_PUT_BYTES", 600 * kv.model.bytes_per_token)
+
+    def interrupt(done: int, total: int) -> None:
         if done > total / 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        kv.warm(*CHUNKS, document="a", progress=interrupt)
+        kv.warm(*texts, document="a", progress=interrupt)
     kept = kv.store.stats().chunks
-    assert 0 < kept < 4
-    report = kv.warm(*CHUNKS, document="a")
-    assert (report.new, report.reused) == (4 - kept, kept)
+    report = kv.warm(*texts, document="a")
+    assert (report.new, report.reused) == (len(texts) - kept, kept)
+    assert kv.store.documents() == whole.store.documents()
+
+
+def test_chunks_that_share_a_context_are_stored_together(
+    opens: Open, computed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would be computed again."""
+    texts = long_document()
+    opens("a", context_tokens=32).warm(*texts, document="a")
+    at_once = sum(computed)
+    computed.clear()
+    monkeypatch.setattr(kvrag.ingest.ingest, "_PUT_BYTES", 1)
+    opens("b", context_tokens=32).warm(*texts, document="a")
+    assert len(computed) > 5
+    assert sum(computed) <= at_once
+
+
+@pytest.mark.parametrize("change", ["longer", "added", "removed"])
+def test_an_edit_reaches_no_further_than_the_next_cuts(opens: Open, change: str) -> None:
+    """The cuts depend on the text, so they soon are where they were."""
+    kv, texts = opens(context_tokens=32), long_document(200)
+    kv.warm(*texts, document="a")
+    edited = list(texts)
+    if change == "longer":
+        edited[60] += " " + " ".join(WORDS)
+    elif change == "added":
+        edited[60:60] = long_document(5, seed=9)
+    else:
+        del edited[60:63]
+    report = kv.warm(*edited, document="a")
+    assert 0 < report.new < 60, "of 140 that follow"
+
+
+def test_contexts_stay_below_the_length_at_which_rope_changes(tmp_path: Path, tokenizer: Any) -> None:
+    """Beyond it, rows share nothing."""
+    model_type, changes = FAMILIES["llama-dynamic"]
+    model = Model(build(model_type, **changes), tokenizer, "llama-dynamic")
+    kv = warmer_on(model, tmp_path, context_tokens=20)
+    assert model.stable_length < 20 * 10
+    texts = long_document(30)
+    kv.warm(*texts, document="a")
+    for text, context in zip(texts, contexts_of(kv, texts), strict=True):
+        row = len(model.preamble) + len(context) + len(model.tokenizer.encode(text))
+        assert row <= model.stable_length or len(context) == 20
+    kv.store.close()
 
 
 def test_the_report(kv: Warmer) -> None:

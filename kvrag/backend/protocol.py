@@ -29,6 +29,9 @@ LayerSource = Callable[[int], tuple[Tensor, Tensor]]
 """Function: layer number -> stitched keys and values, each (1, H, capacity, D). Waits for a disk where the backend's
 `passes_may_wait` allows it."""
 
+Branch = tuple[int, int]
+"""Tokens that continue a beginning of a row in another way: length of that beginning, and number of tokens."""
+
 Observer = Callable[[int, Tensor, Tensor], bool]
 """Callback with a layer's number and its fresh keys and values, each (B, H, S, D), before they are written. If it
 returns True, the forward pass ends there and the layer is not written."""
@@ -133,6 +136,13 @@ class Backend(Protocol):
 
     def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:
         """Run the model on (S,) ascending positions `rows`, or append. Changes `cache`. Returns (B, V) logits."""
+
+    def forward_branches(self, observe: Observer, ids: Tensor, cache: KVCache, branches: Sequence[Branch]) -> None:
+        """Like `forward_until`, on an empty cache, for a row and its branches, which do not attend to each other.
+
+        Args:
+            ids: (1, N) the row, then its branches; their KV is written in this order.
+        """
 
     def forward_until(self, observe: Observer, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> None:
         """Like `forward`, but end the pass when `observe` returns True."""

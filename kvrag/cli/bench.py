@@ -27,7 +27,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 
 def _add_number(parser: argparse.ArgumentParser, name: str, default: float, what: str, least: float = 0) -> None:
     """Add an option for a number of the default's type, with the default in its help."""
-    kind = checked(float, check_ratio) if name == "--ratio" else at_least(least, type(default))
+    kind = checked(float, check_ratio) if name in ("--ratio", "--overlap") else at_least(least, type(default))
     parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
 
 
@@ -281,6 +281,7 @@ def ingest(parser: argparse.ArgumentParser) -> None:
     _add_number(parser, "--chunks", 16, "to encode")
     _add_number(parser, "--chunk-tokens", 256, "tokens per chunk")
     _add_number(parser, "--document-chunks", 1, "chunks per document, each the context of the next", least=1)
+    _add_number(parser, "--overlap", 0.0, "share of a chunk that repeats the end of the one before")
 
 
 def serve(parser: argparse.ArgumentParser) -> None:

@@ -210,7 +210,9 @@ class Vllm:
         for batch in divided:
             known = {name: contexts[name] for name in {*batch.part.sources} if name in contexts}
             asked = {"namespace": namespace, "contexts": known, "replace": batch.is_whole}
-            report, behind = self._warm(batch.part, document, asked, prompt_of(batch.part))
+            # the texts are computed behind those contexts, in the pages of the prompt: this one has all there can be
+            prompt = [0] * (self.window - 1) if known else prompt_of(batch.part)
+            report, behind = self._warm(batch.part, document, asked, prompt)
             contexts |= behind
             yield report
             progress(done := done + len(batch.part), len(texts))
@@ -219,7 +221,7 @@ class Vllm:
             self._warm(texts.of_documents(names), None, {"namespace": namespace}, prompt_of(divided[0].part))
 
     def _warm(
-        self, texts: Texts, document: str | None, asked: Body, prompt: str
+        self, texts: Texts, document: str | None, asked: Body, prompt: str | list[int]
     ) -> tuple[WarmReport, dict[str, list[int]]]:
         """Send one request; return its report, and the token ids that precede what comes next in each source."""
         names = texts.documents if document is None else document
@@ -259,7 +261,7 @@ class Vllm:
     def _tokenize(self, prompt: Body) -> int:
         return int(self._connection.call("POST", "/tokenize", {"model": self.model, **prompt})["count"])
 
-    def _control(self, asked: Body, prompt: str = " ") -> Body:
+    def _control(self, asked: Body, prompt: str | list[int] = " ") -> Body:
         """Send a request to the connector, on a prompt that reserves its pages; return the connector's response."""
         request = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
         extra = {"kv_transfer_params": {"kvrag": asked}}

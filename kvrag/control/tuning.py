@@ -10,7 +10,6 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -122,10 +121,13 @@ class Tuning:
         share = tokens_of(keys) * (number + 1) / reader.num_layers
         self._costs.observe_load(reader.bytes_read - before, share, time.perf_counter() - started)
 
-    def observe_encoding(self, lengths: Sequence[int], passes: int, seconds: float) -> None:
-        """Observe the encoding of chunks of these lengths in `passes` forward passes."""
-        pairs = sum(length * length for length in lengths) / 2
-        self._costs.observe_pass("encode", sum(lengths), pairs, seconds, passes)
+    def observe_encoding(self, tokens: int, pairs: float, passes: int, seconds: float) -> None:
+        """Observe the encoding of chunks in `passes` forward passes.
+
+        Args:
+            pairs: Number of pairs of a token and a key that it attends to.
+        """
+        self._costs.observe_pass("encode", tokens, pairs, seconds, passes)
 
     def observe_full(self, num_tokens: int, trace: Trace) -> None:
         """Observe the full prefill of a prompt of `num_tokens` tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,8 +16,36 @@ BATCH_TOKENS = 4096
 BATCH_BYTES = 256 << 20
 """Bytes of KV per forward pass; limits the number of tokens for large models."""
 
+_ENOUGH = 1024  # tokens: a larger pass is not faster per token, so no row is padded by much to be part of one
+_PADDING = 1.03
+
 LayerKV = tuple[Tensor, Tensor]
 """Keys (position-free) and values of one chunk on one layer, each (H, T, D), on the CPU."""
+
+
+@dataclass
+class Tree:
+    """A row to compute, and rows that begin like it: each has the row's KV up to the token where it differs.
+
+    Attributes:
+        ids: Token ids of the row.
+        branches: Number of leading tokens that a branch shares with the row, and the token ids that follow there.
+        chunks: By number of a chunk: the places of its tokens among those of the row and then of the branches.
+    """
+
+    ids: list[int]
+    branches: list[tuple[int, list[int]]] = field(default_factory=list)
+    chunks: dict[int, list[slice]] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens to compute."""
+        return len(self.ids) + sum(len(ids) for _, ids in self.branches)
+
+    @property
+    def num_pairs(self) -> float:
+        """Number of pairs of a token and a key that it attends to."""
+        return sum(len(ids) * (start + len(ids) / 2) for start, ids in [(0, self.ids), *self.branches])
 
 
 def encode(
@@ -27,7 +56,7 @@ def encode(
 ) -> Iterator[tuple[int, list[LayerKV]]]:
     """Encode chunks with the model's preamble and their contexts in front. Only the chunks' own KV is kept.
 
-    A chunk that is part of another chunk's context is not computed twice.
+    What rows have in common at their beginning is computed once, see `trees`.
 
     Args:
         chunks: Token ids of each chunk, not empty, without the preamble.
@@ -35,32 +64,22 @@ def encode(
         most_tokens: Maximum per forward pass, but at least one chunk; None = `batch_tokens(model)`.
 
     Yields:
-        (number of the chunk in `chunks`, keys and values per layer), shortest rows first.
+        (number of the chunk in `chunks`, keys and values per layer).
     """
-    rows = _rows(model, chunks, contexts)
-    groups = _prefix_groups(rows, model.stable_length)
-    most_tokens = most_tokens or batch_tokens(model)
-    for batch in _batches({row: len(rows[row]) for row in groups}, most_tokens, model.stable_length):
-        longest = max(len(rows[row]) for row in batch)
-        ids = torch.tensor([rows[row] + rows[row][-1:] * (longest - len(rows[row])) for row in batch])  # (B, T)
-        cache = model.new_cache(longest)
-        # padding comes after the chunk, where causal attention cannot see it: no mask is needed
-        model.forward(ids, cache)
-        tables = model.tables(torch.arange(longest))
-        layers = []
-        for layer in range(model.num_layers):
-            keys, values = cache.layer(layer)  # (B, H, T, D)
-            with torch.inference_mode():
-                keys = model.unrotate(layer, keys, tables[layer])
-                layers.append((model.all_heads(keys).cpu(), model.all_heads(values).cpu()))
-        for index, row in enumerate(batch):
-            for number in groups[row]:
-                kept = slice(len(rows[number]) - len(chunks[number]), len(rows[number]))
-                # copies: a view would keep the context's memory alive
-                yield (
-                    number,
-                    [(keys[index, :, kept].clone(), values[index, :, kept].clone()) for keys, values in layers],
-                )
+    made = trees(model, chunks, contexts, most_tokens or BATCH_TOKENS)
+    lengths = {number: len(tree.ids) for number, tree in enumerate(made) if not tree.branches}
+    numbers = _batches(lengths, most_tokens or batch_tokens(model), model.stable_length)
+    batches = [[made[number] for number in batch] for batch in numbers]
+    for batch in batches + [[tree] for tree in made if tree.branches]:
+        encoded: dict[int, list[LayerKV]] = {number: [] for tree in batch for number in tree.chunks}
+        with torch.inference_mode():
+            for keys, values in _layers(model, batch):  # each (B, H, T, D)
+                for index, tree in enumerate(batch):
+                    for number, places in tree.chunks.items():
+                        # copies: a view would keep the context's memory alive
+                        own = (torch.cat([part[index, :, place] for place in places], 1) for part in (keys, values))
+                        encoded[number].append((next(own), next(own)))
+        yield from encoded.items()
 
 
 def batch_tokens(model: Backend) -> int:
@@ -70,48 +89,113 @@ def batch_tokens(model: Backend) -> int:
     return max(1, min(BATCH_TOKENS, BATCH_BYTES // model.bytes_per_token))
 
 
-def row_lengths(
-    model: Backend, chunks: Sequence[Sequence[int]], contexts: Sequence[Sequence[int]] | None = None
-) -> list[int]:
-    """Return the lengths of the rows that `encode` computes for these chunks."""
-    rows = _rows(model, chunks, contexts)
-    return [len(rows[row]) for row in _prefix_groups(rows, model.stable_length)]
+def trees(
+    model: Backend,
+    chunks: Sequence[Sequence[int]],
+    contexts: Sequence[Sequence[int]] | None = None,
+    most_tokens: int = BATCH_TOKENS,
+) -> list[Tree]:
+    """Return what `encode` computes for these chunks.
 
+    Attention is causal, so the KV of a common beginning of two rows is the same, unless RoPE depends on the length. A
+    row becomes a branch of a longer one if they have at least its first half in common.
 
-def _rows(model: Backend, chunks: Sequence[Sequence[int]], contexts: Sequence[Sequence[int]] | None) -> list[list[int]]:
-    """Return the preamble, context and ids of each chunk as one row."""
-    preamble = list(model.preamble)
-    return [
-        [*preamble, *context, *chunk] for context, chunk in zip(contexts or [()] * len(chunks), chunks, strict=True)
-    ]
-
-
-def _prefix_groups(rows: Sequence[list[int]], stable_length: int) -> dict[int, list[int]]:
-    """Return the rows to compute, each with the numbers of its prefixes, itself included.
-
-    Attention is causal, so the KV of a prefix is part of the KV of the longer row, unless RoPE depends on the length.
+    Args:
+        most_tokens: A branch that would make a tree larger is computed elsewhere.
     """
-    groups: dict[int, list[int]] = {}
-    longest = -1
-    for number in sorted(range(len(rows)), key=rows.__getitem__, reverse=True):  # extensions come before their prefix
-        row = rows[number]
-        if longest >= 0 and len(rows[longest]) <= stable_length and rows[longest][: len(row)] == row:
-            groups[longest].append(number)
+    preamble, contexts = list(model.preamble), contexts or [()] * len(chunks)
+    rows = [[*preamble, *context, *chunk] for context, chunk in zip(contexts, chunks, strict=True)]
+    made: list[Tree] = []
+    # neighbours in alphabetical order have the longest beginnings in common
+    todo = _clusters(rows, sorted(range(len(rows)), key=rows.__getitem__), model.stable_length)
+    while todo:
+        cluster = todo.pop()
+        longest = max(cluster, key=lambda number: len(rows[number]))
+        tree, left = Tree(rows[longest]), []
+        for number in cluster:
+            row, first = rows[number], len(rows[number]) - len(chunks[number])
+            shared = _common(tree.ids, row)
+            rest = row[shared:]
+            if rest and (2 * shared < len(row) or tree.num_tokens + len(rest) > most_tokens):
+                left.append(number)
+                continue
+            tree.chunks[number] = [slice(first, shared)] if first < shared else []
+            if rest:
+                behind = tree.num_tokens - shared + max(first, shared)
+                tree.branches.append((shared, rest))
+                tree.chunks[number].append(slice(behind, tree.num_tokens))
+        made.append(tree)
+        todo += _clusters(rows, left, model.stable_length)
+    return made
+
+
+def _clusters(rows: Sequence[list[int]], order: Sequence[int], stable_length: int) -> list[list[int]]:
+    """Divide numbers of rows in alphabetical order where neighbours differ in the first half of the shorter one."""
+    clusters: list[list[int]] = []
+    for number in order:
+        row, before = rows[number], rows[clusters[-1][-1]] if clusters else []
+        shortest = min(len(row), len(before))
+        is_near = 0 < shortest <= 2 * _common(row, before) and max(len(row), len(before)) <= stable_length
+        if is_near:
+            clusters[-1].append(number)
         else:
-            longest = number
-            groups[longest] = [number]
-    return groups
+            clusters.append([number])
+    return clusters
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common beginning of two rows."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # comparing slices is faster than comparing tokens
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _layers(model: Backend, batch: Sequence[Tree]) -> Iterator[LayerKV]:
+    """Yield the (B, H, T, D) position-free keys and values of each layer, on the CPU.
+
+    The last layer's output is not needed: the pass ends at its keys and values.
+    """
+    longest, branches = max(len(tree.ids) for tree in batch), batch[0].branches
+    # padding comes after the chunk, where causal attention cannot see it: no mask is needed
+    rows = [tree.ids + tree.ids[-1:] * (longest - len(tree.ids)) for tree in batch]
+    ids = torch.tensor([rows[0] + [token for _, rest in branches for token in rest]] if branches else rows)  # (B, T)
+    cache, last, found = model.new_cache(ids.shape[1]), model.num_layers - 1, list[LayerKV]()
+
+    def observe(number: int, keys: Tensor, values: Tensor) -> bool:
+        if number == last:
+            found.append((keys, values))
+        return number == last
+
+    if branches:
+        model.forward_branches(observe, ids, cache, [(start, len(rest)) for start, rest in branches])
+    else:
+        model.forward_until(observe, ids, cache, torch.arange(longest) if len(batch) == 1 else None)
+    positions = [torch.arange(longest), *(torch.arange(start, start + len(rest)) for start, rest in branches)]
+    tables = model.tables(torch.cat(positions))
+    for number in range(model.num_layers):
+        parts = [cache.layer(number)] if number < last else found
+        keys, values = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+        keys = model.unrotate(number, keys, tables[number])
+        yield model.all_heads(keys).cpu(), model.all_heads(values).cpu()
 
 
 def _batches(lengths: Mapping[int, int], most_tokens: int, stable_length: int) -> Iterator[list[int]]:
     """Yield row numbers in batches of similar length, of equal length where RoPE depends on the length."""
     batch: list[int] = []
+    filled = 0
     for number in sorted(lengths, key=lengths.__getitem__):
         length = lengths[number]
         other = length > stable_length and lengths[number] != lengths[batch[0] if batch else number]
-        if batch and (length * (len(batch) + 1) > most_tokens or other):
+        is_wasteful = filled >= _ENOUGH and length * len(batch) > _PADDING * filled
+        if batch and (length * (len(batch) + 1) > most_tokens or other or is_wasteful):
             yield batch
-            batch = []
+            batch, filled = [], 0
         batch.append(number)
+        filled += length
     if batch:
         yield batch

@@ -21,7 +21,7 @@ from kvrag.config import BlendConfig, check_names
 from kvrag.control.tuning import Tuning
 from kvrag.errors import SettingError, reporting_memory
 from kvrag.fingerprint import Fingerprint, text_key
-from kvrag.ingest.encode import batch_tokens, encode, row_lengths
+from kvrag.ingest.encode import batch_tokens, encode, trees
 from kvrag.ingest.headings import headings_after, title
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore, TextState
 from kvrag.store.codec import pack
@@ -29,6 +29,8 @@ from kvrag.types import WarmReport
 
 _PUT_BYTES = 512 << 20  # chunks are stored in portions of about this much KV: the most that a killed ingestion loses
 _LEAST_OVERLAP = 8  # shorter overlaps are chance
+_GROWTH = 5, 12  # least and most, before a context is cut back: longer ones cost more attention than they save
+_CUTS = 4  # between them, one cut in that many tokens; all three in units of `context_tokens`
 _ROUNDS = 4  # of encoding chunks that other processes evicted or began to share
 
 Progress = Callable[[int, int], None]
@@ -229,8 +231,8 @@ class Ingestion:
     ) -> Iterator[list[int]]:
         """Yield the text that precedes each text in its source.
 
-        The context grows to twice `context_tokens` before it is cut back to `context_tokens`. Until then, consecutive
-        contexts share a prefix, which is computed once for all of them.
+        The context is cut back to `context_tokens` now and then. Until then, consecutive contexts share a prefix, which
+        is computed once for all of them.
         """
         blank = self._model.tokenizer.encode("\n\n")
         limit = self._config.context_tokens
@@ -240,11 +242,24 @@ class Ingestion:
                 context = context[:-shared]
             elif context:
                 context = [*context, *blank]
-            room = self._room(ids)
-            if len(context) > min(2 * limit, room):
-                context = context[len(context) - min(limit, room) :]
+            if self._cuts(context, ids):
+                context = context[max(0, len(context) - min(limit, self._room(ids))) :]
             before[source] = [*context, *ids] if source and limit else []
             yield context
+
+    def _cuts(self, context: Sequence[int], ids: Sequence[int]) -> bool:
+        """Return whether the context is cut back before this text.
+
+        Between the least and the most growth, the text itself decides, by a hash. So behind an edit the cuts soon are
+        where they were before. If the length alone decided, they would be shifted up to the end of the document.
+        """
+        length = len(self._model.preamble) + len(context) + len(ids)
+        if length > min(self._model.context_window, self._model.stable_length):  # beyond that, nothing is shared
+            return True
+        limit = self._config.context_tokens
+        grown = len(context) - limit
+        least, most = (times * limit for times in _GROWTH)
+        return grown > most or (grown > least and int(text_key("", ids), 16) % (_CUTS * limit) < len(ids))
 
     def _headings(
         self, texts: Sequence[list[int]], sources: Sequence[str], before: dict[str, list[int]]
@@ -320,9 +335,10 @@ class Ingestion:
         started, waits = time.perf_counter(), self._model.waits
         encoded = list(encode(self._model, chunks, contexts))
         if self._model.waits == waits:  # otherwise the duration would include other threads' work
-            lengths = row_lengths(self._model, chunks, contexts)
-            passes = math.ceil(sum(lengths) / batch_tokens(self._model))
-            self._tuning.observe_encoding(lengths, passes, time.perf_counter() - started)
+            made = trees(self._model, chunks, contexts)
+            tokens, pairs = sum(tree.num_tokens for tree in made), sum(tree.num_pairs for tree in made)
+            passes = math.ceil(tokens / batch_tokens(self._model))
+            self._tuning.observe_encoding(tokens, pairs, passes, time.perf_counter() - started)
         records = []
         for number, layers in encoded:
             ids = np.asarray(chunks[number], np.uint32)
@@ -352,14 +368,17 @@ def _overlap(before: list[int], ids: list[int]) -> int:
 
 
 def _portions(choices: Sequence[_Choice], bytes_per_token: int) -> Iterator[list[_Choice]]:
-    """Yield the choices in portions of about `_PUT_BYTES`, in reading order: they share the cost of a context."""
+    """Yield the choices in portions of about `_PUT_BYTES`, in reading order.
+
+    Chunks that share a context stay together: otherwise it would be computed again.
+    """
     portion: list[_Choice] = []
     size = 0
     for choice in choices:
-        portion.append(choice)
-        size += len(choice.piece.ids) * bytes_per_token
-        if size >= _PUT_BYTES:
+        if size >= _PUT_BYTES and len(choice.context) <= len(portion[-1].context):
             yield portion
             portion, size = [], 0
+        portion.append(choice)
+        size += len(choice.piece.ids) * bytes_per_token
     if portion:
         yield portion

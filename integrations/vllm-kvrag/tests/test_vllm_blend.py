@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from vllm_engines import CHUNKS, Engine, blended, checkpoint, distance, prompt_of, reference, started
+from vllm_engines import CHUNKS, Engine, blended, checkpoint, distance, prompt_of, reference, started, text_of
 
 from kvrag import BlendEngine, FileStore
 from kvrag.request import Pipeline, Prefilled
@@ -77,17 +77,28 @@ def test_it_is_what_kvrags_own_engine_gives(both: Both, policy: str, prefilled: 
     assert distance(done.logprobs, wanted.logits[0].log_softmax(-1)) < NEAR
 
 
-def test_what_either_encodes_serves_the_other(both: Both, tmp_path: Path) -> None:
-    texts = CHUNKS[4:]
-    assert both.vllm.warm(texts, document="b")["new"] == len(texts)
-    with closing(FileStore(tmp_path)) as other, closing(FileStore(both.folder)) as ours:
-        BlendEngine(both.kvrag.model, other).warm(texts, document="b")
-        assert sorted(ours.documents()["b"]) == sorted(other.documents()["b"])
-        for key in other.documents()["b"]:
+def assert_both_encode_alike(both: Both, texts: list[str], document: str, folder: Path) -> None:
+    assert both.vllm.warm(texts, document=document)["new"] == len(texts)
+    with closing(FileStore(folder)) as other, closing(FileStore(both.folder)) as ours:
+        BlendEngine(both.kvrag.model, other).warm(texts, document=document)
+        assert sorted(ours.documents()[document]) == sorted(other.documents()[document])
+        for key in other.documents()[document]:
             with closing(ours.open(key)) as one, closing(other.open(key)) as two:
                 assert (one.ids == two.ids).all()
                 for number in range(two.num_layers):
                     torch.testing.assert_close(one.layer(number), two.layer(number), atol=1e-5, rtol=1e-5)
+
+
+def test_texts_that_overlap_are_encoded_alike(both: Both, tmp_path: Path) -> None:
+    words = " ".join(text_of(50 + number) for number in range(8)).split()
+    texts = [" ".join(words[start : start + 40]) for start in range(0, len(words) - 40, 30)]
+    assert len(texts) > 5
+    assert_both_encode_alike(both, texts, "overlapping", tmp_path)
+
+
+def test_what_either_encodes_serves_the_other(both: Both, tmp_path: Path) -> None:
+    texts = CHUNKS[4:]
+    assert_both_encode_alike(both, texts, "b", tmp_path)
     prompt = prompt_of(*reversed(texts))
     done = both.vllm.ask(prompt, policy="query", ratio=0.15)
     wanted = blended(both.kvrag, done.ids, 0.15, "query")

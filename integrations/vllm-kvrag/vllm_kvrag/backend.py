@@ -24,7 +24,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvrag.backend.attention import Rows, attention_received
-from kvrag.backend.protocol import KVCache, LayerSource, Observer, Tables
+from kvrag.backend.protocol import Branch, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.errors import ContextWindowError, UnsupportedModelError
@@ -42,7 +42,10 @@ class _StopForward(Exception):
 
 @dataclass
 class PagedCache:
-    """KV of one request in its pages. Layers are stitched when a pass first reaches them."""
+    """KV of one request in its pages. Layers are stitched when a pass first reaches them.
+
+    `branches` is the KV of the branches of its row, by layer: there is no room for it in the pages.
+    """
 
     backend: VllmBackend
     capacity: int
@@ -50,16 +53,19 @@ class PagedCache:
     filled: Tensor | None = None
     length: int = 0
     laid_out: set[int] = field(default_factory=set)
+    branches: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return copies of keys and values of one layer, each (1, H, capacity, D)."""
+        """Return copies of keys and values of one layer, each (1, H, capacity, D), those of the branches behind it."""
         backend = self.backend
 
         def read() -> tuple[Tensor, Tensor]:
             self.lay_out(number)
             return backend.page_map.read(backend.layers[number], backend.slots[: self.capacity])
 
-        return backend.call(read)
+        parts = [backend.call(read), *(branch[number] for branch in self.branches)]
+        keys, values = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+        return keys, values
 
     def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values, each (1, H, S, D), of (S,) positions of one layer."""
@@ -286,6 +292,31 @@ class VllmBackend:
             shift: Rotate the keys for positions that are higher by this number.
         """
         self._forward(ids, cache, rows, observe=observe, shift=shift)
+
+    def forward_branches(self, observe: Observer, ids: Tensor, cache: KVCache, branches: Sequence[Branch]) -> None:
+        """Like `forward_until`, on an empty cache, for a row and its branches; see the protocol.
+
+        A branch is computed in the pages of the positions that it replaces, which get their KV back.
+        """
+        assert isinstance(cache, PagedCache)
+        lengths = [length for _, length in branches]
+        row, *others = torch.split(ids, [ids.shape[1] - sum(lengths), *lengths], dim=1)
+        cache.capacity = row.shape[1]
+        self.forward_until(observe, row, cache, torch.arange(row.shape[1]))
+        for (start, length), own in zip(branches, others, strict=True):
+            rows = torch.arange(start, start + length)
+            before = self.call(partial(self._read, rows))
+            self.forward_until(observe, own, cache, rows)
+            cache.branches.append(self.call(partial(self._read, rows)))
+            self.call(partial(self._write, rows, before))
+
+    def _read(self, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return keys and values, each (1, H, S, D), of these positions of all layers."""
+        return [self.page_map.read(layer, self.slots[rows]) for layer in self.layers]
+
+    def _write(self, rows: Tensor, layers: list[tuple[Tensor, Tensor]]) -> None:
+        for layer, (keys, values) in zip(self.layers, layers, strict=True):
+            pages.write(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1), self.slots[rows])
 
     def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
         """Return the (K,) squared attention that every position receives from the last `num_queries` rows."""

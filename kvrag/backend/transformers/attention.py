@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvrag.backend.attention import CPU_ROWS, ROWS, Rows, attention_received
+from kvrag.backend.protocol import Branch
 from kvrag.backend.transformers.cache import StepCache
 
 _NAME = "kvrag"
@@ -47,6 +48,7 @@ class _Pass(Rows):
     """State of one thread's forward pass."""
 
     observer: AttentionObserver | None = None
+    branches: Sequence[tuple[slice, _Pass]] = ()  # the places of each one's own tokens; its keys are those before too
     scratch: Tensor | None = None
 
     def room(self, like: Tensor, num_rows: int, num_keys: int) -> tuple[Tensor, Tensor]:
@@ -73,14 +75,26 @@ _usual: dict[int, str] = {}
 
 @contextmanager
 def attention_at(
-    config: Any, rows: Tensor, windows: Sequence[int | None], observer: AttentionObserver | None = None
+    config: Any,
+    rows: Tensor,
+    windows: Sequence[int | None],
+    observer: AttentionObserver | None = None,
+    branches: Sequence[Branch] = (),
 ) -> Iterator[None]:
     """Run one forward pass of (S,) ascending `rows` with kvrag's attention, on layers with these `windows`.
+
+    With `branches`, the rows are all those of a cache, up to the first branch; the branches' tokens come behind them.
 
     Only one thread at a time may do so per `config`. Other threads that run the same transformers model meanwhile get
     its usual attention.
     """
-    with _running(config, _Pass(rows, rows.tolist(), windows, observer=observer)):
+    now = _Pass(rows, rows.tolist(), windows, observer=observer)
+    if branches:
+        now.branches = [(slice(0, len(rows)), replace(now))]
+        for start, length in branches:
+            end, positions = now.branches[-1][0].stop, torch.arange(start, start + length)
+            now.branches.append((slice(end, end + length), _Pass(positions, positions.tolist(), windows)))
+    with _running(config, now):
         yield
 
 
@@ -135,6 +149,20 @@ def _attend(
         raise ValueError("its attention uses custom masks")  # rejected when the model is loaded
     if isinstance(now, _Step):
         return _in_rows(attend, module, query, now, usual, **kwargs), None
+    if not now.branches:
+        return _at_rows(attend, module, query, key, value, now, usual, **kwargs), None
+    attended = []
+    for own, branch in now.branches:
+        shared = slice(0, branch.positions[0])
+        keys, values = (torch.cat([part[:, :, shared], part[:, :, own]], dim=2) for part in (key, value))
+        attended.append(_at_rows(attend, module, query[:, :, own], keys, values, branch, usual, **kwargs))
+    return torch.cat(attended, dim=1), None
+
+
+def _at_rows(
+    attend: Any, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, now: _Pass, usual: str, **kwargs: Any
+) -> Tensor:
+    """Attend with the rows of a pass: (1, HG, S, D) queries -> (1, S, HG, D)."""
     layer, scaling = cast(int, module.layer_idx), kwargs.get("scaling")
     observer = now.observer if now.observer is not None and layer in now.observer.layers else None
     on_cpu = usual == "sdpa" and query.device.type == "cpu"
@@ -143,18 +171,18 @@ def _attend(
         attended, received = _by_products(query, key, value, scaling, now, layer, num_queries)
         if observer:
             observer.observe(layer, received)
-        return attended, None
+        return attended
     if observer:
         softcap = kwargs.get("softcap")
         observer.observe(layer, attention_received(query, key, now, layer, observer.num_queries, scaling, softcap))
     if on_cpu:
-        return _in_blocks(query, key, value, scaling, now, layer), None
+        return _in_blocks(query, key, value, scaling, now, layer)
     blocks = []
     for block in now.blocks(layer, ROWS):
         mask = now.mask(layer, block, 0, query.dtype, query.device)[None, None]
         rows, keys = slice(block.start, block.end), slice(0, block.stop)
         blocks.append(attend(module, query[:, :, rows], key[:, :, keys], value[:, :, keys], mask, **kwargs)[0])
-    return torch.cat(blocks, dim=1), None
+    return torch.cat(blocks, dim=1)
 
 
 def _in_rows(attend: Any, module: nn.Module, query: Tensor, now: _Step, usual: str, **kwargs: Any) -> Tensor:

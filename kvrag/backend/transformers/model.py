@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from kvrag.backend.lock import FairLock, Shared
-from kvrag.backend.protocol import KVCache, LayerSource, Observer, T, Tables
+from kvrag.backend.protocol import Branch, KVCache, LayerSource, Observer, T, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
 from kvrag.backend.transformers.attention import AttentionObserver, attention_at, attention_of_step, suspended
@@ -318,11 +318,28 @@ class Model:
 
         Earlier layers stay written; the layer that ended the pass is not.
         """
+        self._until(observe, cache, lambda: self.forward(ids, cache, rows))
+
+    def forward_branches(self, observe: Observer, ids: Tensor, cache: KVCache, branches: Sequence[Branch]) -> None:
+        """Like `forward_until`, on an empty cache, for a row and its branches, which do not attend to each other.
+
+        Args:
+            ids: (1, N) the row, then its branches; their KV is written in this order.
+        """
+        rows = torch.arange(ids.shape[1] - sum(length for _, length in branches))
+
+        def forward() -> None:
+            with self.lock, torch.inference_mode():
+                self._forward(ids, cache, rows, branches=branches)
+
+        self._until(observe, cache, forward)
+
+    def _until(self, observe: Observer, cache: KVCache, forward: Callable[[], object]) -> None:
         assert isinstance(cache, BlendCache)
         cache.observer = observe
         try:
             with suppress(StopForward):
-                self.forward(ids, cache, rows)
+                forward()
         finally:
             cache.observer = None
 
@@ -353,6 +370,7 @@ class Model:
         rows: Tensor | None,
         observer: AttentionObserver | None = None,
         every: bool = False,
+        branches: Sequence[Branch] = (),
     ) -> Tensor:
         assert isinstance(cache, BlendCache)
         self._reset_rotary()
@@ -363,9 +381,10 @@ class Model:
             cache.rows = None
             attention: AbstractContextManager[None] = nullcontext()
         else:
-            positions, mask = rows, self._no_mask
-            cache.rows, cache.stop = rows.to(self.device), int(rows[-1]) + 1
-            attention = attention_at(self.config, rows, self.windows, observer)
+            positions = torch.cat([rows, *(torch.arange(start, start + length) for start, length in branches)])
+            mask, places = self._no_mask, torch.arange(len(positions)) if branches else rows
+            cache.rows, cache.stop = places.to(self.device), int(places[-1]) + 1
+            attention = attention_at(self.config, rows, self.windows, observer, branches)
         with attention, reporting_memory():
             output = self.hf(
                 input_ids=ids.to(self.device),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,31 @@ def test_other_answers_go_on_while_a_disk_stalls(
     goes_on.set()
     thread.join(30)
     assert torch.equal(found[0], before)
+
+
+def test_the_report_says_what_the_forward_pass_waited_for_chunks(
+    cold: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pass_waits = threading.Event()
+    waiting = cold.model.waiting
+
+    @contextmanager
+    def wait() -> Iterator[None]:
+        with waiting():
+            pass_waits.set()
+            yield
+
+    def read(key: str, number: int) -> None:
+        if number == 2:
+            assert pass_waits.wait(30)
+            time.sleep(0.02)
+
+    ids = cold.model.tokenizer.render(PROMPT)
+    monkeypatch.setattr(cold.model, "waiting", wait)
+    _intercept(cold, monkeypatch, read)
+    report = prepare(cold, ids, 0.3, "query").report
+    assert report.load_s >= 0.02
+    assert report.select_s + report.blend_s >= report.load_stall_s >= 0.02
 
 
 def test_a_chunk_that_cannot_be_read_now_is_recomputed_and_stays(

@@ -116,7 +116,8 @@ class LayerLoader:
         self._reads: dict[int, Future[_Laid | _Chunks]] = {}
         self._read_ahead(0)
         if not backend.passes_may_wait:
-            self._wait_for_all()
+            with trace.step("stall", synchronise=False):
+                self._wait_for_all()
 
     @property
     def span(self) -> slice:
@@ -134,7 +135,7 @@ class LayerLoader:
             DamagedChunkError: A chunk's bytes differ from those that were written.
             ChunkUnreadableError: A chunk cannot be read at the moment.
         """
-        with self.trace.step("load", synchronise=False):
+        with self.trace.step("stall", synchronise=False):
             read = self._read(number) if self._is_at_hand else self._await(number)
         with self.trace.step("stitch", synchronise=False):
             laid = read if isinstance(read, _Laid) else self._lay_out(number, read)

@@ -209,7 +209,7 @@ def _row(name: str, medians: dict[str, float], reports: list[BlendReport], net: 
     detection = report.prompt_tokens * check_layer / net.num_layers if name == "hkvd" else 0
     bound = report.prompt_tokens / (computed + detection)
     rows_s, load_s = medians[f"{computed} rows"], medians[_LOAD]
-    stall_s = statistics.median(each.load_stall_s for each in reports)
+    stall_s = statistics.median(each.load_stall_s for each in reports[1:])  # without the warm-up round
     return replace(
         row,
         bound=bound,

@@ -295,10 +295,10 @@ class Pipeline:
         return done
 
     def _blend(self, matched: Matched, stitched: Stitched, selection: Selection, trace: Trace) -> Tensor:
-        before = trace.seconds["load"] + trace.seconds["stitch"]
+        before = trace.seconds["stall"] + trace.seconds["stitch"]
         with trace.step("blend"):
             logits = blend(self.backend, stitched, selection)
-        pass_s = trace.seconds["blend"] - (trace.seconds["load"] + trace.seconds["stitch"] - before)
+        pass_s = trace.seconds["blend"] - (trace.seconds["stall"] + trace.seconds["stitch"] - before)
         rows, reused = len(blended_rows(self.backend, stitched, selection)), int(stitched.reused.sum())
         self.tuning.observe_blend(matched, rows, reused, pass_s, trace)
         return logits
@@ -337,7 +337,8 @@ def _report(
         policy=config.policy,
         ratio=config.ratio,
         match_s=seconds["match"],
-        load_s=seconds["load"],
+        load_s=seconds["read"],
+        load_stall_s=seconds["stall"],
         stitch_s=seconds["stitch"],
         select_s=seconds["select"],
         blend_s=seconds["blend"],

@@ -70,9 +70,10 @@ class BlendReport:
     `reused_tokens` came from the store or the conversation, `recomputed_tokens` of them were recomputed on all layers,
     `fresh_tokens` were in neither. Of the reused tokens, `created_tokens` were encoded for this answer (its
     `documents`), and `conversation_tokens`, the first of the prompt, come from the conversation's last turn; `runs` are
-    the rest. Times are in seconds; `ttft_s` is the time from the call to the first token and includes all others;
-    `load_s` and `stitch_s` are part of `select_s` and `blend_s`. `exact`: the answer equals full prefill's by
-    construction. `tier` is the source of the KV: "ram", "disk", "mixed" or "" (none). `decision` is the controller's
+    the rest. Times are in seconds; `ttft_s` is the time from the call to the first token and includes all others,
+    except `load_s`: chunks were read in it, mostly beside the forward pass. `load_stall_s` is what the forward pass
+    waited for them; like `stitch_s`, it is part of `select_s` and `blend_s`. `exact`: the answer equals full prefill's
+    by construction. `tier` is the source of the KV: "ram", "disk", "mixed" or "" (none). `decision` is the controller's
     choice and its reason, "" if it made none.
     """
 
@@ -96,6 +97,7 @@ class BlendReport:
     decision: str = ""
     created_tokens: int = 0
     conversation_tokens: int = 0
+    load_stall_s: float = 0.0
 
     @classmethod
     def unblended(cls, prompt_tokens: int, cached_tokens: int, **known: Any) -> BlendReport:

@@ -1,13 +1,15 @@
 """Time to first token of full prefill, an exact-prefix cache and blending, interleaved in one run.
 
 Times run from the call with messages to the first token, including rendering, tokenising, matching, disk reads,
-rotating, selecting and recomputing. Every repeat has a new order of chunks. The RAM tier is off.
+rotating, selecting and recomputing. Every repeat has a new order of chunks. The RAM tier is off, unless it is given a
+size; the chunk files are in the page cache, unless `cold` is set.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import re
@@ -16,7 +18,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import takewhile
@@ -25,14 +28,21 @@ from typing import Any
 
 import torch
 
+from kvrag.backend.protocol import KVCache
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.shapes import random_model
 from kvrag.config import DEFAULT_POLICY, BlendConfig
 from kvrag.engine import BlendEngine
+from kvrag.errors import SettingError
+from kvrag.reuse.load import LayerLoader, Matched
+from kvrag.reuse.trace import Trace
+from kvrag.store import ChunkReader
+from kvrag.store.chunkfile import SUFFIX
 from kvrag.types import BlendReport, Messages
 
 _PREFIX_BLOCK = 16  # tokens, vLLM's default
 FULL, PREFIX = "full prefill", "exact prefix"
+_LOAD = "loading alone"
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,10 @@ class TtftRow:
 
     `speedup` is relative to full prefill in the same run. `bound` is the speed-up if computing the tokens, detection
     layers included, were the only cost; `share` is the fraction of it that was reached.
+
+    `rows_s` is the model's own forward pass over as many tokens, with the prompt's others in its cache before them;
+    `rows_share` is `rows_s / ttft_s`. `load_stall_s` is what the forward pass waited for chunks, `load_alone_s` what
+    loading them takes while nothing is computed, and `hidden` the share of it that the forward pass did not wait for.
     """
 
     name: str
@@ -49,6 +63,11 @@ class TtftRow:
     bound: float | None = None
     share: float | None = None
     computed_tokens: int | None = None
+    rows_s: float | None = None
+    rows_share: float | None = None
+    load_stall_s: float | None = None
+    load_alone_s: float | None = None
+    hidden: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +100,7 @@ class TtftSetup:
         policies, ratio, check_layer: See BlendConfig.
         repeats: Rounds; the medians count.
         ram_bytes: Size of the RAM tier; 0 = chunks are read from disk.
+        cold: Drop the chunk files from the page cache before every prompt.
     """
 
     model: str = "qwen2.5-0.5b"
@@ -93,6 +113,11 @@ class TtftSetup:
     check_layer: int = 1
     repeats: int = 3
     ram_bytes: int = 0
+    cold: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cold and self.ram_bytes:
+            raise SettingError("chunks cannot be cold in a RAM tier: give either --cold or --ram-bytes")
 
 
 def measure(
@@ -117,11 +142,13 @@ def measure(
     corpus = ["".join(rng.choices(words, k=setup.chunk_tokens)) for _ in range(setup.chunks)]
     config = BlendConfig(ratio=setup.ratio, check_layer=setup.check_layer)
     times: dict[str, list[float]] = {}
-    reports: dict[str, BlendReport] = {}
+    reports: dict[str, list[BlendReport]] = {}
     with tempfile.TemporaryDirectory() as folder, BlendEngine(net, folder, config, setup.ram_bytes) as engine:
         progress(f"warming {setup.chunks} chunks of {setup.chunk_tokens} tokens")
         engine.warm(corpus)
         prefix = _PrefixCache(net)
+        ids = net.tokenizer.render(_messages(corpus, "".join(rng.choices(words, k=setup.question_tokens))))
+        cache = engine.prefill(ids, BlendConfig(policy="none", controller="off")).stitched.cache
         for repeat in range(setup.repeats + 1):
             progress(f"round {repeat} of {setup.repeats}" if repeat else "warm-up round")
             rng.shuffle(corpus)
@@ -132,14 +159,20 @@ def measure(
                 ways[PREFIX] = partial(prefix.generate, messages)
             for policy in setup.policies:
                 ways[policy] = partial(ask, engine, policy, list(corpus), question)
+            methods, ids = list(ways), net.tokenizer.render(messages)
+            ways[_LOAD] = partial(_load_alone, engine, ids)
+            for number in {_computed(of_method[-1]) for of_method in reports.values()}:
+                ways[f"{number} rows"] = partial(_rows_alone, engine, ids, cache, number)
             for name, way in ways.items():
+                if setup.cold:
+                    _drop_page_cache(Path(folder))
                 seconds, result = _timed(way)
                 if repeat:
                     times.setdefault(name, []).append(seconds)
                 if isinstance(result, BlendReport):
-                    reports[name] = result
+                    reports.setdefault(name, []).append(result)
     medians = {name: statistics.median(values) for name, values in times.items()}
-    rows = [_row(name, medians, reports.get(name), net, setup.check_layer) for name in medians]
+    rows = [_row(name, medians, reports.get(name, []), net, setup.check_layer) for name in methods]
     settings = run_settings(net) | {
         "chunks": setup.chunks,
         "chunk_tokens": setup.chunk_tokens,
@@ -148,8 +181,9 @@ def measure(
         "check_layer": setup.check_layer,
         "repeats": setup.repeats,
         "ram_tier": bool(setup.ram_bytes),
+        "cold": setup.cold,
     }
-    return TtftResult(rows, next(iter(reports.values())).prompt_tokens, settings)
+    return TtftResult(rows, next(iter(reports.values()))[-1].prompt_tokens, settings)
 
 
 def run_settings(net: Model) -> dict[str, Any]:
@@ -166,14 +200,58 @@ def run_settings(net: Model) -> dict[str, Any]:
     }
 
 
-def _row(name: str, medians: dict[str, float], report: BlendReport | None, net: Model, check_layer: int) -> TtftRow:
-    speedup = medians[FULL] / medians[name]
-    if report is None:
-        return TtftRow(name, medians[name], speedup)
-    computed = report.fresh_tokens + report.recomputed_tokens
+def _row(name: str, medians: dict[str, float], reports: list[BlendReport], net: Model, check_layer: int) -> TtftRow:
+    ttft_s = medians[name]
+    row = TtftRow(name, ttft_s, medians[FULL] / ttft_s)
+    if not reports:
+        return row
+    report, computed = reports[-1], _computed(reports[-1])
     detection = report.prompt_tokens * check_layer / net.num_layers if name == "hkvd" else 0
     bound = report.prompt_tokens / (computed + detection)
-    return TtftRow(name, medians[name], speedup, bound, speedup / bound, computed)
+    rows_s, load_s = medians[f"{computed} rows"], medians[_LOAD]
+    stall_s = statistics.median(each.load_stall_s for each in reports[1:])  # without the warm-up round
+    return replace(
+        row,
+        bound=bound,
+        share=row.speedup / bound,
+        computed_tokens=computed,
+        rows_s=rows_s,
+        rows_share=rows_s / ttft_s,
+        load_stall_s=stall_s,
+        load_alone_s=load_s,
+        hidden=max(1 - stall_s / load_s, 0.0),
+    )
+
+
+def _computed(report: BlendReport) -> int:
+    return report.fresh_tokens + report.recomputed_tokens
+
+
+def _rows_alone(engine: BlendEngine, ids: list[int], cache: KVCache, number: int) -> None:
+    """Run the model on a prompt's last tokens, with a complete cache of the others."""
+    cache.set_length(len(ids) - number)
+    engine.model.forward(torch.tensor(ids[-number:])[None], cache)
+
+
+def _load_alone(engine: BlendEngine, ids: list[int]) -> None:
+    """Load a prompt's chunks as a request does, without computing anything meanwhile."""
+    pipeline, readers = engine._pipeline, dict[str, ChunkReader]()
+    runs = [run for run, _ in pipeline.find(ids, engine.config.min_run)]
+    with closing(Matched(ids, runs, readers)) as matched:
+        for run in runs:
+            reader = pipeline.memory.open(run.key) or engine.store.open(run.key)
+            assert reader is not None
+            readers[run.key] = reader
+        trace = Trace(engine.model)
+        with closing(LayerLoader(engine.model, matched, engine.codec, trace, len(ids))) as loader:
+            for number in range(engine.model.num_layers):
+                loader.layer(number)
+
+
+def _drop_page_cache(folder: Path) -> None:
+    for path in folder.rglob(f"*{SUFFIX}"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _timed(way: Callable[[], object]) -> tuple[float, object]:
@@ -244,8 +322,15 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(", ".join(f"{name} {value}" for name, value in result.settings.items()))
     print(f"prompt of {result.prompt_tokens} tokens, medians of {args.repeats} rounds\n")
-    print(f"{'':14}{'TTFT':>10}{'speed-up':>10}{'bound':>8}{'share':>8}{'computed':>10}")
+    blended = f"{'bound':>8}{'share':>8}{'computed':>10}{'of rows':>9}{'stall':>9}{'hidden':>8}"
+    print(f"{'':14}{'TTFT':>10}{'speed-up':>10}{blended}")
     for row in result.rows:
-        bound = f"{row.bound:>7.2f}x{row.share:>8.2f}{row.computed_tokens:>10}" if row.bound and row.share else ""
-        print(f"{row.name:14}{row.ttft_s * 1000:>7.0f} ms{row.speedup:>9.2f}x{bound}")
+        print(f"{row.name:14}{row.ttft_s * 1000:>7.0f} ms{row.speedup:>9.2f}x{_blended_columns(row)}")
     return 0
+
+
+def _blended_columns(row: TtftRow) -> str:
+    if row.load_stall_s is None:
+        return ""
+    loading = f"{row.load_stall_s * 1000:>6.0f} ms{row.hidden:>8.2f}"
+    return f"{row.bound:>7.2f}x{row.share:>8.2f}{row.computed_tokens:>10}{row.rows_share:>9.2f}{loading}"

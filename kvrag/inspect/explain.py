@@ -172,7 +172,7 @@ def _summary(call: Call, store: KVStore) -> Iterator[str]:
     )
     if computed < prompt:
         yield f"{computed / prompt:.0%} of the tokens were computed: at most {prompt / computed:.1f}x faster"
-    seconds = {"matching": report.match_s, "loading": report.load_s, "stitching": report.stitch_s}
+    seconds = {"matching": report.match_s, "waiting for chunks": report.load_stall_s, "stitching": report.stitch_s}
     seconds |= {"selecting": report.select_s, "computing": report.blend_s}
     yield "milliseconds: " + ", ".join(f"{name} {value * 1000:.0f}" for name, value in seconds.items())
     yield from filter(None, [report.decision, *report.notes])

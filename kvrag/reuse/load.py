@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,7 +23,9 @@ from kvrag.store.codec import unpack
 from kvrag.types import Run
 
 _AHEAD = 4  # layers read before they are needed
-_pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="kvrag-read")
+_LANES = 4  # chunks of a layer that are read at the same time
+_pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="kvrag-layer")
+_lanes = ThreadPoolExecutor(max_workers=16, thread_name_prefix="kvrag-read")  # tasks of `_pool` wait for it
 
 _Chunks = dict[str, tuple[Tensor, Tensor]]
 """Chunk key -> position-free keys and values of one layer, each (H, T, D)."""
@@ -101,7 +103,7 @@ class LayerLoader:
     """
 
     def __init__(self, backend: Backend, matched: Matched, codec: str, trace: Trace, capacity: int) -> None:
-        """Start reading the first layers.
+        """Start reading the first layer, or all of them if a pass may not wait.
 
         Args:
             matched: Runs and open readers. The caller closes it.
@@ -115,9 +117,11 @@ class LayerLoader:
         self._is_at_hand = at_hand and backend.device.type == "cpu"
         self._ahead = _AHEAD if backend.passes_may_wait else backend.num_layers
         self._reads: dict[int, Future[_Laid | _Chunks]] = {}
-        self._read_ahead(0)
+        self._start(0)
         if not backend.passes_may_wait:
-            self._wait_for_all()
+            self._read_ahead(0)
+            with trace.step("stall", synchronise=False):
+                self._wait_for_all()
 
     @property
     def span(self) -> slice:
@@ -135,7 +139,7 @@ class LayerLoader:
             DamagedChunkError: A chunk's bytes differ from those that were written.
             ChunkUnreadableError: A chunk cannot be read at the moment.
         """
-        with self.trace.step("load", synchronise=False):
+        with self.trace.step("stall", synchronise=False):
             read = self._read(number) if self._is_at_hand else self._await(number)
         with self.trace.step("stitch", synchronise=False):
             laid = read if isinstance(read, _Laid) else self._lay_out(number, read)
@@ -153,12 +157,13 @@ class LayerLoader:
                 read.exception()
 
     def _await(self, number: int) -> _Laid | _Chunks:
-        self._read_ahead(number)
+        self._start(number)
         read = self._reads[number]
         self._reads[number] = Future()  # frees the tensors
         if not read.done():
             with self._backend.waiting():
                 read.exception()
+        self._read_ahead(number)  # not before: the disk serves first what a pass waits for
         return read.result()
 
     def _wait_for_all(self) -> None:
@@ -174,21 +179,33 @@ class LayerLoader:
             raise other
 
     def _read_ahead(self, number: int) -> None:
-        if self._is_at_hand or not self._matched.runs:
+        for layer in range(number, min(number + 1 + self._ahead, self._backend.num_layers)):
+            self._start(layer)
+
+    def _start(self, number: int) -> None:
+        if self._is_at_hand or not self._matched.runs or number in self._reads:
             return
         # all layers at once would fill a device whose memory the engine has divided up
         prepare = self._prepare if self._backend.passes_may_wait else self._read
-        for layer in range(number, min(number + 1 + self._ahead, self._backend.num_layers)):
-            if layer not in self._reads:
-                self._reads[layer] = _pool.submit(prepare, layer)
+        self._reads[number] = _pool.submit(prepare, number)
 
     @own_team()
     def _prepare(self, number: int) -> _Laid:
         return self._lay_out(number, self._read(number))
 
     def _read(self, number: int) -> _Chunks:
+        readers = list(self._matched.readers.items())
+        if self._is_at_hand:
+            return self._read_some(number, readers)
+        lanes = [
+            _lanes.submit(self._read_some, number, readers[lane::_LANES]) for lane in range(min(_LANES, len(readers)))
+        ]
+        wait(lanes)  # also if one fails: the readers are closed then
+        return {key: layer for lane in lanes for key, layer in lane.result().items()}
+
+    def _read_some(self, number: int, readers: Sequence[tuple[str, ChunkReader]]) -> _Chunks:
         chunks: _Chunks = {}
-        for key, reader in self._matched.readers.items():
+        for key, reader in readers:
             with _unreadable_without_memory(key), self.trace.reading():
                 chunks[key] = reader.layer(number)
         return chunks

@@ -15,13 +15,13 @@ from kvrag.backend.protocol import Backend
 class Trace:
     """Seconds per step of one request.
 
-    Steps: `match`, `select`, `blend` in this order; within `select` and `blend`, `load` (waiting for the store) and
+    Steps: `match`, `select`, `blend` in this order; within `select` and `blend`, `stall` (waiting for chunks) and
     `stitch` (rotation, and layout where the reading threads did not do it); `read` while at least one thread was
-    reading chunks.
+    reading chunks, mostly beside the others.
     """
 
     def __init__(self, backend: Backend) -> None:
-        self.seconds = dict.fromkeys(("match", "load", "stitch", "select", "blend", "read"), 0.0)
+        self.seconds = dict.fromkeys(("match", "stall", "stitch", "select", "blend", "read"), 0.0)
         self._backend, self._waits = backend, backend.waits
         self._mutex = threading.Lock()
         self._readers, self._reading_since = 0, 0.0

@@ -82,7 +82,7 @@ class Question:
         cls, tokenizer: Tokenizer, prompt: str | Messages | TokenIds, config: BlendConfig, given: AnswerOptions
     ) -> Question:
         """Return the question that a prompt and its options ask; raises the errors of `BlendEngine.stream`."""
-        options = fill_options("stream", ANSWER_DEFAULTS, given)
+        options = fill_options("an answer", ANSWER_DEFAULTS, given)
         config = overridden(config, options["ratio"], options["policy"], options["controller"])
         prepared = prepare(tokenizer, prompt, options["tools"], options["tool_choice"], options["grammar"])
         if isinstance(options["stop"], str):

@@ -305,5 +305,5 @@ def show_options(table: type, defaults: Mapping[str, Any]) -> Callable[[F], F]:
 def fill_options(function: str, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with the defaults of those not given; raise SettingError for an unknown name."""
     for name in options:
-        _require(name in defaults, f"{function}() got an unexpected keyword argument {name!r}")
+        _require(name in defaults, f"{function} got an unknown option {name!r}: it accepts {', '.join(defaults)}")
     return {**defaults, **options}

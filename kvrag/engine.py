@@ -93,6 +93,10 @@ class BlendEngine:
         Raises:
             FingerprintMismatchError: The store holds KV of another model or codec.
         """
+        if isinstance(model, str | Path):
+            raise SettingError(
+                f"model must be a loaded Model, not a name: use BlendEngine.from_pretrained({str(model)!r})"
+            )
         self.model, self.config, self.codec = model, config or BlendConfig(), check_codec(codec)
         self.fingerprint = model.fingerprint.stored_as(codec)
         check_bytes("conversation_bytes", conversation_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import scrypt
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
@@ -358,8 +358,9 @@ class LLMBase(EngineSettings, AnswerSettings):
             sources: Names of their sources; None = the sources recorded in the documents or nodes.
             namespace: Namespace of the chunks; None = this object's namespace.
         """
-        if isinstance(texts, str):
-            raise SettingError("texts must be a list, not one string")
+        # one document or node is iterable, too: over its fields
+        if isinstance(texts, str | Mapping) or hasattr(texts, "model_fields") or not isinstance(texts, Iterable):
+            raise SettingError(f"texts must be a list of documents or texts, got one {type(texts).__name__}")
         chunks = list(texts)
         if sources is None and any(self._source(chunk) for chunk in chunks):
             sources = [self._source(chunk) for chunk in chunks]

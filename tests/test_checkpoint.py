@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from kvrag import Model
 from kvrag.backend.transformers.checkpoint import checkpoint_fingerprint
+from kvrag.backend.transformers.loading import load_config
 from kvrag.errors import ModelLoadError, UnsupportedModelError
 from kvrag.fingerprint import hash_weights
 
@@ -113,6 +114,11 @@ def test_both_of_two_tied_tensors_may_be_stored(save: Save) -> None:
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError):
         checkpoint_fingerprint(tmp_path / "nothing", torch.float32)
+
+
+def test_the_path_of_a_missing_folder_is_not_taken_for_a_name_on_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="there is no such folder"):
+        load_config(str(tmp_path / "nothing"))
 
 
 def test_only_bin_files_are_refused(save: Save) -> None:

@@ -122,6 +122,16 @@ def test_unknown_constructor_settings_are_refused(model: Model, tmp_path: Path) 
             make()
 
 
+def test_a_name_in_place_of_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"use BlendEngine.from_pretrained\('reader'\)"):
+        BlendEngine("reader", tmp_path)  # type: ignore[arg-type]
+
+
+def test_an_unknown_option_is_answered_with_the_known_ones(engine: BlendEngine) -> None:
+    with pytest.raises(SettingError, match=r"got an unknown option .max_tokens.: it accepts .*max_new_tokens"):
+        engine.generate("hello", max_tokens=5)  # type: ignore[call-arg]
+
+
 # ---------------------------------------------------------------- ingestion
 
 

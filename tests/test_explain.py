@@ -219,6 +219,14 @@ def test_what_a_chain_did_to_a_chunk_is_recognised(engine: BlendEngine, way: str
     assert (judged.reason, judged.detail, judged.key) == (found.reason, found.detail, found.key)
 
 
+def test_a_chunk_that_a_prompt_contains_twice_has_no_more_tokens_than_it_has(engine: BlendEngine) -> None:
+    engine.warm([OTHER])
+    explanation = told(engine, OTHER, OTHER[OTHER.index("The newer") :])
+    (found,) = explanation.chunks
+    assert sum(stretch.kind == "reused" for stretch in explanation.stretches) == 2
+    assert found.tokens - 4 <= found.reused <= found.tokens
+
+
 def test_retrieved_texts_that_are_not_in_the_prompt_or_not_in_the_store(engine: BlendEngine) -> None:
     engine.warm([OTHER, *CHUNKS])
     with_metadata = f"source: a.txt\n\n{CHUNKS[1]}"

@@ -61,7 +61,7 @@ def model_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture
 def server(model_folder: Path, tmp_path: Path) -> Iterator[Any]:
     """A process of `kvrag chat --web`, with its `url`."""
-    arguments = ["--model", str(model_folder), "--store", "kv", "--top-k", "3", "--max-tokens", "12", "--json"]
+    arguments = ["--model", str(model_folder), "--store", "kv", "--top-k", "5", "--max-tokens", "12", "--json"]
     process = start(KVRAG, "chat", "--web", *arguments, folder=tmp_path)
     try:
         while not (said := tmp_path / "stdout").exists() or "\n" not in said.read_text():
@@ -114,7 +114,10 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     assert "median of 1 question:" in page.inner_text("#score")
     page.click(".sources > summary")
     page.click(".sources li:first-child summary")
-    assert page.locator(".sources li").count() == 3
+    assert page.locator(".sources li").count() == 5
+    named = page.inner_text(".sources > summary")
+    assert re.fullmatch(r"5 passages from \S+, \S+, \S+ and 2 other documents", named)
+    assert page.is_hidden("#tiny")  # the note about the bundled model
     assert page.inner_text(".sources li:first-child p") in "".join(sample.HANDBOOK.documents().values())
     assert [body.get("policy") for body in asked] == [None, "full"]
     assert asked[0]["messages"] == asked[1]["messages"]

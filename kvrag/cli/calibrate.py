@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
                 say("making prompts of the chunks")
         report = stack.enter_context(progress("calibrating", args.json))
         if not args.json:
-            advice = "fewer with --prompts or --ratios; Ctrl-C reports what was found so far"
+            advice = "fewer with --prompts or --ratios; Ctrl-C ends with what was found so far"
             report = forecast(report, len(ratios) + 1, advice)
         found = engine.calibrate(
             prompts,

@@ -200,14 +200,14 @@ def outcome_lines(outcomes: Sequence[Outcome], warmed: dict[str, Any]) -> list[s
         f"{warmed['tokens']} tokens, {human_bytes(warmed['bytes'])} of KV.",
         "Medians over the questions.",
         "",
-        f"{'':20}{'answer':22}{'recomputed':>11}{'TTFT':>8}",
+        f"{'':20}{'answer':22}{'recomputed':>12}{'TTFT':>12}",
     ]
     for outcome in outcomes:
         if outcome.way == FULL.name:
             lines += ["", f"{outcome.question} ({outcome.expected})"]
         answer = shorten(outcome.answer, 12, placeholder="...") + ("" if outcome.correct else " (wrong)")
         computed = "all" if outcome.way == FULL.name else f"{outcome.recomputed_tokens} of {outcome.reused_tokens}"
-        lines.append(f"  {outcome.way:18}{answer:22}{computed:>11}{outcome.ttft_s * 1000:>5.0f} ms")
+        lines.append(f"  {outcome.way:18}{answer:22}{computed:>12}{outcome.ttft_s * 1000:>9.0f} ms")
     counts = [f"{sum(outcome.correct for outcome in part)} of {len(part)} by {name}" for name, part in by_way.items()]
     return [
         *lines,

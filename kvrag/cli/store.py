@@ -89,8 +89,9 @@ def _check(store: FileStore, as_json: bool) -> int:
     if as_json:
         print(json.dumps(asdict(found)))
     else:
-        without = f"{found.adopted} of them were found without a row"
-        print(f"{found.sound} chunks are sound, {without}; {found.damaged} damaged")
+        print(f"{found.sound} chunks are sound, {found.damaged} damaged")
+        if found.adopted:
+            say(f"{found.adopted} of the sound chunks were missing from the store's index and were added to it")
         if found.repaired:
             say(f"the rows of {found.repaired} chunks did not match their files and were repaired")
         if found.damaged:

@@ -230,7 +230,7 @@ def calibrate(
     curve = tuple(_agreement(ratio, [row[ratio] for row in rows]) for ratio in grid)
     notes = [f"{left_out} prompts had nothing to recompute and were left out"] if left_out else []
     if guessed:
-        notes.append(f"{guessed} prompts were left out: full prefill completes them otherwise than the documents")
+        notes.append(f"{guessed} prompts were left out: full prefill continues them differently from the documents")
     if is_interrupted:
         notes.append(f"interrupted after {len(rows)} of {count} prompts")
     if len(rows) < _FEW:

@@ -279,7 +279,9 @@ class _Prompt:
     def _recognise(self, key: str, ids: NDArray[np.uint32]) -> Finding | None:
         """Return None if the match is small enough to be chance, or if another chunk has the same text."""
         text = self._tokenizer.decode(ids.tolist())
-        reused = sum(len(run) for run in self._report.runs if run.key == key)
+        # its tokens, not the prompt's: a prompt may contain a chunk twice
+        runs = (run for run in self._report.runs if run.key == key)
+        reused = len({place for run in runs for place in range(run.offset, run.offset + len(run))})
         missed = sum(int((~self._reused[run.start : run.stop]).sum()) for run, _ in self.stored if run.key == key)
         why: tuple[Reason, str] | None = None
         if missed > _EDGES:

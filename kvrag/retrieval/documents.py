@@ -121,7 +121,7 @@ def find(paths: Iterable[str | Path]) -> tuple[list[Path], list[Problem]]:
                     found[file.resolve()] = None
             if others:
                 kinds = ", ".join(f"{number} {suffix}" for suffix, number in others.most_common())
-                reason = f"skipped: files of other kinds ({kinds}); a file named as PATH is read as text"
+                reason = f"skipped: files of other kinds ({kinds}): to read one as text, name the file itself"
                 problems.append(Problem(str(path.resolve()), reason))
         elif path.exists():
             found[path.resolve()] = None

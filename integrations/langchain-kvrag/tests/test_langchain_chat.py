@@ -271,6 +271,9 @@ def test_documents_of_a_call_may_be_what_a_retriever_returns(
     assert told.reused > 16
     with pytest.raises(SettingError, match="not one string"):
         llm.invoke(QUESTION, documents=chunks[0])
+    for one in (Document(chunks[0]), {"page_content": chunks[0]}, chunks[0], None):
+        with pytest.raises(SettingError, match=f"must be a list of documents or texts, got one {type(one).__name__}"):
+            llm.warm(one)
 
 
 @pytest.mark.parametrize("stop", ["ab", "", 5])

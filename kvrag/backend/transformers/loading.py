@@ -155,6 +155,8 @@ def _explain(name: str, path: str, error: Exception) -> str:
         hint = "accept its licence on the model hub, and log in with `hf auth login`"
     elif os.path.isdir(path):
         hint = "check the files in that folder"
+    elif path.startswith((".", "/", "~")):
+        hint = "there is no such folder"
     elif os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
         hint = "it is not in the local cache and HF_HUB_OFFLINE is set: unset it, or pass a folder"
     else:

@@ -146,7 +146,7 @@ class Model:
             UnsupportedModelError: The model cannot be blended exactly.
             SettingError: A setting is unknown.
         """
-        settings = fill_options("from_pretrained", LOAD_DEFAULTS, options)
+        settings = fill_options("from_pretrained()", LOAD_DEFAULTS, options)
         key = json.dumps([str(name_or_path), settings], default=str)
         preamble, name = settings.pop("preamble"), str(name_or_path)
 
@@ -198,7 +198,7 @@ class Model:
         if over > 0:
             raise ContextWindowError(
                 f"{what} has {num_tokens} tokens, {over} too many for the window of {self.name} "
-                f"({self.context_window}, one for the answer): use fewer or shorter chunks"
+                f"({self.context_window} tokens, one of them for the answer): use fewer or shorter chunks"
             )
 
     # ---------------------------------------------------------------- rotary

@@ -2,6 +2,7 @@
 
 const $ = (id) => document.getElementById(id);
 const POLL_MS = 500;
+const NAMED = 3; // documents named in the line above an answer's sources
 const KEPT_TURNS = 4; // earlier turns that are sent with a question
 
 let key = sessionStorage.getItem("kvrag-key") ?? "";
@@ -178,7 +179,7 @@ async function add(named) {
       problems.set(name, found.map((one) => (one.line === null ? one.message : `line ${one.line}: ${one.message}`)));
       uploads.delete(name);
     } catch (error) {
-      uploads.set(name, error.message);
+      uploads.set(name, error.message.replace(`${name}: `, "")); // the row begins with the name
     }
   }
   await refresh();
@@ -216,7 +217,7 @@ async function ready(say, signal) {
     signal.throwIfAborted();
   }
   if (!documents.some((one) => one.chunks)) {
-    throw new ServerError("There are no documents yet: add one on the left, or load the sample documents.", 0);
+    throw new ServerError("There are no documents yet: add one under Documents, or load the sample documents.", 0);
   }
 }
 
@@ -386,7 +387,9 @@ function showSources(turn, found) {
   const box = turn.querySelector(".sources");
   box.hidden = !found.length;
   const names = [...new Set(found.map((one) => one.document))];
-  box.querySelector("summary").textContent = `${count(found.length, "passage")} from ${names.join(", ")}`;
+  const others = names.length > NAMED + 1 ? ` and ${names.length - NAMED} other documents` : "";
+  const named = (others ? names.slice(0, NAMED) : names).join(", ");
+  box.querySelector("summary").textContent = `${count(found.length, "passage")} from ${named}${others}`;
   box.querySelector("ol").replaceChildren(...found.map((one) => {
     const item = element("li");
     const details = element("details");
@@ -497,6 +500,7 @@ async function start() {
       return;
     }
     samples = await (await call("samples.json")).json();
+    $("tiny").hidden = samples.is_chat;
     $("questions").append(...samples.questions.map((question) => {
       const button = element("button", "", question);
       button.type = "button";

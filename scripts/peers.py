@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -206,7 +207,8 @@ def write_model(folder: Path, layers: int | None) -> list[int]:
 
 def serve(name: str, folder: Path) -> None:
     """Answer the prompts that come as lines, each with a line of seconds."""
-    out, sys.stdout = sys.stdout, sys.stderr  # peers print
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # peers and their processes print
     chunks = json.loads((folder / "chunks.json").read_text())
     answer = PEERS[name][2](folder, chunks)
     print("ready", file=out, flush=True)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvrag.client import RemoteEngine
     from kvrag.engine import BlendEngine
     from kvrag.llm import LazyEngine, LLMBase, LLMSettings
-    from kvrag.store import FileStore, KVStore
+    from kvrag.store import FileStore, KVStore, SharedStore
 
 __version__ = "0.1.0"
 
@@ -48,6 +48,7 @@ __all__ = [
     "Delta",
     "Explanation",
     "FileStore",
+    "SharedStore",
     "FingerprintMismatchError",
     "Grammar",
     "InvalidCall",
@@ -78,6 +79,7 @@ __all__ = [
 _HEAVY = {
     "BlendEngine": "kvrag.engine",
     "FileStore": "kvrag.store",
+    "SharedStore": "kvrag.store",
     "KVStore": "kvrag.store",
     "LLMBase": "kvrag.llm",
     "LLMSettings": "kvrag.llm",

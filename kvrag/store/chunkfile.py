@@ -169,6 +169,9 @@ class PackedChunk:
         keys, values = self._tensors[f"{number:03d}.k"], self._tensors[f"{number:03d}.v"]
         return self._start + keys["data_offsets"][0], self._start + values["data_offsets"][1]
 
+    def close(self) -> None:
+        """See ChunkReader.close."""
+
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """See ChunkReader.layer."""
         with self._noticing_faults():

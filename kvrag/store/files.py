@@ -35,8 +35,8 @@ from kvrag.fingerprint import FORMAT, Fingerprint, text_key
 from kvrag.store import chunkfile
 from kvrag.store.chunkfile import SUFFIX, ChunkFile
 from kvrag.store.durable import TEMPORARY, write_file
-from kvrag.store.manifest import Manifest, Row, old_format
-from kvrag.store.protocol import ON_REQUEST, ChunkReader, ChunkRecord, Entry, Holding, StoreStats, TextState
+from kvrag.store.manifest import Holder, Manifest, Row, old_format
+from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
 
 logger = logging.getLogger("kvrag")
 
@@ -129,24 +129,28 @@ class FileStore:
         """Return the fingerprint digest that the store is bound to or claimed for."""
         if not self._bound:
             with contextlib.suppress(StoreError):
-                self._bound = self._owner().get("digest", "")
+                self._bound = self.owner().get("digest", "")
         return self._bound
 
     def bind(self, fingerprint: Fingerprint) -> None:
         """See KVStore.bind."""
         mine = {"digest": fingerprint.digest, **fingerprint.parts()}
-        theirs = self._owner() or (mine if self._manifest.read_only else self._claim(mine))
+        theirs = self.owner() or (mine if self._manifest.read_only else self._claim(mine))
         check_owner(theirs, mine, f"the store {self.path}", "store folder")
         self._bound = fingerprint.digest
 
-    def _owner(self) -> dict[str, str]:
+    def owner(self) -> dict[str, str]:
         """Return the fingerprint's parts, {} if unclaimed. Their own file survives a damaged manifest."""
         return read_owner(self.path)
+
+    def contents(self) -> Iterator[tuple[dict[str, int], list[Row], list[Holder]]]:
+        """See Manifest.contents."""
+        return self._manifest.contents()
 
     def _claim(self, parts: dict[str, str]) -> dict[str, str]:
         with contextlib.suppress(FileExistsError):  # the first of two processes wins
             self._durably(self.path / OWNER, json.dumps(parts, indent=1).encode(), replace=False)
-        return self._owner()
+        return self.owner()
 
     def _durably(self, path: Path, *parts: bytes | memoryview, replace: bool = True) -> int:
         if self._manifest.read_only:
@@ -231,7 +235,7 @@ class FileStore:
         while names := self._manifest.evict(limit, _EVICT):
             self._unlink(names)
 
-    def open(self, key: str) -> ChunkReader | None:
+    def open(self, key: str) -> ChunkFile | None:
         """See KVStore.open."""
         seen = None
         while (name := self._manifest.file(key)) is not None:
@@ -347,7 +351,7 @@ class FileStore:
 
     def stats(self) -> StoreStats:
         """See KVStore.stats."""
-        parts, namespaces = self._owner(), tuple(self._manifest.namespaces())
+        parts, namespaces = self.owner(), tuple(self._manifest.namespaces())
         return StoreStats(
             path=str(self.path),
             fingerprint=parts.get("digest", ""),

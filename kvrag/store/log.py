@@ -294,9 +294,8 @@ class Log:
         for at in range(first, number + 1, _BATCH):
             names = [_name(n) for n in range(at, min(at + _BATCH, number + 1))]
             for name, content in zip(names, self._remote.read(names), strict=True):
-                if content:
-                    entry = _decode(content, name)
-                    self._remote.write(name, _encode(entry.id, entry.before, None, number))
+                if content:  # maybe damaged, but this machine has applied it
+                    self._remote.write(name, _encode(*_ids(content, name), None, number))
         self._remote.write(_TRIMMED, str(number).encode())
         older = [name for name in self._remote.names("snapshots/") if int(name.split("/")[1]) < number]
         self._remote.delete([name for name in older if name.endswith("index")])  # first: a snapshot with it is whole
@@ -318,12 +317,16 @@ def _encode(number: int, before: int, operation: Operation | None, snapshot: int
 
 
 def _decode(content: bytes, where: str) -> _Entry:
+    ids, read = _ids(content, where), _unpack(content[34:], where)
+    return _Entry(*ids, None, read) if isinstance(read, int) else _Entry(*ids, read)
+
+
+def _ids(content: bytes, where: str) -> tuple[int, int]:
+    """Return the id of a stored operation, and of the one before it."""
     try:
-        number, before = int(content[:16], 16), int(content[17:33], 16)
+        return int(content[:16], 16), int(content[17:33], 16)
     except ValueError:
         raise _damaged(where) from None
-    read = _unpack(content[34:], where)
-    return _Entry(number, before, None, read) if isinstance(read, int) else _Entry(number, before, read)
 
 
 def _pack(content: Any) -> bytes:

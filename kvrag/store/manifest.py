@@ -480,7 +480,8 @@ class Manifest:
                     if connection.execute(moved, (row.key,)).fetchone():
                         self.correct(row)
                 self.add(page)
-            gone = [row[0] for row in connection.execute("SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM kept)")]
+            others = "SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM kept)"
+            gone = [row[0] for row in connection.execute(others)]
             _remove(connection, gone)
             connection.execute("DROP TABLE kept")
             connection.execute("DELETE FROM holders")

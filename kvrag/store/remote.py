@@ -208,7 +208,6 @@ class RemoteChunk(PackedChunk):
         self._report()
 
 
-
 def split(content: bytes, starts: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
     """Yield each part of a chunk with its start."""
     view = memoryview(content)

@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from dataclasses import replace
@@ -28,7 +28,7 @@ from pathlib import Path
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, SettingError, StoreError, StoreReadOnlyError
 from kvrag.fingerprint import FORMAT, Fingerprint, text_key
 from kvrag.store import chunkfile
-from kvrag.store.chunkfile import SUFFIX
+from kvrag.store.chunkfile import SUFFIX, PackedChunk
 from kvrag.store.durable import write_file
 from kvrag.store.files import (
     MANIFEST,
@@ -41,8 +41,8 @@ from kvrag.store.files import (
     parse_owner,
 )
 from kvrag.store.log import Log
-from kvrag.store.manifest import Manifest, Row
-from kvrag.store.protocol import ON_REQUEST, ChunkReader, ChunkRecord, Entry, Holding, StoreStats, TextState
+from kvrag.store.manifest import Holder, Manifest, Row
+from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
 from kvrag.store.remote import TIMEOUT_S, RemoteChunk
 from kvrag.store.urls import connect, without_password
 
@@ -84,6 +84,7 @@ class SharedStore:
         cache: str | Path | None = None,
         cache_bytes: int = CACHE_BYTES,
         min_free_bytes: int = 1 << 30,
+        keep_copies: bool = True,
     ) -> None:
         """Connect to the place.
 
@@ -92,6 +93,7 @@ class SharedStore:
             cache: Folder of local copies, a subfolder for each place; None = `~/.cache/kvrag/shared`.
             cache_bytes: Byte budget of the local copies of chunks; the least recently used go first.
             min_free_bytes: No copies are made beyond this much free space on the local disk.
+            keep_copies: Copy chunks that are read or stored into the local folder.
 
         Raises:
             SettingError: The URL is wrong, or a package is missing.
@@ -103,6 +105,7 @@ class SharedStore:
         self.url = self._remote.url
         self._place = Path(cache).expanduser().resolve() if cache is not None else default_cache()
         self._name = blake2b(f"{without_password(url)}?{url.partition('?')[2]}".encode(), digest_size=8).hexdigest()
+        self.keep_copies = keep_copies
         self._settings = {"max_bytes": cache_bytes, "min_free_bytes": min_free_bytes}
         self._is_open = self._is_closed = False
         self._mine: dict[str, str] = {}  # parts of the fingerprint that this store is bound to
@@ -204,6 +207,7 @@ class SharedStore:
     def missing(self, keys: Sequence[str]) -> list[str]:
         """See KVStore.missing."""
         self._check_open()
+        self._follower.glance()
         known = self._manifest.known(keys)
         return [key for key in keys if key not in known]
 
@@ -224,7 +228,8 @@ class SharedStore:
         self._follower.confirm()
         self._delete(known)  # another machine was faster
         try:
-            self._local.put(wanted)
+            if self.keep_copies:
+                self._local.put(wanted)
         except StoreError as error:
             logger.info("no local copies: %s", error)
         if self._log.is_long():
@@ -256,7 +261,7 @@ class SharedStore:
             with self._lock:
                 self._opening[key] = self._openers.submit(self._open_remote, key), now
 
-    def open(self, key: str) -> ChunkReader | None:
+    def open(self, key: str) -> PackedChunk | None:
         """See KVStore.open."""
         self._check_open()
         if self._manifest.file(key) is None:
@@ -300,7 +305,7 @@ class SharedStore:
 
     def _promote(self, chunk: RemoteChunk) -> None:
         """Copy a chunk into the local folder, unless too many are waiting."""
-        if self._promotions.acquire(blocking=False):
+        if self.keep_copies and self._promotions.acquire(blocking=False):
             try:
                 self._promoter.submit(self._keep, copy.copy(chunk))  # a copy counts what it reads by itself
             except RuntimeError:  # the store has been closed
@@ -444,8 +449,6 @@ class SharedStore:
 
     def stats(self) -> StoreStats:
         """See KVStore.stats."""
-        if not self._is_open:
-            return StoreStats(self.url, "", "", codec_of({}), 0, 0, 0, 0, None, 0)
         self._check_open()
         self._follower.glance()
         namespaces = tuple(self._manifest.namespaces())
@@ -462,6 +465,21 @@ class SharedStore:
             damaged=self._manifest.counter("damaged"),
             namespaces=namespaces,
         )
+
+    def local_stats(self) -> StoreStats:
+        """Return the counts of this machine's copies."""
+        self._check_open()
+        return self._local.stats()
+
+    def owner(self) -> dict[str, str]:
+        """Return the parts of the fingerprint that the place is claimed for, {} if unclaimed."""
+        return self._owner
+
+    def contents(self) -> Iterator[tuple[dict[str, int], list[Row], list[Holder]]]:
+        """See Manifest.contents."""
+        self._check_open()
+        self._log.pull()
+        return self._manifest.contents()
 
     def check(self, progress: Callable[[int, int], None] = lambda done, total: None) -> StoreCheck:
         """Read all chunks in the place, and compare them with the manifest; also check the local copies.
@@ -630,4 +648,3 @@ class _Follower:
         self._closed.set()
         self._wanted.set()
         self._thread.join()
-

@@ -358,6 +358,7 @@ def test_a_damaged_log_says_how_to_go_on(machine: Machine) -> None:
     one, two = machine("one"), machine("two")
     two.put([A])
     one.put([B])
+    one.set_document("doc", held("doc", A, B))
     content = one._remote.read(["log/000000000002"])[0]
     assert content is not None
     one._remote.write("log/000000000002", content[:-3] + b"xyz")
@@ -544,6 +545,7 @@ def test_wrong_credentials_are_named(tmp_path: Path) -> None:
 def test_tls_is_checked(tmp_path: Path, s3: Bucket, valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that does not speak it is refused, and not spoken to in plain."""
     monkeypatch.setattr("kvrag.store.objects._RETRIES", 0)
+    monkeypatch.setattr("kvrag.store.valkey.TIMEOUT_S", 0.2)
     for url in (f"valkeys://127.0.0.1:{valkey.port}/0/x", f"s3://kvrag/x?endpoint=https://127.0.0.1:{s3.port}"):
         with pytest.raises(StoreError, match="cannot use") as caught:
             SharedStore(url, tmp_path)

@@ -326,6 +326,11 @@ class SharedStore:
         """Wait until chunks that were used have been copied; for tests and benchmarks."""
         self._promoter.submit(lambda: None).result()
 
+    def drop_copies(self) -> None:
+        """Delete this machine's copies of chunks."""
+        self._check_open()
+        self._local.remove(self._local.keys())
+
     def remove(self, keys: Sequence[str]) -> None:
         """See KVStore.remove."""
         self._check_open()

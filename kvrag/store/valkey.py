@@ -64,7 +64,7 @@ class ValkeyStore:
             password=password,
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=_CONNECT_S,
-            retry=Retry(ExponentialBackoff(cap=1, base=0.05), 2),
+            retry=Retry(ExponentialBackoff(cap=1, base=0.05), 1),
             health_check_interval=30,
             **settings,
         )

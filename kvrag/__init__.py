@@ -48,7 +48,6 @@ __all__ = [
     "Delta",
     "Explanation",
     "FileStore",
-    "SharedStore",
     "FingerprintMismatchError",
     "Grammar",
     "InvalidCall",
@@ -67,6 +66,7 @@ __all__ = [
     "Sampling",
     "ServerError",
     "SettingError",
+    "SharedStore",
     "StoreError",
     "StoreFullError",
     "StoreReadOnlyError",
@@ -79,13 +79,13 @@ __all__ = [
 _HEAVY = {
     "BlendEngine": "kvrag.engine",
     "FileStore": "kvrag.store",
-    "SharedStore": "kvrag.store",
     "KVStore": "kvrag.store",
     "LLMBase": "kvrag.llm",
     "LLMSettings": "kvrag.llm",
     "LazyEngine": "kvrag.llm",
     "Model": "kvrag.backend.transformers",
     "RemoteEngine": "kvrag.client",
+    "SharedStore": "kvrag.store",
 }
 
 

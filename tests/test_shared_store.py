@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from kvrag import (
 )
 from kvrag.cli.main import main
 from kvrag.fingerprint import text_key
+from kvrag.retrieval.mirror import SharedIndex
 from kvrag.store import Holding, log, open_store, serve, shared
 from kvrag.store.objects import ObjectStore
 from kvrag.store.urls import connect
@@ -692,3 +694,48 @@ def _spoil(store: SharedStore, key: str) -> None:
         content = bytearray(remote._client.hget(name, starts[-1]))
         content[-1] ^= 1
         remote._client.hset(name, starts[-1], bytes(content))
+
+
+def test_a_machine_that_warmed_nothing_retrieves_and_answers(
+    s3: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`kvrag warm` on one machine, `kvrag ask` on another."""
+    url = s3.url.replace("PLACE", "cli")
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "harp.txt").write_text("\n\n".join(CHUNKS[:2]))
+    (docs / "snake.txt").write_text(CHUNKS[3])
+
+    def run(command: str, machine: str, *more: str) -> Any:
+        assert main([command, *more, "--store", url, "--cache", str(tmp_path / machine), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    warmed = run("warm", "one", str(docs), "--chunk-tokens", "40")
+    assert warmed["store"] == url.partition("?")[0]
+    assert warmed["new"] == warmed["chunks"]
+    answer = run("ask", "two", "Who owns a snake?", "--top-k", "1")
+    assert "snake" in json.dumps(answer)
+    assert answer["report"]["reused_tokens"] > 16
+    (docs / "snake.txt").unlink()
+    run("warm", "two", str(docs), "--chunk-tokens", "40", "--prune")
+    assert "snake" not in json.dumps(run("ask", "one", "Who owns a reptile?", "--top-k", "4"))
+
+
+def test_an_index_is_shared(machine: Machine, tmp_path: Path) -> None:
+    one, two = machine("one"), machine("two")
+    indexes = [SharedIndex(tmp_path / f"{number}.sqlite", None, store, "") for number, store in enumerate((one, two))]
+    mine, theirs = indexes
+    mine.add(CHUNKS[:2], "doc", pages={CHUNKS[0]: (3, 4)})
+    assert soon(lambda: theirs.counts() == {"doc": 2})
+    (hit,) = theirs.search("Who plays the harp?", k=1)
+    assert (hit.text, hit.document, hit.pages) == (CHUNKS[0], "doc", (3, 4))
+    theirs.add(CHUNKS[2:3], "doc")
+    assert soon(lambda: [hit.text for hit in mine.search("Who plays the harp?")] == CHUNKS[2:3])
+    assert len(one._remote.names("published/")) == 1, "the first version is gone"
+    mine.remove("doc")
+    assert soon(lambda: theirs.counts() == {})
+    assert len(theirs) == 0
+    other = SharedIndex(tmp_path / "other.sqlite", "another", two, "tenant")
+    assert other.counts() == {}
+    for index in (*indexes, other):
+        index.close()

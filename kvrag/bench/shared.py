@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
         for repeat in range(args.repeats + 1):
             rng.shuffle(corpus)
             messages = [{"role": "user", "content": "\n\n".join([*corpus, "".join(rng.choices(words, k=64))])}]
-            ways = [("a local folder", local, None)]
+            ways: list[tuple[str, BlendEngine, SharedStore | None]] = [("a local folder", local, None)]
             for name, store in places.items():
                 ways += [(name, engines[name], store), (f"{name}, copied", engines[name], None)]
             for way, engine, store in ways:

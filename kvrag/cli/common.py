@@ -217,8 +217,13 @@ def retrieval_folder(engine: BlendEngine, namespace: str) -> Path:
 def open_index(engine: BlendEngine, namespace: str, embedder: str | None = None) -> ChunkIndex:
     """Open the chunk index of a namespace."""
     from kvrag.retrieval.index import ChunkIndex
+    from kvrag.retrieval.mirror import SharedIndex
+    from kvrag.store import SharedStore
 
-    return ChunkIndex(retrieval_folder(engine, namespace) / "index.sqlite", embedder)
+    path = retrieval_folder(engine, namespace) / "index.sqlite"
+    if isinstance(engine.store, SharedStore):
+        return SharedIndex(path, embedder, engine.store, namespace)
+    return ChunkIndex(path, embedder)
 
 
 def require_chunks(index: ChunkIndex) -> None:

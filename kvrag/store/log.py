@@ -31,6 +31,7 @@ logger = logging.getLogger("kvrag")
 
 _TRIMMED = "trimmed"  # object with the number up to which operations have been cut
 _POSITION, _LAST = "log position", "log last"  # counters of the manifest
+PUBLICATIONS = "publications"  # counter of the manifest
 _BATCH = 64  # operations read at once
 _ROUNDS = 1000  # of creating the next operation before other machines do
 _SNAPSHOT_EVERY = 1000  # operations
@@ -145,6 +146,8 @@ class Log:
             manifest.release([(namespace, text) for namespace, text in operation["requests"]])
         elif op == "used":
             manifest.touch(operation["keys"])
+        elif op == "published":
+            manifest.count(PUBLICATIONS)
         else:
             raise StoreError(f"{self._remote.url} was written by a newer version ({op}): update kvrag")
         return Outcome()
@@ -223,6 +226,10 @@ class Log:
         """See Manifest.touch. The time is that of each machine, when it hears of it."""
         self.append({"op": "used", "keys": list(keys)})
 
+    def publish(self) -> None:
+        """Count a publication."""
+        self.append({"op": "published"})
+
     # ---------------------------------------------------------------- snapshots
 
     def _snapshots(self) -> list[int]:
@@ -245,6 +252,7 @@ class Log:
             rows = (_row(row) for part in self._parts(number, "rows", index["rows"]) for row in part)
             holders = (Holder(*row) for part in self._parts(number, "holders", index["holders"]) for row in part)
             removed = self._manifest.replace(rows, holders)
+            self._manifest.count(PUBLICATIONS)  # there may have been some
             self._manifest.set_counters({_POSITION: number, _LAST: index["last"], "damaged": index["damaged"]})
         self.rebuilt += 1
         self._checked = time.monotonic()

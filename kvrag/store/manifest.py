@@ -386,10 +386,7 @@ class Manifest:
         with self._writing() as connection:
             removed = _remove(connection, keys, file)
             if counter:
-                connection.execute(
-                    "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2",
-                    (counter, len(removed)),
-                )
+                self.count(counter, len(removed))
         return [name for _, name in removed]
 
     def evict(self, limit: int, most: int) -> list[str]:
@@ -464,6 +461,14 @@ class Manifest:
         """Set counters, each 63 bits."""
         with self._writing() as connection:
             connection.executemany("INSERT OR REPLACE INTO counters VALUES (?, ?)", list(counters.items()))
+
+    def count(self, counter: str, by: int = 1) -> None:
+        """Raise a counter."""
+        with self._writing() as connection:
+            connection.execute(
+                "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2",
+                (counter, by),
+            )
 
     def replace(self, rows: Iterable[Row], holders: Iterable[Holder]) -> list[str]:
         """Make these the only chunks and holders; return the keys of the chunks removed.

@@ -40,7 +40,7 @@ from kvrag.store.files import (
     codec_of,
     parse_owner,
 )
-from kvrag.store.log import Log
+from kvrag.store.log import PUBLICATIONS, Log
 from kvrag.store.manifest import Holder, Manifest, Row
 from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
 from kvrag.store.remote import TIMEOUT_S, RemoteChunk
@@ -449,6 +449,36 @@ class SharedStore:
     def write_text(self, name: str, text: str) -> None:
         """See KeepsTexts.write_text."""
         self._remote.write(name, text.encode())
+
+    # ---------------------------------------------------------------- publications, such as an index for retrieval
+
+    def publications(self) -> int:
+        """Return a number that changes when any machine publishes or withdraws something."""
+        self._check_open()
+        self._follower.glance()
+        return self._manifest.counter(PUBLICATIONS)
+
+    def published(self, folder: str) -> list[str]:
+        """Return the names of what was published in a folder."""
+        prefix = f"published/{folder}/"
+        return [name.removeprefix(prefix) for name in self._remote.names(prefix)]
+
+    def read_published(self, folder: str, name: str) -> bytes | None:
+        """Return what was published under a name; None if it was withdrawn."""
+        return self._remote.read([f"published/{folder}/{name}"])[0]
+
+    def publish(self, folder: str, name: str, content: bytes, replaces: Sequence[str] = ()) -> None:
+        """Publish something for all machines, and withdraw what it replaces."""
+        self._check_open()
+        self._remote.write(f"published/{folder}/{name}", content)
+        self._remote.delete([f"published/{folder}/{other}" for other in replaces])
+        self._log.publish()
+
+    def withdraw(self, folder: str, names: Sequence[str]) -> None:
+        """Withdraw what was published under these names."""
+        self._check_open()
+        self._remote.delete([f"published/{folder}/{name}" for name in names])
+        self._log.publish()
 
     # ---------------------------------------------------------------- maintenance
 

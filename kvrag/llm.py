@@ -27,6 +27,7 @@ from kvrag.config import (
     check_policy,
     check_ratio,
     check_timeout,
+    without_password,
 )
 from kvrag.errors import KvragError, SettingError
 
@@ -239,6 +240,8 @@ class LLMSettings(EngineSettings, AnswerSettings):
         """Return everything that affects an answer, in plain types, as the key for an answer cache."""
         identity = {name: getattr(self, name) for name in SETTINGS if name != "model"}
         identity["model_name"] = self.model_name
+        if self.store is not None and "://" in self.store:  # identities appear in traces
+            identity["store"] = without_password(self.store)
         if self.engine is not None:
             identity["engine"] = {"model": self.engine.fingerprint.digest, **asdict(self.engine.config)}
         if self.base_url is not None:

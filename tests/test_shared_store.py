@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from kvrag import (
     ChunkUnreadableError,
     FileStore,
     FingerprintMismatchError,
+    LLMSettings,
     Model,
     SettingError,
     SharedStore,
@@ -220,8 +222,6 @@ def test_the_local_copies_stay_within_their_budget(machine: Machine) -> None:
 def test_a_store_is_for_one_model(machine: Machine, url: str, tmp_path: Path) -> None:
     machine("one").put([A])
     other = SharedStore(url, tmp_path / "two", min_free_bytes=0)
-    from dataclasses import replace
-
     with pytest.raises(FingerprintMismatchError, match="use codec native instead of int8"):
         other.bind(replace(FINGERPRINT, codec="int8"))
     other.close()
@@ -354,6 +354,51 @@ def test_a_store_that_was_deleted_starts_again(machine: Machine, monkeypatch: py
     two._pull()
     assert [entry.text for entry in two.entries(0)] == [text(C)]
     assert has(two, C)
+
+
+def test_a_store_that_now_belongs_to_another_model_is_left_alone(
+    machine: Machine, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "_CHECK_EVERY_S", 0.0)
+    one = machine("one")
+    one.put([A])
+    one._remote.delete([*one._remote.names("log/"), "fingerprint.json"])
+    other = SharedStore(url, tmp_path / "two", min_free_bytes=0)
+    other.bind(replace(FINGERPRINT, weights="other"))
+    with pytest.raises(FingerprintMismatchError, match="different: weights"):
+        one.put([B])
+    assert one.missing([A.key]) == []
+    assert has(one, A), "from the copy"
+    assert other._log.position == 0
+    other.close()
+
+
+def test_a_place_without_conditional_writes_is_refused(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machines would overwrite each other's operations."""
+    store = SharedStore(url, tmp_path, min_free_bytes=0)
+    monkeypatch.setattr(store._remote, "create", lambda name, content: True)
+    with pytest.raises(StoreError, match=r"ignores conditional writes \(If-None-Match\)"):
+        store.bind(FINGERPRINT)
+    store.close()
+
+
+def test_what_was_uploaded_stays_if_its_record_is_uncertain(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operation may have been added although the answer was an error."""
+    one = machine("one")
+    real = one._remote.create
+
+    def create(name: str, content: bytes) -> bool:
+        real(name, content)
+        raise StoreError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one._remote, "create", create)
+        with pytest.raises(StoreError, match="no answer"):
+            one.put([A])
+    assert soon(lambda: one.missing([A.key]) == [])
+    assert has(one, A)
 
 
 def test_a_damaged_log_says_how_to_go_on(machine: Machine) -> None:
@@ -525,6 +570,8 @@ def test_a_password_is_in_no_message() -> None:
     assert "secret" not in str(caught.value)
     assert "refused" in str(caught.value)
     remote.close()
+    settings = LLMSettings(model="reader", store="valkey://me:secret@here/0?expire=5")
+    assert settings.identity()["store"] == "valkey://here/0"
 
 
 def test_a_missing_bucket_and_a_wrong_address_are_named(s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,12 +583,14 @@ def test_a_missing_bucket_and_a_wrong_address_are_named(s3: Bucket, monkeypatch:
     assert len(str(caught.value)) < 200
 
 
-def test_wrong_credentials_are_named(tmp_path: Path) -> None:
+def test_wrong_credentials_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with run_valkey("--requirepass", "right") as server:
         for password in ("", ":wrong@"):
             with pytest.raises(StoreError, match=r"access to .* was denied.*: check user and password"):
                 SharedStore(f"valkey://{password}127.0.0.1:{server.port}/0/x", tmp_path)
         SharedStore(f"valkey://:right@127.0.0.1:{server.port}/0/x", tmp_path).close()
+        monkeypatch.setenv("KVRAG_STORE_PASSWORD", "right")
+        SharedStore(f"valkey://127.0.0.1:{server.port}/0/x", tmp_path).close()
 
 
 def test_tls_is_checked(tmp_path: Path, s3: Bucket, valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,9 @@ from pathlib import Path
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.shapes import random_model
 from kvrag.bench.ttft import one_token_words, run_settings
-from kvrag.config import BlendConfig
+from kvrag.config import BlendConfig, without_password
 from kvrag.engine import BlendEngine
 from kvrag.store import SharedStore
-from kvrag.store.urls import without_password
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -60,13 +59,13 @@ def main(arguments: list[str] | None = None) -> None:
             ways: list[tuple[str, BlendEngine, SharedStore | None]] = [("a local folder", local, None)]
             for name, store in places.items():
                 ways += [(name, engines[name], store), (f"{name}, copied", engines[name], None)]
-            for way, engine, store in ways:
-                if store is not None:
-                    store.drop_copies()
+            for way, engine, cold in ways:
+                if cold is not None:
+                    cold.drop_copies()
                 report = engine.generate(messages, policy=args.policy, max_new_tokens=1, temperature=0).report
                 bytes_read = max(bytes_read, report.bytes_loaded)
-                if store is not None:
-                    store.settle()
+                if cold is not None:
+                    cold.settle()
                 if repeat:  # the first round warms up
                     times.setdefault(way, []).append(report.ttft_s)
                 print(repeat, way, report.tier, f"{report.ttft_s:.3f}", file=sys.stderr)

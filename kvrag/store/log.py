@@ -66,13 +66,21 @@ class Outcome(NamedTuple):
 class Log:
     """The log in one place, and the manifest that it makes. Thread-safe; processes of a machine share the manifest."""
 
-    def __init__(self, remote: Remote, manifest: Manifest, removed: Callable[[Sequence[str]], None]) -> None:
+    def __init__(
+        self,
+        remote: Remote,
+        manifest: Manifest,
+        removed: Callable[[Sequence[str]], None],
+        rebuilding: Callable[[], None],
+    ) -> None:
         """Read nothing yet.
 
         Args:
             removed: Called with the keys of chunks that operations have removed.
+            rebuilding: Called before the manifest is made again; may raise StoreError to prevent it.
         """
-        self._remote, self._manifest, self._removed = remote, manifest, removed
+        self._remote, self._manifest = remote, manifest
+        self._removed, self._rebuilding = removed, rebuilding
         self._pulling = threading.Lock()
         self._checked = float("-inf")
         self._snapshot: int | None = None  # number of the newest snapshot; None = unknown
@@ -239,6 +247,7 @@ class Log:
 
     def _rebuild(self) -> None:
         """Make the manifest again, from the newest snapshot."""
+        self._rebuilding()
         numbers = self._snapshots()
         number = self._snapshot = numbers[-1] if numbers else 0
         position = self.position

@@ -25,6 +25,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
+from kvrag.config import without_password
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, SettingError, StoreError, StoreReadOnlyError
 from kvrag.fingerprint import FORMAT, Fingerprint, text_key
 from kvrag.store import chunkfile
@@ -44,7 +45,7 @@ from kvrag.store.log import PUBLICATIONS, Log
 from kvrag.store.manifest import Holder, Manifest, Row
 from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
 from kvrag.store.remote import TIMEOUT_S, RemoteChunk
-from kvrag.store.urls import connect, without_password
+from kvrag.store.urls import connect
 
 logger = logging.getLogger("kvrag")
 
@@ -53,7 +54,7 @@ _RETRY_S = 2.0  # ... and after a failure
 _IDLE_S = 30.0  # without prompts, until the log is no longer followed
 _FRESH_S = 1.0  # age of the copy that no prompt waits for
 _WAIT_S = 1.0  # longest wait of a prompt for the log
-_TRUST_S = 5.0  # age of the copy up to which chunks encoded behind a document are served
+_TRUST_S = 10.0  # age of the copy up to which chunks encoded behind a document are served
 _PROMOTIONS = 8  # chunks at a time that wait to be copied into the local folder
 _USED_EVERY_S = 3600.0  # between reports of the requests' texts that were used
 _STALE_S = 3600.0  # age of a chunk without a row that is a leftover
@@ -136,7 +137,13 @@ class SharedStore:
 
     def _claim(self) -> None:
         if not self._owner:
-            self._remote.create(OWNER, json.dumps(self._mine, indent=1).encode())  # the first of two machines wins
+            mine = json.dumps(self._mine, indent=1).encode()
+            # the first of two machines wins
+            if self._remote.create(OWNER, mine) and self._remote.create(OWNER, mine):
+                raise StoreError(
+                    f"{self.url} ignores conditional writes (If-None-Match), which keep machines from overwriting each "
+                    "other: use a newer version of the object store, or another one"
+                )
             self._owner = self._read_owner()
         check_owner(self._owner, self._mine, f"the store {self.url}", "prefix")
 
@@ -158,7 +165,7 @@ class SharedStore:
         if self._manifest.read_only:
             raise StoreReadOnlyError(f"the local folder {self.path} is not writable: choose another one with cache=")
         self._local = FileStore(local, **self._settings)
-        self._log = Log(self._remote, self._manifest, self._drop_local)
+        self._log = Log(self._remote, self._manifest, self._drop_local, self._recheck_owner)
         self._fetchers = ThreadPoolExecutor(32, "kvrag-fetch")
         self._openers = ThreadPoolExecutor(16, "kvrag-open")
         self._workers = ThreadPoolExecutor(4, "kvrag-shared")
@@ -169,7 +176,6 @@ class SharedStore:
         self._used: set[str] = set()
         self._used_since = time.monotonic()
         self._is_open = True
-        self._rebuilt = 0
         self._follower = _Follower(self._pull, self.url)
         self._follower.pull_now()
 
@@ -181,12 +187,14 @@ class SharedStore:
 
     def _pull(self) -> None:
         self._log.pull()
-        if self._log.rebuilt != self._rebuilt:  # another store may be in its place
-            self._rebuilt = self._log.rebuilt
-            self._owner = self._read_owner()
-            if self._mine:
-                self._claim()
         self._report_used()
+
+    def _recheck_owner(self) -> None:
+        """Make sure that the place is still this model's: it may have been deleted and claimed for another."""
+        owner = self._read_owner()
+        check_owner(owner or self._owner, self._owner, f"the store {self.url}", "prefix")
+        if not owner:
+            self._remote.create(OWNER, json.dumps(self._owner, indent=1).encode())
 
     @property
     def catalog_folder(self) -> Path:
@@ -218,13 +226,11 @@ class SharedStore:
         writing = [self._workers.submit(self._upload, record) for record in wanted]
         wait(writing)
         rows = [written.result() for written in writing if not written.exception()]
-        try:
-            for written in writing:
-                written.result()
-            known = set(self._log.put(rows)) if rows else set()
-        except BaseException:  # recorded or not: without its object, a row is a miss
+        if error := next(filter(None, (written.exception() for written in writing)), None):
             self._delete(row.file for row in rows)
-            raise
+            raise error
+        # an error may come after the rows were recorded, so the objects stay: `gc` deletes those without a row
+        known = set(self._log.put(rows)) if rows else set()
         self._follower.confirm()
         self._delete(known)  # another machine was faster
         try:

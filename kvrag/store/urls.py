@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from kvrag.config import without_password
 from kvrag.errors import SettingError
 from kvrag.store.files import FileStore
 from kvrag.store.protocol import KVStore
@@ -14,6 +16,10 @@ from kvrag.store.remote import Remote
 _OBJECTS = ("s3", "gs", "az")
 _SERVERS = {"redis": False, "valkey": False, "rediss": True, "valkeys": True}
 _SCHEMES = ", ".join(f"{scheme}://" for scheme in (*_OBJECTS, *_SERVERS))
+
+
+PASSWORD_VARIABLE = "KVRAG_STORE_PASSWORD"
+"""Environment variable with the password of a Valkey server whose URL has none."""
 
 
 def is_shared(store: str | Path) -> bool:
@@ -77,6 +83,7 @@ def connect(url: str) -> Remote:
         raise SettingError(f"{without_password(url)} has no valid port: use {scheme}://HOST:PORT/DATABASE") from None
     if not parts.hostname:
         raise SettingError(f"{without_password(url)} names no host: use {scheme}://HOST:PORT/DATABASE")
+    password = unquote(parts.password) if parts.password else os.environ.get(PASSWORD_VARIABLE)
     return ValkeyStore(
         without_password(url),
         parts.hostname,
@@ -85,12 +92,6 @@ def connect(url: str) -> Remote:
         prefix,
         options,
         unquote(parts.username) if parts.username else None,
-        unquote(parts.password) if parts.password else None,
+        password,
         _SERVERS[scheme],
     )
-
-
-def without_password(url: str) -> str:
-    """Return a URL for messages and names of folders: without user, password and options."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -559,6 +560,26 @@ def test_a_wrong_url_is_refused_in_one_line(url: str, says: str) -> None:
         open_store(url)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_url_is_not_taken_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for wrong in ("s3://bucket/x", Path("s3://bucket/x")):
+        with pytest.raises(SettingError, match=r"is not a folder: a URL needs kvrag\.SharedStore"):
+            FileStore(wrong)
+    with pytest.raises(SettingError, match="cache is the local copy of a shared store"):
+        open_store(tmp_path / "kv", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("objects", "valkey"):
+        monkeypatch.delitem(sys.modules, f"kvrag.store.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    for package, url in (("obstore", "s3://bucket/x"), ("redis", "redis://here/0")):
+        with pytest.raises(SettingError, match=rf"needs the package {package}: pip install 'kvrag\[shared\]'"):
+            connect(url)
 
 
 def test_a_password_is_in_no_message() -> None:

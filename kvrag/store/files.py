@@ -13,6 +13,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -83,6 +84,8 @@ class FileStore:
         Raises:
             StoreError: The folder cannot be created or opened, or has another version's format.
         """
+        if re.match(r"[a-z][a-z0-9]+:/", str(path)):
+            raise SettingError(f"{path} is not a folder: a URL needs kvrag.SharedStore, or store= of the engine")
         if max_bytes is not None and max_bytes <= 0:
             raise SettingError(f"max_bytes must be positive, got {max_bytes}")
         self.path = Path(path).expanduser().resolve()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
 
@@ -86,6 +89,67 @@ def run_s3() -> Iterator[Bucket]:
     finally:
         process.kill()
         process.wait()
+
+
+class Faults:
+    """A proxy in front of an S3 server that can fail in the ways networks and servers do.
+
+    Attributes:
+        mode: "pass", "500" (every request fails), "hang" (no answer), "cut" (answers to GET end half way), "slow".
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.mode, faults = "pass", self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if faults.mode == "hang":
+                    faults.ended.wait(30)
+                    self.close_connection = True
+                    return
+                if faults.mode == "500":
+                    self._send(500, [], b"<Error><Code>InternalError</Code></Error>")
+                    return
+                if faults.mode == "slow":
+                    time.sleep(0.1)
+                connection = http.client.HTTPConnection("127.0.0.1", bucket.port)
+                connection.request(self.command, self.path, body, dict(self.headers))
+                answer = connection.getresponse()
+                self._send(answer.status, answer.getheaders(), answer.read())
+                connection.close()
+
+            def _send(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
+                self.send_response(status)
+                given = {name.lower() for name, _ in headers}
+                for name, value in headers:
+                    if name.lower() not in ("transfer-encoding", "connection"):
+                        self.send_header(name, value)
+                if "content-length" not in given:
+                    self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if faults.mode == "cut" and self.command == "GET" and len(body) > 1:
+                    body, self.close_connection = body[: len(body) // 2], True
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _answer
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.ended = threading.Event()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"s3://kvrag/PLACE?endpoint=http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.ended.set()
+        self._server.shutdown()
+        self._server.server_close()
 
 
 def free_port() -> int:

@@ -19,7 +19,7 @@ import pytest
 import redis
 import torch
 from conftest import CHUNKS, messages
-from places import Bucket, Server, free_port, run_valkey
+from places import Bucket, Faults, Server, free_port, run_valkey
 from test_store_protocol import FINGERPRINT, A, B, C, has, held, record, text
 
 from kvrag import (
@@ -479,6 +479,42 @@ def test_a_prompt_waits_for_the_log_once_and_for_a_moment(machine: Machine, monk
         one.removals()
         one.look_up([text(A)])
     assert waits == [shared._WAIT_S]
+
+
+@pytest.mark.parametrize("fault", ["500", "hang", "cut"])
+def test_a_bucket_that_fails_costs_time_and_nothing_else(
+    s3: Bucket, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Errors of the server, no answers, answers that end half way: the answer stays that of full prefill."""
+    for name, seconds in {"objects.TIMEOUT_S": 1.0, "objects._WRITE_S": 1.0, "objects._RETRIES": 1}.items():
+        monkeypatch.setattr(f"kvrag.store.{name}", seconds)
+    monkeypatch.setattr(shared, "_RETRY_S", 0.1)
+    faults = Faults(s3)
+    prompt: Any = messages(*CHUNKS)
+    url = faults.url.replace("PLACE", f"faults-{fault}")
+    with (
+        contextlib.closing(faults),
+        BlendEngine(model, SharedStore(url, tmp_path, min_free_bytes=0), ram_bytes=0) as engine,
+    ):
+        engine.warm(CHUNKS[:3], document="doc")
+        full = engine.generate(prompt, policy="full", max_new_tokens=8, temperature=0).token_ids
+        store: Any = engine.store
+        store.drop_copies()
+        faults.mode = fault
+        answer = engine.generate(prompt, ratio=1.0, policy="random", max_new_tokens=8, temperature=0)
+        assert answer.token_ids == full
+        assert answer.report.reused_tokens == 0
+        assert any("recomputed" in note for note in answer.report.notes)
+        assert not any("damaged" in note for note in answer.report.notes)
+        with pytest.raises(StoreError, match=r"cannot use s3://kvrag/faults-") as caught:
+            engine.warm(CHUNKS, document="doc")
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 250
+        faults.mode = "pass"
+        assert soon(lambda: engine.warm(CHUNKS, document="doc").chunks == 4 if store._pull() is None else False)
+        assert soon(lambda: engine.generate(prompt, ratio=1.0, max_new_tokens=1).report.reused_tokens > 80)
+        assert store.check().damaged == 0
+        assert store.stats().damaged == 0
 
 
 def test_valkey_that_is_full_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class BlendEngine:
         codec: str = "native",
         conversation_bytes: int = 1 << 30,
         batch_bytes: int = 4 << 30,
-        cache: str | Path | None = None,
+        store_cache: str | Path | None = None,
     ) -> None:
         """Combine a model and a store.
 
@@ -91,7 +91,7 @@ class BlendEngine:
                 next turns; 0 = none.
             batch_bytes: Maximum size of the KV of the answers in progress, each at its full length; further answers
                 wait. One answer is always in progress.
-            cache: Folder of the local copies of a shared store; None = `~/.cache/kvrag/shared`.
+            store_cache: Folder of the local copies of a shared store; None = `~/.cache/kvrag/shared`.
 
         Raises:
             FingerprintMismatchError: The store holds KV of another model or codec.
@@ -102,7 +102,7 @@ class BlendEngine:
         check_bytes("batch_bytes", batch_bytes)
         if store is None:
             store = default_store(model, codec)
-        self.store: KVStore = open_store(store, cache)
+        self.store: KVStore = open_store(store, store_cache)
         self.store.bind(self.fingerprint)
         self._catalog, self._tuning = Catalog(self.store), Tuning(model, self.store)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._tuning)
@@ -125,7 +125,7 @@ class BlendEngine:
         codec: str = "native",
         conversation_bytes: int = 1 << 30,
         batch_bytes: int = 4 << 30,
-        cache: str | Path | None = None,
+        store_cache: str | Path | None = None,
         **model_settings: Unpack[LoadOptions],
     ) -> BlendEngine:
         """Load a model (see `Model.from_pretrained` for its settings) and combine it with a store."""
@@ -133,7 +133,7 @@ class BlendEngine:
         check_bytes("conversation_bytes", conversation_bytes)
         check_bytes("batch_bytes", batch_bytes)
         model = Model.from_pretrained(name_or_path, **model_settings)
-        return cls(model, store, config, ram_bytes, codec, conversation_bytes, batch_bytes, cache)
+        return cls(model, store, config, ram_bytes, codec, conversation_bytes, batch_bytes, store_cache)
 
     @classmethod
     def shared(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine:

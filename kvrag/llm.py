@@ -59,7 +59,7 @@ class EngineSettings:
         None,
         "folder or URL (s3://, valkey://, ...) of the chunks; default: one per model in ~/.cache/kvrag",
     )
-    cache: str | None = _row(None, "folder of this machine's copy of a shared store; default: ~/.cache/kvrag/shared")
+    store_cache: str | None = _row(None, "folder of the local copies of a shared store; default: ~/.cache/kvrag/shared")
     codec: str = _row("native", "codec of stored chunks: native precision, 8 or 4 bits", CODECS)
     dtype: str = _row("auto", "dtype to compute in; auto = dtype of the stored weights")
     device: str | None = _row(None, "cuda, cpu, ...; default: a GPU if there is one")

@@ -603,7 +603,7 @@ def test_a_url_is_not_taken_for_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
     for wrong in ("s3://bucket/x", Path("s3://bucket/x")):
         with pytest.raises(SettingError, match=r"is not a folder: a URL needs kvrag\.SharedStore"):
             FileStore(wrong)
-    with pytest.raises(SettingError, match="cache is the local copy of a shared store"):
+    with pytest.raises(SettingError, match="store_cache is the folder of local copies of a shared store"):
         open_store(tmp_path / "kv", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -749,7 +749,7 @@ def test_the_command_line_copies_and_looks_into_a_shared_store(
     folder.set_document("other", [Holding(text(A), A.key, "x")], "")
     before = folder.look_up([text(A), text(B)])
     folder.close()
-    cache = ["--cache", str(tmp_path / "cache")]
+    cache = ["--store-cache", str(tmp_path / "cache")]
     assert main(["store", "stats", "--store", url, *cache]) == 1
     assert "has no store: create one with `kvrag warm PATH" in capsys.readouterr().err
     assert main(["store", "copy", str(tmp_path / "kv"), url, *cache]) == 0
@@ -764,7 +764,7 @@ def test_the_command_line_copies_and_looks_into_a_shared_store(
     assert main(["store", "copy", url, str(tmp_path / "same"), *cache]) == 0
     capsys.readouterr()
     assert main(["store", "copy", url, str(tmp_path / "back"), *cache]) == 1
-    assert "or pass --to-codec int8 to convert the copies" in capsys.readouterr().err
+    assert "or pass --to-codec int8 to convert" in capsys.readouterr().err
     assert main(["store", "copy", str(tmp_path / "back"), str(tmp_path / "x"), "--to-codec", "int4"]) == 1
     assert "chunks in int8 cannot be converted" in capsys.readouterr().err
     same = FileStore(tmp_path / "same", min_free_bytes=0)
@@ -813,7 +813,7 @@ def test_a_machine_that_warmed_nothing_retrieves_and_answers(
     (docs / "snake.txt").write_text(CHUNKS[3])
 
     def run(command: str, machine: str, *more: str) -> Any:
-        assert main([command, *more, "--store", url, "--cache", str(tmp_path / machine), "--json"]) == 0
+        assert main([command, *more, "--store", url, "--store-cache", str(tmp_path / machine), "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
     warmed = run("warm", "one", str(docs), "--chunk-tokens", "40")

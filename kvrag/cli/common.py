@@ -127,7 +127,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the model, the store and the namespace."""
     add_setting(parser, "model", default="reader")
     add_setting(parser, "store", metavar="STORE")
-    add_setting(parser, "cache", metavar="FOLDER")
+    add_setting(parser, "store_cache", metavar="FOLDER")
     add_setting(parser, "codec")
     add_setting(parser, "dtype", choices=DTYPES)
     add_setting(parser, "device")
@@ -192,7 +192,7 @@ def open_engine(args: argparse.Namespace, is_warmed: bool = False, **config: Any
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():
         raise _nothing_warmed(store)
-    return BlendEngine(model, store, settings, codec=args.codec, cache=args.cache)
+    return BlendEngine(model, store, settings, codec=args.codec, store_cache=args.store_cache)
 
 
 def folder(engine: BlendEngine) -> FileStore | SharedStore:

@@ -65,7 +65,7 @@ def _open(args: argparse.Namespace) -> Iterator[AnyStore]:
         with open_engine(args, is_warmed=True) as engine:
             yield folder(engine)
         return
-    with closing(_named(existing_store(args.store), args.cache)) as store:
+    with closing(_named(existing_store(args.store), args.store_cache)) as store:
         yield store
 
 
@@ -83,8 +83,8 @@ def _copy(args: argparse.Namespace) -> int:
 
     source, target = args.stores
     with (
-        closing(_named(existing_store(source), args.cache, False)) as one,
-        closing(_named(target, args.cache, False)) as other,
+        closing(_named(existing_store(source), args.store_cache, False)) as one,
+        closing(_named(target, args.store_cache, False)) as other,
     ):
         with progress("copying", args.json) as report:
             done = copy_store(one, other, args.to_codec, report)

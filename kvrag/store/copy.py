@@ -12,7 +12,7 @@ from kvrag.errors import ChunkUnreadableError, DamagedChunkError, FingerprintMis
 from kvrag.fingerprint import Fingerprint
 from kvrag.store.codec import pack
 from kvrag.store.files import FileStore
-from kvrag.store.manifest import Holder, Row
+from kvrag.store.manifest import Holder
 from kvrag.store.protocol import ChunkRecord, Holding
 from kvrag.store.shared import SharedStore
 
@@ -73,14 +73,14 @@ def copy_store(
     try:
         target.bind(theirs)
     except FingerprintMismatchError as error:
-        held = Fingerprint.of(target.owner())
-        if codec is None and mine.codec == "none" and mine.stored_as(held.codec).digest == held.digest:
-            raise FingerprintMismatchError(f"{error}; or pass --to-codec {held.codec} to convert the copies") from error
+        other = Fingerprint.of(target.owner())
+        if codec is None and mine.codec == "none" and mine.stored_as(other.codec).digest == other.digest:
+            raise FingerprintMismatchError(f"{error}; or pass --to-codec {other.codec} to convert") from error
         raise
-    rows: list[Row] = []
+    held: list[str] = []
     documents: dict[tuple[str, str], list[Holder]] = {}
     for _, page, holders in source.contents():
-        rows += page
+        held += [row.key for row in page]
         for each in holders:
             documents.setdefault((each.namespace, each.document), []).append(each)
     keys: dict[str, str] = {}
@@ -92,25 +92,25 @@ def copy_store(
         counts["copied"] += len(portion)
         portion.clear()
 
-    for done, row in enumerate(rows, 1):
-        if not converts and not target.missing([row.key]):
+    for done, key in enumerate(held, 1):
+        if not converts and not target.missing([key]):
             counts["present"] += 1
         else:
             try:
-                record = _read(source, row.key, theirs if converts else None, target)
+                record = _read(source, key, theirs if converts else None, target)
             except (DamagedChunkError, ChunkUnreadableError):
                 counts["unreadable"] += 1
                 continue
             if record is None:
                 continue  # removed meanwhile
-            keys[row.key] = record.key
+            keys[key] = record.key
             if record.layers:
                 portion.append(record)
             else:
                 counts["present"] += 1
         if sum(tensor.nbytes for made in portion for layer in made.layers for tensor in layer) > _PORTION:
             write()
-        progress(done, len(rows))
+        progress(done, len(held))
     write()
     for (namespace, document), held_by in documents.items():
         holdings = [Holding(holder.text, keys.get(holder.key, holder.key), holder.source) for holder in held_by]

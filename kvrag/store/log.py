@@ -35,6 +35,7 @@ PUBLICATIONS = "publications"  # counter of the manifest
 _BATCH = 64  # operations read at once
 _ROUNDS = 1000  # of creating the next operation before other machines do
 _SNAPSHOT_EVERY = 1000  # operations
+_REPLACED = 5  # times that a snapshot may be replaced while it is read
 _CHECK_EVERY_S = 30.0
 _PAGE = 200  # chunks per operation
 
@@ -49,6 +50,10 @@ class _Entry(NamedTuple):
     before: int
     operation: Operation | None
     snapshot: int = 0
+
+
+class _Replaced(StoreError):
+    """A snapshot is not whole: a newer one has replaced it."""
 
 
 class Outcome(NamedTuple):
@@ -107,7 +112,7 @@ class Log:
                     raise _damaged(f"the log of {self._remote.url}")
                 position = self.position
                 if time.monotonic() - self._checked > _CHECK_EVERY_S and not self._fits():
-                    self._rebuild()
+                    self._rebuild_from_newest()
                     continue
                 names = [_name(number) for number in range(position + 1, position + 1 + batch)]
                 found = self._remote.read(names)
@@ -117,7 +122,7 @@ class Log:
                         break
                     entries.append(_decode(content, f"{self._remote.url}/{name}"))
                 if entries and not self._apply_all(position, entries):
-                    self._rebuild()
+                    self._rebuild_from_newest()
                 elif len(entries) < batch:
                     return
                 batch = min(2 * batch, _BATCH)
@@ -245,9 +250,17 @@ class Log:
         names = self._remote.names("snapshots/")
         return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"snapshots/(\d+)/index", name)))
 
-    def _rebuild(self) -> None:
-        """Make the manifest again, from the newest snapshot."""
+    def _rebuild_from_newest(self) -> None:
+        """Make the manifest again, from the newest snapshot, even if that is replaced meanwhile."""
         self._rebuilding()
+        for _ in range(_REPLACED):
+            try:
+                return self._rebuild()
+            except _Replaced:
+                time.sleep(random.random())
+        self._rebuild()
+
+    def _rebuild(self) -> None:
         numbers = self._snapshots()
         number = self._snapshot = numbers[-1] if numbers else 0
         position = self.position
@@ -271,7 +284,7 @@ class Log:
         path = f"snapshots/{number:012d}/{name}"
         (content,) = self._remote.read([path])
         if content is None:
-            raise StoreError(f"{self._remote.url}/{path} is missing: try again")  # a newer one has replaced it
+            raise _Replaced(f"{self._remote.url}/{path} is missing: try again")
         return _unpack(content, f"{self._remote.url}/{path}")
 
     def _parts(self, number: int, kind: str, count: int) -> Iterator[Any]:

@@ -158,12 +158,12 @@ class SharedStore:
                 write_file(local / OWNER, json.dumps(self._owner, indent=1).encode(), replace=False)
         except OSError as error:
             raise StoreError(
-                f"cannot create the local folder {self.path} ({error.strerror}): choose another one with cache="
+                f"cannot create the local folder {self.path} ({error.strerror}): choose another store_cache"
             ) from error
         self._digest = digest
         self._manifest = Manifest(self.path / MANIFEST)
         if self._manifest.read_only:
-            raise StoreReadOnlyError(f"the local folder {self.path} is not writable: choose another one with cache=")
+            raise StoreReadOnlyError(f"the local folder {self.path} is not writable: choose another store_cache")
         self._local = FileStore(local, **self._settings)
         self._log = Log(self._remote, self._manifest, self._drop_local, self._recheck_owner)
         self._fetchers = ThreadPoolExecutor(32, "kvrag-fetch")

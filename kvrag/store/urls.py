@@ -51,7 +51,7 @@ def open_store(store: KVStore | str | Path, cache: str | Path | None = None) -> 
 
         return SharedStore(str(store), cache)
     if cache is not None:
-        raise SettingError("cache is the local copy of a shared store, such as s3://BUCKET/PREFIX: leave it out")
+        raise SettingError("store_cache is the folder of local copies of a shared store: leave it out")
     return FileStore(store) if isinstance(store, (str, Path)) else store
 
 

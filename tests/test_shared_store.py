@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -218,6 +219,25 @@ def test_the_local_copies_stay_within_their_budget(machine: Machine) -> None:
     assert has(bare, A)
     bare.settle()
     assert bare.local_stats().chunks == 0
+
+
+def test_on_a_full_disk_the_oldest_copies_make_room(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [record(number) for number in range(8)]
+    size = machine("one").put(records) // 8
+    two = machine("two")
+
+    def free(_: object) -> Any:
+        return shutil._ntuple_diskusage(0, 0, 4 * size - two.local_stats().bytes)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    for chunk in records:
+        assert has(two, chunk)
+        two.settle()
+    assert 2 * size <= two.local_stats().bytes <= 4 * size
+    newest = two.open(records[-1].key)
+    assert newest is not None
+    assert newest.tier == "disk"
+    newest.close()
 
 
 def test_a_store_is_for_one_model(machine: Machine, url: str, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class Log:
         """
         self._remote, self._manifest = remote, manifest
         self._removed, self._rebuilding = removed, rebuilding
-        self._pulling = threading.Lock()
+        self._pulling, self._writing_snapshot = threading.Lock(), threading.Lock()
         self._checked = float("-inf")
         self._snapshot: int | None = None  # number of the newest snapshot; None = unknown
         self.rebuilt = 0
@@ -291,11 +291,16 @@ class Log:
         for part in range(count):
             yield self._part(number, f"{kind}-{part:06d}")
 
-    def is_long(self) -> bool:
-        """Return whether a snapshot would help new machines."""
-        if self._snapshot is None:
-            self._snapshot = max(self._snapshots(), default=0)
-        return self.position - self._snapshot >= _SNAPSHOT_EVERY
+    def snapshot_if_long(self) -> None:
+        """Write a snapshot if it would help new machines, and no other thread is writing one."""
+        if self._writing_snapshot.acquire(blocking=False):
+            try:
+                if self._snapshot is None:
+                    self._snapshot = max(self._snapshots(), default=0)
+                if self.position - self._snapshot >= _SNAPSHOT_EVERY:
+                    self.write_snapshot()
+            finally:
+                self._writing_snapshot.release()
 
     def write_snapshot(self) -> int:
         """Write a snapshot of the manifest as it is; return its number."""

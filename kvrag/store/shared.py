@@ -26,7 +26,14 @@ from hashlib import blake2b
 from pathlib import Path
 
 from kvrag.config import without_password
-from kvrag.errors import ChunkUnreadableError, DamagedChunkError, SettingError, StoreError, StoreReadOnlyError
+from kvrag.errors import (
+    ChunkUnreadableError,
+    DamagedChunkError,
+    SettingError,
+    StoreError,
+    StoreFullError,
+    StoreReadOnlyError,
+)
 from kvrag.fingerprint import FORMAT, Fingerprint, text_key
 from kvrag.store import chunkfile
 from kvrag.store.chunkfile import SUFFIX, PackedChunk
@@ -177,7 +184,11 @@ class SharedStore:
         self._used_since = time.monotonic()
         self._is_open = True
         self._follower = _Follower(self._pull, self.url)
-        self._follower.pull_now()
+        try:
+            self._follower.pull_now()
+        except BaseException:
+            self.close()
+            raise
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -187,7 +198,10 @@ class SharedStore:
 
     def _pull(self) -> None:
         self._log.pull()
-        self._report_used()
+        try:
+            self._report_used()
+        except StoreError as error:  # maybe this machine may only read
+            logger.info("uses are not reported: %s", error)
 
     def _recheck_owner(self) -> None:
         """Make sure that the place is still this model's: it may have been deleted and claimed for another."""
@@ -233,14 +247,21 @@ class SharedStore:
         known = set(self._log.put(rows)) if rows else set()
         self._follower.confirm()
         self._delete(known)  # another machine was faster
-        try:
-            if self.keep_copies:
-                self._local.put(wanted)
-        except StoreError as error:
-            logger.info("no local copies: %s", error)
-        if self._log.is_long():
-            self._in_background(self._log.write_snapshot)
+        if self.keep_copies:
+            self._copy(wanted)
+        self._in_background(self._log.snapshot_if_long)
         return sum(row.num_bytes for row in rows if row.file not in known)
+
+    def _copy(self, records: Sequence[ChunkRecord]) -> None:
+        """Store chunks in the local folder; on a full disk the copies may not grow any further."""
+        try:
+            self._local.put(records)
+        except StoreFullError as error:
+            logger.info("no local copy: %s", error)
+            if used := self._local.stats().bytes:
+                self._local.max_bytes = used
+        except StoreError as error:
+            logger.info("no local copy: %s", error)
 
     def _upload(self, record: ChunkRecord) -> Row:
         """Write a record under a unique name."""
@@ -281,10 +302,14 @@ class SharedStore:
             logger.info("%s; it is read from %s", error, self.url)
         with self._lock:
             opening, _ = self._opening.pop(key, (None, 0.0))
+        if opening is None:
+            return self._open_remote(key)
         try:
-            return opening.result(TIMEOUT_S) if opening else self._open_remote(key)
+            return opening.result(0.0 if self._follower.is_failing else TIMEOUT_S)
         except WaitTimeoutError as error:
-            raise ChunkUnreadableError(key, f"{self.url} does not answer") from error
+            failed = StoreError(f"{self.url} does not answer")
+            self._follower.fail(failed)
+            raise ChunkUnreadableError(key, failed) from error
 
     def _open_remote(self, key: str) -> RemoteChunk | None:
         seen = None
@@ -320,7 +345,7 @@ class SharedStore:
     def _keep(self, chunk: RemoteChunk) -> None:
         try:
             layers = [chunk.layer(number) for number in range(chunk.num_layers)]
-            self._local.put([ChunkRecord(chunk.key, chunk.namespace, chunk.ids, chunk.context, layers)])
+            self._copy([ChunkRecord(chunk.key, chunk.namespace, chunk.ids, chunk.context, layers)])
             if self._manifest.file(chunk.key) is None:  # removed in the meantime
                 self._local.remove([chunk.key])
         except StoreError as error:  # the prompt that reads a damaged chunk reports it
@@ -444,8 +469,15 @@ class SharedStore:
 
     # ---------------------------------------------------------------- small texts
 
+    def _check_reachable(self) -> None:
+        """Raise StoreError at once if the place could not be reached a moment ago: answers wait for these texts."""
+        self._check_open()
+        if self._follower.is_failing:
+            raise StoreError(f"{self.url} cannot be reached")
+
     def read_text(self, name: str) -> str | None:
         """See KeepsTexts.read_text."""
+        self._check_reachable()
         (content,) = self._remote.read([name])
         try:
             return None if content is None else content.decode()
@@ -454,6 +486,7 @@ class SharedStore:
 
     def write_text(self, name: str, text: str) -> None:
         """See KeepsTexts.write_text."""
+        self._check_reachable()
         self._remote.write(name, text.encode())
 
     # ---------------------------------------------------------------- publications, such as an index for retrieval

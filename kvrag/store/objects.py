@@ -210,7 +210,12 @@ class ObjectStore:
         except BaseError as error:
             if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
                 raise self._no_bucket() from error
-            raise StoreError(f"cannot use {self.url} ({_reason(error)}): check the URL and the network") from error
+            reason, names = _reason(error), _VARIABLES[self._scheme]
+            if re.search(r"169\.254\.169\.254|metadata\.google\.internal", str(error)):  # where machines have roles
+                raise StoreError(f"no credentials for {self.url} ({reason}): set {names}") from error
+            if reason.startswith(("401", "403")):
+                raise StoreError(f"access to {self.url} was denied ({reason}): check {names}") from error
+            raise StoreError(f"cannot use {self.url} ({reason}): check the URL and the network") from error
 
     def _no_bucket(self) -> StoreError:
         return StoreError(f"{self.url}: the bucket {self._bucket} does not exist: create it, or correct the URL")
@@ -244,4 +249,4 @@ def _name(path: str) -> str:
 def _reason(error: Exception) -> str:
     """Return a few words of a long message."""
     found = [next(filter(None, groups)) for groups in _REASONS.findall(str(error))]
-    return found[0].strip() if found else str(error).split("\n")[0][:120]
+    return re.sub(r"[\s(]+", " ", found[0]).strip() if found else str(error).split("\n")[0][:120]

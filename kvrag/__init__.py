@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvrag.client import RemoteEngine
     from kvrag.engine import BlendEngine
     from kvrag.llm import LazyEngine, LLMBase, LLMSettings
-    from kvrag.store import FileStore, KVStore
+    from kvrag.store import FileStore, KVStore, SharedStore
 
 __version__ = "0.1.0"
 
@@ -66,6 +66,7 @@ __all__ = [
     "Sampling",
     "ServerError",
     "SettingError",
+    "SharedStore",
     "StoreError",
     "StoreFullError",
     "StoreReadOnlyError",
@@ -84,6 +85,7 @@ _HEAVY = {
     "LazyEngine": "kvrag.llm",
     "Model": "kvrag.backend.transformers",
     "RemoteEngine": "kvrag.client",
+    "SharedStore": "kvrag.store",
 }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 from kvrag.errors import SettingError
 
@@ -81,6 +82,12 @@ def check_controller(controller: str) -> str:
     """Return `controller` if it exists, else raise SettingError."""
     _require(controller in CONTROLLERS, f"controller must be {' or '.join(CONTROLLERS)}, got {controller!r}")
     return controller
+
+
+def without_password(url: str) -> str:
+    """Return the URL of a store for messages and names: without user, password and options."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
 
 
 def check_namespace(namespace: str) -> str:

@@ -42,7 +42,7 @@ from kvrag.openmp import own_team, release_team
 from kvrag.request import Pipeline, Prefilled
 from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.prefetch import Prefetcher
-from kvrag.store import FileStore, KVStore, MemoryTier
+from kvrag.store import KVStore, MemoryTier, open_store
 from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport
 
 _shared: Shared[BlendEngine] = Shared()
@@ -77,11 +77,13 @@ class BlendEngine:
         codec: str = "native",
         conversation_bytes: int = 1 << 30,
         batch_bytes: int = 4 << 30,
+        store_cache: str | Path | None = None,
     ) -> None:
         """Combine a model and a store.
 
         Args:
-            store: A store or its folder; None = a folder for this model under `~/.cache/kvrag`.
+            store: A store, its folder, or the URL of a shared one, see `kvrag.store.SharedStore`; None = a folder for
+                this model under `~/.cache/kvrag`.
             ram_bytes: Size of the RAM tier in front of the store; 0 = no RAM tier.
             codec: Codec of stored chunks: "native" = as computed, "int8" and "int4" = half and less than a third of the
                 bytes; with these, no reused KV is exact.
@@ -89,6 +91,7 @@ class BlendEngine:
                 next turns; 0 = none.
             batch_bytes: Maximum size of the KV of the answers in progress, each at its full length; further answers
                 wait. One answer is always in progress.
+            store_cache: Folder of the local copies of a shared store; None = `~/.cache/kvrag/shared`.
 
         Raises:
             FingerprintMismatchError: The store holds KV of another model or codec.
@@ -103,7 +106,7 @@ class BlendEngine:
         check_bytes("batch_bytes", batch_bytes)
         if store is None:
             store = default_store(model, codec)
-        self.store: KVStore = FileStore(store) if isinstance(store, (str, Path)) else store
+        self.store: KVStore = open_store(store, store_cache)
         self.store.bind(self.fingerprint)
         self._catalog, self._tuning = Catalog(self.store), Tuning(model, self.store)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._tuning)
@@ -127,6 +130,7 @@ class BlendEngine:
         codec: str = "native",
         conversation_bytes: int = 1 << 30,
         batch_bytes: int = 4 << 30,
+        store_cache: str | Path | None = None,
         **model_settings: Unpack[LoadOptions],
     ) -> BlendEngine:
         """Load a model (see `Model.from_pretrained` for its settings) and combine it with a store."""
@@ -134,7 +138,7 @@ class BlendEngine:
         check_bytes("conversation_bytes", conversation_bytes)
         check_bytes("batch_bytes", batch_bytes)
         model = Model.from_pretrained(name_or_path, **model_settings)
-        return cls(model, store, config, ram_bytes, codec, conversation_bytes, batch_bytes)
+        return cls(model, store, config, ram_bytes, codec, conversation_bytes, batch_bytes, store_cache)
 
     @classmethod
     def shared(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine:

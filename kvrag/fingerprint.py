@@ -6,8 +6,8 @@ KV computed under one fingerprint is meaningless under another, so the store rej
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -41,6 +41,12 @@ class Fingerprint:
     preamble: tuple[int, ...]
     codec: str = "none"
     format: int = FORMAT
+
+    @classmethod
+    def of(cls, parts: Mapping[str, str]) -> Fingerprint:
+        """Return the fingerprint with these `parts`; others are ignored."""
+        read = {field.name: json.loads(parts[field.name]) for field in fields(cls)}
+        return cls(**{**read, "preamble": tuple(read["preamble"])})
 
     def stored_as(self, codec: str) -> Fingerprint:
         """Return the fingerprint with one of `kvrag.config.CODECS`; "native" is "none", as in the first stores."""

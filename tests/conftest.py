@@ -14,6 +14,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 from families import build
+from places import Bucket, Server, run_s3, run_valkey
 from transformers import AutoTokenizer
 
 import kvrag
@@ -86,6 +87,20 @@ def laying_out(engine: BlendEngine) -> Iterator[LayOut]:
             return stitch(engine.model, matched, loader, len(ids) + 10, engine.codec)
 
         yield lay_out
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Bucket]:
+    """An S3 server of this session's own."""
+    with run_s3() as bucket:
+        yield bucket
+
+
+@pytest.fixture(scope="session")
+def valkey() -> Iterator[Server]:
+    """A Valkey server of this session's own."""
+    with run_valkey() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

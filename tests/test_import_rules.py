@@ -60,6 +60,8 @@ ONLY_IN: dict[str, set[str]] = {
         "reader2/train.py",
         "backend/transformers/smollm2.py",
     },
+    "obstore": {"store/objects.py"},
+    "redis": {"store/valkey.py"},
     "sqlite3": {"store/manifest.py", "retrieval"},
     "pickle": set(),
     "langchain": set(),

@@ -45,6 +45,7 @@ PUBLIC = [
     "Sampling",
     "ServerError",
     "SettingError",
+    "SharedStore",
     "StoreError",
     "StoreFullError",
     "StoreReadOnlyError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +13,25 @@ import pytest
 import torch
 from conftest import CHUNKS, messages
 
-from kvrag import BlendEngine, FileStore, FingerprintMismatchError, KVStore, Model
+from kvrag import BlendEngine, FileStore, FingerprintMismatchError, KVStore, Model, SharedStore
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, TextState, serve
 
 Open = Callable[[], KVStore]
 
-# name -> opens a store in an empty folder of its own; opened there again, it has what it had
-STORES: dict[str, Callable[[Path], KVStore]] = {
-    "files": lambda path: FileStore(path, min_free_bytes=0),
+# name -> opens a store in an empty place of its own; opened there again, it has what it had
+STORES: dict[str, Callable[[Path, pytest.FixtureRequest], KVStore]] = {
+    "files": lambda path, _: FileStore(path, min_free_bytes=0),
+    "s3": lambda path, request: shared(request.getfixturevalue("s3").url, path),
+    "valkey": lambda path, request: shared(request.getfixturevalue("valkey").url, path),
 }
+
+
+def shared(url: str, path: Path) -> SharedStore:
+    """A place and a local folder that belong to this test."""
+    place = blake2b(str(path).encode(), digest_size=8).hexdigest()
+    return SharedStore(url.replace("PLACE", place), path, min_free_bytes=0)
+
 
 FINGERPRINT = Fingerprint("tiny", "w", "t", "float32", "[]", (1,))
 
@@ -32,7 +42,7 @@ def opens(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     opened: list[KVStore] = []
 
     def open_one() -> KVStore:
-        opened.append(STORES[request.param](tmp_path / "store"))
+        opened.append(STORES[request.param](tmp_path / "store", request))
         return opened[-1]
 
     yield open_one

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from hashlib import blake2b
 from importlib.util import find_spec
 from math import inf
@@ -29,7 +29,7 @@ from kvrag.types import BlendReport, Messages
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
     from kvrag.retrieval.index import ChunkIndex
-    from kvrag.store import FileStore
+    from kvrag.store import FileStore, SharedStore
 
 T = TypeVar("T")
 
@@ -126,7 +126,8 @@ def add_setting(parser: argparse.ArgumentParser, name: str, about: str | None = 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the model, the store and the namespace."""
     add_setting(parser, "model", default="reader")
-    add_setting(parser, "store")
+    add_setting(parser, "store", metavar="STORE")
+    add_setting(parser, "store_cache", metavar="FOLDER")
     add_setting(parser, "codec")
     add_setting(parser, "dtype", choices=DTYPES)
     add_setting(parser, "device")
@@ -191,14 +192,14 @@ def open_engine(args: argparse.Namespace, is_warmed: bool = False, **config: Any
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():
         raise _nothing_warmed(store)
-    return BlendEngine(model, store, settings, codec=args.codec)
+    return BlendEngine(model, store, settings, codec=args.codec, store_cache=args.store_cache)
 
 
-def folder(engine: BlendEngine) -> FileStore:
-    """Return the engine's store, a folder in all commands."""
-    from kvrag.store import FileStore
+def folder(engine: BlendEngine) -> FileStore | SharedStore:
+    """Return the engine's store, which has a folder on this machine in all commands."""
+    from kvrag.store import FileStore, SharedStore
 
-    assert isinstance(engine.store, FileStore)
+    assert isinstance(engine.store, (FileStore, SharedStore))
     return engine.store
 
 
@@ -216,8 +217,13 @@ def retrieval_folder(engine: BlendEngine, namespace: str) -> Path:
 def open_index(engine: BlendEngine, namespace: str, embedder: str | None = None) -> ChunkIndex:
     """Open the chunk index of a namespace."""
     from kvrag.retrieval.index import ChunkIndex
+    from kvrag.retrieval.mirror import SharedIndex
+    from kvrag.store import SharedStore
 
-    return ChunkIndex(retrieval_folder(engine, namespace) / "index.sqlite", embedder)
+    path = retrieval_folder(engine, namespace) / "index.sqlite"
+    if isinstance(engine.store, SharedStore):
+        return SharedIndex(path, embedder, engine.store, namespace)
+    return ChunkIndex(path, embedder)
 
 
 def require_chunks(index: ChunkIndex) -> None:
@@ -239,16 +245,24 @@ def require_extra() -> None:
             raise KvragError(f"{module} is not installed: pip install 'kvrag[cli]'")
 
 
-def existing_store(path: str) -> Path:
-    """Return the folder of an existing store; opening a missing one would create it.
+def existing_store(store: str) -> str:
+    """Return the folder or URL of an existing store; opening a missing one would create it.
 
     Raises:
-        StoreError: The folder has no store.
+        StoreError: There is no store.
     """
-    folder = Path(path).expanduser()
+    if ":" in store:  # importing torch takes seconds
+        from kvrag.store.urls import connect, is_shared
+    if ":" in store and is_shared(store):
+        remote = connect(store)
+        with closing(remote):
+            if remote.read(["fingerprint.json"]) == [None]:
+                raise StoreError(f"{remote.url} has no store: create one with `kvrag warm PATH --store {remote.url}`")
+        return store
+    folder = Path(store).expanduser()
     if not (folder / "chunks").is_dir():
         raise StoreError(f"{folder} has no store: create one with `kvrag warm PATH --store {folder}`")
-    return folder
+    return str(folder)
 
 
 def read_text(path: Path) -> str:

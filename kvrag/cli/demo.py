@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     chain = _import_chain()
     with ExitStack() as stack:
         store = args.store or stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrag-demo-"))
-        settings = argparse.Namespace(model=READER, store=store, codec="native", dtype="auto", device=None)
+        given = {"store": store, "store_cache": None, "codec": "native", "dtype": "auto", "device": None}
+        settings = argparse.Namespace(model=READER, **given)
         engine = stack.enter_context(open_engine(settings))
         index = stack.enter_context(open_index(engine, ""))
         plan = _plan(engine, args.json)

@@ -1,4 +1,4 @@
-"""`kvrag store`: show, check or clean up a store."""
+"""`kvrag store`: show, check, clean up or copy a store."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ from kvrag.cli.common import (
     progress,
     say,
 )
+from kvrag.config import CODECS
+from kvrag.errors import SettingError
 
 if TYPE_CHECKING:
-    from kvrag.store import FileStore
+    from kvrag.store.copy import AnyStore
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag store`."""
     parser.add_argument(
         "action",
-        choices=("stats", "check", "gc"),
-        help="stats: show contents; check: verify chunks, quarantine damaged ones; gc: delete unused chunks and files",
+        choices=("stats", "check", "gc", "copy"),
+        help="stats: show contents; check: verify chunks, quarantine damaged ones; gc: delete unused chunks and files; "
+        "copy: copy what TARGET lacks from SOURCE",
     )
+    parser.add_argument("stores", nargs="*", metavar="SOURCE TARGET", help="copy: folders or URLs")
+    parser.add_argument("--to-codec", choices=CODECS, help="copy: convert chunks in native precision")
     parser.add_argument(
         "--unused-days",
         type=at_least(0, float),
@@ -43,6 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the action; return 1 if `check` found damage."""
+    if args.action == "copy":
+        return _copy(args)
+    if args.stores:
+        raise SettingError(f"name the store with --store {args.stores[0]}")
     with _open(args) as store:
         if args.action == "stats":
             return _stats(store, args.json)
@@ -50,28 +59,67 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _open(args: argparse.Namespace) -> Iterator[FileStore]:
+def _open(args: argparse.Namespace) -> Iterator[AnyStore]:
     """Open a store without a model; only the default folder depends on the model's name."""
     if args.store is None:
         with open_engine(args, is_warmed=True) as engine:
             yield folder(engine)
         return
-    path = existing_store(args.store)
-    from kvrag.store import FileStore
-
-    with closing(FileStore(path)) as store:
+    with closing(_named(existing_store(args.store), args.store_cache)) as store:
         yield store
 
 
-def _stats(store: FileStore, as_json: bool) -> int:
+def _named(name: str, cache: str | None, keep_copies: bool = True) -> AnyStore:
+    from kvrag.store import FileStore, SharedStore, is_shared
+
+    return SharedStore(name, cache, keep_copies=keep_copies) if is_shared(name) else FileStore(name)
+
+
+def _copy(args: argparse.Namespace) -> int:
+    if len(args.stores) != 2:
+        raise SettingError("copy needs two stores: kvrag store copy SOURCE TARGET")
+    from kvrag.control.calibrate import FILE
+    from kvrag.store.copy import copy_store
+
+    source, target = args.stores
+    with (
+        closing(_named(existing_store(source), args.store_cache, False)) as one,
+        closing(_named(target, args.store_cache, False)) as other,
+    ):
+        with progress("copying", args.json) as report:
+            done = copy_store(one, other, args.to_codec, report)
+        if args.to_codec is None and (text := one.read_text(FILE)) and other.read_text(FILE) is None:
+            other.write_text(FILE, text)
+    if args.json:
+        print(json.dumps(asdict(done)))
+    else:
+        print(
+            f"{done.copied} chunks copied ({human_bytes(done.bytes)}), {done.present} were there; "
+            f"{done.documents} documents"
+        )
+        if done.unreadable:
+            say(f"{done.unreadable} chunks could not be read and were left out: run `kvrag store check` on the source")
+    return 1 if done.unreadable else 0
+
+
+def _stats(store: AnyStore, as_json: bool) -> int:
+    from kvrag.store import SharedStore
+
     stats = store.stats()
+    copies = store.local_stats() if isinstance(store, SharedStore) else None
     if as_json:
-        print(json.dumps(asdict(stats)))
+        own = {} if copies is None else {"local": {name: getattr(copies, name) for name in ("path", "chunks", "bytes")}}
+        print(json.dumps(asdict(stats) | own))
         return 0
-    print(f"folder     {stats.path}\nmodel      {stats.model or '-'}\ncodec      {stats.codec}")
+    print(
+        f"{'folder' if copies is None else 'shared'}     {stats.path}\n"
+        f"model      {stats.model or '-'}\ncodec      {stats.codec}"
+    )
     print(f"chunks     {stats.chunks}")
     print(f"tokens     {stats.tokens}\nbytes      {stats.bytes} ({human_bytes(stats.bytes)})")
     print(f"documents  {stats.documents}\ndamaged    {stats.damaged} since it was created")
+    if copies is not None:
+        print(f"copies     {copies.chunks} chunks ({human_bytes(copies.bytes)}) in {copies.path}")
     if any(part.namespace for part in stats.namespaces):
         width = max(len("namespace"), *(len(part.namespace) for part in stats.namespaces), len("(default)"))
         print(f"\n{'namespace':{width}}  {'texts':>8}  {'chunks':>8}  {'tokens':>10}  {'bytes':>10}  {'documents':>9}")
@@ -83,7 +131,7 @@ def _stats(store: FileStore, as_json: bool) -> int:
     return 0
 
 
-def _check(store: FileStore, as_json: bool) -> int:
+def _check(store: AnyStore, as_json: bool) -> int:
     with progress("checking", as_json) as report:
         found = store.check(report)
     if as_json:
@@ -101,7 +149,7 @@ def _check(store: FileStore, as_json: bool) -> int:
     return 1 if found.damaged or found.unreadable else 0
 
 
-def _gc(store: FileStore, unused_days: float, as_json: bool) -> int:
+def _gc(store: AnyStore, unused_days: float, as_json: bool) -> int:
     chunks, files = store.gc(unused_days)
     print(json.dumps({"chunks": chunks, "files": files}) if as_json else f"deleted {chunks} chunks, {files} files")
     return 0

@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         needed = plan.new_tokens * _bytes_per_token(engine, args.chunk_tokens)
         say(
             f"{len(plan.chunks)} documents, {plan.tokens} tokens, {plan.new_tokens} of them new: "
-            f"needs {human_bytes(needed)} in {folder(engine).path}"
+            f"needs {human_bytes(needed)} in {folder(engine).stats().path}"
         )
         _check_room(engine, needed)
         try:
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_INTERRUPTED) from None
         result |= {"gone": gone, "dropped": dropped, "problems": plan.problems}
-        result |= {"store": str(folder(engine).path), "model": engine.model.name}
+        result |= {"store": folder(engine).stats().path, "model": engine.model.name}
     return _finish(result, args, started)
 
 
@@ -292,7 +292,11 @@ def _bytes_per_token(engine: BlendEngine, chunk_tokens: int) -> float:
 
 
 def _check_room(engine: BlendEngine, needed: float) -> None:
+    from kvrag.store import FileStore
+
     store = folder(engine)
+    if not isinstance(store, FileStore):  # a bucket has no size
+        return
     free = shutil.disk_usage(Path(store.path)).free
     if needed and free - needed < store.min_free_bytes:
         raise StoreFullError(

@@ -1,4 +1,4 @@
-"""Storage of chunk KV: the protocol, the embedded store, the RAM tier."""
+"""Storage of chunk KV: the protocol, the embedded store, shared stores, the RAM tier."""
 
 from kvrag.store.files import FileStore, StoreCheck
 from kvrag.store.memory import MemoryTier
@@ -12,11 +12,14 @@ from kvrag.store.protocol import (
     KeepsTexts,
     KVStore,
     NamespaceStats,
+    ReadsAhead,
     StoreStats,
     Texts,
     TextState,
     serve,
 )
+from kvrag.store.shared import SharedStore
+from kvrag.store.urls import is_shared, open_store
 
 __all__ = [
     "ON_REQUEST",
@@ -30,10 +33,14 @@ __all__ = [
     "MemoryTier",
     "NamespaceStats",
     "OtherStore",
+    "ReadsAhead",
+    "SharedStore",
     "StoreCheck",
     "StoreStats",
     "TextState",
     "Texts",
+    "is_shared",
+    "open_store",
     "other_stores",
     "serve",
 ]

@@ -73,6 +73,15 @@ def serialise(record: ChunkRecord, fingerprint: str) -> tuple[bytes, memoryview]
     return header.replace(b'"digest":"' + _BLANK, b'"digest":"' + _digest(header).encode(), 1), content[start:]
 
 
+def borders(header: bytes) -> list[int]:
+    """Return where the parts of a chunk begin that are read together: what precedes the layers, and each layer."""
+    tensors = json.loads(header[8:])
+    keys = [tensors[name]["data_offsets"][0] for name in tensors if name.endswith(".k")]
+    values = [tensors[name]["data_offsets"][1] for name in tensors if name.endswith(".v")]
+    end = max(tensors[name]["data_offsets"][1] for name in tensors if name != "__metadata__")
+    return sorted({0, *(len(header) + offset for offset in (*keys, *values) if offset < end)})
+
+
 def estimate(record: ChunkRecord) -> int:
     """Return a tight lower bound of the bytes that `pack` returns for a record."""
     tensors = sum(keys.nbytes + values.nbytes for keys, values in record.layers)
@@ -80,43 +89,143 @@ def estimate(record: ChunkRecord) -> int:
     return tensors + header + 8 * (len(record.ids) + len(record.context))
 
 
-class ChunkFile:
-    """An open chunk file. Its content is verified to be the chunk of the requested key.
-
-    It stays readable after the file is deleted, unless this process has too many chunk files open: then the file is
-    reopened for each layer.
+class PackedChunk:
+    """A chunk in the form of `serialise`, read by byte ranges. Its content is verified to be the requested key's.
 
     Attributes:
         key, namespace, ids, num_layers: See ChunkRecord.
         context: (C,) token ids.
         context_tokens: C.
+        bytes_read: Bytes of layers read so far.
+    """
+
+    tier = ""
+
+    def __init__(self, key: str, fingerprint: str, size: int, beginning: bytes) -> None:
+        """Read everything except the layers.
+
+        Args:
+            fingerprint: Digest of the fingerprint that the chunk must have.
+            size: Number of bytes of the chunk.
+            beginning: Its first bytes, any number of them.
+
+        Raises:
+            DamagedChunkError: It is not a chunk, is truncated, or is another chunk.
+            ChunkUnreadableError: It cannot be read at the moment.
+        """
+        self.key, self.bytes_read = key, 0
+        with self._noticing_faults():
+            self._read_header(size, beginning)
+            self._read_tokens(fingerprint)
+
+    def _range(self, start: int, stop: int) -> Tensor:
+        """Read a range of bytes: (stop - start,) uint8, not shared with anything."""
+        raise NotImplementedError
+
+    def _read_header(self, size: int, beginning: bytes) -> None:
+        (length,) = struct.unpack("<Q", beginning[:8])
+        if length > min(_MAX_HEADER, size):
+            raise ValueError("the header is longer than the file")
+        self._start = 8 + length
+        if self._start > len(beginning):
+            beginning += self._range(len(beginning), self._start).numpy().tobytes()
+        header = beginning[: self._start]
+        match = _DIGEST.search(header)
+        if not match or _digest(header[: match.start(1)], _BLANK, header[match.end(1) :]) != match[1].decode():
+            raise ValueError("it does not match its digest")
+        tensors = json.loads(header[8:])
+        self._metadata: Mapping[str, str] = tensors.pop("__metadata__")
+        self._tensors: Mapping[str, Any] = tensors
+        self._digests = self._metadata["digests"].split(",")
+        self.namespace, self.num_layers = self._metadata["namespace"], len(self._digests)
+        end = self._start + max(tensor["data_offsets"][1] for tensor in tensors.values())
+        if size != end:
+            raise DamagedChunkError(self.key, f"the file has {size} bytes instead of {end}")
+        self._beginning = beginning
+
+    def _read_tokens(self, fingerprint: str) -> None:
+        self.context, self.ids = (self._tokens(name) for name in ("context", "ids"))
+        self.context_tokens = len(self.context)
+        del self._beginning
+        if self._metadata["fingerprint"] != fingerprint:
+            raise DamagedChunkError(self.key, "it was written for another model")
+        found = chunk_key(fingerprint, self.ids.tolist(), self.context.tolist(), self.namespace)
+        if found != self.key:
+            raise DamagedChunkError(self.key, f"its content belongs to chunk {found}")
+
+    def _tokens(self, name: str) -> NDArray[np.uint32]:
+        start, stop = (self._start + offset for offset in self._tensors[name]["data_offsets"])
+        content = self._beginning[start:stop]
+        if stop > len(self._beginning):
+            content = self._range(start, stop).numpy().tobytes()
+        wide = np.frombuffer(content, "<i8")
+        ids = wide.astype(np.uint32)
+        if not np.array_equal(ids, wide):  # the key covers only 32 bits of each id
+            raise DamagedChunkError(self.key, f"its {name} are not token ids")
+        return ids
+
+    def _span(self, number: int) -> tuple[int, int]:
+        """Return the byte range of a layer."""
+        keys, values = self._tensors[f"{number:03d}.k"], self._tensors[f"{number:03d}.v"]
+        return self._start + keys["data_offsets"][0], self._start + values["data_offsets"][1]
+
+    def close(self) -> None:
+        """See ChunkReader.close."""
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """See ChunkReader.layer."""
+        with self._noticing_faults():
+            start, stop = self._span(number)
+            content = self._range(start, stop)
+            self.bytes_read += stop - start
+            if _digest(content.numpy().data) != self._digests[number]:
+                raise DamagedChunkError(self.key, f"layer {number} does not match its digest")
+            keys, values = self._tensors[f"{number:03d}.k"], self._tensors[f"{number:03d}.v"]
+            border = self._start + keys["data_offsets"][1] - start
+            return _tensor(content[:border], keys), _tensor(content[border:], values)
+
+    @contextlib.contextmanager
+    def _noticing_faults(self) -> Iterator[None]:
+        """Raise DamagedChunkError for a damaged chunk and ChunkUnreadableError for a passing error."""
+        try:
+            yield
+        except FileNotFoundError as error:  # deleted in the meantime
+            raise ChunkUnreadableError(self.key, "its file has been deleted") from error
+        except (OSError, MemoryError) as error:
+            raise ChunkUnreadableError(self.key, getattr(error, "strerror", None) or "out of memory") from error
+        except (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError, struct.error) as error:
+            if out_of_memory(error):
+                raise ChunkUnreadableError(self.key, "out of memory") from error
+            raise DamagedChunkError(self.key, f"its header is invalid ({error!s:.80})") from error
+
+
+class ChunkFile(PackedChunk):
+    """An open chunk file.
+
+    It stays readable after the file is deleted, unless this process has too many chunk files open: then the file is
+    reopened for each layer.
     """
 
     tier = "disk"
 
     def __init__(self, path: Path, key: str, fingerprint: str) -> None:
-        """Open the file and read everything except the layers.
-
-        Args:
-            fingerprint: Digest of the fingerprint that the chunk must have.
+        """Open the file and read everything except the layers; raises as PackedChunk.
 
         Raises:
             FileNotFoundError: The file does not exist.
-            DamagedChunkError: The file is not a chunk file, is truncated, or holds another chunk.
-            ChunkUnreadableError: The file cannot be read at the moment.
         """
         self.key, self._path = key, path
-        self.bytes_read = 0
         self._lock, self._reading = threading.Lock(), 0
-        self._keeps = False
         self._file = self._open()
+        self._keeps, keeps = True, False
         try:
             with self._noticing_faults():
-                self._read_header()
-                self._read_tokens(fingerprint)
-            self._keeps = _open_files.take()
+                size, beginning = os.fstat(self._file).st_size, os.pread(self._file, _FIRST_READ, 0)
+            super().__init__(key, fingerprint, size, beginning)
+            keeps = _open_files.take()
         finally:
-            if not self._keeps:
+            self._keeps = keeps
+            if not keeps:
                 os.close(self._file)
 
     def _open(self) -> int:
@@ -133,60 +242,16 @@ class ChunkFile:
                     break
         raise ChunkUnreadableError(self.key, failed.strerror) from failed
 
-    def _read_header(self) -> None:
-        size = os.fstat(self._file).st_size
-        self._beginning = os.pread(self._file, _FIRST_READ, 0)
-        (length,) = struct.unpack("<Q", self._beginning[:8])
-        if length > min(_MAX_HEADER, size):
-            raise ValueError("the header is longer than the file")
-        self._start = 8 + length
-        if self._start > len(self._beginning):
-            self._beginning += os.pread(self._file, self._start - len(self._beginning), len(self._beginning))
-        header = self._beginning[: self._start]
-        match = _DIGEST.search(header)
-        if not match or _digest(header[: match.start(1)], _BLANK, header[match.end(1) :]) != match[1].decode():
-            raise ValueError("it does not match its digest")
-        tensors = json.loads(header[8:])
-        self._metadata: Mapping[str, str] = tensors.pop("__metadata__")
-        self._tensors: Mapping[str, Any] = tensors
-        self._digests = self._metadata["digests"].split(",")
-        self.namespace, self.num_layers = self._metadata["namespace"], len(self._digests)
-        end = self._start + max(tensor["data_offsets"][1] for tensor in tensors.values())
-        if size != end:
-            raise DamagedChunkError(self.key, f"the file has {size} bytes instead of {end}")
-
-    def _read_tokens(self, fingerprint: str) -> None:
-        self.context, self.ids = (self._tokens(name) for name in ("context", "ids"))
-        self.context_tokens = len(self.context)
-        del self._beginning
-        if self._metadata["fingerprint"] != fingerprint:
-            raise DamagedChunkError(self.key, "it was written for another model")
-        found = chunk_key(fingerprint, self.ids.tolist(), self.context.tolist(), self.namespace)
-        if found != self.key:
-            raise DamagedChunkError(self.key, f"its content belongs to chunk {found}")
-
-    def _tokens(self, name: str) -> NDArray[np.uint32]:
-        start, stop = (self._start + offset for offset in self._tensors[name]["data_offsets"])
-        content = self._beginning[start:stop]
-        if stop > len(self._beginning):
-            content = self._read(self._file, start, stop).numpy().tobytes()
-        wide = np.frombuffer(content, "<i8")
-        ids = wide.astype(np.uint32)
-        if not np.array_equal(ids, wide):  # the key covers only 32 bits of each id
-            raise DamagedChunkError(self.key, f"its {name} are not token ids")
-        return ids
-
-    def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """See ChunkReader.layer."""
-        with self._noticing_faults(), self._descriptor() as descriptor:
-            keys, values = self._tensors[f"{number:03d}.k"], self._tensors[f"{number:03d}.v"]
-            start, stop = keys["data_offsets"][0], values["data_offsets"][1]
-            content = self._read(descriptor, self._start + start, self._start + stop)
-            self.bytes_read += stop - start
-            if _digest(content.numpy().data) != self._digests[number]:
-                raise DamagedChunkError(self.key, f"layer {number} does not match its digest")
-            border = keys["data_offsets"][1] - start
-            return _tensor(content[:border], keys), _tensor(content[border:], values)
+    def _range(self, start: int, stop: int) -> Tensor:
+        with self._descriptor() as descriptor:
+            content = torch.empty(stop - start, dtype=torch.uint8)
+            view, position = content.numpy().data, start
+            while view:
+                count = os.preadv(descriptor, [view], position)
+                if count == 0:
+                    raise DamagedChunkError(self.key, "the file is truncated")
+                view, position = view[count:], position + count
+            return content
 
     @contextlib.contextmanager
     def _descriptor(self) -> Iterator[int]:
@@ -213,30 +278,6 @@ class ChunkFile:
         if last:
             os.close(self._file)
             _open_files.give_back()
-
-    @contextlib.contextmanager
-    def _noticing_faults(self) -> Iterator[None]:
-        """Raise DamagedChunkError for a damaged file and ChunkUnreadableError for a passing error."""
-        try:
-            yield
-        except FileNotFoundError as error:  # deleted in the meantime
-            raise ChunkUnreadableError(self.key, "its file has been deleted") from error
-        except (OSError, MemoryError) as error:
-            raise ChunkUnreadableError(self.key, getattr(error, "strerror", None) or "out of memory") from error
-        except (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError, struct.error) as error:
-            if out_of_memory(error):
-                raise ChunkUnreadableError(self.key, "out of memory") from error
-            raise DamagedChunkError(self.key, f"its header is invalid ({error!s:.80})") from error
-
-    def _read(self, descriptor: int, start: int, stop: int) -> Tensor:
-        content = torch.empty(stop - start, dtype=torch.uint8)
-        view, position = content.numpy().data, start
-        while view:
-            count = os.preadv(descriptor, [view], position)
-            if count == 0:
-                raise DamagedChunkError(self.key, "the file is truncated")
-            view, position = view[count:], position + count
-        return content
 
     def close(self) -> None:
         """Close the file once no read is under way."""

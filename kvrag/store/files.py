@@ -13,6 +13,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -35,8 +36,8 @@ from kvrag.fingerprint import FORMAT, Fingerprint, text_key
 from kvrag.store import chunkfile
 from kvrag.store.chunkfile import SUFFIX, ChunkFile
 from kvrag.store.durable import TEMPORARY, write_file
-from kvrag.store.manifest import Manifest, Row, old_format
-from kvrag.store.protocol import ON_REQUEST, ChunkReader, ChunkRecord, Entry, Holding, StoreStats, TextState
+from kvrag.store.manifest import Holder, Manifest, Row, old_format
+from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
 
 logger = logging.getLogger("kvrag")
 
@@ -83,6 +84,8 @@ class FileStore:
         Raises:
             StoreError: The folder cannot be created or opened, or has another version's format.
         """
+        if re.match(r"[a-z][a-z0-9]+:/", str(path)):
+            raise SettingError(f"{path} is not a folder: a URL needs kvrag.SharedStore, or store= of the engine")
         if max_bytes is not None and max_bytes <= 0:
             raise SettingError(f"max_bytes must be positive, got {max_bytes}")
         self.path = Path(path).expanduser().resolve()
@@ -129,33 +132,28 @@ class FileStore:
         """Return the fingerprint digest that the store is bound to or claimed for."""
         if not self._bound:
             with contextlib.suppress(StoreError):
-                self._bound = self._owner().get("digest", "")
+                self._bound = self.owner().get("digest", "")
         return self._bound
 
     def bind(self, fingerprint: Fingerprint) -> None:
         """See KVStore.bind."""
         mine = {"digest": fingerprint.digest, **fingerprint.parts()}
-        theirs = self._owner() or (mine if self._manifest.read_only else self._claim(mine))
-        if theirs["digest"] != mine["digest"]:
-            different = [name for name in mine if name not in ("digest", "model") and mine[name] != theirs.get(name)]
-            held, loaded = json.loads(theirs["model"]), json.loads(mine["model"])
-            way_out = "load the model with the same settings, use another store folder, or delete this one"
-            if different == ["codec"]:
-                way_out = f"use codec {_codec(theirs)} instead of {_codec(mine)}, or {way_out}"
-            raise FingerprintMismatchError(
-                f"the store {self.path} holds KV of {held}, not of {loaded} as it is loaded now "
-                f"(different: {', '.join(different)}): {way_out}"
-            )
+        theirs = self.owner() or (mine if self._manifest.read_only else self._claim(mine))
+        check_owner(theirs, mine, f"the store {self.path}", "store folder")
         self._bound = fingerprint.digest
 
-    def _owner(self) -> dict[str, str]:
+    def owner(self) -> dict[str, str]:
         """Return the fingerprint's parts, {} if unclaimed. Their own file survives a damaged manifest."""
         return read_owner(self.path)
+
+    def contents(self) -> Iterator[tuple[dict[str, int], list[Row], list[Holder]]]:
+        """See Manifest.contents."""
+        return self._manifest.contents()
 
     def _claim(self, parts: dict[str, str]) -> dict[str, str]:
         with contextlib.suppress(FileExistsError):  # the first of two processes wins
             self._durably(self.path / OWNER, json.dumps(parts, indent=1).encode(), replace=False)
-        return self._owner()
+        return self.owner()
 
     def _durably(self, path: Path, *parts: bytes | memoryview, replace: bool = True) -> int:
         if self._manifest.read_only:
@@ -240,7 +238,7 @@ class FileStore:
         while names := self._manifest.evict(limit, _EVICT):
             self._unlink(names)
 
-    def open(self, key: str) -> ChunkReader | None:
+    def open(self, key: str) -> ChunkFile | None:
         """See KVStore.open."""
         seen = None
         while (name := self._manifest.file(key)) is not None:
@@ -356,12 +354,12 @@ class FileStore:
 
     def stats(self) -> StoreStats:
         """See KVStore.stats."""
-        parts, namespaces = self._owner(), tuple(self._manifest.namespaces())
+        parts, namespaces = self.owner(), tuple(self._manifest.namespaces())
         return StoreStats(
             path=str(self.path),
             fingerprint=parts.get("digest", ""),
             model=json.loads(parts.get("model", '""')),
-            codec=_codec(parts),
+            codec=codec_of(parts),
             chunks=sum(namespace.chunks for namespace in namespaces),
             tokens=sum(namespace.tokens for namespace in namespaces),
             bytes=sum(namespace.bytes for namespace in namespaces),
@@ -446,19 +444,28 @@ class FileStore:
         the catalog, which is built anew.
         """
         self._flush_touched()
-        self._manifest.drop_requests(time.time() - unused_days * 86400)
+        self._manifest.release(self._manifest.unused_requests(time.time() - unused_days * 86400))
         unheld = self._manifest.unheld()
         self.remove(unheld)
+        leftovers = self.delete_leftovers()
+        if self._manifest.purge():
+            for path in self.catalog_folder.glob("*"):
+                path.unlink(missing_ok=True)
+        return len(unheld), leftovers
+
+    def delete_leftovers(self) -> int:
+        """Delete files without a row and quarantined files, unless they are recent; return their number."""
         paths = [path for path in self._chunks.glob("*/*") if _is_stale(path)]
         known = self._manifest.files()  # read after listing the folder: files written since are not stale
         leftovers = [path for path in paths if path.name not in known]
         leftovers += [path for path in (self.path / "quarantine").glob("*") if _is_stale(path)]
         for path in leftovers:
             path.unlink(missing_ok=True)
-        if self._manifest.purge():
-            for path in self.catalog_folder.glob("*"):
-                path.unlink(missing_ok=True)
-        return len(unheld), len(leftovers)
+        return len(leftovers)
+
+    def keys(self) -> list[str]:
+        """Return the keys of all chunks."""
+        return [name.partition("-")[0] for name in self._manifest.files()]
 
     def _sweep(self) -> None:
         """Delete temporary files of killed writers."""
@@ -484,16 +491,40 @@ def read_owner(folder: Path) -> dict[str, str]:
         StoreError: The file cannot be read.
     """
     try:
-        parts: dict[str, str] = json.loads((folder / OWNER).read_text())
-        if not (isinstance(parts, dict) and {"digest", "model"} <= set(parts)):
-            raise ValueError("it contains no fingerprint")
+        return parse_owner((folder / OWNER).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
         raise StoreError(f"cannot read {folder / OWNER} ({error.strerror})") from error
     except ValueError as error:
         raise StoreError(f"{folder / OWNER} is damaged ({error}): delete the store folder and warm again") from error
+
+
+def parse_owner(content: bytes) -> dict[str, str]:
+    """Return the parts of the fingerprint in the content of such a file; raises ValueError."""
+    parts = json.loads(content)
+    if not (isinstance(parts, dict) and {"digest", "model"} <= set(parts)):
+        raise ValueError("it contains no fingerprint")
     return parts
+
+
+def check_owner(theirs: dict[str, str], mine: dict[str, str], name: str, kind: str) -> None:
+    """Raise FingerprintMismatchError unless a store is claimed for this model and codec.
+
+    Args:
+        theirs, mine: Parts of the store's fingerprint and of the model's, both with `digest`.
+        name, kind: What to call the store, and stores of its kind.
+    """
+    if theirs["digest"] == mine["digest"]:
+        return
+    different = [name for name in mine if name not in ("digest", "model") and mine[name] != theirs.get(name)]
+    held, loaded = json.loads(theirs["model"]), json.loads(mine["model"])
+    way_out = f"load the model with the same settings, use another {kind}, or delete this one"
+    if different == ["codec"]:
+        way_out = f"use codec {codec_of(theirs)} instead of {codec_of(mine)}, or {way_out}"
+    raise FingerprintMismatchError(
+        f"{name} holds KV of {held}, not of {loaded} as it is loaded now (different: {', '.join(different)}): {way_out}"
+    )
 
 
 def check_layout(folder: Path) -> None:
@@ -510,7 +541,7 @@ def check_layout(folder: Path) -> None:
         raise old_format(folder, written)
 
 
-def _codec(parts: dict[str, str]) -> str:
+def codec_of(parts: dict[str, str]) -> str:
     """Return the name of the codec in the settings."""
     return str(json.loads(parts.get("codec", '"none"'))).replace("none", "native")
 

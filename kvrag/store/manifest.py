@@ -9,7 +9,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -99,6 +99,16 @@ class Row(NamedTuple):
     context_tokens: int
     file: str
     num_bytes: int
+
+
+class Holder(NamedTuple):
+    """A document of a namespace that holds a text from a source and relies on the variant `key`."""
+
+    namespace: str
+    document: str
+    text: str
+    source: str
+    key: str
 
 
 class Manifest:
@@ -208,10 +218,13 @@ class Manifest:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Run one write transaction."""
+        """Run one write transaction, or a part of this thread's."""
         if self.read_only:
             raise StoreReadOnlyError(f"{self._path.parent} is not writable: choose another store folder")
         with self._lock, _translated(self._path):
+            if self._writer.in_transaction:
+                yield self._writer
+                return
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
@@ -254,6 +267,12 @@ class Manifest:
         with contextlib.suppress(IndexError):
             while True:
                 self._idle.pop().close()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Make all changes of this thread within one transaction; an error undoes all of them."""
+        with self._writing():
+            yield
 
     def _all(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
         with self._reading() as connection:
@@ -367,10 +386,7 @@ class Manifest:
         with self._writing() as connection:
             removed = _remove(connection, keys, file)
             if counter:
-                connection.execute(
-                    "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2",
-                    (counter, len(removed)),
-                )
+                self.count(counter, len(removed))
         return [name for _, name in removed]
 
     def evict(self, limit: int, most: int) -> list[str]:
@@ -424,14 +440,60 @@ class Manifest:
             unheld = [key for key in sorted(before) if connection.execute(held, (key,)).fetchone() is None]
             return _remove(connection, unheld)
 
-    def drop_requests(self, unused_since: float) -> None:
-        """Remove the holders of request texts that have not been used since."""
+    def unused_requests(self, since: float) -> list[tuple[str, str]]:
+        """Return (namespace, text) of the request texts that have not been used since."""
+        return self._all(
+            "SELECT DISTINCT namespace, text FROM holders WHERE document = ? AND NOT EXISTS"
+            " (SELECT 1 FROM chunks WHERE chunks.key = holders.key AND used >= ?)",
+            ON_REQUEST,
+            since,
+        )
+
+    def release(self, requests: Iterable[tuple[str, str]]) -> None:
+        """Remove the holders of these request texts, given as (namespace, text)."""
+        with self._writing() as connection:
+            connection.executemany(
+                "DELETE FROM holders WHERE namespace = ? AND text = ? AND document = ?",
+                [(*request, ON_REQUEST) for request in requests],
+            )
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """Set counters, each 63 bits."""
+        with self._writing() as connection:
+            connection.executemany("INSERT OR REPLACE INTO counters VALUES (?, ?)", list(counters.items()))
+
+    def count(self, counter: str, by: int = 1) -> None:
+        """Raise a counter."""
         with self._writing() as connection:
             connection.execute(
-                "DELETE FROM holders WHERE document = ? AND NOT EXISTS"
-                " (SELECT 1 FROM chunks WHERE chunks.key = holders.key AND used >= ?)",
-                (ON_REQUEST, unused_since),
+                "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2",
+                (counter, by),
             )
+
+    def replace(self, rows: Iterable[Row], holders: Iterable[Holder]) -> list[str]:
+        """Make these the only chunks and holders; return the keys of the chunks removed.
+
+        What stays keeps its number.
+        """
+        with self._writing() as connection:
+            connection.execute("CREATE TEMP TABLE kept (key TEXT PRIMARY KEY, file TEXT) WITHOUT ROWID")
+            rows = iter(rows)
+            while page := list(islice(rows, _PAGE)):
+                connection.executemany("INSERT INTO kept VALUES (?, ?)", [(row.key, row.file) for row in page])
+                moved = "SELECT key FROM kept JOIN chunks USING (key) WHERE key = ? AND kept.file != chunks.file"
+                for row in page:
+                    if connection.execute(moved, (row.key,)).fetchone():
+                        self.correct(row)
+                self.add(page)
+            others = "SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM kept)"
+            gone = [row[0] for row in connection.execute(others)]
+            _remove(connection, gone)
+            connection.execute("DROP TABLE kept")
+            connection.execute("DELETE FROM holders")
+            connection.executemany(
+                "INSERT INTO holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)", holders
+            )
+        return gone
 
     def purge(self) -> bool:
         """Empty the log that SQLite keeps beside the file; return whether chunks were removed since the last time."""
@@ -505,6 +567,27 @@ class Manifest:
             for texts, chunks, tokens, size in [counts.get(name, [0, 0, 0, 0])]
             if chunks or name in documents
         ]
+
+    def held_by_requests(self, keys: Sequence[str]) -> list[str]:
+        """Return those of the chunks that texts of requests rely on."""
+        found: list[str] = []
+        with self._reading() as connection:
+            for part, marks in _parts(keys):
+                query = f"SELECT DISTINCT key FROM holders WHERE key IN ({marks}) AND document = ?"
+                found += [row[0] for row in connection.execute(query, (*part, ON_REQUEST))]
+        return found
+
+    def contents(self) -> Iterator[tuple[dict[str, int], list[Row], list[Holder]]]:
+        """Yield everything from one snapshot: first the counters, then pages of chunks, then pages of holders."""
+        chunks = "SELECT key, text, namespace, ids, context_tokens, file, num_bytes FROM chunks JOIN texts USING (text)"
+        with self._reading() as connection:
+            yield dict(connection.execute("SELECT name, value FROM counters").fetchall()), [], []
+            cursor = connection.execute(f"{chunks} ORDER BY key")
+            while page := cursor.fetchmany(_PAGE):
+                yield {}, [Row(*row) for row in page], []
+            cursor = connection.execute("SELECT namespace, document, text, source, key FROM holders")
+            while page := cursor.fetchmany(_PAGE):
+                yield {}, [], [Holder(*row) for row in page]
 
     def rows(self) -> dict[str, Row]:
         """Return all chunks by key."""

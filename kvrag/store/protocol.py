@@ -124,7 +124,7 @@ class ChunkReader(Protocol):
         namespace: Namespace of its text.
         ids: (T,) token ids.
         context_tokens: Number of context tokens it was encoded with.
-        tier: "disk" or "ram".
+        tier: "disk", "ram", or "shared" for a place that machines share.
         num_layers: Number of layers.
     """
 
@@ -271,6 +271,14 @@ class KeepsTexts(Protocol):
             StoreFullError: There is no room.
             StoreReadOnlyError: The store is not writable.
         """
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """Optional part of a store that is far away."""
+
+    def read_ahead(self, keys: Sequence[str]) -> None:
+        """Start to read these chunks, all of which are about to be opened, and return at once."""
 
 
 class Texts:

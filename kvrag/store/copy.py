@@ -1,0 +1,137 @@
+"""Copies of stores: between folders, buckets and servers, and to another codec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+
+from kvrag.errors import ChunkUnreadableError, DamagedChunkError, FingerprintMismatchError, SettingError, StoreError
+from kvrag.fingerprint import Fingerprint
+from kvrag.store.codec import pack
+from kvrag.store.files import FileStore
+from kvrag.store.manifest import Holder
+from kvrag.store.protocol import ChunkRecord, Holding
+from kvrag.store.shared import SharedStore
+
+_PORTION = 256 << 20  # bytes in memory at a time
+
+AnyStore = FileStore | SharedStore
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """Result of `copy_store`.
+
+    Attributes:
+        copied: Chunks copied now.
+        present: Chunks that the target had already.
+        unreadable: Chunks that are damaged, or cannot be read at the moment. They are left out.
+        bytes: Bytes written.
+        documents: Documents whose texts the target now has on record.
+    """
+
+    copied: int
+    present: int
+    unreadable: int
+    bytes: int
+    documents: int
+
+
+def copy_store(
+    source: AnyStore,
+    target: AnyStore,
+    codec: str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> CopyReport:
+    """Copy all chunks and documents that the target lacks. Every layer is compared with its digest as it is read.
+
+    Documents of the same name are replaced, other documents of the target stay. A copy that was interrupted continues
+    where it was.
+
+    Args:
+        codec: Codec of the copies; None = as they are. Only chunks in native precision can be converted.
+        progress: Called with (chunks done, chunks to do).
+
+    Raises:
+        FingerprintMismatchError: The target holds KV of another model or codec.
+        SettingError: The codec cannot be converted.
+        StoreError: A store cannot be read or written; chunks copied before are kept.
+    """
+    parts = source.owner()
+    if not parts:
+        raise StoreError(f"{source.stats().path} has no store: nothing was ever warmed there")
+    mine = Fingerprint.of(parts)
+    theirs = mine if codec is None else mine.stored_as(codec)
+    converts = theirs.digest != mine.digest
+    if converts and mine.codec != "none":
+        raise SettingError(
+            f"chunks in {mine.codec} cannot be converted: copy a store in native precision, or warm again"
+        )
+    try:
+        target.bind(theirs)
+    except FingerprintMismatchError as error:
+        other = Fingerprint.of(target.owner())
+        if codec is None and mine.codec == "none" and mine.stored_as(other.codec).digest == other.digest:
+            raise FingerprintMismatchError(f"{error}; or pass --to-codec {other.codec} to convert") from error
+        raise
+    held: list[str] = []
+    documents: dict[tuple[str, str], list[Holder]] = {}
+    for _, page, holders in source.contents():
+        held += [row.key for row in page]
+        for each in holders:
+            documents.setdefault((each.namespace, each.document), []).append(each)
+    keys: dict[str, str] = {}
+    counts = dict.fromkeys(("copied", "present", "unreadable", "bytes"), 0)
+    portion: list[ChunkRecord] = []
+
+    def write() -> None:
+        counts["bytes"] += target.put(portion)
+        counts["copied"] += len(portion)
+        portion.clear()
+
+    for done, key in enumerate(held, 1):
+        if not converts and not target.missing([key]):
+            counts["present"] += 1
+        else:
+            try:
+                record = _read(source, key, theirs if converts else None, target)
+            except (DamagedChunkError, ChunkUnreadableError):
+                counts["unreadable"] += 1
+                continue
+            if record is None:
+                continue  # removed meanwhile
+            keys[key] = record.key
+            if record.layers:
+                portion.append(record)
+            else:
+                counts["present"] += 1
+        if sum(tensor.nbytes for made in portion for layer in made.layers for tensor in layer) > _PORTION:
+            write()
+        progress(done, len(held))
+    write()
+    for (namespace, document), held_by in documents.items():
+        holdings = [Holding(holder.text, keys.get(holder.key, holder.key), holder.source) for holder in held_by]
+        target.set_document(document, holdings, namespace)
+    return CopyReport(documents=len(documents), **counts)
+
+
+def _read(source: AnyStore, key: str, converted: Fingerprint | None, target: AnyStore) -> ChunkRecord | None:
+    """Read a chunk for the target: without layers if the target has it, None if it is no longer stored."""
+    reader = source.open(key)
+    if reader is None:
+        return None
+    with closing(reader):
+        context = reader.context
+        if converted is None:
+            layers = [reader.layer(number) for number in range(reader.num_layers)]
+            return ChunkRecord(key, reader.namespace, reader.ids, context, layers)
+        new = converted.chunk_key(reader.ids.tolist(), context.tolist(), reader.namespace)
+        if not target.missing([new]):
+            return ChunkRecord(new, reader.namespace, reader.ids, context, ())
+        layers = [reader.layer(number) for number in range(reader.num_layers)]
+        with torch.inference_mode():
+            packed = pack(layers, converted.codec, key)
+        return ChunkRecord(new, reader.namespace, reader.ids, context, packed)

@@ -1,0 +1,379 @@
+"""The log of a shared store: numbered operations, which every machine applies to a manifest of its own.
+
+Operation N is the object `log/N`. Creating it is atomic and fails if it exists, so all machines agree on one order, and
+the manifest is a function of it. An operation names the one before it: a log that was deleted or restored from a backup
+is noticed, and the manifest is made again. A snapshot is what all operations up to a number amount to. New machines
+start from it, and operations before it are cut to their first line (`trim`), which erases the token ids in them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import random
+import re
+import secrets
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import xxhash
+
+from kvrag.errors import StoreError
+from kvrag.store.manifest import Holder, Manifest, Row
+from kvrag.store.protocol import Holding
+from kvrag.store.remote import Remote
+
+logger = logging.getLogger("kvrag")
+
+_TRIMMED = "trimmed"  # object with the number up to which operations have been cut
+_POSITION, _LAST = "log position", "log last"  # counters of the manifest
+PUBLICATIONS = "publications"  # counter of the manifest
+_BATCH = 64  # operations read at once
+_ROUNDS = 1000  # of creating the next operation before other machines do
+_SNAPSHOT_EVERY = 1000  # operations
+_REPLACED = 5  # times that a snapshot may be replaced while it is read
+_CHECK_EVERY_S = 30.0
+_PAGE = 200  # chunks per operation
+
+Operation = Mapping[str, Any]
+"""JSON; `op` says which of the methods of `Log` made it."""
+
+
+class _Entry(NamedTuple):
+    """An operation as stored. `operation` is None if it was cut; `snapshot` is then the number of a snapshot."""
+
+    id: int
+    before: int
+    operation: Operation | None
+    snapshot: int = 0
+
+
+class _Replaced(StoreError):
+    """A snapshot is not whole: a newer one has replaced it."""
+
+
+class Outcome(NamedTuple):
+    """What an operation has done.
+
+    Attributes:
+        removed: (key, file) of the chunks that it has removed.
+        known: The chunks that it should have added, but another operation had already.
+    """
+
+    removed: Sequence[tuple[str, str]] = ()
+    known: Sequence[Row] = ()
+
+
+class Log:
+    """The log in one place, and the manifest that it makes. Thread-safe; processes of a machine share the manifest."""
+
+    def __init__(
+        self,
+        remote: Remote,
+        manifest: Manifest,
+        removed: Callable[[Sequence[str]], None],
+        rebuilding: Callable[[], None],
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            removed: Called with the keys of chunks that operations have removed.
+            rebuilding: Called before the manifest is made again; may raise StoreError to prevent it.
+        """
+        self._remote, self._manifest = remote, manifest
+        self._removed, self._rebuilding = removed, rebuilding
+        self._pulling, self._writing_snapshot = threading.Lock(), threading.Lock()
+        self._checked = float("-inf")
+        self._snapshot: int | None = None  # number of the newest snapshot; None = unknown
+        self.rebuilt = 0
+        """How often the manifest did not fit the log and was made again."""
+
+    @property
+    def position(self) -> int:
+        """Number of the last operation in the manifest."""
+        return self._manifest.counter(_POSITION)
+
+    # ---------------------------------------------------------------- reading
+
+    def pull(self) -> None:
+        """Apply the operations that the manifest lacks.
+
+        Raises:
+            StoreError: The place cannot be reached, or an operation is damaged.
+        """
+        with self._pulling:
+            batch, rebuilt = 1, self.rebuilt
+            while True:
+                if self.rebuilt > rebuilt + 3:  # snapshot and operations contradict each other
+                    raise _damaged(f"the log of {self._remote.url}")
+                position = self.position
+                if time.monotonic() - self._checked > _CHECK_EVERY_S and not self._fits():
+                    self._rebuild_from_newest()
+                    continue
+                names = [_name(number) for number in range(position + 1, position + 1 + batch)]
+                found = self._remote.read(names)
+                entries = []
+                for name, content in zip(names, found, strict=True):
+                    if content is None:
+                        break
+                    entries.append(_decode(content, f"{self._remote.url}/{name}"))
+                if entries and not self._apply_all(position, entries):
+                    self._rebuild_from_newest()
+                elif len(entries) < batch:
+                    return
+                batch = min(2 * batch, _BATCH)
+
+    def _apply_all(self, position: int, entries: Sequence[_Entry]) -> bool:
+        """Apply operations that follow `position`; return False if they do not fit the manifest or were cut."""
+        removed: list[str] = []
+        with self._manifest.transaction():
+            if self.position != position:
+                return True  # another process has applied them
+            last = self._manifest.counter(_LAST)
+            for entry in entries:
+                if entry.before != last or entry.operation is None:
+                    break
+                removed += [key for key, _ in self._apply(entry.operation).removed]
+                position, last = position + 1, entry.id
+            self._manifest.set_counters({_POSITION: position, _LAST: last})
+        self._removed(removed)
+        return entry.id == last
+
+    def _apply(self, operation: Operation) -> Outcome:
+        """Apply one operation within the current transaction."""
+        manifest, op = self._manifest, operation["op"]
+        if op == "put":
+            return Outcome(known=manifest.add(map(_row, operation["rows"])))
+        if op == "hold":
+            holdings = [Holding(*holding) for holding in operation["holdings"]]
+            names = operation["document"], holdings, operation["namespace"]
+            return Outcome(removed=manifest.hold(*names, operation["replace"]))
+        if op == "remove":
+            files = manifest.remove(operation["keys"], operation["counter"], operation["file"])
+            return Outcome(removed=[(file.partition("-")[0], file) for file in files])
+        if op == "release":
+            manifest.release([(namespace, text) for namespace, text in operation["requests"]])
+        elif op == "used":
+            manifest.touch(operation["keys"])
+        elif op == "published":
+            manifest.count(PUBLICATIONS)
+        else:
+            raise StoreError(f"{self._remote.url} was written by a newer version ({op}): update kvrag")
+        return Outcome()
+
+    def _fits(self) -> bool:
+        """Return whether the log has the manifest's last operation; of an empty one, whether it has no snapshot."""
+        position = self.position
+        self._checked = time.monotonic()
+        if position == 0:
+            return not self._snapshots()
+        beginning = self._remote.peek(_name(position))
+        return beginning is not None and beginning[:16] == b"%016x" % self._manifest.counter(_LAST)
+
+    # ---------------------------------------------------------------- writing
+
+    def append(self, operation: Operation) -> Outcome:
+        """Add an operation behind all others, and apply it.
+
+        When this returns, the manifest has every operation that was added before it, by any machine.
+
+        Raises:
+            StoreError: It may or may not have been added.
+        """
+        mine = secrets.randbits(62)
+        for attempt in range(_ROUNDS):
+            if attempt:
+                time.sleep(random.random() * min(0.05 * attempt, 1.0))
+            self.pull()
+            # other processes of this machine must not apply it first: its result would be lost
+            with self._manifest.transaction():
+                position, last = self.position, self._manifest.counter(_LAST)
+                if not self._fits():
+                    self._checked = float("-inf")
+                    continue
+                content = _encode(mine, last, operation)
+                if not self._create(_name(position + 1), content):
+                    continue
+                outcome = self._apply(operation)
+                self._manifest.set_counters({_POSITION: position + 1, _LAST: mine})
+            self._removed([key for key, _ in outcome.removed])
+            return outcome
+        raise StoreError(f"{self._remote.url} has too many writers at the moment: try again")
+
+    def _create(self, name: str, content: bytes) -> bool:
+        if self._remote.create(name, content):
+            return True
+        beginning = self._remote.peek(name)  # mine, if the answer to a first attempt was lost
+        return beginning is not None and beginning[:16] == content[:16]
+
+    def put(self, rows: Sequence[Row]) -> list[str]:
+        """Record stored chunks; return the files of those that had been stored already."""
+        files = []
+        for i in range(0, len(rows), _PAGE):
+            page = [[*row[:3], base64.b64encode(row.ids).decode(), *row[4:]] for row in rows[i : i + _PAGE]]
+            files += [row.file for row in self.append({"op": "put", "rows": page}).known]
+        return files
+
+    def hold(
+        self, document: str, holdings: Sequence[Holding], namespace: str, replace: bool
+    ) -> Sequence[tuple[str, str]]:
+        """See Manifest.hold."""
+        listed = [[holding.text, holding.key, holding.source] for holding in holdings]
+        names = {"document": document, "namespace": namespace}
+        return self.append({"op": "hold", **names, "holdings": listed, "replace": replace}).removed
+
+    def remove(self, keys: Sequence[str], counter: str | None = None, file: str | None = None) -> list[str]:
+        """See Manifest.remove."""
+        removed = self.append({"op": "remove", "keys": list(keys), "counter": counter, "file": file}).removed
+        return [file for _, file in removed]
+
+    def release(self, requests: Sequence[tuple[str, str]]) -> None:
+        """See Manifest.release."""
+        self.append({"op": "release", "requests": requests})
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """See Manifest.touch. The time is that of each machine, when it hears of it."""
+        self.append({"op": "used", "keys": list(keys)})
+
+    def publish(self) -> None:
+        """Count a publication."""
+        self.append({"op": "published"})
+
+    # ---------------------------------------------------------------- snapshots
+
+    def _snapshots(self) -> list[int]:
+        """Return the numbers of complete snapshots, ascending."""
+        names = self._remote.names("snapshots/")
+        return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"snapshots/(\d+)/index", name)))
+
+    def _rebuild_from_newest(self) -> None:
+        """Make the manifest again, from the newest snapshot, even if that is replaced meanwhile."""
+        self._rebuilding()
+        for _ in range(_REPLACED):
+            try:
+                return self._rebuild()
+            except _Replaced:
+                time.sleep(random.random())
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        numbers = self._snapshots()
+        number = self._snapshot = numbers[-1] if numbers else 0
+        position = self.position
+        logger.info("%s: starting from snapshot %d", self._remote.url, number)
+        with self._manifest.transaction():
+            if self.position != position:
+                return  # another process has done it
+            index = {"last": 0, "damaged": 0, "rows": 0, "holders": 0}
+            if number:
+                index = self._part(number, "index")
+            rows = (_row(row) for part in self._parts(number, "rows", index["rows"]) for row in part)
+            holders = (Holder(*row) for part in self._parts(number, "holders", index["holders"]) for row in part)
+            removed = self._manifest.replace(rows, holders)
+            self._manifest.count(PUBLICATIONS)  # there may have been some
+            self._manifest.set_counters({_POSITION: number, _LAST: index["last"], "damaged": index["damaged"]})
+        self.rebuilt += 1
+        self._checked = time.monotonic()
+        self._removed(removed)
+
+    def _part(self, number: int, name: str) -> Any:
+        path = f"snapshots/{number:012d}/{name}"
+        (content,) = self._remote.read([path])
+        if content is None:
+            raise _Replaced(f"{self._remote.url}/{path} is missing: try again")
+        return _unpack(content, f"{self._remote.url}/{path}")
+
+    def _parts(self, number: int, kind: str, count: int) -> Iterator[Any]:
+        for part in range(count):
+            yield self._part(number, f"{kind}-{part:06d}")
+
+    def snapshot_if_long(self) -> None:
+        """Write a snapshot if it would help new machines, and no other thread is writing one."""
+        if self._writing_snapshot.acquire(blocking=False):
+            try:
+                if self._snapshot is None:
+                    self._snapshot = max(self._snapshots(), default=0)
+                if self.position - self._snapshot >= _SNAPSHOT_EVERY:
+                    self.write_snapshot()
+            finally:
+                self._writing_snapshot.release()
+
+    def write_snapshot(self) -> int:
+        """Write a snapshot of the manifest as it is; return its number."""
+        number, index = 0, {"last": 0, "damaged": 0, "rows": 0, "holders": 0}
+        for counters, rows, holders in self._manifest.contents():
+            if counters:
+                number = counters.get(_POSITION, 0)
+                index |= {"last": counters.get(_LAST, 0), "damaged": counters.get("damaged", 0)}
+            kind: str = "rows" if rows else "holders"
+            page: list[Any] = [[*row[:3], base64.b64encode(row.ids).decode(), *row[4:]] for row in rows]
+            if page or holders:
+                name = f"snapshots/{number:012d}/{kind}-{index[kind]:06d}"
+                self._remote.write(name, _pack(page or holders))
+                index[kind] += 1
+        if number:
+            self._remote.write(f"snapshots/{number:012d}/index", _pack(index))
+            self._snapshot = number
+        return number
+
+    def trim(self) -> None:
+        """Write a snapshot, erase the operations before it, and delete older snapshots."""
+        self.pull()
+        number = self.write_snapshot()
+        (trimmed,) = self._remote.read([_TRIMMED])
+        first = int(trimmed or 0) + 1
+        for at in range(first, number + 1, _BATCH):
+            names = [_name(n) for n in range(at, min(at + _BATCH, number + 1))]
+            for name, content in zip(names, self._remote.read(names), strict=True):
+                if content:  # maybe damaged, but this machine has applied it
+                    self._remote.write(name, _encode(*_ids(content, name), None, number))
+        self._remote.write(_TRIMMED, str(number).encode())
+        older = [name for name in self._remote.names("snapshots/") if int(name.split("/")[1]) < number]
+        self._remote.delete([name for name in older if name.endswith("index")])  # first: a snapshot with it is whole
+        self._remote.delete(older)
+
+
+def _name(number: int) -> str:
+    return f"log/{number:012d}"
+
+
+def _row(listed: Sequence[Any]) -> Row:
+    return Row._make([*listed[:3], base64.b64decode(listed[3]), *listed[4:]])
+
+
+def _encode(number: int, before: int, operation: Operation | None, snapshot: int = 0) -> bytes:
+    """Return an operation as stored: its id, that of the one before it, a digest, JSON."""
+    content = _pack(snapshot if operation is None else operation)
+    return b"%016x %016x %s" % (number, before, content)
+
+
+def _decode(content: bytes, where: str) -> _Entry:
+    ids, read = _ids(content, where), _unpack(content[34:], where)
+    return _Entry(*ids, None, read) if isinstance(read, int) else _Entry(*ids, read)
+
+
+def _ids(content: bytes, where: str) -> tuple[int, int]:
+    """Return the id of a stored operation, and of the one before it."""
+    try:
+        return int(content[:16], 16), int(content[17:33], 16)
+    except ValueError:
+        raise _damaged(where) from None
+
+
+def _pack(content: Any) -> bytes:
+    packed = zlib.compress(json.dumps(content).encode(), 1)
+    return xxhash.xxh3_64_hexdigest(packed).encode() + packed
+
+
+def _unpack(content: bytes, where: str) -> Any:
+    if xxhash.xxh3_64_hexdigest(content[16:]).encode() != content[:16]:
+        raise _damaged(where)
+    return json.loads(zlib.decompress(content[16:]))
+
+
+def _damaged(where: str) -> StoreError:
+    return StoreError(f"{where} is damaged: run `kvrag store gc` on a machine that used the store before, or delete it")

@@ -1,0 +1,252 @@
+"""Object stores: S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage, through obstore."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from kvrag.errors import SettingError, StoreError, StoreReadOnlyError
+from kvrag.store.remote import TIMEOUT_S, Blob, Listed
+
+_BEGINNING = 1 << 20  # header, ids and the first layers
+_WRITE_S = 300.0  # seconds for one object
+_CONNECT_S = 5.0
+_RETRIES, _RETRY_S = 2, 10.0
+_CLOCK = "clock"  # written to learn the time of the place
+
+_OPTIONS = {"s3": {"endpoint", "region"}, "gs": set[str](), "az": {"account", "endpoint"}}
+_VARIABLES = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+_REASONS = re.compile(
+    r"<Code>(.+?)</Code>|status code: (\d+ [\w ]+)|(Connection refused|timed out|deadline has elapsed|dns error|"
+    r"certificate[^\",)]*|Connection reset|connection closed|missing credentials)",
+    re.IGNORECASE,
+)
+
+
+class ObjectStore:
+    """A prefix of a bucket; see Remote. Credentials come from the environment, as in the tools of each provider."""
+
+    def __init__(self, url: str, scheme: str, bucket: str, prefix: str, options: Mapping[str, str]) -> None:
+        """Connect; sends nothing.
+
+        Args:
+            options: `endpoint` and `region` of s3, `account` and `endpoint` of az.
+
+        Raises:
+            SettingError: The URL has no bucket or an unknown option.
+        """
+        self.url, self._scheme, self._bucket = url, scheme, bucket
+        if not bucket:
+            raise SettingError(f"{url} names no bucket: use {scheme}://BUCKET/PREFIX")
+        if unknown := sorted(set(options) - _OPTIONS[scheme]):
+            known = f"known: {', '.join(sorted(_OPTIONS[scheme]))}" if _OPTIONS[scheme] else "there are none"
+            raise SettingError(f"{url} has an unknown option {', '.join(unknown)} ({known})")
+        settings: dict[str, Any] = dict(options)
+        if "account" in settings:
+            settings["account_name"] = settings.pop("account")
+        endpoint = options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL", "") or os.environ.get("AWS_ENDPOINT")
+        if endpoint and scheme == "s3":
+            settings |= {"endpoint": endpoint, "virtual_hosted_style_request": False}
+        plain = str(settings.get("endpoint", "")).startswith("http://")
+        make = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[scheme]
+
+        def connect(seconds: float) -> Any:
+            return make(
+                bucket,
+                prefix=prefix or None,
+                client_options={
+                    "allow_http": plain,
+                    "timeout": timedelta(seconds=seconds),
+                    "connect_timeout": timedelta(seconds=_CONNECT_S),
+                },
+                retry_config={
+                    "max_retries": _RETRIES,
+                    "retry_timeout": timedelta(seconds=_RETRY_S),
+                    "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2},
+                },
+                **settings,
+            )
+
+        with self._translated():
+            self._reader, self._writer = connect(TIMEOUT_S), connect(_WRITE_S)
+        self._pool = ThreadPoolExecutor(16, "kvrag-objects")
+
+    # ---------------------------------------------------------------- small objects
+
+    def read(self, names: Sequence[str]) -> list[bytes | None]:
+        """See Remote.read."""
+        return list(self._pool.map(self._read, names)) if len(names) > 1 else [self._read(name) for name in names]
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            with self._translated():
+                return bytes(obstore.get(self._reader, name).bytes())
+        except FileNotFoundError:
+            return None
+
+    def peek(self, name: str) -> bytes | None:
+        """See Remote.peek."""
+        try:
+            with self._translated():
+                return bytes(obstore.get_range(self._reader, name, start=0, end=16))
+        except FileNotFoundError:
+            return None
+
+    def create(self, name: str, content: bytes) -> bool:
+        """See Remote.create."""
+        try:
+            with self._translated(writing=True):
+                obstore.put(self._reader, name, content, mode="create", use_multipart=False)
+        except AlreadyExistsError:
+            return False
+        return True
+
+    def write(self, name: str, content: bytes) -> None:
+        """See Remote.write."""
+        with self._translated(writing=True):
+            obstore.put(self._writer, name, content, use_multipart=False)
+
+    def names(self, prefix: str) -> list[str]:
+        """See Remote.names."""
+        with self._translated():
+            return [found["path"] for page in obstore.list(self._reader, prefix) for found in page]
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See Remote.delete."""
+        for i in range(0, len(names), 1000):
+            part = list(names[i : i + 1000])
+            try:
+                with self._translated(writing=True):
+                    obstore.delete(self._reader, part)
+            except FileNotFoundError:  # some providers report a missing one and stop
+                for name in part:
+                    with self._translated(writing=True), suppress(FileNotFoundError):
+                        obstore.delete(self._reader, name)
+
+    # ---------------------------------------------------------------- chunks
+
+    def put_chunk(self, name: str, content: bytes, starts: Sequence[int]) -> None:
+        """See Remote.put_chunk."""
+        try:
+            with self._translated(writing=True):
+                obstore.put(self._writer, _path(name), content, mode="create", use_multipart=False)
+        except AlreadyExistsError:
+            pass  # a retry after a lost answer: nobody else uses this name
+
+    def open_chunk(self, name: str) -> Blob | None:
+        """See Remote.open_chunk."""
+        try:
+            with self._translated():
+                found = obstore.get(self._reader, _path(name), options={"range": (0, _BEGINNING)})
+                return _Object(self, _path(name), found.meta["size"], bytes(found.bytes()))
+        except FileNotFoundError:
+            return None
+        except StoreError as error:
+            if "InvalidRange" in str(error):  # it is empty
+                return _Object(self, _path(name), 0, b"")
+            raise
+
+    def list_chunks(self) -> Iterator[Listed]:
+        """See Remote.list_chunks."""
+        with self._translated(writing=True):
+            obstore.put(self._reader, _CLOCK, b"", use_multipart=False)
+            now = obstore.head(self._reader, _CLOCK)["last_modified"]
+            for prefix in ("chunks/", "quarantine/"):
+                for page in obstore.list(self._reader, prefix):
+                    for found in page:
+                        age = (now - found["last_modified"]).total_seconds()
+                        yield Listed(_name(found["path"]), found["size"], age)
+
+    def delete_chunks(self, names: Sequence[str]) -> None:
+        """See Remote.delete_chunks."""
+        self.delete([_path(name) for name in names])
+
+    def rename_chunk(self, name: str, other: str) -> None:
+        """See Remote.rename_chunk."""
+        with self._translated(writing=True), suppress(FileNotFoundError):
+            obstore.copy(self._writer, _path(name), _path(other))
+            obstore.delete(self._writer, _path(name))
+
+    def close(self) -> None:
+        """See Remote.close."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # ---------------------------------------------------------------- errors
+
+    @contextmanager
+    def _translated(self, writing: bool = False) -> Iterator[None]:
+        """Raise StoreError; FileNotFoundError and AlreadyExistsError pass."""
+        try:
+            yield
+        except AlreadyExistsError:
+            raise
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
+                raise self._no_bucket() from error
+            raise
+        except (PermissionDeniedError, UnauthenticatedError) as error:
+            reason, check = _reason(error), f"check {_VARIABLES[self._scheme]}"
+            if writing and isinstance(error, PermissionDeniedError) and reason == "AccessDenied":
+                raise StoreReadOnlyError(f"{self.url} is not writable ({reason}): {check}") from error
+            raise StoreError(f"access to {self.url} was denied ({reason}): {check}") from error
+        except BaseError as error:
+            if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
+                raise self._no_bucket() from error
+            reason, names = _reason(error), _VARIABLES[self._scheme]
+            if re.search(r"169\.254\.169\.254|metadata\.google\.internal", str(error)):  # where machines have roles
+                raise StoreError(f"no credentials for {self.url} ({reason}): set {names}") from error
+            if reason.startswith(("401", "403")):
+                raise StoreError(f"access to {self.url} was denied ({reason}): check {names}") from error
+            raise StoreError(f"cannot use {self.url} ({reason}): check the URL and the network") from error
+
+    def _no_bucket(self) -> StoreError:
+        return StoreError(f"{self.url}: the bucket {self._bucket} does not exist: create it, or correct the URL")
+
+
+class _Object:
+    """See Blob."""
+
+    def __init__(self, store: ObjectStore, path: str, size: int, beginning: bytes) -> None:
+        self._store, self._path, self.size, self.beginning = store, path, size, beginning
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """See Blob.read."""
+        try:
+            with self._store._translated():
+                return memoryview(obstore.get_range(self._store._reader, self._path, start=start, end=stop))
+        except FileNotFoundError as error:
+            raise StoreError("it has been deleted") from error
+
+
+def _path(name: str) -> str:
+    """Return the path of a chunk; quarantined ones have a folder of their own."""
+    folder, _, name = name.rpartition("/")
+    return f"{folder}/{name}" if folder else f"chunks/{name[:2]}/{name}"
+
+
+def _name(path: str) -> str:
+    return path if path.startswith("quarantine/") else path.rpartition("/")[2]
+
+
+def _reason(error: Exception) -> str:
+    """Return a few words of a long message."""
+    found = [next(filter(None, groups)) for groups in _REASONS.findall(str(error))]
+    return re.sub(r"[\s(]+", " ", found[0]).strip() if found else str(error).split("\n")[0][:120]

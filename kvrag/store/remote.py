@@ -1,0 +1,215 @@
+"""Protocol of a place that machines share, such as a bucket, and a chunk that is read from one.
+
+A place has small objects, whose creation is atomic and conditional, and chunks, which are read by byte ranges.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as WaitTimeoutError
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvrag.errors import ChunkUnreadableError, StoreError
+from kvrag.store.chunkfile import PackedChunk
+
+_GROUP = 4 << 20  # bytes of adjacent layers per request ...
+_IN_FLIGHT = 3  # ... and requests per chunk at a time, so that several chunks arrive layer by layer
+
+TIMEOUT_S = 10.0
+"""Seconds after which a read counts as failed."""
+
+
+class Blob(Protocol):
+    """The bytes of a chunk in a place.
+
+    Attributes:
+        size: Number of bytes.
+        beginning: The first ones, including the header.
+    """
+
+    size: int
+    beginning: bytes
+
+    def read(self, start: int, stop: int) -> bytes | memoryview:
+        """Read a range of bytes.
+
+        Raises:
+            StoreError: It cannot be read.
+        """
+
+
+class Listed(NamedTuple):
+    """A chunk in a listing. `age` is in seconds, by the clock of the place itself."""
+
+    name: str
+    size: int
+    age: float
+
+
+class Remote(Protocol):
+    """A place that machines share. Thread-safe. Every method raises StoreError with the way out if it fails.
+
+    Attributes:
+        url: Its URL, without a password.
+    """
+
+    url: str
+
+    def read(self, names: Sequence[str]) -> list[bytes | None]:
+        """Return small objects; None where there is none."""
+
+    def peek(self, name: str) -> bytes | None:
+        """Return the first 16 bytes of a small object; None if there is none."""
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Create a small object atomically; return False if the name is taken."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """Create or replace a small object atomically."""
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of the small objects under a prefix that ends with "/"."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete small objects; missing ones are ignored."""
+
+    def put_chunk(self, name: str, content: bytes, starts: Sequence[int]) -> None:
+        """Store a chunk under a new name, durably and atomically.
+
+        Args:
+            starts: Where its parts begin that are read together.
+        """
+
+    def open_chunk(self, name: str) -> Blob | None:
+        """Open a chunk; None if there is none."""
+
+    def list_chunks(self) -> Iterator[Listed]:
+        """Yield all chunks, quarantined ones included."""
+
+    def delete_chunks(self, names: Sequence[str]) -> None:
+        """Delete chunks; missing ones are ignored."""
+
+    def rename_chunk(self, name: str, other: str) -> None:
+        """Move a chunk; a missing one is ignored."""
+
+    def close(self) -> None:
+        """Release connections."""
+
+
+class RemoteChunk(PackedChunk):
+    """A chunk in a place. Its layers are fetched ahead in groups, in the background, from the first on."""
+
+    tier = "shared"
+
+    def __init__(
+        self,
+        key: str,
+        fingerprint: str,
+        blob: Blob,
+        pool: ThreadPoolExecutor,
+        failed: Callable[[StoreError], None] = lambda error: None,
+    ) -> None:
+        """Read the header and start to fetch the layers; raises as PackedChunk.
+
+        Args:
+            failed: Called if layers cannot be read.
+        """
+        self._blob, self._pool, self._failed = blob, pool, failed
+        self._groups: list[tuple[int, int]] = []
+        super().__init__(key, fingerprint, blob.size, bytes(blob.beginning))
+        self._first, self._groups = self._grouped()
+        self._fetches: list[Future[bytes | memoryview]] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._done: Callable[[RemoteChunk], None] | None = None
+        for _ in range(_IN_FLIGHT):
+            self._fetch_next()
+
+    def _grouped(self) -> tuple[int, list[tuple[int, int]]]:
+        """Return the first layer that is not in the beginning, and the byte ranges to fetch."""
+        spans = [self._span(number) for number in range(self.num_layers)]
+        first = next((n for n, (_, stop) in enumerate(spans) if stop > len(self._blob.beginning)), len(spans))
+        groups: list[tuple[int, int]] = []
+        for start, stop in spans[first:]:
+            if groups and stop - groups[-1][0] <= _GROUP:
+                groups[-1] = groups[-1][0], stop
+            else:
+                groups.append((start, stop))
+        return first, groups
+
+    def _fetch_next(self) -> None:
+        with self._lock:
+            number = len(self._fetches)
+            if number == len(self._groups):
+                return
+            try:
+                fetch = self._pool.submit(self._blob.read, *self._groups[number])
+            except RuntimeError:  # the store has been closed, its readers stay valid
+                fetch = Future()
+                try:
+                    fetch.set_result(self._blob.read(*self._groups[number]))
+                except StoreError as error:
+                    fetch.set_exception(error)
+            self._fetches.append(fetch)
+        fetch.add_done_callback(self._fetched)
+
+    def _fetched(self, fetch: Future[bytes | memoryview]) -> None:
+        if not fetch.cancelled() and fetch.exception() is None:
+            self._fetch_next()
+            self._report()
+
+    def when_used(self, call: Callable[[RemoteChunk], None]) -> None:
+        """Call this once the reader is closed and all layers have been fetched; never if one fails."""
+        self._done = call
+
+    def _report(self) -> None:
+        with self._lock:
+            is_whole = len(self._fetches) == len(self._groups) and all(
+                fetch.done() and not fetch.exception() for fetch in self._fetches
+            )
+            call = self._done
+            if not is_whole or not self._is_closed or call is None:
+                return
+            self._done = None
+        call(self)
+
+    def _range(self, start: int, stop: int) -> Tensor:
+        content = torch.empty(stop - start, dtype=torch.uint8)
+        beginning = self._blob.beginning
+        if stop <= len(beginning):
+            content.numpy()[:] = np.frombuffer(beginning, np.uint8)[start:stop]
+            return content
+        number = next((n for n, (first, last) in enumerate(self._groups) if first <= start and stop <= last), None)
+        try:
+            if number is None:  # a part of the header, before there are groups
+                content.numpy()[:] = np.frombuffer(self._blob.read(start, stop), np.uint8)
+                return content
+            while len(self._fetches) <= number:
+                self._fetch_next()
+            fetched = np.frombuffer(self._fetches[number].result(TIMEOUT_S), np.uint8)
+        except (WaitTimeoutError, StoreError) as error:
+            reason = f"no answer for {TIMEOUT_S:g} s" if isinstance(error, WaitTimeoutError) else str(error)
+            self._failed(StoreError(reason))
+            raise ChunkUnreadableError(self.key, reason) from error
+        offset = self._groups[number][0]
+        content.numpy()[:] = fetched[start - offset : stop - offset]
+        return content
+
+    def close(self) -> None:
+        """See ChunkReader.close. The layers that are left are still fetched, for the local copy."""
+        self._is_closed = True
+        self._report()
+
+
+def split(content: bytes, starts: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
+    """Yield each part of a chunk with its start."""
+    view = memoryview(content)
+    for start, stop in pairwise([*starts, len(content)]):
+        yield start, view[start:stop]

@@ -1,0 +1,724 @@
+"""The shared store: many machines, one corpus. Each has a local folder in front of a bucket or a Valkey server.
+
+The local folder has a copy of the manifest, kept up to date by the log (`kvrag.store.log`), and a `FileStore` with the
+chunks that this machine has used, within a byte budget. What a prompt asks is answered from the copy; a thread follows
+the log while there are prompts. Chunks are written to the place before `put` returns. Chunks that a prompt has read
+from the place are copied into the local folder afterwards.
+
+KV that was encoded behind a document is only served while the copy is known to be current. While the place cannot be
+reached, texts are served by their variants encoded alone, or computed with the prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as WaitTimeoutError
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+
+from kvrag.config import without_password
+from kvrag.errors import (
+    ChunkUnreadableError,
+    DamagedChunkError,
+    SettingError,
+    StoreError,
+    StoreFullError,
+    StoreReadOnlyError,
+)
+from kvrag.fingerprint import FORMAT, Fingerprint, text_key
+from kvrag.store import chunkfile
+from kvrag.store.chunkfile import SUFFIX, PackedChunk
+from kvrag.store.durable import write_file
+from kvrag.store.files import (
+    MANIFEST,
+    OWNER,
+    UNUSED_DAYS,
+    FileStore,
+    StoreCheck,
+    check_owner,
+    codec_of,
+    parse_owner,
+)
+from kvrag.store.log import PUBLICATIONS, Log
+from kvrag.store.manifest import Holder, Manifest, Row
+from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
+from kvrag.store.remote import TIMEOUT_S, RemoteChunk
+from kvrag.store.urls import connect
+
+logger = logging.getLogger("kvrag")
+
+_POLL_S = 0.5  # between looks at the log while there are prompts ...
+_RETRY_S = 2.0  # ... and after a failure
+_IDLE_S = 30.0  # without prompts, until the log is no longer followed
+_FRESH_S = 1.0  # age of the copy that no prompt waits for
+_WAIT_S = 1.0  # longest wait of a prompt for the log
+_TRUST_S = 10.0  # age of the copy up to which chunks encoded behind a document are served
+_PROMOTIONS = 8  # chunks at a time that wait to be copied into the local folder
+_USED_EVERY_S = 3600.0  # between reports of the requests' texts that were used
+_STALE_S = 3600.0  # age of a chunk without a row that is a leftover
+_ORPHANS = "quarantine/"
+
+CACHE_BYTES = 64 << 30
+"""Default byte budget of the local copies of chunks."""
+
+
+def default_cache() -> Path:
+    """Return the folder of local copies if none is given."""
+    return Path.home() / ".cache" / "kvrag" / "shared"
+
+
+class SharedStore:
+    """Chunk KV in a bucket or a Valkey server, shared by machines, with a local folder in front. Thread-safe.
+
+    Attributes:
+        url: URL of the place, without a password.
+        path: The local folder of this machine for this place.
+    """
+
+    read_only = False
+
+    def __init__(
+        self,
+        url: str,
+        cache: str | Path | None = None,
+        cache_bytes: int = CACHE_BYTES,
+        min_free_bytes: int = 1 << 30,
+        keep_copies: bool = True,
+    ) -> None:
+        """Connect to the place.
+
+        Args:
+            url: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, or valkey://HOST:PORT/DATABASE/PREFIX.
+            cache: Folder of local copies, a subfolder for each place; None = `~/.cache/kvrag/shared`.
+            cache_bytes: Byte budget of the local copies of chunks; the least recently used go first.
+            min_free_bytes: No copies are made beyond this much free space on the local disk.
+            keep_copies: Copy chunks that are read or stored into the local folder.
+
+        Raises:
+            SettingError: The URL is wrong, or a package is missing.
+            StoreError: The place cannot be reached, or the local folder cannot be created.
+        """
+        if cache_bytes <= 0:
+            raise SettingError(f"cache_bytes must be positive, got {cache_bytes}")
+        self._remote = connect(url)
+        self.url = self._remote.url
+        self._place = Path(cache).expanduser().resolve() if cache is not None else default_cache()
+        self._name = blake2b(f"{without_password(url)}?{url.partition('?')[2]}".encode(), digest_size=8).hexdigest()
+        self.keep_copies = keep_copies
+        self._settings = {"max_bytes": cache_bytes, "min_free_bytes": min_free_bytes}
+        self._is_open = self._is_closed = False
+        self._mine: dict[str, str] = {}  # parts of the fingerprint that this store is bound to
+        self._owner = self._read_owner()
+        if self._owner:
+            self._open_local()
+
+    # ---------------------------------------------------------------- opening
+
+    def _read_owner(self) -> dict[str, str]:
+        (content,) = self._remote.read([OWNER])
+        if content is None:
+            return {}
+        try:
+            parts = parse_owner(content)
+        except ValueError as error:
+            raise StoreError(f"{self.url}/{OWNER} is damaged ({error}): delete the store and warm again") from error
+        if json.loads(parts.get("format", "0")) != FORMAT:
+            raise StoreError(f"the store {self.url} has another format: use another prefix, and warm again")
+        return parts
+
+    def bind(self, fingerprint: Fingerprint) -> None:
+        """See KVStore.bind."""
+        self._mine = {"digest": fingerprint.digest, **fingerprint.parts()}
+        self._claim()
+        if not self._is_open:
+            self._open_local()
+
+    def _claim(self) -> None:
+        if not self._owner:
+            mine = json.dumps(self._mine, indent=1).encode()
+            # the first of two machines wins
+            if self._remote.create(OWNER, mine) and self._remote.create(OWNER, mine):
+                raise StoreError(
+                    f"{self.url} ignores conditional writes (If-None-Match), which keep machines from overwriting each "
+                    "other: use a newer version of the object store, or another one"
+                )
+            self._owner = self._read_owner()
+        check_owner(self._owner, self._mine, f"the store {self.url}", "prefix")
+
+    def _open_local(self) -> None:
+        digest = self._owner["digest"]
+        self.path = self._place / f"{self._name}-{digest}"
+        local = self.path / "local"
+        try:
+            for folder in (self.path, local):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with contextlib.suppress(FileExistsError):
+                write_file(local / OWNER, json.dumps(self._owner, indent=1).encode(), replace=False)
+        except OSError as error:
+            raise StoreError(
+                f"cannot create the local folder {self.path} ({error.strerror}): choose another store_cache"
+            ) from error
+        self._digest = digest
+        self._manifest = Manifest(self.path / MANIFEST)
+        if self._manifest.read_only:
+            raise StoreReadOnlyError(f"the local folder {self.path} is not writable: choose another store_cache")
+        self._local = FileStore(local, **self._settings)
+        self._log = Log(self._remote, self._manifest, self._drop_local, self._recheck_owner)
+        self._fetchers = ThreadPoolExecutor(32, "kvrag-fetch")
+        self._openers = ThreadPoolExecutor(16, "kvrag-open")
+        self._workers = ThreadPoolExecutor(4, "kvrag-shared")
+        self._promoter = ThreadPoolExecutor(1, "kvrag-promote")
+        self._promotions = threading.BoundedSemaphore(_PROMOTIONS)
+        self._lock = threading.Lock()  # guards the next three attributes
+        self._opening: dict[str, tuple[Future[RemoteChunk | None], float]] = {}
+        self._used: set[str] = set()
+        self._used_since = time.monotonic()
+        self._is_open = True
+        self._follower = _Follower(self._pull, self.url)
+        try:
+            self._follower.pull_now()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StoreError(f"the store {self.url} is closed")
+        if not self._is_open:
+            raise StoreError(f"{self.url} has no store: create one with `kvrag warm PATH --store {self.url}`")
+
+    def _pull(self) -> None:
+        self._log.pull()
+        try:
+            self._report_used()
+        except StoreError as error:  # maybe this machine may only read
+            logger.info("uses are not reported: %s", error)
+
+    def _recheck_owner(self) -> None:
+        """Make sure that the place is still this model's: it may have been deleted and claimed for another."""
+        owner = self._read_owner()
+        check_owner(owner or self._owner, self._owner, f"the store {self.url}", "prefix")
+        if not owner:
+            self._remote.create(OWNER, json.dumps(self._owner, indent=1).encode())
+
+    @property
+    def catalog_folder(self) -> Path:
+        """See KVStore.catalog_folder."""
+        return self.path / "catalog"
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Byte budget of the local copies."""
+        return self._local.max_bytes
+
+    @max_bytes.setter
+    def max_bytes(self, size: int) -> None:
+        self._local.max_bytes = size
+
+    # ---------------------------------------------------------------- chunks
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """See KVStore.missing."""
+        self._check_open()
+        self._follower.glance()
+        known = self._manifest.known(keys)
+        return [key for key in keys if key not in known]
+
+    def put(self, records: Sequence[ChunkRecord]) -> int:
+        """See KVStore.put."""
+        new = {record.key: record for record in records}
+        wanted = [new[key] for key in self.missing(list(new))]
+        writing = [self._workers.submit(self._upload, record) for record in wanted]
+        wait(writing)
+        rows = [written.result() for written in writing if not written.exception()]
+        if error := next(filter(None, (written.exception() for written in writing)), None):
+            self._delete(row.file for row in rows)
+            raise error
+        # an error may come after the rows were recorded, so the objects stay: `gc` deletes those without a row
+        known = set(self._log.put(rows)) if rows else set()
+        self._follower.confirm()
+        self._delete(known)  # another machine was faster
+        if self.keep_copies:
+            self._copy(wanted)
+        self._in_background(self._log.snapshot_if_long)
+        return sum(row.num_bytes for row in rows if row.file not in known)
+
+    def _copy(self, records: Sequence[ChunkRecord]) -> None:
+        """Store chunks in the local folder; on a full disk the copies may not grow any further."""
+        try:
+            self._local.put(records)
+        except StoreFullError as error:
+            logger.info("no local copy: %s", error)
+            if used := self._local.stats().bytes:
+                self._local.max_bytes = used
+        except StoreError as error:
+            logger.info("no local copy: %s", error)
+
+    def _upload(self, record: ChunkRecord) -> Row:
+        """Write a record under a unique name."""
+        name = f"{record.key}-{uuid.uuid4().hex[:8]}{SUFFIX}"
+        header, body = chunkfile.serialise(record, self._digest)
+        self._remote.put_chunk(name, header + bytes(body), chunkfile.borders(header))
+        ids = record.ids.astype("<u4")
+        text = text_key(record.namespace, ids.tolist())
+        size = len(header) + len(body)
+        return Row(record.key, text, record.namespace, ids.tobytes(), len(record.context), name, size)
+
+    def read_ahead(self, keys: Sequence[str]) -> None:
+        """See ReadsAhead.read_ahead."""
+        self._check_open()
+        now = time.monotonic()
+        with self._lock:
+            forgotten = [key for key, (_, since) in self._opening.items() if now - since > 2 * TIMEOUT_S]
+            left = [self._opening.pop(key)[0] for key in forgotten]
+            absent = [key for key in keys if key not in self._opening]
+        for opening in left:
+            if opening.done() and not opening.exception() and (chunk := opening.result()):
+                chunk.close()
+        for key in self._local.missing(absent):
+            with self._lock:
+                self._opening[key] = self._openers.submit(self._open_remote, key), now
+
+    def open(self, key: str) -> PackedChunk | None:
+        """See KVStore.open."""
+        self._check_open()
+        if self._manifest.file(key) is None:
+            return None
+        try:
+            if reader := self._local.open(key):
+                return reader
+        except DamagedChunkError:
+            self._local.quarantine(key)
+        except ChunkUnreadableError as error:
+            logger.info("%s; it is read from %s", error, self.url)
+        with self._lock:
+            opening, _ = self._opening.pop(key, (None, 0.0))
+        if opening is None:
+            return self._open_remote(key)
+        try:
+            return opening.result(0.0 if self._follower.is_failing else TIMEOUT_S)
+        except WaitTimeoutError as error:
+            failed = StoreError(f"{self.url} does not answer")
+            self._follower.fail(failed)
+            raise ChunkUnreadableError(key, failed) from error
+
+    def _open_remote(self, key: str) -> RemoteChunk | None:
+        seen = None
+        while (name := self._manifest.file(key)) is not None:
+            if name == seen:  # it has expired, or the bucket has lost it
+                self._in_background(self._log.remove, [key], None, name)
+                return None
+            if self._follower.is_failing:
+                raise ChunkUnreadableError(key, f"{self.url} cannot be reached")
+            try:
+                blob = self._remote.open_chunk(name)
+                if blob is not None:
+                    chunk = RemoteChunk(key, self._digest, blob, self._fetchers, self._follower.fail)
+                    chunk.when_used(self._promote)
+                    return chunk
+                self._log.pull()  # removed meanwhile, and maybe stored again
+            except StoreError as error:
+                if isinstance(error, (DamagedChunkError, ChunkUnreadableError)):
+                    raise
+                self._follower.fail(error)
+                raise ChunkUnreadableError(key, error) from error
+            seen = name
+        return None
+
+    def _promote(self, chunk: RemoteChunk) -> None:
+        """Copy a chunk into the local folder, unless too many are waiting."""
+        if self.keep_copies and self._promotions.acquire(blocking=False):
+            try:
+                self._promoter.submit(self._keep, copy.copy(chunk))  # a copy counts what it reads by itself
+            except RuntimeError:  # the store has been closed
+                self._promotions.release()
+
+    def _keep(self, chunk: RemoteChunk) -> None:
+        try:
+            layers = [chunk.layer(number) for number in range(chunk.num_layers)]
+            self._copy([ChunkRecord(chunk.key, chunk.namespace, chunk.ids, chunk.context, layers)])
+            if self._manifest.file(chunk.key) is None:  # removed in the meantime
+                self._local.remove([chunk.key])
+        except StoreError as error:  # the prompt that reads a damaged chunk reports it
+            logger.info("no local copy: %s", error)
+        finally:
+            self._promotions.release()
+
+    def settle(self) -> None:
+        """Wait until chunks that were used have been copied; for tests and benchmarks."""
+        self._promoter.submit(lambda: None).result()
+
+    def drop_copies(self) -> None:
+        """Delete this machine's copies of chunks."""
+        self._check_open()
+        self._local.remove(self._local.keys())
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """See KVStore.remove."""
+        self._check_open()
+        if keys:
+            self._delete(self._log.remove(keys))
+
+    def _drop_local(self, keys: Sequence[str]) -> None:
+        if keys:
+            self._local.remove(keys)
+
+    def _delete(self, names: Iterable[str]) -> None:
+        """Delete chunks without a row. `gc` deletes those that cannot be deleted now."""
+        try:
+            if listed := list(names):
+                self._remote.delete_chunks(listed)
+        except StoreError as error:
+            logger.warning("chunks without a row are left until `kvrag store gc`: %s", error)
+
+    def quarantine(self, key: str) -> None:
+        """See KVStore.quarantine. A damaged local copy is only put aside: the next prompt reads the shared chunk."""
+        self._check_open()
+        if not self._local.missing([key]) and self._is_damaged(key):
+            self._local.quarantine(key)
+            return
+        name = self._manifest.file(key)
+        if name and self._log.remove([key], "damaged", name):
+            logger.warning("chunk %s is damaged: moved to quarantine, it is encoded again when needed", key)
+            self._remote.rename_chunk(name, _ORPHANS + name)
+
+    def _is_damaged(self, key: str) -> bool:
+        """Return whether the local copy of a chunk is damaged."""
+        try:
+            if reader := self._local.open(key):
+                with contextlib.closing(reader):
+                    for number in range(reader.num_layers):
+                        reader.layer(number)
+        except DamagedChunkError:
+            return True
+        except ChunkUnreadableError:
+            pass
+        return False
+
+    # ---------------------------------------------------------------- texts and their holders
+
+    def look_up(self, texts: Sequence[str]) -> dict[str, TextState]:
+        """See KVStore.look_up. While the place cannot be reached, nobody counts as a holder."""
+        self._check_open()
+        self._follower.glance()
+        states = self._manifest.look_up(texts)
+        if self._follower.age() <= _TRUST_S:
+            return states
+        return {text: replace(state, sources={}) for text, state in states.items()}
+
+    def entries(self, after: int) -> Iterable[Entry]:
+        """See KVStore.entries. Numbers are this machine's."""
+        self._check_open()
+        return self._manifest.entries(after)
+
+    def removed(self, after: int) -> tuple[int, Sequence[int]] | None:
+        """See KVStore.removed."""
+        return self._manifest.removed(after)
+
+    def removals(self) -> int:
+        """See KVStore.removals."""
+        self._check_open()
+        self._follower.glance()
+        return self._manifest.counter("removals")
+
+    def set_document(
+        self, document: str, holdings: Sequence[Holding], namespace: str = "", replace: bool = True
+    ) -> list[str]:
+        """See KVStore.set_document."""
+        self._check_open()
+        removed = self._log.hold(document, holdings, namespace, replace and document not in ("", ON_REQUEST))
+        self._follower.confirm()
+        self._delete(name for _, name in removed)
+        return [key for key, _ in removed]
+
+    def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:
+        """See KVStore.documents."""
+        self._check_open()
+        self._follower.glance()
+        return self._manifest.documents(prefix, namespace)
+
+    def count_tokens(self, prefix: str = "", namespace: str = "") -> dict[str, int]:
+        """See KVStore.count_tokens."""
+        self._check_open()
+        self._follower.glance()
+        return self._manifest.count_tokens(prefix, namespace)
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """See KVStore.touch. Counts for the local copies; texts of requests are reported to all once an hour."""
+        self._check_open()
+        self._local.touch(keys)
+        with self._lock:
+            self._used.update(keys)
+
+    def _report_used(self, now: bool = False) -> None:
+        with self._lock:
+            if not now and time.monotonic() - self._used_since < _USED_EVERY_S:
+                return
+            used, self._used, self._used_since = sorted(self._used), set(), time.monotonic()
+        if keys := self._manifest.held_by_requests(used):
+            self._log.touch(keys)
+
+    # ---------------------------------------------------------------- small texts
+
+    def _check_reachable(self) -> None:
+        """Raise StoreError at once if the place could not be reached a moment ago: answers wait for these texts."""
+        self._check_open()
+        if self._follower.is_failing:
+            raise StoreError(f"{self.url} cannot be reached")
+
+    def read_text(self, name: str) -> str | None:
+        """See KeepsTexts.read_text."""
+        self._check_reachable()
+        (content,) = self._remote.read([name])
+        try:
+            return None if content is None else content.decode()
+        except UnicodeDecodeError as error:
+            raise StoreError(f"cannot read {self.url}/{name}: {error}") from error
+
+    def write_text(self, name: str, text: str) -> None:
+        """See KeepsTexts.write_text."""
+        self._check_reachable()
+        self._remote.write(name, text.encode())
+
+    # ---------------------------------------------------------------- publications, such as an index for retrieval
+
+    def publications(self) -> int:
+        """Return a number that changes when any machine publishes or withdraws something."""
+        self._check_open()
+        self._follower.glance()
+        return self._manifest.counter(PUBLICATIONS)
+
+    def published(self, folder: str) -> list[str]:
+        """Return the names of what was published in a folder."""
+        prefix = f"published/{folder}/"
+        return [name.removeprefix(prefix) for name in self._remote.names(prefix)]
+
+    def read_published(self, folder: str, name: str) -> bytes | None:
+        """Return what was published under a name; None if it was withdrawn."""
+        return self._remote.read([f"published/{folder}/{name}"])[0]
+
+    def publish(self, folder: str, name: str, content: bytes, replaces: Sequence[str] = ()) -> None:
+        """Publish something for all machines, and withdraw what it replaces."""
+        self._check_open()
+        self._remote.write(f"published/{folder}/{name}", content)
+        self._remote.delete([f"published/{folder}/{other}" for other in replaces])
+        self._log.publish()
+
+    def withdraw(self, folder: str, names: Sequence[str]) -> None:
+        """Withdraw what was published under these names."""
+        self._check_open()
+        self._remote.delete([f"published/{folder}/{name}" for name in names])
+        self._log.publish()
+
+    # ---------------------------------------------------------------- maintenance
+
+    def stats(self) -> StoreStats:
+        """See KVStore.stats."""
+        self._check_open()
+        self._follower.glance()
+        namespaces = tuple(self._manifest.namespaces())
+        return StoreStats(
+            path=self.url,
+            fingerprint=self._owner.get("digest", ""),
+            model=json.loads(self._owner.get("model", '""')),
+            codec=codec_of(self._owner),
+            chunks=sum(namespace.chunks for namespace in namespaces),
+            tokens=sum(namespace.tokens for namespace in namespaces),
+            bytes=sum(namespace.bytes for namespace in namespaces),
+            documents=sum(namespace.documents for namespace in namespaces),
+            max_bytes=None,
+            damaged=self._manifest.counter("damaged"),
+            namespaces=namespaces,
+        )
+
+    def local_stats(self) -> StoreStats:
+        """Return the counts of this machine's copies."""
+        self._check_open()
+        return self._local.stats()
+
+    def owner(self) -> dict[str, str]:
+        """Return the parts of the fingerprint that the place is claimed for, {} if unclaimed."""
+        return self._owner
+
+    def contents(self) -> Iterator[tuple[dict[str, int], list[Row], list[Holder]]]:
+        """See Manifest.contents."""
+        self._check_open()
+        self._log.pull()
+        return self._manifest.contents()
+
+    def check(self, progress: Callable[[int, int], None] = lambda done, total: None) -> StoreCheck:
+        """Read all chunks in the place, and compare them with the manifest; also check the local copies.
+
+        Damaged chunks are moved to quarantine, rows without a chunk are removed, rows that do not match their chunk are
+        replaced. Chunks without a row are left to `gc`: they may be about to get one.
+        """
+        self._check_open()
+        self._log.pull()
+        self._local.check()
+        rows = self._manifest.rows()
+        counts = dict.fromkeys(("sound", "damaged", "adopted", "repaired", "unreadable"), 0)
+        for done, row in enumerate(rows.values(), 1):
+            counts[self._check_chunk(row)] += 1
+            progress(done, len(rows))
+        return StoreCheck(**counts)
+
+    def _check_chunk(self, row: Row) -> str:
+        """Check one chunk; return the StoreCheck counter that it adds to."""
+        try:
+            blob = self._remote.open_chunk(row.file)
+            if blob is None:
+                self._log.remove([row.key], "damaged", row.file)
+                return "damaged"
+            chunk = RemoteChunk(row.key, self._digest, blob, self._fetchers)
+            for number in range(chunk.num_layers):
+                chunk.layer(number)
+        except DamagedChunkError:
+            if self._log.remove([row.key], "damaged", row.file):
+                self._remote.rename_chunk(row.file, _ORPHANS + row.file)
+            return "damaged"
+        except StoreError as error:
+            logger.warning("%s", error)
+            return "unreadable"
+        ids = chunk.ids.astype("<u4").tobytes()
+        text = text_key(chunk.namespace, chunk.ids.tolist())
+        found = Row(row.key, text, chunk.namespace, ids, chunk.context_tokens, row.file, blob.size)
+        if row == found:
+            return "sound"
+        self._log.remove([row.key], None, row.file)
+        self._log.put([found])
+        return "repaired"
+
+    def gc(self, unused_days: float = UNUSED_DAYS) -> tuple[int, int]:
+        """Delete unneeded chunks; return the numbers of chunks with and without a row that were deleted.
+
+        As in `FileStore.gc`. Token ids of deleted texts are erased from the log and from this machine's catalog.
+        """
+        self._check_open()
+        self._report_used(now=True)
+        self._log.pull()
+        if requests := self._manifest.unused_requests(time.time() - unused_days * 86400):
+            self._log.release(requests)
+        unheld = self._manifest.unheld()
+        self.remove(unheld)
+        listed = list(self._remote.list_chunks())
+        self._log.pull()  # rows of all that was listed
+        known = self._manifest.files()
+        leftovers = [found.name for found in listed if found.name not in known and found.age > _STALE_S]
+        self._remote.delete_chunks(leftovers)
+        self._log.trim()
+        self._local.remove(self.missing(self._local.keys()))
+        self._local.delete_leftovers()
+        if self._manifest.purge():
+            for path in self.catalog_folder.glob("*"):
+                path.unlink(missing_ok=True)
+        return len(unheld), len(leftovers)
+
+    def _in_background(self, work: Callable[..., object], *args: object) -> None:
+        def guarded() -> None:
+            try:
+                work(*args)
+            except StoreError as error:
+                logger.warning("%s", error)
+
+        with contextlib.suppress(RuntimeError):  # the store has been closed
+            self._workers.submit(guarded)
+
+    def close(self) -> None:
+        """See KVStore.close."""
+        if not self._is_open or self._is_closed:
+            self._is_closed = True
+            return
+        self._follower.close()
+        with contextlib.suppress(StoreError):
+            self._report_used(now=True)
+        self._is_closed = True
+        with self._lock:
+            opening = [opening for opening, _ in self._opening.values()]
+        for pending in opening:
+            pending.cancel()
+        for pool in (self._openers, self._workers, self._promoter):
+            pool.shutdown()
+        self._fetchers.shutdown(wait=False)
+        self._local.close()
+        self._manifest.close()
+        self._remote.close()
+
+
+class _Follower:
+    """Follows the log in a thread, as long as somebody asks."""
+
+    def __init__(self, pull: Callable[[], None], url: str) -> None:
+        self._pull, self._url = pull, url
+        self._changed = threading.Condition()
+        self._asked = self._current = self._waited = self._tried = float("-inf")
+        self.is_failing = False
+        self._closed, self._wanted = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="kvrag-follow", daemon=True)
+        self._thread.start()
+
+    def age(self) -> float:
+        """Return the seconds since when the copy is known to have been current."""
+        return time.monotonic() - self._current
+
+    def glance(self) -> None:
+        """Ask for a current copy, and wait for it for a moment: not if it is fresh, and at most once a second."""
+        now = time.monotonic()
+        self._asked = now
+        self._wanted.set()
+        if now - self._current <= _FRESH_S or now - self._waited < _WAIT_S:
+            return
+        if self.is_failing and now - self._tried < 2 * _RETRY_S:
+            return
+        self._waited = now
+        with self._changed:
+            self._changed.wait_for(lambda: self._tried >= now or self._closed.is_set(), _WAIT_S)
+        self._waited = time.monotonic()
+
+    def pull_now(self) -> None:
+        """Bring the copy up to date; raises StoreError."""
+        started = time.monotonic()
+        self._pull()
+        self.confirm(started)
+
+    def confirm(self, since: float | None = None) -> None:
+        """Record that the copy was current at that time; None = now."""
+        with self._changed:
+            self._current = max(self._current, time.monotonic() if since is None else since)
+            self._tried, self.is_failing = time.monotonic(), False
+            self._changed.notify_all()
+
+    def fail(self, error: StoreError) -> None:
+        """Record that the place cannot be reached."""
+        with self._changed:
+            if not self.is_failing:
+                logger.warning("%s; prompts are answered from what this machine has", error)
+            self._tried, self.is_failing = time.monotonic(), True
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            self._wanted.wait()
+            if time.monotonic() - self._asked > _IDLE_S:
+                self._wanted.clear()
+                continue
+            try:
+                self.pull_now()
+            except StoreError as error:
+                if not self._closed.is_set():
+                    self.fail(error)
+            self._closed.wait(_RETRY_S if self.is_failing else _POLL_S)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._wanted.set()
+        self._thread.join()

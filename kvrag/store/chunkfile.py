@@ -135,13 +135,13 @@ class ChunkFile:
 
     def _read_header(self) -> None:
         size = os.fstat(self._file).st_size
-        self._beginning = os.pread(self._file, _FIRST_READ, 0)
+        self._beginning = self._read_bytes(0, min(size, _FIRST_READ))
         (length,) = struct.unpack("<Q", self._beginning[:8])
         if length > min(_MAX_HEADER, size):
             raise ValueError("the header is longer than the file")
         self._start = 8 + length
         if self._start > len(self._beginning):
-            self._beginning += os.pread(self._file, self._start - len(self._beginning), len(self._beginning))
+            self._beginning += self._read_bytes(len(self._beginning), self._start)
         header = self._beginning[: self._start]
         match = _DIGEST.search(header)
         if not match or _digest(header[: match.start(1)], _BLANK, header[match.end(1) :]) != match[1].decode():
@@ -169,7 +169,7 @@ class ChunkFile:
         start, stop = (self._start + offset for offset in self._tensors[name]["data_offsets"])
         content = self._beginning[start:stop]
         if stop > len(self._beginning):
-            content = self._read(self._file, start, stop).numpy().tobytes()
+            content = self._read_bytes(start, stop)
         wide = np.frombuffer(content, "<i8")
         ids = wide.astype(np.uint32)
         if not np.array_equal(ids, wide):  # the key covers only 32 bits of each id
@@ -227,6 +227,9 @@ class ChunkFile:
             if out_of_memory(error):
                 raise ChunkUnreadableError(self.key, "out of memory") from error
             raise DamagedChunkError(self.key, f"its header is invalid ({error!s:.80})") from error
+
+    def _read_bytes(self, start: int, stop: int) -> bytes:
+        return self._read(self._file, start, stop).numpy().tobytes()
 
     def _read(self, descriptor: int, start: int, stop: int) -> Tensor:
         content = torch.empty(stop - start, dtype=torch.uint8)

@@ -1,0 +1,10 @@
+"""Run as `python tests/torture`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from torture.run import main  # noqa: E402
+
+sys.exit(main())

@@ -7,4 +7,5 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from torture.run import main  # noqa: E402
 
-sys.exit(main())
+if __name__ == "__main__":  # processes that campaigns start import this file, too
+    sys.exit(main())

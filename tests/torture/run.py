@@ -92,7 +92,7 @@ def _in_a_process(name: str, args: argparse.Namespace, out: Path, num_campaigns:
     if args.store:
         command += ["--store", args.store]
     settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    here = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    here = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     first, path = 0, out / f"{name}.json"
     path.unlink(missing_ok=True)
     (out / f"{name}.current").unlink(missing_ok=True)

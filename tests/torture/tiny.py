@@ -12,7 +12,7 @@ from families import build
 from transformers import AutoTokenizer
 
 import kvrag
-from kvrag import BlendConfig, BlendEngine, FileStore, Model
+from kvrag import Answer, BlendConfig, BlendEngine, FileStore, Model
 
 TOKENS = 5
 """Length of the answers."""
@@ -66,13 +66,14 @@ def engine(place: Path | str, max_bytes: int | None = None, **settings: Any) -> 
     return BlendEngine(model(), store, BlendConfig(controller="off"), **settings)
 
 
-def answer(engine: BlendEngine, messages: list[dict[str, str]], **options: Any) -> tuple[int, ...]:
-    """Return the tokens of the engine's answer, by default with everything recomputed."""
+def answer(engine: BlendEngine, messages: list[dict[str, str]], **options: Any) -> Answer:
+    """Return the engine's answer, by default greedy with everything recomputed."""
     options = {"ratio": 1.0, "policy": "first_k", "temperature": 0.0, "max_new_tokens": TOKENS, **options}
-    return engine.generate(messages, **options).token_ids
+    return engine.generate(messages, **options)
 
 
-def check_answer(engine: BlendEngine, messages: list[dict[str, str]], **options: Any) -> None:
-    """Raise AssertionError unless the engine answers as the model alone does."""
-    got, wanted = answer(engine, messages, **options), expected(messages)
-    assert got == wanted, f"another answer than full prefill's: {got} instead of {wanted}"
+def check_answer(engine: BlendEngine, messages: list[dict[str, str]], **options: Any) -> int:
+    """Raise AssertionError unless the engine answers as the model alone does; return the number of reused tokens."""
+    made, wanted = answer(engine, messages, **options), expected(messages)
+    assert made.token_ids == wanted, f"another answer than full prefill's: {made.token_ids} instead of {wanted}"
+    return made.report.reused_tokens

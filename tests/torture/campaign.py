@@ -73,11 +73,12 @@ class Campaign:
 
     Attributes:
         folder: Empty folder for its stores.
+        out: Folder of the reports.
         options: Settings of the command line that only some campaigns use.
     """
 
     def __init__(self, name: str, limits: Limits, folder: Path, out: Path, options: dict[str, Any]) -> None:
-        self.name, self.limits, self.folder, self.options = name, limits, folder, options
+        self.name, self.limits, self.folder, self.out, self.options = name, limits, folder, out, options
         self._file, self._current = out / f"{name}.json", out / f"{name}.current"
         self.result = Result.read(self._file) if limits.first else Result(name, limits.seed)
         self._before = self.result.seconds

@@ -25,7 +25,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- last run -->", "<!-- end of last run -->"
 _CRASHES = 20  # of one campaign; then it ends
 
-COUNTS = {"kill": 100, "damage": 2000, "faults": 500, "operations": 500, "matching": 2000, "http": 5000, "soak": 600}
+COUNTS = {"kill": 100, "damage": 2000, "faults": 500, "operations": 500, "matching": 2000, "fuzz": 5000, "soak": 600}
 """Default number of cases of each campaign, in the order in which they run; of `soak`, seconds."""
 
 UNITS = {
@@ -34,7 +34,7 @@ UNITS = {
     "faults": "injected faults",
     "operations": "operations",
     "matching": "prompts",
-    "http": "requests",
+    "fuzz": "requests",
     "soak": "requests",
     "vllm": "events",
 }

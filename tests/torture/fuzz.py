@@ -24,7 +24,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 
 from torture.campaign import Campaign, describe
-from torture.server import MODEL, Server, Usage, serving
+from torture.server import MODEL, SERVE, Server, Usage, serving
 
 _PER_CASE = 20  # requests
 _REST = 10  # cases between two looks at what the server holds
@@ -37,7 +37,7 @@ def run(campaign: Campaign) -> None:
     """Send batches of requests; a case is a batch."""
     warnings.simplefilter("ignore")
     log = campaign.out / "fuzz.server.log"
-    with serving(campaign.folder, log, *_OPTIONS) as server:
+    with serving(log, *SERVE, "--store", campaign.folder / "kv", *_OPTIONS) as server:
         schema = schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
         operations = [found.ok() for found in schema.get_all_operations()]
         wanted, samples, last = server.ask(_QUESTION), list[Usage](), 0

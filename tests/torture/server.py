@@ -1,4 +1,4 @@
-"""A real `kvrag serve` in a process of its own, and what is measured of it."""
+"""A real server in a process of its own, and what is measured of it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import httpx
 
 ROOT = Path(__file__).parents[2]
 MODEL = "reader"
+SERVE = ("kvrag.cli.main", "serve", "--model", MODEL, "--port", 0, "--json", "--shutdown-timeout", 5)
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,11 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, log: Path, *options: object) -> Iterator[Server]:
-    """Run the command until the context ends; its messages go into the file `log`."""
-    command = [sys.executable, "-m", "kvrag.cli.main", "serve", "--model", MODEL, "--port", "0", "--json"]
-    command += ["--store", str(folder / "kv"), "--shutdown-timeout", "5", *map(str, options)]
+def serving(log: Path, *command: object) -> Iterator[Server]:
+    """Run `python -m COMMAND`, which prints its address as JSON, until the context ends; `log` gets its messages."""
+    argv = [sys.executable, "-m", *map(str, command)]
     with log.open("w") as messages:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=messages, text=True, cwd=ROOT)
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=messages, text=True, cwd=ROOT)
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

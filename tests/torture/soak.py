@@ -1,7 +1,7 @@
 """Sixteen clients for a long time on one server whose store is under a byte budget: nothing grows, nothing slows down.
 
 The clients warm documents, forget them, ask about chunks, and leave streams. The machine's own speed is measured all
-the while by a fixed computation, because other processes may share it: latencies are compared per unit of that speed.
+the while by a fixed computation, because other processes may share it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SAMPLES = 80
 _SLOWER = 1.5  # the last quarter's 99th percentile, of the first quarter's
 _GROWTH = 1.1  # of resident memory after the first quarter
 _FILES, _THREADS = 16, 8  # more than in the first quarter
-_QUIET_S = 5.0  # of warming up before anything is measured
+_QUIET_S = 60.0  # at most, of warming up before anything is measured
 
 
 @dataclass
@@ -44,9 +44,8 @@ def run(campaign: Campaign) -> None:
     """Load the server for as many seconds as the campaign has cases, or as it may take."""
     seconds = campaign.limits.seconds or campaign.limits.count
     seen, log = _Seen(), campaign.out / "soak.server.log"
-    options = ("--no-corpus", "--store-gib", _BUDGET / (1 << 30), "--max-tokens", 8, "--queue", 64)
-    with serving(campaign.folder, log, *options) as server:
-        begin = time.monotonic() + _QUIET_S
+    with serving(log, "torture.small_server", campaign.folder / "kv", _BUDGET) as server:
+        begin = time.monotonic() + min(_QUIET_S, seconds / 10)
         end = begin + seconds
         with ThreadPoolExecutor(_CLIENTS + 1) as pool:
             clients = [pool.submit(_client, campaign, server, number, begin, end, seen) for number in range(_CLIENTS)]
@@ -137,11 +136,14 @@ def _check(campaign: Campaign, seen: _Seen, seconds: float) -> None:
 
     p99 = [statistics.quantiles(quarter(seen.latencies, when), n=100)[98] for when in (first, last)]
     speed = [statistics.median(quarter(seen.speeds, when)) for when in (first, last)]
-    relative = p99[1] / p99[0] * speed[0] / speed[1]
+    slower = p99[1] / p99[0]
+    relative = slower * speed[0] / speed[1]
     usage = [quarter(seen.usage, when) for when in (first, last)]
     memory, files, threads = (
         [max(getattr(one, name) for one in part) for part in usage] for name in ("memory", "files", "threads")
     )
+    series = [(round(at), one.memory >> 20, one.files, one.threads) for at, one in seen.usage]
+    (campaign.out / "soak.usage.json").write_text(json.dumps(series))
     campaign.result.figures |= {
         "p99 of asking": f"{p99[0]:.2f} -> {p99[1]:.2f} s",
         "p99 per unit of the machine's speed": f"{relative:.2f}x",
@@ -150,7 +152,8 @@ def _check(campaign: Campaign, seen: _Seen, seconds: float) -> None:
         "threads": f"{threads[0]} -> {threads[1]}",
     }
     for holds, what in (
-        (relative <= _SLOWER, f"the 99th percentile grew {relative:.2f}x, the machine's speed accounted for"),
+        # a busy machine makes one of them large, a slow server both
+        (min(slower, relative) <= _SLOWER, f"the 99th percentile grew {slower:.2f}x, {relative:.2f}x per unit of speed"),
         (memory[1] <= _GROWTH * memory[0], f"resident memory grew from {memory[0] >> 20} to {memory[1] >> 20} MiB"),
         (files[1] <= files[0] + _FILES, f"open files grew from {files[0]} to {files[1]}"),
         (threads[1] <= threads[0] + _THREADS, f"threads grew from {threads[0]} to {threads[1]}"),

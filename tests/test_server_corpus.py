@@ -72,7 +72,6 @@ def test_what_was_left_undone_is_done_by_the_next_server(corpus: Corpus, engine:
     again.stop(30)
 
 
-
 def test_retrieved_chunks_that_do_not_fit_into_the_window_are_left_out(corpus: Corpus, engine: BlendEngine) -> None:
     corpus.add("long", [f"{number}. " + CHUNKS[number % len(CHUNKS)] for number in range(100)])
     corpus.start()

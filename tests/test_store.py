@@ -327,9 +327,7 @@ def test_reads_that_return_less_are_continued(store: FileStore, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ["manifest.sqlite", "chunks"])
-def test_a_folder_that_cannot_be_looked_at_is_named(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_looked_at_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened(tmp_path).close()
     for function in ("stat", "mkdir"):
         real = getattr(os, function)

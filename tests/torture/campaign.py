@@ -108,7 +108,7 @@ class Campaign:
     @contextmanager
     def case(self, number: int, cases: int = 1) -> Iterator[None]:
         """Count a case (or several that are checked together); an exception is recorded as its failure."""
-        self._current.write_text(str(number))
+        self._current.write_text(f"{number} {self.result.cases}")
         try:
             yield
         except Exception as error:

@@ -133,7 +133,10 @@ def _only_what_was_stored(truth: Layers) -> Iterator[None]:
 def _damage(rng: random.Random, folder: Path, everything: bool) -> str:
     """Damage one file; returns what was done. Without `everything`, none that a process has mapped."""
     chunks = sorted(folder.glob("chunks/*/*"))
-    groups: dict[str, Callable[[], Path]] = {"chunk": lambda: rng.choice(chunks), "owner": lambda: folder / "fingerprint.json"}
+    groups: dict[str, Callable[[], Path]] = {
+        "chunk": lambda: rng.choice(chunks),
+        "owner": lambda: folder / "fingerprint.json",
+    }
     weights = {"chunk": 10, "owner": 1}
     if everything:
         groups |= {

@@ -170,7 +170,9 @@ def _is_below(folder: Path, file: Any) -> bool:
 def _os_functions(kind: str, folder: Path, decide: Decide) -> dict[str, Any]:
     if kind in _ERRORS:
         reads, writes = ["open", "preadv", "stat"], ["open", "fsync", "replace", "link", "mkdir"]
-        names = {"EIO": [*reads, *writes], "ENOSPC": writes[1:], "EMFILE": ["open"], "EACCES": ["open", "replace"]}[kind]
+        names = {"EIO": [*reads, *writes], "ENOSPC": writes[1:], "EMFILE": ["open"], "EACCES": ["open", "replace"]}[
+            kind
+        ]
         return {name: _failing(getattr(os, name), _ERRORS[kind], folder, decide) for name in {*names}}
     if kind == "short reads":
         return {"preadv": _short_preadv(folder, decide)}

@@ -168,14 +168,24 @@ def _request(path: str, body: bytes, *headers: str, method: str = "POST") -> byt
     return "\r\n".join([*head, "", ""]).encode("latin-1", errors="replace") + body
 
 
-_PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/chunks", "/v1/corpus", "/tokenize"]
+_PATHS = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/chunks",
+    "/v1/corpus",
+    "/tokenize",
+]
 
 
 def _mutated(rng: random.Random) -> bytes:
     content = bytearray(_request(rng.choice(_PATHS), json.dumps(_body(rng)).encode()))
     for _ in range(rng.choice([1, 2, 10])):
         place = rng.randrange(len(content))
-        content[place : place + rng.choice([0, 1, 5])] = rng.choice([b"", rng.randbytes(3), b"\r\n", b"\0", b'"', b"\xff"])
+        content[place : place + rng.choice([0, 1, 5])] = rng.choice(
+            [b"", rng.randbytes(3), b"\r\n", b"\0", b'"', b"\xff"]
+        )
     return bytes(content)
 
 
@@ -227,7 +237,9 @@ def _odd_http(rng: random.Random) -> bytes:
         lambda: _request(path, body, "host: other"),
         lambda: _request(path, body, "content-type: multipart/form-data; boundary=x"),
         lambda: _request(path, b"--x\r\ncontent-disposition: form-data; name=file; filename=\xff\r\n\r\na\r\n--x--"),
-        lambda: _request("/v1/corpus/" + "%2e%2e%2f" * 9 + "etc%00passwd", b"x", method=rng.choice(["PUT", "GET", "DELETE"])),
+        lambda: _request(
+            "/v1/corpus/" + "%2e%2e%2f" * 9 + "etc%00passwd", b"x", method=rng.choice(["PUT", "GET", "DELETE"])
+        ),
         lambda: _request("/v1/corpus/" + "a" * 20_000, b"x", method=rng.choice(["PUT", "GET", "DELETE"])),
         lambda: _request("/v1/chunks/%ff%fe%ed%a0%80", b"", method="DELETE"),
         lambda: _request("/v1/models/%00", b"", method="GET"),
@@ -249,7 +261,12 @@ _RAW = [_mutated, _odd_json, _odd_http]
 def _leave(server: Server, rng: random.Random) -> None:
     """Send a request slowly, or not to its end, or read only the beginning of the answer."""
     path = rng.choice([*_PATHS[:3], "/v1/chunks"])
-    body = _body(rng) | {"stream": True, "max_tokens": 12, "texts": ["A text of some length. " * 20], "document": "left"}
+    body = _body(rng) | {
+        "stream": True,
+        "max_tokens": 12,
+        "texts": ["A text of some length. " * 20],
+        "document": "left",
+    }
     if path == "/v1/completions":
         body["prompt"] = "Who? " * 50
     if path == "/v1/responses":

@@ -13,7 +13,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -34,7 +33,15 @@ from torture.campaign import Campaign
 _PER_STORE = 10  # kills before a new store
 _SECONDS = 0.6  # of work before a process is killed, at most
 _TEXTS = 24
-_STEPS = {"fsync": os, "replace": os, "unlink": os, "add": Manifest, "hold": Manifest, "evict": Manifest, "remove": Manifest}
+_STEPS = {
+    "fsync": os,
+    "replace": os,
+    "unlink": os,
+    "add": Manifest,
+    "hold": Manifest,
+    "evict": Manifest,
+    "remove": Manifest,
+}
 
 
 @dataclass
@@ -121,7 +128,9 @@ def _kill_one(
     assert not journal.wrong, journal.wrong.pop()
 
 
-def work(pipe: Connection, place: str, budget: int | None, name: str, seed: str, deadly: tuple[str | None, int] | None) -> None:
+def work(
+    pipe: Connection, place: str, budget: int | None, name: str, seed: str, deadly: tuple[str | None, int] | None
+) -> None:
     """Warm, forget and answer until the end; reports what is begun and done."""
     rng = random.Random(seed)
     engine = tiny.engine(place, max_bytes=budget, ram_bytes=rng.choice([0, 1 << 30]))
@@ -184,7 +193,9 @@ def _audit(place: str, journal: _Journal, rng: random.Random, budget: int | None
         assert again.damaged == again.repaired == again.unreadable == again.adopted == 0, again
         sizes = {path.name: path.stat().st_size for path in Path(place).glob("chunks/*/*")}
         stats = store.stats()
-        assert len(sizes) == stats.chunks == again.sound, f"{len(sizes)} files, {stats.chunks} chunks, {again.sound} sound"
+        assert len(sizes) == stats.chunks == again.sound, (
+            f"{len(sizes)} files, {stats.chunks} chunks, {again.sound} sound"
+        )
         assert len({name.partition("-")[0] for name in sizes}) == len(sizes), "a chunk is stored twice"
         assert sum(sizes.values()) == stats.bytes
         if budget is not None:
@@ -221,5 +232,3 @@ def _check_values(engine: BlendEngine, rng: random.Random) -> None:
             for number in range(reader.num_layers):
                 for ours, theirs in zip(reader.layer(number), layers[number], strict=True):
                     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
-
-

@@ -118,7 +118,9 @@ def _time_a_hostile_case(rng: random.Random) -> float:
     usual = [token for text in rng.choices(ordinary, k=length // 128 + 1) for token in text][: len(prompt)]
     took, took_usual = _cpu_time(texts, prompt, min_run), _cpu_time(ordinary, usual, 16)
     slower = took / max(took_usual, 1e-4)
-    assert took < _SLOWEST * took_usual + _NOISE_S, f"{name}: {took:.3f} s of CPU time, {slower:.0f}x an ordinary prompt's"
+    assert took < _SLOWEST * took_usual + _NOISE_S, (
+        f"{name}: {took:.3f} s of CPU time, {slower:.0f}x an ordinary prompt's"
+    )
     return slower
 
 

@@ -103,11 +103,11 @@ def _in_a_process(name: str, args: argparse.Namespace, out: Path, num_campaigns:
         if done.returncode == 0:
             return Result.read(path)
         begun = (out / f"{name}.current").exists()
-        case = int((out / f"{name}.current").read_text()) if begun else 0
+        case, complete = map(int, (out / f"{name}.current").read_text().split()) if begun else (0, 0)
         result = Result.read(path) if path.exists() else Result(name, args.seed)
         how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"status {done.returncode}"
         result.failures.append(Failure(case, args.seed, f"the process ended with {how} in this case"))
-        result.cases = max(result.cases, 1)
+        result.cases = complete + 1
         result.write(path)
         print(f"{name}: case {case} of seed {args.seed} failed: the process ended with {how}", flush=True)
         if args.case is not None or not begun or case < first:
@@ -133,7 +133,9 @@ def _run_one(args: argparse.Namespace) -> None:
 
 def _report(results: list[Result], began: str, seed: int, out: Path) -> None:
     """Write report.json and report.md."""
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    head = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     report = {
         "began": began,
         "seed": seed,
@@ -150,16 +152,16 @@ def table(report: dict[str, object]) -> str:
     """Return a report as a Markdown table with its circumstances below."""
     campaigns = report["campaigns"]
     assert isinstance(campaigns, list)
-    lines = ["| campaign | cases | failures | minutes | figures |", "|---|---|---|---|---|"]
+    lines = ["| campaign | cases | failures | seed | minutes | figures |", "|---|---|---|---|---|---|"]
     for each in campaigns:
         figures = "; ".join(f"{name} {_shown(value)}" for name, value in each["figures"].items() if name != "kinds")
         lines.append(
-            f"| `{each['name']}` | {each['cases']:,} {UNITS[each['name']]} | {len(each['failures'])} "
+            f"| `{each['name']}` | {each['cases']:,} {UNITS[each['name']]} | {len(each['failures'])} | {each['seed']} "
             f"| {each['seconds'] / 60:.1f} | {figures} |"
         )
     versions = ", ".join(f"{name} {number}" for name, number in dict(report["versions"]).items())  # type: ignore[call-overload]
-    began, seed, commit, machine = (report[name] for name in ("began", "seed", "commit", "machine"))
-    return "\n".join([*lines, "", f"{began}, seed {seed}, commit {commit}. {machine}. {versions}.", ""])
+    began, commit, machine = (report[name] for name in ("began", "commit", "machine"))
+    return "\n".join([*lines, "", f"{began}, commit {commit}. {machine}. {versions}.", ""])
 
 
 def _shown(value: object) -> str:

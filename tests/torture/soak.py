@@ -153,7 +153,10 @@ def _check(campaign: Campaign, seen: _Seen, seconds: float) -> None:
     }
     for holds, what in (
         # a busy machine makes one of them large, a slow server both
-        (min(slower, relative) <= _SLOWER, f"the 99th percentile grew {slower:.2f}x, {relative:.2f}x per unit of speed"),
+        (
+            min(slower, relative) <= _SLOWER,
+            f"the 99th percentile grew {slower:.2f}x, {relative:.2f}x per unit of speed",
+        ),
         (memory[1] <= _GROWTH * memory[0], f"resident memory grew from {memory[0] >> 20} to {memory[1] >> 20} MiB"),
         (files[1] <= files[0] + _FILES, f"open files grew from {files[0]} to {files[1]}"),
         (threads[1] <= threads[0] + _THREADS, f"threads grew from {threads[0]} to {threads[1]}"),

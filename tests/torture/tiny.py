@@ -17,7 +17,17 @@ from kvrag import Answer, BlendConfig, BlendEngine, FileStore, Model
 TOKENS = 5
 """Length of the answers."""
 
-_NAMES = ["Mira Brel", "Kan Dror", "Zel Vinford", "Tran Works", "Florton", "Stelburg", "Grelville", "Ostbach", "Ina Kel"]
+_NAMES = [
+    "Mira Brel",
+    "Kan Dror",
+    "Zel Vinford",
+    "Tran Works",
+    "Florton",
+    "Stelburg",
+    "Grelville",
+    "Ostbach",
+    "Ina Kel",
+]
 _VERBS = ["met", "left", "saw", "paid", "taught", "painted", "drove"]
 
 

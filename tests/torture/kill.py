@@ -223,7 +223,8 @@ def _check_documents(engine: BlendEngine, journal: _Journal, budget: int | None)
 def _check_values(engine: BlendEngine, rng: random.Random) -> None:
     """The KV of a chunk is what the model computes."""
     keys = [key for keys in engine.store.documents().values() for key in keys]
-    for key in rng.sample(sorted({*keys} - {*engine.store.missing(keys)}), min(len({*keys}), 2)):
+    stored = sorted({*keys} - {*engine.store.missing(keys)})
+    for key in rng.sample(stored, min(len(stored), 2)):
         reader = engine.store.open(key)
         assert reader is not None
         with closing(reader):

@@ -3,7 +3,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 0
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
-.PHONY: setup demo test test-oldest setup-vllm test-vllm lint check release-check bench gpu-check docs pictures clean
+.PHONY: setup demo test test-oldest setup-vllm test-vllm lint check torture release-check bench gpu-check docs pictures clean
 
 setup: .venv/.done
 
@@ -66,6 +66,12 @@ lint: setup
 
 # all that CI does with a change
 check: lint test
+
+# hours of abuse, see docs/reliability.md: HOURS=8 SEED=1 ONLY=kill,fuzz CASE=17 SCALE=0.1 STORE=FOLDER OUT=FOLDER
+torture: setup
+	$(INSTALL) -e '.[torture]'
+	$(BIN)/python tests/torture $(if $(HOURS),--hours $(HOURS)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) \
+		$(if $(CASE),--case $(CASE)) $(if $(SCALE),--scale $(SCALE)) $(if $(STORE),--store $(STORE)) $(if $(OUT),--out $(OUT))
 
 # the wheels, in a clean environment; TAG=v0.1.0 when they are to be released
 release-check:

@@ -585,10 +585,13 @@ def test_other_wrong_requests_are_refused(served: Served, corpus: Corpus, path: 
     assert words in said.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("body", [b"{", b"", b"[]", b"null", b"[" * 100_000, b'{"model": "\xff"}'])
-def test_what_is_no_json_is_refused(served: Served, body: bytes) -> None:
+@pytest.mark.parametrize("path", ["chat/completions", "corpus"])
+@pytest.mark.parametrize(
+    "body", [b"{", b"", b"[]", b"null", b"[" * 100_000, b'{"a":' * 50_000, b'{"model": "\xff"}'], ids=range(7)
+)
+def test_what_is_no_json_is_refused(served: Served, path: str, body: bytes) -> None:
     headers = {"Content-Type": "application/json"}
-    said = served.http.post("/v1/chat/completions", content=body, headers=headers)
+    said = served.http.post(f"/v1/{path}", content=body, headers=headers)
     assert (said.status_code, said.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
@@ -788,6 +791,25 @@ async def test_what_fails_while_it_is_sent_is_not_lost() -> None:
     with pytest.raises(ZeroDivisionError):
         await EventStream(events(), deltas(), 60)({"type": "http", "method": "POST"}, receive, send)
     assert sent[-1]["body"] == b"data: one\n\n"
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/corpus"), ("PUT", "/v1/corpus/a.txt")])
+async def test_a_client_that_leaves_before_its_body_is_complete_is_no_error(
+    served: Served, method: str, path: str
+) -> None:
+    sent: list[Message] = []
+    left: list[Message] = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive() -> Message:
+        return left.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"127.0.0.1")]
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
+    await served.app(scope | {"headers": headers, "scheme": "http", "server": served.address}, receive, send)
+    assert sent[0]["status"] == 499
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(engine: BlendEngine) -> None:

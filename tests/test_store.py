@@ -305,7 +305,7 @@ def test_a_fault_that_passes_leaves_the_chunk_where_it_is(store: FileStore, monk
             reader.layer(0)
         assert caught.value.key == record(1).key
         monkeypatch.undo()
-        for function in ("open", "pread"):
+        for function in ("open", "preadv"):
             with monkeypatch.context() as patch:
                 patch.setattr(os, function, fail)
                 with pytest.raises(ChunkUnreadableError, match=os.strerror(getattr(errno, name))):
@@ -317,6 +317,29 @@ def test_a_fault_that_passes_leaves_the_chunk_where_it_is(store: FileStore, monk
     assert same(store, record(1))
     assert store.stats().damaged == 0
     assert not (store.path / "quarantine").exists()
+
+
+def test_reads_that_return_less_are_continued(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put([record(1)])
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, views, offset: preadv(file, [views[0][:100]], offset))
+    assert same(store, record(1))
+
+
+@pytest.mark.parametrize("name", ["manifest.sqlite", "chunks"])
+def test_a_folder_that_cannot_be_looked_at_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened(tmp_path).close()
+    for function in ("stat", "mkdir"):
+        real = getattr(os, function)
+
+        def fail(path: Any, *args: Any, real: Any = real, **settings: Any) -> Any:
+            if Path(path).name == name:
+                raise OSError(errno.EIO, "Input/output error", path)
+            return real(path, *args, **settings)
+
+        monkeypatch.setattr(os, function, fail)
+    with pytest.raises(StoreError, match=name):
+        opened(tmp_path)
 
 
 @pytest.mark.parametrize(

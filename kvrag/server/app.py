@@ -188,7 +188,7 @@ async def _json_body(schema: type[M], request: Request) -> M:
     """Return the body; for endpoints that take other content as well, which FastAPI cannot read."""
     try:
         content = await request.json()
-    except ValueError:  # UnicodeDecodeError, too
+    except (ValueError, RecursionError):  # UnicodeDecodeError, too
         raise ApiError(400, "the body must be JSON, or a form with files", "invalid_json") from None
     try:
         return schema.model_validate(content)

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from kvrag.errors import (
@@ -178,7 +179,8 @@ def handle_errors(app: FastAPI) -> None:
         return response
 
     @app.exception_handler(ClientDisconnected)
-    async def disconnected(_: Request, __: ClientDisconnected) -> Response:
+    @app.exception_handler(ClientDisconnect)  # Starlette's, while the body is read
+    async def disconnected(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # nginx's status for disconnected clients; never sent
 
     @app.exception_handler(KvragError)

@@ -220,7 +220,8 @@ class ChunkFile(PackedChunk):
         self._keeps, keeps = True, False
         try:
             with self._noticing_faults():
-                size, beginning = os.fstat(self._file).st_size, os.pread(self._file, _FIRST_READ, 0)
+                size = os.fstat(self._file).st_size
+                beginning = self._range(0, min(size, _FIRST_READ)).numpy().tobytes()
             super().__init__(key, fingerprint, size, beginning)
             keeps = _open_files.take()
         finally:

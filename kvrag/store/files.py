@@ -92,24 +92,25 @@ class FileStore:
         self._chunks = self.path / "chunks"
         self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
         check_layout(self.path)
-        try:
-            for folder in (self.path, self._chunks):  # the content is as confidential as the documents
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # parents keep the default mode
-        except OSError as error:
-            if not (self.path / MANIFEST).exists():
-                raise StoreError(
-                    f"cannot create the store folder {self.path} ({error.strerror}): choose another one"
-                ) from error
-        self._manifest = Manifest(self.path / MANIFEST)
         self._bound = ""
         self._lock = threading.Lock()  # guards the next two attributes
         self._touched: set[str] = set()
         self._flushing: threading.Timer | None = None
         self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvrag-write")  # fsync only waits
-        if not self._manifest.read_only:
-            self._sweep()
-            if self._manifest.is_new:
-                self._recover()
+        with _translated(self.path):
+            try:
+                for folder in (self.path, self._chunks):  # the content is as confidential as the documents
+                    folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # parents keep the default mode
+            except OSError as error:
+                if not (self.path / MANIFEST).exists():
+                    raise StoreError(
+                        f"cannot create the store folder {self.path} ({error.strerror}): choose another one"
+                    ) from error
+            self._manifest = Manifest(self.path / MANIFEST)
+            if not self._manifest.read_only:
+                self._sweep()
+                if self._manifest.is_new:
+                    self._recover()
 
     @property
     def read_only(self) -> bool:
@@ -375,10 +376,11 @@ class FileStore:
         Damaged chunks are moved to quarantine, intact files without a row get one, rows that do not match their file
         are repaired, and a damaged manifest is rebuilt.
         """
-        if not self._manifest.read_only and not self._manifest.is_sound():
-            self._manifest.rebuild()
-            return self._recover(progress)
-        return self._check(progress)
+        with _translated(self.path):
+            if not self._manifest.read_only and not self._manifest.is_sound():
+                self._manifest.rebuild()
+                return self._recover(progress)
+            return self._check(progress)
 
     def _recover(self, progress: Callable[[int, int], None] = lambda done, total: None) -> StoreCheck:
         """Rebuild an empty manifest from the chunk files.
@@ -443,15 +445,16 @@ class FileStore:
         without a row, and quarantined files. Token ids of deleted texts are deleted from the manifest's log and from
         the catalog, which is built anew.
         """
-        self._flush_touched()
-        self._manifest.release(self._manifest.unused_requests(time.time() - unused_days * 86400))
-        unheld = self._manifest.unheld()
-        self.remove(unheld)
-        leftovers = self.delete_leftovers()
-        if self._manifest.purge():
-            for path in self.catalog_folder.glob("*"):
-                path.unlink(missing_ok=True)
-        return len(unheld), leftovers
+        with _translated(self.path):
+            self._flush_touched()
+            self._manifest.release(self._manifest.unused_requests(time.time() - unused_days * 86400))
+            unheld = self._manifest.unheld()
+            self.remove(unheld)
+            leftovers = self.delete_leftovers()
+            if self._manifest.purge():
+                for path in self.catalog_folder.glob("*"):
+                    path.unlink(missing_ok=True)
+            return len(unheld), leftovers
 
     def delete_leftovers(self) -> int:
         """Delete files without a row and quarantined files, unless they are recent; return their number."""
@@ -539,6 +542,15 @@ def check_layout(folder: Path) -> None:
         return
     if written != FORMAT:
         raise old_format(folder, written)
+
+
+@contextlib.contextmanager
+def _translated(folder: Path) -> Iterator[None]:
+    """Raise StoreError for an error of the operating system."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"cannot use the store {folder}: {error}") from error
 
 
 def codec_of(parts: dict[str, str]) -> str:

@@ -689,3 +689,5 @@ def _translated(path: Path) -> Iterator[None]:
         raise StoreError(f"{path}: {error}") from error
     except _DAMAGED as error:
         raise StoreError(f"{path}: {error}; `kvrag store check` repairs a damaged manifest") from error
+    except OSError as error:
+        raise StoreError(f"cannot use {path}: {error}") from error

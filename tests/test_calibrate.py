@@ -231,7 +231,7 @@ def test_prompts_are_made_of_the_chunks_and_guesses_are_left_out(
     found = warmed.calibrate(count=2, ratios=(0.2,), progress=lambda *step: steps.append(step))
     assert asked == [6]
     assert found.curve[0].prompts == 2
-    assert "1 prompts were left out: full prefill completes them otherwise" in found.notes[0]
+    assert "1 prompts were left out: full prefill continues them differently" in found.notes[0]
     assert steps == [(done, 4) for done in range(5)]
     changed = [replace(one, gap=replace(one.gap, word="never")) for one in made]
     with pytest.raises(PromptError, match="completes none of 6 sentences"):

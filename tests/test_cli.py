@@ -723,12 +723,12 @@ def test_calibrate_by_questions(own: Path, tmp_path: Path, as_json: Json) -> Non
 
 
 def test_calibrate_without_questions(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "--store", str(own), "--prompts", "3", "--ratios", "0.0", "0.2", "--target", "1"]) == 0
+    assert main(["calibrate", "--store", str(own), "--prompts", "8", "--ratios", "0.0", "0.2", "--target", "1"]) == 0
     captured = capsys.readouterr()
-    assert "policy query, 2 prompts" in captured.out  # full prefill completes no third one as the articles do
+    assert "policy query, 5 prompts" in captured.out  # full prefill completes no others as the articles do
     assert len([line for line in captured.out.splitlines() if "%" in line]) >= 3
     assert "--questions FILE" in captured.err
-    assert "only 2 prompts" in captured.err
+    assert "only 5 prompts" in captured.err
 
 
 def test_calibrate_says_what_is_missing(own: Path, tmp_path: Path, fails: Callable[..., str]) -> None:

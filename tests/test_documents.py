@@ -205,7 +205,7 @@ def test_folders_list_what_they_leave_out(tmp_path: Path) -> None:
     assert [str(problem) for problem in problems] == [
         f"{tmp_path / 'broken.md'}: skipped: the link is broken",
         f"{tmp_path / 'loop.md'}: skipped: the link is broken",
-        f"{tmp_path}: skipped: files of other kinds (2 .png, 1 .jpeg); a file named as PATH is read as text",
+        f"{tmp_path}: skipped: files of other kinds (2 .png, 1 .jpeg): to read one as text, name the file itself",
     ]
     assert said(read(tmp_path / "pipe.txt")) == [f"{tmp_path / 'pipe.txt'}: skipped: it is not a regular file"]
     with pytest.raises(KvragError, match="is a broken link"):

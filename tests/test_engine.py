@@ -743,7 +743,7 @@ def _whole(model: Model, texts: Sequence[str]) -> list[int]:
     return [*ids, *encode("Who is she?")]
 
 
-@pytest.mark.parametrize("limit", [0, 20, 1000])
+@pytest.mark.parametrize("limit", [0, 4, 1000])
 def test_behind_its_own_document_a_chunk_has_the_kv_of_the_whole(model: Model, tmp_path: Path, limit: int) -> None:
     with _engine(model, tmp_path, config=BlendConfig(context_tokens=limit)) as engine:
         engine.warm([*CHUNKS[:2], "Short.", *CHUNKS[2:]], document="a")
@@ -752,7 +752,7 @@ def test_behind_its_own_document_a_chunk_has_the_kv_of_the_whole(model: Model, t
         contexts = [engine.store.open(run.key).context_tokens for run in report.runs]  # type: ignore[union-attr]
     assert (far < 1e-3) == (limit == 1000)
     assert contexts[0] == 0
-    assert all((limit <= context <= 2 * limit) if limit <= 20 else (0 < context < limit) for context in contexts[1:])
+    assert all(context >= limit if limit < 1000 else 0 < context < limit for context in contexts[1:])
     assert not report.exact
 
 
@@ -775,7 +775,7 @@ def test_portions_keep_together_what_stands_together(
     )
     monkeypatch.setattr(kvrag.ingest.ingest, "_PUT_BYTES", 80 * model.bytes_per_token)
     texts = [f"{number} {chunk}"[: 150 - 20 * (number % 3)] for number, chunk in enumerate(CHUNKS * 3)]
-    with _engine(model, tmp_path) as engine:
+    with _engine(model, tmp_path, config=BlendConfig(context_tokens=8)) as engine:
         engine.warm(texts, document="a")
     assert len(portions) > 2
     assert [ids for portion in portions for ids in portion] == [model.tokenizer.encode(text) for text in texts]

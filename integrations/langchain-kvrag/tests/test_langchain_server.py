@@ -34,7 +34,7 @@ CHUNKS = [
 ]
 QUESTION = "\n\n".join([CHUNKS[2], CHUNKS[0], "Question: Who plays the harp?"])
 FIXED = {"temperature": 0, "max_tokens": 16}
-TIMES = ("match_s", "load_s", "stitch_s", "select_s", "blend_s", "ttft_s", "tier", "bytes_loaded")
+TIMES = ("match_s", "load_s", "load_stall_s", "stitch_s", "select_s", "blend_s", "ttft_s", "tier", "bytes_loaded")
 
 
 class Person(BaseModel):

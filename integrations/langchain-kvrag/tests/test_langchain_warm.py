@@ -720,7 +720,7 @@ def test_the_llm_takes_documents_as_they_are(engine: BlendEngine, store: KVWarmV
     store.add_documents([first, second])
     assert context(engine, second.page_content) > 0, "one source, however it came in"
     assert llm.warm([first.page_content, OTHER]).new == 1
-    with pytest.raises(SettingError, match="not one string"):
+    with pytest.raises(SettingError, match="got one str"):
         llm.warm(OTHER)
 
 

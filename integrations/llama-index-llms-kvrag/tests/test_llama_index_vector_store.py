@@ -430,7 +430,7 @@ def test_nodes_of_one_document_know_of_each_other(llm: BlendLLM, vector_store: K
     assert contexts() == [False, False, True]
     assert llm.warm(nodes).new == 0, "one source, however it came in"
     assert contexts() == [False, False, True]
-    with pytest.raises(SettingError, match="not one string"):
+    with pytest.raises(SettingError, match="got one str"):
         llm.warm(first)
 
 

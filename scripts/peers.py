@@ -256,6 +256,7 @@ def main() -> None:
                 process.stdin.write(json.dumps(prompt) + "\n")
                 process.stdin.flush()
                 taken = float(_line(process))
+                print(f"{PEERS[peer][1]}: {taken:.2f} s", file=sys.stderr)
                 if number:  # the first one includes start-up costs
                     times[peer].append(taken)
         for process in running.values():

@@ -53,9 +53,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as store:
         command = [sys.executable, "-m", "kvrag.cli.main", "chat", "--web", "--no-browser", "--json", "--store", store]
         offline = os.environ | {"HF_HUB_OFFLINE": "1"}
-        server = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-        )
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=offline)
         try:
             assert server.stdout is not None
             url = json.loads(server.stdout.readline())["url"]

@@ -41,6 +41,7 @@ from kvrag.inspect.verify import Check, verify
 from kvrag.openmp import own_team, release_team
 from kvrag.request import Pipeline, Prefilled
 from kvrag.reuse.catalog import Catalog
+from kvrag.reuse.load import device_tier
 from kvrag.reuse.prefetch import Prefetcher
 from kvrag.store import KVStore, MemoryTier, open_store
 from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport
@@ -78,6 +79,7 @@ class BlendEngine:
         conversation_bytes: int = 1 << 30,
         batch_bytes: int = 4 << 30,
         store_cache: str | Path | None = None,
+        device_bytes: int = 0,
     ) -> None:
         """Combine a model and a store.
 
@@ -92,6 +94,8 @@ class BlendEngine:
             batch_bytes: Maximum size of the KV of the answers in progress, each at its full length; further answers
                 wait. One answer is always in progress.
             store_cache: Folder of the local copies of a shared store; None = `~/.cache/kvrag/shared`.
+            device_bytes: Size of a tier of unpacked KV on the model's device, in front of the RAM tier, for chunks that
+                are used repeatedly; 0 = none. Of use on a GPU, if it holds most chunks in frequent use.
 
         Raises:
             FingerprintMismatchError: The store holds KV of another model or codec.
@@ -104,6 +108,7 @@ class BlendEngine:
         self.fingerprint = model.fingerprint.stored_as(codec)
         check_bytes("conversation_bytes", conversation_bytes)
         check_bytes("batch_bytes", batch_bytes)
+        check_bytes("device_bytes", device_bytes)
         if store is None:
             store = default_store(model, codec)
         self.store: KVStore = open_store(store, store_cache)
@@ -111,9 +116,8 @@ class BlendEngine:
         self._catalog, self._tuning = Catalog(self.store), Tuning(model, self.store)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._tuning)
         alone_only = not self.config.context_tokens
-        self._pipeline = Pipeline(
-            model, self.store, MemoryTier(ram_bytes), self._catalog, self._tuning, codec, alone_only
-        )
+        memory = MemoryTier(ram_bytes, faster=device_tier(model, codec, device_bytes))
+        self._pipeline = Pipeline(model, self.store, memory, self._catalog, self._tuning, codec, alone_only)
         self._prefetcher = Prefetcher(self.store, self._pipeline.memory)
         self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes, batch_bytes)
         self._closed = False
@@ -131,14 +135,16 @@ class BlendEngine:
         conversation_bytes: int = 1 << 30,
         batch_bytes: int = 4 << 30,
         store_cache: str | Path | None = None,
+        device_bytes: int = 0,
         **model_settings: Unpack[LoadOptions],
     ) -> BlendEngine:
         """Load a model (see `Model.from_pretrained` for its settings) and combine it with a store."""
         check_codec(codec)  # before the slow loading
         check_bytes("conversation_bytes", conversation_bytes)
         check_bytes("batch_bytes", batch_bytes)
+        check_bytes("device_bytes", device_bytes)
         model = Model.from_pretrained(name_or_path, **model_settings)
-        return cls(model, store, config, ram_bytes, codec, conversation_bytes, batch_bytes, store_cache)
+        return cls(model, store, config, ram_bytes, codec, conversation_bytes, batch_bytes, store_cache, device_bytes)
 
     @classmethod
     def shared(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine:

@@ -73,8 +73,8 @@ class BlendReport:
     the rest. Times are in seconds; `ttft_s` is the time from the call to the first token and includes all others,
     except `load_s`: chunks were read in it, mostly beside the forward pass. `load_stall_s` is what the forward pass
     waited for them; like `stitch_s`, it is part of `select_s` and `blend_s`. `exact`: the answer equals full prefill's
-    by construction. `tier` is the source of the KV: "ram", "disk", "mixed" or "" (none). `decision` is the controller's
-    choice and its reason, "" if it made none.
+    by construction. `tier` is the source of the KV: "device", "ram", "disk", "shared", "mixed" or "" (none). `decision`
+    is the controller's choice and its reason, "" if it made none.
     """
 
     prompt_tokens: int

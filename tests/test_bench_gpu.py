@@ -39,6 +39,7 @@ def test_every_part_has_a_result(tiny: None, tmp_path: Path, capsys: pytest.Capt
     assert not any(part["failure"] for part in parts.values())
     assert [name for name in parts if "512 tokens" in name] == [
         "tiny: 512 tokens from RAM",
+        "tiny: 512 tokens from device tier",
         "tiny: 512 tokens from disk",
     ]
     assert all(check["passed"] for check in parts["gate, float32"]["result"])

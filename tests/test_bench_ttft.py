@@ -61,6 +61,6 @@ def test_the_table_has_them_too(tiny: None, capsys: pytest.CaptureFixture[str]) 
     assert row.startswith("first_k")
 
 
-def test_cold_chunks_and_a_ram_tier_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cold_chunks_and_a_tier_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "ttft", "--cold", "--ram-bytes", "1000"]) != 0
     assert "give either --cold or --ram-bytes" in capsys.readouterr().err

@@ -82,7 +82,7 @@ def test_sizes_of_the_engines_memory_are_options(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("kvrag.cli.serve.open_engine", open_engine)
     assert main(["serve", "--port", "0", "--ram-gib", "0", "--conversation-gib", "0.5"]) == 1
-    assert given == {"ram_bytes": 0, "conversation_bytes": 1 << 29, "batch_bytes": 4 << 30}
+    assert given == {"ram_bytes": 0, "device_bytes": 0, "conversation_bytes": 1 << 29, "batch_bytes": 4 << 30}
 
 
 def test_retrieved_chunks_that_do_not_fit_into_the_window_are_left_out(corpus: Corpus, engine: BlendEngine) -> None:

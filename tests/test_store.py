@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -1735,6 +1735,51 @@ def test_answers_report_their_tier_and_are_the_same_from_ram_and_disk(engine: Bl
         for ours, theirs in zip(kept[key].layers, layers, strict=True):
             assert torch.equal(ours[0], theirs[0])
             assert torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("codec", ["native", "int8"])
+@pytest.mark.parametrize("ram_bytes", [0, 1 << 30])
+def test_chunks_in_frequent_use_come_from_the_device(
+    codec: str, ram_bytes: int, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with BlendEngine(model, tmp_path, ram_bytes=ram_bytes, codec=codec, device_bytes=1 << 30) as engine:
+        engine.warm(CHUNKS, document="d")
+        ids = engine.model.tokenizer.render(messages(*CHUNKS[:2]))
+        prompts = [prepare(engine, ids, 0.2, "query") for _ in range(4)]
+        second = "ram" if ram_bytes else "device"
+        assert [each.report.tier for each in prompts] == ["disk", second, "device", "device"]
+        for each in prompts[1:]:
+            assert torch.equal(each.logits, prompts[0].logits)
+        mixed = prepare(engine, engine.model.tokenizer.render(messages(*CHUNKS[1:3])), 0.2, "query")
+        assert mixed.report.tier == "mixed"
+        unpacked: list[str] = []
+        monkeypatch.setattr("kvrag.store.codec._unpack", lambda *_: unpacked.append("") or 1 / 0)
+        assert torch.equal(prepare(engine, ids, 0.2, "query").logits, prompts[0].logits)  # its KV is kept unpacked
+        engine.forget("d")
+        assert engine.generate(messages(*CHUNKS[:2]), max_new_tokens=1).report.reused_tokens == 0
+
+
+def test_a_full_device_does_without_its_tier(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with BlendEngine(model, tmp_path, device_bytes=1 << 30) as engine:
+        engine.warm(CHUNKS)
+        ids = engine.model.tokenizer.render(messages(*CHUNKS[:2]))
+        first = prepare(engine, ids, 0.2, "query")
+
+        def unpack(*_: object) -> NoReturn:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        memory = engine._pipeline.memory
+        assert memory._faster is not None
+        place = memory._faster._place
+        assert place is not None
+        with monkeypatch.context() as full:
+            full.setattr(torch.Tensor, "to", unpack)
+            assert place(0, (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3))) is None
+        monkeypatch.setattr(memory._faster, "_place", lambda *_: None)
+        for _ in range(2):
+            again = prepare(engine, ids, 0.2, "query")
+            assert (again.report.tier, again.report.notes) == ("ram", ())
+            assert torch.equal(again.logits, first.logits)
 
 
 def test_a_forgotten_chunk_is_served_by_no_tier(engine: BlendEngine) -> None:

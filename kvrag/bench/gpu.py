@@ -25,8 +25,8 @@ from kvrag.bench.ttft import TtftResult, TtftSetup
 from kvrag.inspect.verify import verify
 
 _CHUNK_TOKENS = 512
-_RAM = 64 << 30
-_TIERS = {"RAM": _RAM, "disk": 0}
+_RAM, _DEVICE = 64 << 30, 16 << 30
+_TIERS = {"RAM": (_RAM, 0), "device tier": (_RAM, _DEVICE), "disk": (0, 0)}  # bytes in RAM, on the device
 _GATE_LAYERS = 4
 
 
@@ -76,7 +76,7 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> list[P
         run.parts[-1] = Part(run.parts[-1].name, run.parts[-1].seconds, net.name)
         slowest = None
         for num_tokens in args.tokens:
-            for tier in _TIERS:
+            for tier, (ram_bytes, device_bytes) in _TIERS.items():
                 setup = TtftSetup(
                     shape,
                     args.layers,
@@ -84,7 +84,8 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> list[P
                     chunk_tokens=min(num_tokens, _CHUNK_TOKENS) - 2,
                     policies=("none", "first_k", "query"),
                     repeats=args.repeats,
-                    ram_bytes=_TIERS[tier],
+                    ram_bytes=ram_bytes,
+                    device_bytes=device_bytes,
                 )
                 if num_tokens + _CHUNK_TOKENS > net.context_window:
                     continue

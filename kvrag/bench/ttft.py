@@ -1,8 +1,8 @@
 """Time to first token of full prefill, an exact-prefix cache and blending, interleaved in one run.
 
 Times run from the call with messages to the first token, including rendering, tokenising, matching, disk reads,
-rotating, selecting and recomputing. Every repeat has a new order of chunks. The RAM tier is off, unless it is given a
-size; the chunk files are in the page cache, unless `cold` is set.
+rotating, selecting and recomputing. Every repeat has a new order of chunks. The tiers in memory are off, unless they
+are given a size; the chunk files are in the page cache, unless `cold` is set.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class TtftSetup:
         chunks, chunk_tokens, question_tokens: The prompt.
         policies, ratio, check_layer: See BlendConfig.
         repeats: Rounds; the medians count.
-        ram_bytes: Size of the RAM tier; 0 = chunks are read from disk.
+        ram_bytes, device_bytes: Sizes of the tiers in RAM and on the device; 0 = chunks are read from below them.
         cold: Drop the chunk files from the page cache before every prompt.
     """
 
@@ -114,10 +114,11 @@ class TtftSetup:
     repeats: int = 3
     ram_bytes: int = 0
     cold: bool = False
+    device_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.cold and self.ram_bytes:
-            raise SettingError("chunks cannot be cold in a RAM tier: give either --cold or --ram-bytes")
+        if self.cold and (self.ram_bytes or self.device_bytes):
+            raise SettingError("chunks cannot be cold in a tier: give either --cold or --ram-bytes and --device-bytes")
 
 
 def measure(
@@ -143,7 +144,10 @@ def measure(
     config = BlendConfig(ratio=setup.ratio, check_layer=setup.check_layer)
     times: dict[str, list[float]] = {}
     reports: dict[str, list[BlendReport]] = {}
-    with tempfile.TemporaryDirectory() as folder, BlendEngine(net, folder, config, setup.ram_bytes) as engine:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        BlendEngine(net, folder, config, setup.ram_bytes, device_bytes=setup.device_bytes) as engine,
+    ):
         progress(f"warming {setup.chunks} chunks of {setup.chunk_tokens} tokens")
         engine.warm(corpus)
         prefix = _PrefixCache(net)
@@ -181,6 +185,7 @@ def measure(
         "check_layer": setup.check_layer,
         "repeats": setup.repeats,
         "ram_tier": bool(setup.ram_bytes),
+        "device_tier": bool(setup.device_bytes),
         "cold": setup.cold,
     }
     return TtftResult(rows, next(iter(reports.values()))[-1].prompt_tokens, settings)

@@ -43,6 +43,9 @@ def ttft(parser: argparse.ArgumentParser) -> None:
         "--ram-bytes", type=int, default=0, metavar="N", help="size of the RAM tier (default: off, read from disk)"
     )
     parser.add_argument(
+        "--device-bytes", type=int, default=0, metavar="N", help="size of the tier on the device (default: off)"
+    )
+    parser.add_argument(
         "--cold", action="store_true", help="drop the chunk files from the page cache before each prompt"
     )
     parser.add_argument(

@@ -88,6 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits")
     limits.add_argument("--ram-gib", type=float, default=2, metavar="N", help="stored KV kept in RAM (default: 2)")
     limits.add_argument(
+        "--device-gib", type=float, default=0, metavar="N", help="stored KV kept on the GPU (default: 0)"
+    )
+    limits.add_argument(
         "--conversation-gib",
         type=float,
         default=1,
@@ -223,7 +226,7 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
 def _sizes(args: argparse.Namespace) -> dict[str, int]:
     """Return the sizes of the engine's memory, as arguments of `BlendEngine`."""
     sizes = {}
-    for name in ("ram", "conversation", "batch"):
+    for name in ("ram", "device", "conversation", "batch"):
         gib = getattr(args, f"{name}_gib")
         sizes[f"{name}_bytes"] = _bytes(f"--{name}-gib", gib, _GIB) if gib or name == "batch" else 0
     return sizes

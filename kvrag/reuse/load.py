@@ -18,12 +18,13 @@ from kvrag.errors import ChunkUnreadableError, DamagedChunkError, out_of_memory
 from kvrag.openmp import own_team
 from kvrag.reuse.conversation import CachedPrefix
 from kvrag.reuse.trace import Trace
-from kvrag.store import ChunkReader
+from kvrag.store import ChunkReader, MemoryTier
 from kvrag.store.codec import unpack
 from kvrag.types import Run
 
 _AHEAD = 4  # layers read before they are needed
 _LANES = 4  # chunks of a layer that are read at the same time
+_MEMORY = ("ram", "device")  # tiers
 _pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="kvrag-layer")
 _lanes = ThreadPoolExecutor(max_workers=16, thread_name_prefix="kvrag-read")  # tasks of `_pool` wait for it
 
@@ -64,13 +65,13 @@ class Matched:
 
     @property
     def cold(self) -> list[ChunkReader]:
-        """Readers of the chunks that are not in RAM."""
-        return [reader for reader in self.readers.values() if reader.tier != "ram"]
+        """Readers of the chunks that are not in memory."""
+        return [reader for reader in self.readers.values() if reader.tier not in _MEMORY]
 
     @property
     def cold_tokens(self) -> int:
-        """Number of tokens that are read from below the RAM tier."""
-        return sum(len(run) for run in self.runs if self.readers[run.key].tier != "ram")
+        """Number of tokens that are read from below the tiers in memory."""
+        return sum(len(run) for run in self.runs if self.readers[run.key].tier not in _MEMORY)
 
     @property
     def behind(self) -> dict[str, str]:
@@ -85,7 +86,7 @@ class Matched:
 
     @property
     def tier(self) -> str:
-        """Source of the chunks: "ram", "disk", "mixed", or "" without chunks."""
+        """Source of the chunks: as `ChunkReader.tier`, "mixed", or "" without chunks."""
         tiers = {reader.tier for reader in self.readers.values()}
         return tiers.pop() if len(tiers) == 1 else "mixed" if tiers else ""
 
@@ -112,7 +113,7 @@ class LayerLoader:
         """
         self.trace = trace
         self._backend, self._matched, self._codec, self._capacity = backend, matched, codec, capacity
-        at_hand = codec == "native" and all(reader.tier == "ram" for reader in matched.readers.values())
+        at_hand = codec == "native" and not matched.cold
         # nothing to wait for, so no reason to queue behind a slow disk
         self._is_at_hand = at_hand and backend.device.type == "cpu"
         self._ahead = _AHEAD if backend.passes_may_wait else backend.num_layers
@@ -223,22 +224,53 @@ class LayerLoader:
     def _lay_out_side(self, side: int, chunks: _Chunks, device: torch.device) -> Tensor:
         """Return the (1, H, capacity, D) keys (side 0) or values (1) of a layer."""
         runs, span, heads = self._matched.runs, self.span, self._backend.heads
-        gaps = [after.start - before.stop for before, after in pairwise(runs)]
-        like = chunks[runs[0].key][side][heads]
-        gap = _empty(like, max(gaps, default=0), like.device)[0]
-        parts = list[Tensor]()
-        for run, length in zip(runs, [0, *gaps], strict=True):
-            if length:
-                parts.append(gap[:, :length])
-            parts.append(chunks[run.key][side][heads, run.offset : run.offset + len(run)])
-        laid = _empty(like, self._capacity, device)
+        parts = [chunks[run.key][side][heads, run.offset : run.offset + len(run)] for run in runs]
+        laid = _empty(parts[0], self._capacity, device)
         landing = laid[0, :, span]
-        if like.device == device:
-            torch.cat(parts, dim=1, out=landing)
+        if all(part.device == device for part in parts):
+            torch.cat(self._with_gaps(parts), dim=1, out=landing)
         else:
             pinned = torch.empty(landing.shape, dtype=laid.dtype, pin_memory=device.type == "cuda")
-            landing.copy_(torch.cat(parts, dim=1, out=pinned), non_blocking=True)
+            # with room for those that are on the device already
+            here = [torch.empty_like(part, device="cpu") if part.device == device else part for part in parts]
+            landing.copy_(torch.cat(self._with_gaps(here), dim=1, out=pinned), non_blocking=True)
+            for run, part in zip(runs, parts, strict=True):
+                if part.device == device:
+                    landing[:, run.start - span.start : run.stop - span.start] = part
+        if device.type == "cuda":
+            for part in parts:
+                if part.device == device:
+                    part.record_stream(torch.cuda.current_stream(device))  # its tier may drop it meanwhile
         return laid
+
+    def _with_gaps(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return the runs' (H, T, D) tensors with uninitialised ones between them, as long as the gaps."""
+        gaps = [after.start - before.stop for before, after in pairwise(self._matched.runs)]
+        gap = _empty(parts[0], max(gaps, default=0), parts[0].device)[0]
+        spaced = [parts[0]]
+        for part, length in zip(parts[1:], gaps, strict=True):
+            spaced += [gap[:, :length], part] if length else [part]
+        return spaced
+
+
+def device_tier(backend: Backend, codec: str, max_bytes: int) -> MemoryTier | None:
+    """Return a tier of unpacked KV on the devices of the layers; None if it is to have no bytes."""
+    if not max_bytes:
+        return None
+
+    def place(number: int, layer: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+        device = backend.layer_device(number)
+        try:
+            keys, values = (part.to(device) for part in unpack(layer, codec, device))
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # other streams read it
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            return None
+        return keys, values
+
+    return MemoryTier(max_bytes, name="device", place=place)
 
 
 def _empty(like: Tensor, num_tokens: int, device: torch.device) -> Tensor:

@@ -48,9 +48,9 @@ def pack(layers: Sequence[Layer], codec: str, chunk: str) -> list[Layer]:
 
 def unpack(layer: Layer, codec: str, device: torch.device) -> Layer:
     """Return keys and values as `pack` took them, each (H, T, D). Packed ones move to `device` as bytes."""
-    if codec == "native":
-        return layer
     keys, values = layer
+    if codec == "native" or keys.dim() == 3:  # unpacked before
+        return layer
     return _unpack(keys, codec, 1, device), _unpack(values, codec, 2, device)
 
 

@@ -1,10 +1,10 @@
-"""The RAM tier: recently read chunks, bounded in bytes."""
+"""Tiers in memory: recently read chunks, bounded in bytes."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,10 @@ from torch import Tensor
 
 from kvrag.store.protocol import ChunkReader
 
-Layers = Sequence[tuple[Tensor, Tensor]]
+Layer = tuple[Tensor, Tensor]
+Layers = Sequence[Layer]
+Place = Callable[[int, Layer], Layer | None]
+"""Returns a layer as a tier keeps it, by its number; None = there is no memory for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,17 @@ class _Chunk:
 class MemoryTier:
     """LRU cache of whole chunks in front of a store. Never stale: the key determines the KV. Thread-safe."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(
+        self, max_bytes: int, faster: MemoryTier | None = None, name: str = "ram", place: Place | None = None
+    ) -> None:
+        """Create an empty tier.
+
+        Args:
+            faster: A tier in front of it, for chunks that are read from this one, so for the second time at least.
+            name: The readers' `tier`.
+            place: Moves layers to where this tier keeps them; None = as they are read.
+        """
+        self.name, self._faster, self._place = name, faster, place
         self._chunks: LRUCache[str, _Chunk] = LRUCache(max_bytes, getsizeof=lambda chunk: chunk.nbytes)
         self._reading: weakref.WeakSet[_KeepingReader] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -59,22 +72,31 @@ class MemoryTier:
     def is_at_hand(self, key: str) -> bool:
         """Return whether the chunk is cached, or being read in order to be."""
         with self._lock:
-            return key in self._chunks or any(reader.key == key for reader in self._reading)
+            here = key in self._chunks or any(reader.key == key for reader in self._reading)
+        return here or (self._faster is not None and self._faster.is_at_hand(key))
 
     def open(self, key: str) -> ChunkReader | None:
         """Return a reader of the chunk, or None if it is not cached."""
+        if self._faster is not None and (reader := self._faster.open(key)):
+            return reader
         with self._lock:
             chunk = self._chunks.get(key)
-        return None if chunk is None else _MemoryReader(chunk)
+        if chunk is None:
+            return None
+        found = _MemoryReader(chunk, self.name)
+        return found if self._faster is None else self._faster.keeping(found)
 
     def keys(self) -> list[str]:
         """Return the keys of the cached chunks."""
         with self._lock:
-            return list(self._chunks)
+            here = list(self._chunks)
+        return here if self._faster is None else list({*here, *self._faster.keys()})
 
     def drop(self, keys: Iterable[str]) -> None:
         """Drop chunks, including those that are being read."""
         dropped = set(keys)
+        if self._faster is not None:
+            self._faster.drop(dropped)
         with self._lock:
             for key in dropped:
                 self._chunks.pop(key, None)
@@ -87,8 +109,10 @@ class MemoryTier:
         Args:
             only_free: Drop no other chunk for it.
         """
-        if self.max_bytes == 0 or reader.tier == "ram":
+        if reader.tier == self.name:
             return reader
+        if self.max_bytes == 0:
+            return reader if self._faster is None else self._faster.keeping(reader, only_free)
         keeping = _KeepingReader(self, reader, only_free)
         with self._lock:
             self._reading.add(keeping)
@@ -105,16 +129,16 @@ class MemoryTier:
 
 
 class _MemoryReader:
-    tier = "ram"
     bytes_read = 0
 
-    def __init__(self, chunk: _Chunk) -> None:
+    def __init__(self, chunk: _Chunk, tier: str) -> None:
+        self.tier = tier
         self.key, self.namespace = chunk.key, chunk.namespace
         self.ids, self.context_tokens = chunk.ids, chunk.context_tokens
         self._layers = chunk.layers
         self.num_layers = len(chunk.layers)
 
-    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+    def layer(self, number: int) -> Layer:
         return self._layers[number]
 
     def close(self) -> None:
@@ -124,19 +148,25 @@ class _MemoryReader:
 class _KeepingReader:
     def __init__(self, memory: MemoryTier, reader: ChunkReader, only_free: bool) -> None:
         self._memory, self._reader, self.only_free = memory, reader, only_free
+        self._place = memory._place
         self.key, self.namespace = reader.key, reader.namespace
         self.ids, self.context_tokens = reader.ids, reader.context_tokens
         self.tier, self.num_layers = reader.tier, reader.num_layers
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.layers: dict[int, Layer] = {}
         self.keeps = True
 
     @property
     def bytes_read(self) -> int:
         return self._reader.bytes_read
 
-    def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        self.layers[number] = self._reader.layer(number)
-        return self.layers[number]
+    def layer(self, number: int) -> Layer:
+        layer = self._reader.layer(number)
+        if self._place and self.keeps:
+            placed = self._place(number, layer)
+            self.keeps = self.keeps and placed is not None
+            layer = placed or layer
+        self.layers[number] = layer
+        return layer
 
     def close(self) -> None:
         self._reader.close()

@@ -124,7 +124,7 @@ class ChunkReader(Protocol):
         namespace: Namespace of its text.
         ids: (T,) token ids.
         context_tokens: Number of context tokens it was encoded with.
-        tier: "disk", "ram", or "shared" for a place that machines share.
+        tier: "disk", "ram", "device", or "shared" for a place that machines share.
         num_layers: Number of layers.
     """
 
@@ -140,7 +140,8 @@ class ChunkReader(Protocol):
         """Bytes read from below the RAM tier so far."""
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer as they were stored, on the CPU. Do not change them.
+        """Return keys and values of a layer as they were stored, on the CPU; unpacked and on its device, if the chunk
+        is in a tier there. Do not change them.
 
         Raises:
             DamagedChunkError: The bytes differ from those that were written.

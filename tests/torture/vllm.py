@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = {
 }
 _TEXTS = 6
 _PER_ENGINE = 25  # cases; then it is restarted, sometimes with requests in flight
-_NEAR = 1e-4  # two tokens whose log-probabilities differ by less: rounding decides between them
+_NEAR = 1e-4  # of log-probabilities: rounding
 
 
 def run(campaign: Campaign) -> None:
@@ -179,7 +179,7 @@ class _Case:
         rng = self.rng
         chunks = rng.sample(self.texts, rng.randint(1, 4))
         prompt = prompt_of(*chunks, question=f"Question {rng.randrange(3)}: who plays the harp?\nAnswer:")
-        name: str = self.engines.engine.submit(prompt, TOKENS, {"kvrag": request.given}, logprobs=None)
+        name: str = self.engines.engine.submit(prompt, TOKENS, {"kvrag": request.given}, logprobs=5)
         return name
 
     def _wait(self, flying: dict[str, _Request]) -> None:
@@ -216,16 +216,24 @@ class _Case:
         for answer, wanted in zip(exact, self.alone([answer.ids for answer in exact]), strict=True):
             self.counts["answers compared"] += 1
             self.counts["tokens reused"] += (answer.report or {}).get("reused_tokens", 0)
-            check_answer(answer.tokens, wanted)
+            check_first(answer.logprobs, wanted[0])
+            check_tokens(answer.tokens, wanted)
 
 
-def check_answer(tokens: list[int], wanted: list[list[tuple[int, float]]]) -> None:
+def check_first(logprobs: Any, wanted: list[tuple[int, float]]) -> None:
+    """Raise AssertionError unless the first token's log-probabilities are as wanted, up to rounding."""
+    off = [abs(float(logprobs[token]) - logprob) for token, logprob in wanted]
+    # the fifth may be another one
+    assert max(off[:4]) < _NEAR, f"log-probabilities differ by {max(off[:4]):.2g} from vLLM's own"
+
+
+def check_tokens(tokens: list[int], wanted: list[list[tuple[int, float]]]) -> None:
     """Raise AssertionError unless these are the best tokens of each step, or differ where rounding decides."""
     for place, (token, best) in enumerate(zip(tokens, wanted, strict=True)):
         if token == best[0][0]:
             continue
         behind = best[0][1] - dict(map(tuple, best)).get(token, float("-inf"))  # type: ignore[arg-type]
-        assert behind < _NEAR, f"token {place} is another one than vLLM's own, which is {behind:.2g} more likely"
+        assert behind < _NEAR, f"token {place} is another one than vLLM's own, behind by {behind:.2g}"
         return  # behind another token, everything may differ
 
 

@@ -52,9 +52,10 @@ def run(campaign: Campaign) -> None:
     with _alone(model) as alone, engines:
         for number in campaign.numbers():
             rng = campaign.random(number)
+            ram_bytes = rng.choice([0, 0, 1 << 30])
             with campaign.case(number):
                 if number % _PER_ENGINE == 0 or engines.engine is None:
-                    engines.start(ram_bytes=rng.choice([0, 0, 1 << 30]))
+                    engines.start(ram_bytes)
                     counts["engines"] += 1
                 try:
                     _Case(rng, number, engines, alone, counts, campaign.kinds).run()

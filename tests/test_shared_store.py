@@ -320,6 +320,27 @@ def test_an_object_that_is_gone_is_a_miss_for_all(machine: Machine) -> None:
     assert has(one, A)
 
 
+def test_a_chunk_that_is_deleted_while_it_is_read_is_no_outage(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine("one"), machine("two", keep_copies=False)
+    one.put([A])
+    assert soon(lambda: not two.missing([A.key]))
+    opened, outages = two._remote.open_chunk, list[StoreError]()
+
+    def deleted(name: str) -> Any:
+        blob: Any = opened(name)
+        blob.beginning = blob.beginning[:1000]  # the chunk is small: otherwise nothing would be left to read
+        two._remote.delete_chunks([name])
+        return blob
+
+    monkeypatch.setattr(two._remote, "open_chunk", deleted)
+    monkeypatch.setattr(two._follower, "fail", outages.append)
+    with pytest.raises(ChunkUnreadableError, match="deleted"):
+        two.open(A.key).layer(2)  # type: ignore[union-attr]
+    assert not outages
+
+
 def test_a_writer_that_is_killed_leaves_nothing_that_is_served(machine: Machine, monkeypatch: Any) -> None:
     one, two = machine("one"), machine("two")
 

@@ -28,6 +28,15 @@ def _torture(out: Path, *argv: object) -> dict[str, Any]:
     return report
 
 
+def _copy(folder: Path) -> Path:
+    """Return a folder with the suite, but without campaigns, and with no environments beside it."""
+    copied = folder / "tests" / "torture"
+    copied.mkdir(parents=True)
+    for name in ("__init__", "__main__", "campaign", "run"):
+        (copied / f"{name}.py").write_text((ROOT / "tests" / "torture" / f"{name}.py").read_text())
+    return copied
+
+
 def test_campaigns_run_and_are_reported(tmp_path: Path) -> None:
     report = _torture(tmp_path, "--only", "damage,matching", "--scale", 0.002, "--seed", 5)
     assert [(each["name"], each["cases"], each["failures"]) for each in report["campaigns"]] == [
@@ -44,10 +53,7 @@ def test_campaigns_run_and_are_reported(tmp_path: Path) -> None:
 def test_a_process_that_dies_is_a_failure_and_the_next_case_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "torture"
-    folder.mkdir()
-    for name in ("__init__", "__main__", "campaign", "run"):
-        (folder / f"{name}.py").write_text((ROOT / "tests" / "torture" / f"{name}.py").read_text())
+    folder = _copy(tmp_path)
     (folder / "matching.py").write_text(
         "import os\n"
         "def run(campaign):\n"
@@ -66,6 +72,13 @@ def test_a_process_that_dies_is_a_failure_and_the_next_case_runs(
     ]
     assert result["cases"] == 6
     assert "make torture ONLY=matching SEED=0 CASE=4" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_without_vllm_its_campaign_is_left_out_and_reported(tmp_path: Path) -> None:
+    command = [sys.executable, str(_copy(tmp_path)), "--only", "vllm", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "| `vllm` | left out: vLLM is not installed: run `make setup-vllm` |" in done.stdout
 
 
 def test_a_layer_that_is_not_the_stored_one_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

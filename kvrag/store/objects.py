@@ -20,7 +20,7 @@ from obstore.exceptions import (
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvrag.errors import SettingError, StoreError, StoreReadOnlyError
-from kvrag.store.remote import TIMEOUT_S, Blob, Listed
+from kvrag.store.remote import TIMEOUT_S, Blob, DeletedError, Listed
 
 _BEGINNING = 1 << 20  # header, ids and the first layers
 _WRITE_S = 300.0  # seconds for one object
@@ -233,7 +233,7 @@ class _Object:
             with self._store._translated():
                 return memoryview(obstore.get_range(self._store._reader, self._path, start=start, end=stop))
         except FileNotFoundError as error:
-            raise StoreError("it has been deleted") from error
+            raise DeletedError("it has been deleted") from error
 
 
 def _path(name: str) -> str:

@@ -26,6 +26,10 @@ TIMEOUT_S = 10.0
 """Seconds after which a read counts as failed."""
 
 
+class DeletedError(StoreError):
+    """A chunk has been deleted while it was read."""
+
+
 class Blob(Protocol):
     """The bytes of a chunk in a place.
 
@@ -41,6 +45,7 @@ class Blob(Protocol):
         """Read a range of bytes.
 
         Raises:
+            DeletedError: It has been deleted.
             StoreError: It cannot be read.
         """
 
@@ -119,7 +124,7 @@ class RemoteChunk(PackedChunk):
         """Read the header and start to fetch the layers; raises as PackedChunk.
 
         Args:
-            failed: Called if layers cannot be read.
+            failed: Called if layers cannot be read because the place does not answer.
         """
         self._blob, self._pool, self._failed = blob, pool, failed
         self._groups: list[tuple[int, int]] = []
@@ -196,7 +201,8 @@ class RemoteChunk(PackedChunk):
             fetched = np.frombuffer(self._fetches[number].result(TIMEOUT_S), np.uint8)
         except (WaitTimeoutError, StoreError) as error:
             reason = f"no answer for {TIMEOUT_S:g} s" if isinstance(error, WaitTimeoutError) else str(error)
-            self._failed(StoreError(reason))
+            if not isinstance(error, DeletedError):  # then the place answers
+                self._failed(StoreError(reason))
             raise ChunkUnreadableError(self.key, reason) from error
         offset = self._groups[number][0]
         content.numpy()[:] = fetched[start - offset : stop - offset]

@@ -12,7 +12,7 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from kvrag.errors import SettingError, StoreError, StoreFullError, StoreReadOnlyError
-from kvrag.store.remote import TIMEOUT_S, Blob, Listed, split
+from kvrag.store.remote import TIMEOUT_S, Blob, DeletedError, Listed, split
 
 _CONNECT_S = 5.0
 _OPTIONS = {"expire", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
@@ -224,7 +224,7 @@ class _Hash:
         with self._store._translated():
             parts = self._store._client.hmget(self._key, fields)
         if None in parts:
-            raise StoreError("it has been deleted")
+            raise DeletedError("it has been deleted")
         content = parts[0] if len(parts) == 1 else b"".join(parts)
         offset = self._starts[first]
         return memoryview(content)[start - offset : stop - offset]

@@ -46,7 +46,13 @@ class Failure:
 
 @dataclass
 class Result:
-    """What a campaign reports. `seconds` is wall-clock time; `figures` are measurements and counts of kinds."""
+    """What a campaign reports.
+
+    Attributes:
+        seconds: Wall-clock time.
+        figures: Measurements, and counts of kinds.
+        left_out: Why it did not run; "" = it did.
+    """
 
     name: str
     seed: int
@@ -55,6 +61,7 @@ class Result:
     seconds: float = 0.0
     load: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)
+    left_out: str = ""
 
     @classmethod
     def read(cls, path: Path) -> Result:

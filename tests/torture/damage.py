@@ -149,10 +149,14 @@ def _damage(rng: random.Random, folder: Path, everything: bool) -> str:
         weights |= {"manifest": 8, "log": 3, "segment": 4, "head": 2, "speed": 1}
     group = rng.choices(list(weights), list(weights.values()))[0]
     path = groups[group]()
-    ways: list[Callable[[random.Random, Path], str]] = [_flip, _flip, _flip, _truncate, _overwrite, _append, _remove]
     if group == "chunk":
-        ways += [_flip_header, _flip_header, _swap]
-    return f"{group}, {rng.choice(ways)(rng, path)}"
+        return damage_chunk(rng, path)
+    return f"{group}, {rng.choice(_WAYS)(rng, path)}"
+
+
+def damage_chunk(rng: random.Random, path: Path) -> str:
+    """Damage the file of a chunk; returns what was done."""
+    return f"chunk, {rng.choice([*_WAYS, _flip_header, _flip_header, _swap])(rng, path)}"
 
 
 def _flip_at(path: Path, places: list[int]) -> None:
@@ -211,3 +215,6 @@ def _swap(rng: random.Random, path: Path) -> str:
     path.write_bytes(other.read_bytes())
     other.write_bytes(content)
     return "swapped at once"
+
+
+_WAYS: list[Callable[[random.Random, Path], str]] = [_flip, _flip, _flip, _truncate, _overwrite, _append, _remove]

@@ -3,6 +3,8 @@
 Each process owns some documents, and the texts of all of them overlap. It reports the beginning and the end of each
 operation through a pipe, so that the parent knows what has to be there when a process is dead. Half of the kills come
 at a random time, the others right behind a step of storing or deleting.
+
+On a shared store, each process is a machine with a local folder of its own, and the store is examined by a third one.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import os
 import random
 import signal
 import time
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -21,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from places import run_s3, run_valkey
 
-from kvrag import BlendEngine, FileStore
+import kvrag.store.shared
+from kvrag import BlendEngine, FileStore, SharedStore
 from kvrag.errors import KvragError
 from kvrag.fingerprint import text_key
 from kvrag.ingest.encode import encode
@@ -31,7 +36,7 @@ from torture import tiny
 from torture.campaign import Campaign
 
 _PER_STORE = 10  # kills before a new store
-_SECONDS = 0.6  # of work before a process is killed, at most
+_SECONDS = {"folder": 0.6, "valkey": 1.0, "s3": 2.0}  # of work before a process is killed, at most
 _TEXTS = 24
 _STEPS = {
     "fsync": os,
@@ -40,6 +45,15 @@ _STEPS = {
     "add": Manifest,
     "hold": Manifest,
     "evict": Manifest,
+    "remove": Manifest,
+}
+_SHARED_STEPS = {
+    "put_chunk": None,  # of the place
+    "create": None,
+    "delete_chunks": None,
+    "replace": os,
+    "add": Manifest,
+    "hold": Manifest,
     "remove": Manifest,
 }
 
@@ -63,34 +77,71 @@ class _Journal:
             self.documents[line["document"]] = line["texts"]
 
 
+@dataclass
+class _Store:
+    """The store of some cases.
+
+    Attributes:
+        place: Folder or URL.
+        budget: Its byte budget; of a shared store, of the local copies.
+        caches: Where each machine has a folder for its local copies.
+    """
+
+    kind: str
+    place: str
+    budget: int | None
+    caches: Path
+
+    def engine(self, machine: str, **settings: Any) -> BlendEngine:
+        return tiny.engine(self.place, self.budget, self.caches / machine, **settings)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is evicted."""
+        return self.budget is None or self.kind != "folder"
+
+
 def run(campaign: Campaign) -> None:
     """Kill a process per case."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torture.kill_preload"])  # torch is imported once, not by each process
-    journal, place, budget = _Journal(), "", None
+    kind = campaign.options["store"]
+    kvrag.store.shared._STALE_S = -1.0  # chunks without a row, which only `gc` in this process deletes
     fates: dict[str, int] = {"at a random time": 0, "behind a step": 0}
-    for number in campaign.numbers():
-        rng = campaign.random(number)
-        if number % _PER_STORE == 0 or not place:
-            journal, budget = _Journal(), rng.choice([None, None, 900_000])
-            place = f"{campaign.options['store'] or campaign.folder}/{number}"
-        with campaign.case(number):
-            step = rng.choice([None, rng.choice([*_STEPS])])
-            fates["behind a step" if step else "at a random time"] += 1
-            _kill_one(context, rng, place, budget, step, journal, number)
-            _audit(place, journal, rng, budget)
-    campaign.result.figures |= fates
+    with _places(kind, campaign.folder) as place_of:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torture.kill_preload"])  # torch is imported once, not by each process
+        journal, store = _Journal(), None
+        for number in campaign.numbers():
+            rng = campaign.random(number)
+            if number % _PER_STORE == 0 or store is None:
+                journal, budget = _Journal(), rng.choice([None, None, 900_000])
+                store = _Store(kind, place_of(str(number)), budget, campaign.folder / "caches" / str(number))
+            with campaign.case(number):
+                step = rng.choice([None, rng.choice([*(_STEPS if kind == "folder" else _SHARED_STEPS)])])
+                fates["behind a step" if step else "at a random time"] += 1
+                _kill_one(context, rng, store, step, journal, number)
+                _audit(store, journal, rng, number)
+    campaign.result.figures |= fates | {"store": kind}
+
+
+@contextmanager
+def _places(kind: str, folder: Path) -> Iterator[Callable[[str], str]]:
+    """Start the server of a shared store; yields a function from a store's name to its place."""
+    if kind == "folder":
+        yield lambda name: str(folder / name)
+    else:
+        with run_valkey() if kind == "valkey" else run_s3() as server:
+            yield lambda name: server.url.replace("PLACE", f"kill-{name}")
 
 
 def _kill_one(
-    context: Any, rng: random.Random, place: str, budget: int | None, step: str | None, journal: _Journal, number: int
+    context: Any, rng: random.Random, store: _Store, step: str | None, journal: _Journal, number: int
 ) -> None:
     """Let two processes work, kill one of them, and a moment later stop the other one, sometimes by a kill, too."""
     workers: list[tuple[BaseProcess, Connection]] = []
     for name in "ab":
         ours, theirs = context.Pipe()
         deadly = (step, rng.randrange(6)) if name == "a" else None
-        process = context.Process(target=work, args=(theirs, place, budget, name, f"{number}{name}", deadly))
+        process = context.Process(target=work, args=(theirs, store, name, f"{number}{name}", deadly))
         process.start()
         theirs.close()
         workers.append((process, ours))
@@ -102,7 +153,7 @@ def _kill_one(
         for _, pipe in workers:
             pipe.send("begin")
         victim = workers[0][0]
-        victim.join(2 if step else rng.random() * _SECONDS)
+        victim.join(2 if step else rng.random() * _SECONDS[store.kind])
         if victim.is_alive():
             os.kill(victim.pid or 0, signal.SIGKILL)
         victim.join()
@@ -128,16 +179,14 @@ def _kill_one(
     assert not journal.wrong, journal.wrong.pop()
 
 
-def work(
-    pipe: Connection, place: str, budget: int | None, name: str, seed: str, deadly: tuple[str | None, int] | None
-) -> None:
+def work(pipe: Connection, store: _Store, name: str, seed: str, deadly: tuple[str | None, int] | None) -> None:
     """Warm, forget and answer until the end; reports what is begun and done."""
     rng = random.Random(seed)
-    engine = tiny.engine(place, max_bytes=budget, ram_bytes=rng.choice([0, 1 << 30]))
+    engine = store.engine(name, ram_bytes=rng.choice([0, 1 << 30]))
     pipe.send("ready")
     pipe.recv()
     if deadly and deadly[0]:
-        _arm(*deadly)
+        _arm(engine.store, *deadly)
     while not pipe.poll():
         document, numbers = f"{name}{rng.randrange(4)}", rng.sample(range(_TEXTS), rng.randint(1, 5))
         kind = rng.choice(["warm", "warm", "forget", "answer"])
@@ -156,9 +205,9 @@ def work(
     engine.close()
 
 
-def _arm(name: str, count: int) -> None:
+def _arm(store: Any, name: str, count: int) -> None:
     """Die right behind one of the next calls of a function."""
-    owner = _STEPS[name]
+    owner = (_STEPS if isinstance(store, FileStore) else _SHARED_STEPS)[name] or type(store._remote)
     real, left = getattr(owner, name), [count]
 
     def deadly(*args: Any, **kwargs: Any) -> Any:
@@ -174,44 +223,58 @@ def _arm(name: str, count: int) -> None:
 # -------------------------------------------------------------------- what has to be there
 
 
-def _audit(place: str, journal: _Journal, rng: random.Random, budget: int | None) -> None:
+def _audit(store: _Store, journal: _Journal, rng: random.Random, number: int) -> None:
     """Nothing is damaged, nothing that was reported is missing, nothing is there twice."""
-    with tiny.engine(place, max_bytes=budget) as engine:
-        _check_documents(engine, journal, budget)
-        store = engine.store
-        assert isinstance(store, FileStore)
-        texts = [entry.text for entry in store.entries(0)]
+    machine = rng.choice(["c", f"c{number}"])  # a machine that has used the store before, or a new one
+    with store.engine(machine) as engine:
+        _check_documents(engine, journal, store.keeps_all)
+        held = engine.store
+        assert isinstance(held, FileStore | SharedStore)
+        texts = [entry.text for entry in held.entries(0)]
         assert len(texts) == len({*texts}), "a text is stored twice"
-        for path in Path(place).glob("chunks/*/*"):  # as if the killed processes had left them an hour ago
-            os.utime(path, (time.time() - 7200,) * 2)
+        if isinstance(held, FileStore):
+            _age(held.path)
         if rng.random() < 0.5:  # otherwise `check` takes over what has no row yet
-            store.gc()
-        found = store.check()
+            held.gc()
+        found = held.check()
         assert found.damaged == found.repaired == found.unreadable == 0, found
-        store.gc()
-        again = store.check()
+        held.gc()
+        again = held.check()
         assert again.damaged == again.repaired == again.unreadable == again.adopted == 0, again
-        sizes = {path.name: path.stat().st_size for path in Path(place).glob("chunks/*/*")}
-        stats = store.stats()
+        sizes, stats = _sizes(held), held.stats()
         assert len(sizes) == stats.chunks == again.sound, (
             f"{len(sizes)} files, {stats.chunks} chunks, {again.sound} sound"
         )
         assert len({name.partition("-")[0] for name in sizes}) == len(sizes), "a chunk is stored twice"
         assert sum(sizes.values()) == stats.bytes
-        if budget is not None:
-            assert stats.bytes <= budget, f"{stats.bytes} bytes in a budget of {budget}"
-        _check_documents(engine, journal, budget)
+        if store.budget is not None:
+            size = (held if isinstance(held, FileStore) else held._local).stats().bytes
+            assert size <= store.budget, f"{size} bytes in a budget of {store.budget}"
+        _check_documents(engine, journal, store.keeps_all)
         _check_values(engine, rng)
         tiny.check_answer(engine, tiny.prompt(rng.sample(range(_TEXTS), 3)))
 
 
-def _check_documents(engine: BlendEngine, journal: _Journal, budget: int | None) -> None:
+def _age(folder: Path) -> None:
+    """Make all files of chunks look as if the killed processes had left them an hour ago."""
+    for path in folder.glob("chunks/*/*"):
+        os.utime(path, (time.time() - 7200,) * 2)
+
+
+def _sizes(store: FileStore | SharedStore) -> dict[str, int]:
+    """Return name and size of all chunks, with and without a row."""
+    if isinstance(store, SharedStore):
+        return {found.name: found.size for found in store._remote.list_chunks()}
+    return {path.name: path.stat().st_size for path in store.path.glob("chunks/*/*")}
+
+
+def _check_documents(engine: BlendEngine, journal: _Journal, keeps_all: bool) -> None:
     held = engine.store.documents()
     for document, numbers in journal.documents.items():
         if numbers is None:
             continue
         assert (document in held) == bool(numbers), f"{document} is {'there' if document in held else 'lost'}"
-        if budget is None:
+        if keeps_all:
             missing = engine.store.missing(held.get(document, []))
             assert not missing, f"{len(missing)} chunks of {document} are lost"
         texts = [text_key("", engine.encode(tiny.text(number))) for number in numbers]

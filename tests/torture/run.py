@@ -24,8 +24,18 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- last run -->", "<!-- end of last run -->"
 _CRASHES = 20  # of one campaign; then it ends
+_VLLM = ROOT / ".venv-vllm"
 
-COUNTS = {"kill": 100, "damage": 2000, "faults": 500, "operations": 500, "matching": 2000, "fuzz": 5000, "soak": 600}
+COUNTS = {
+    "kill": 100,
+    "damage": 2000,
+    "faults": 500,
+    "operations": 500,
+    "matching": 2000,
+    "fuzz": 5000,
+    "vllm": 100,
+    "soak": 600,
+}
 """Default number of cases of each campaign, in the order in which they run; of `soak`, seconds."""
 
 UNITS = {
@@ -36,7 +46,7 @@ UNITS = {
     "matching": "prompts",
     "fuzz": "requests",
     "soak": "requests",
-    "vllm": "events",
+    "vllm": "mixes of requests",
 }
 
 
@@ -58,7 +68,10 @@ def main(argv: list[str] | None = None) -> int:
     began = time.strftime("%Y-%m-%d %H:%M")
     results = []
     for name in names:
-        results.append(_in_a_process(name, args, out, len(names)))
+        if name == "vllm" and not (_VLLM / ".done").exists():
+            results.append(Result(name, args.seed, left_out="vLLM is not installed: run `make setup-vllm`"))
+        else:
+            results.append(_in_a_process(name, args, out, len(names)))
         _report(results, began, args.seed, out)
     print((out / "report.md").read_text())
     return 1 if any(result.failures for result in results) else 0
@@ -71,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (default: 0)")
     parser.add_argument("--only", default="", metavar="NAME,...", help=f"of {', '.join(COUNTS)}")
     parser.add_argument("--case", type=int, help="run this case only, of one campaign")
-    parser.add_argument("--store", metavar="PLACE", help="where `kill` makes its stores (default: a temporary folder)")
+    parser.add_argument(
+        "--store", choices=("folder", "valkey", "s3"), default="folder", help="stores of `kill` (default: folder)"
+    )
     parser.add_argument("--out", metavar="FOLDER", help="of the reports (default: a new temporary folder)")
     parser.add_argument("--table", metavar="REPORT.json", help="only write this report's table into the page")
     parser.add_argument("--page", metavar="FILE", default=str(PAGE), help="the page for --table")
@@ -83,16 +98,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _in_a_process(name: str, args: argparse.Namespace, out: Path, num_campaigns: int) -> Result:
     """Run a campaign; when its process dies, record that and go on with the next case in a new process."""
-    command = [sys.executable, str(Path(__file__).parent), "--child", name, "--out", str(out), "--seed", str(args.seed)]
-    command += ["--scale", str(args.scale)]
+    # vLLM has an environment of its own
+    python, folders = sys.executable, [ROOT, ROOT / "tests"]
+    if name == "vllm":
+        python, vllm = str(_VLLM / "bin" / "python"), ROOT / "integrations" / "vllm-kvrag"
+        folders += [vllm, vllm / "tests"]
+    command = [python, str(Path(__file__).parent), "--child", name, "--out", str(out), "--seed", str(args.seed)]
+    command += ["--scale", str(args.scale), "--store", args.store]
     if args.hours:
         command += ["--seconds", str(3600 * args.hours / num_campaigns)]
     if args.case is not None:
         command += ["--case", str(args.case)]
-    if args.store:
-        command += ["--store", args.store]
     settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    here = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    here = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     first, path = 0, out / f"{name}.json"
     path.unlink(missing_ok=True)
     (out / f"{name}.current").unlink(missing_ok=True)
@@ -154,6 +172,9 @@ def table(report: dict[str, object]) -> str:
     assert isinstance(campaigns, list)
     lines = ["| campaign | cases | failures | seed | minutes | figures |", "|---|---|---|---|---|---|"]
     for each in campaigns:
+        if each["left_out"]:
+            lines.append(f"| `{each['name']}` | left out: {each['left_out']} | | | | |")
+            continue
         figures = "; ".join(f"{name} {_shown(value)}" for name, value in each["figures"].items() if name != "kinds")
         lines.append(
             f"| `{each['name']}` | {each['cases']:,} {UNITS[each['name']]} | {len(each['failures'])} | {each['seed']} "

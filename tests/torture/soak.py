@@ -27,7 +27,8 @@ _SAMPLES = 80
 _SLOWER = 1.5  # the last quarter's 99th percentile, of the first quarter's
 _GROWTH = 1.1  # of resident memory after the first quarter
 _FILES, _THREADS = 16, 8  # more than in the first quarter
-_QUIET_S = 60.0  # at most, of warming up before anything is measured
+_QUIET_S = 20.0, 60.0  # at least and at most, of filling caches before anything is measured
+_SHORTEST_S = 60.0  # a quarter of less has too few answers
 
 
 @dataclass
@@ -41,11 +42,11 @@ class _Seen:
 
 
 def run(campaign: Campaign) -> None:
-    """Load the server for as many seconds as the campaign has cases, or as it may take."""
-    seconds = campaign.limits.seconds or campaign.limits.count
+    """Load the server for as many seconds as the campaign has cases, or as it may take, and for a minute at least."""
+    seconds = max(_SHORTEST_S, campaign.limits.seconds or campaign.limits.count)
     seen, log = _Seen(), campaign.out / "soak.server.log"
     with serving(log, "torture.small_server", campaign.folder / "kv", _BUDGET) as server:
-        begin = time.monotonic() + min(_QUIET_S, seconds / 10)
+        begin = time.monotonic() + min(max(_QUIET_S[0], seconds / 10), _QUIET_S[1])
         end = begin + seconds
         with ThreadPoolExecutor(_CLIENTS + 1) as pool:
             clients = [pool.submit(_client, campaign, server, number, begin, end, seen) for number in range(_CLIENTS)]

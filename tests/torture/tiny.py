@@ -12,7 +12,9 @@ from families import build
 from transformers import AutoTokenizer
 
 import kvrag
-from kvrag import Answer, BlendConfig, BlendEngine, FileStore, Model
+from kvrag import Answer, BlendConfig, BlendEngine, FileStore, Model, SharedStore
+from kvrag.store import is_shared
+from kvrag.store.shared import CACHE_BYTES
 
 TOKENS = 5
 """Length of the answers."""
@@ -70,9 +72,19 @@ def generated(ids: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(made[0, len(ids) :].tolist())
 
 
-def engine(place: Path | str, max_bytes: int | None = None, **settings: Any) -> BlendEngine:
-    """Open an engine on a store; `place` is what `BlendEngine` accepts."""
-    store = FileStore(place, max_bytes=max_bytes, min_free_bytes=0)
+def engine(place: Path | str, max_bytes: int | None = None, cache: Path | None = None, **settings: Any) -> BlendEngine:
+    """Open an engine on a store.
+
+    Args:
+        place: Folder or URL.
+        max_bytes: Byte budget of the store; of a shared one, of its local copies.
+        cache: Folder of the local copies of a shared store.
+    """
+    store: FileStore | SharedStore
+    if is_shared(place):
+        store = SharedStore(str(place), cache, max_bytes or CACHE_BYTES, min_free_bytes=0)
+    else:
+        store = FileStore(place, max_bytes=max_bytes, min_free_bytes=0)
     return BlendEngine(model(), store, BlendConfig(controller="off"), **settings)
 
 

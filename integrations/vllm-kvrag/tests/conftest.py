@@ -20,18 +20,9 @@ if find_spec("vllm") is None:
         terminalreporter.write_line("integrations/vllm-kvrag/tests left out: vllm is not installed here")
 
 else:
-    os.environ.update(
-        HF_HUB_OFFLINE="1",
-        TOKENIZERS_PARALLELISM="false",
-        VLLM_CPU_KVCACHE_SPACE="1",
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-        VLLM_NO_USAGE_STATS="1",
-        DO_NOT_TRACK="1",
-        VLLM_LOGGING_LEVEL="WARNING",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # engines run in this process: tests can look into them
-    )
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path[:0] = [str(_HERE), str(_HERE.parent)]
+    import vllm_environment  # noqa: F401
+
     # for engines in processes of their own
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_HERE.parents[2]), *sys.path[:2], str(_HERE.parents[2] / "tests")])
 

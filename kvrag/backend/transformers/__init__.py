@@ -6,9 +6,17 @@ No layer is re-implemented. Differences between architectures (where RoPE is app
 layers have a window, which have no RoPE) are read from the loaded model.
 """
 
+import os
+
 from kvrag.backend.transformers.cache import BlendCache
 from kvrag.backend.transformers.loading import READER
 from kvrag.backend.transformers.model import LoadOptions, Model
 from kvrag.backend.transformers.tokenizer import Tokenizer
 
 __all__ = ["READER", "BlendCache", "LoadOptions", "Model", "Tokenizer"]
+
+# On the CPU, oneDNN keeps what it has compiled for a matrix product in half precision: 0.65 MiB for each shape, 1,024
+# shapes in the process and 1,024 in every thread. Each new length of a prompt adds some, so that a server with 16
+# threads reaches several GiB. torch reads these settings at the first such product. 256 are enough for decoding.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+os.environ.setdefault("LRU_CACHE_CAPACITY", "16")

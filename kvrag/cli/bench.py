@@ -7,8 +7,8 @@ import json
 import re
 from pathlib import Path
 
-from kvrag.bench.cluster import LOAD_SPEEDS, ROUTINGS, SHAPES, Plan
 from kvrag.bench.datasets import ARTICLES, WORLDS
+from kvrag.bench.plan import LOAD_SPEEDS, ROUTINGS, SHAPES, Plan
 from kvrag.bench.simulate import DEVICES, LOADS, MODELS
 from kvrag.cli.common import DTYPES, add_setting, at_least, checked, encoded_behind, existing_path
 from kvrag.config import CODECS, DEFAULT_POLICY, POLICIES, check_codec, check_policy, check_ratio

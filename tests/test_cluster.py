@@ -182,9 +182,8 @@ def test_prefix_caching_reuses_the_system_prompt_and_a_first_chunk_that_was_late
     assert few < many < (256 + 512) / 5440
 
 
-def test_the_controller_chooses_full_prefill_where_loading_takes_longer(
-    _not_by_the_clock: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("_not_by_the_clock")
+def test_the_controller_chooses_full_prefill_where_loading_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", 0.01)  # as installed
     slow = replace(PROFILE, store_bytes_per_s=1e8)
     plan = replace(PLAN, stored=1.0, ram_gib=0.0, disk_gib=0.0)

@@ -214,6 +214,11 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(names) == 26
 
 
+def test_nothing_stored_is_prefix_caching(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--stored", "0", "--replicas", "20", "--brief", "--json", "--routing", "rendezvous"]) == 0
+    assert json.loads(capsys.readouterr().out)["systems"][BLEND]["hits"]["computed"] == 1
+
+
 def test_a_target_out_of_reach_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--target-s", "0.01", "--brief"]) == 0
     assert capsys.readouterr().out.count("out of reach") == 3
@@ -227,6 +232,7 @@ def test_a_target_out_of_reach_is_reported(capsys: pytest.CaptureFixture[str]) -
         (["--model", "Llama-3.1-70B"], "use more --gpus-per-replica"),
         (["--profile", "{bad}"], "is not a profile"),
         (["--profile", "{bad}", "--calibrate", "x.json"], "give one of them"),
+        (["--profile", "{bad}", "--ratio", "0.3"], "leave them out with --profile"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,10 +244,16 @@ def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: py
     assert len(error.splitlines()) == 1
 
 
-def test_a_profile_is_read_as_written(tmp_path: Path) -> None:
-    profile = replace(PROFILE, measured=("blend_share",))
+def test_a_profile_is_read_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = replace(PROFILE, measured=("blend_share", "disk_bytes_per_s"))
     profile.write(tmp_path / "p.json")
     assert Profile.read(tmp_path / "p.json") == profile
+    given = ["--profile", str(tmp_path / "p.json"), "--disk-gb-s", "3", "--store-latency-ms", "5"]
+    assert main([*SMALL, *given, "--replicas", "20", "--brief", "--json"]) == 0
+    used = json.loads(capsys.readouterr().out)["profile"]
+    assert (used["disk_bytes_per_s"], used["store_latency_s"]) == (3e9, 0.005)
+    assert used["blend_share"] == profile.blend_share
+    assert used["measured"] == ["blend_share"], "what an option says was not measured"
     with pytest.raises(SettingError, match="blend_share must be a positive number"):
         replace(PROFILE, blend_share=0.0)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 
-from kvrag.bench.plan import ROUTINGS, SHAPES, SPEEDS, Plan, Profile, profile_of
+from kvrag.bench.plan import LOAD_UNITS, ROUTINGS, SHAPES, SPEEDS, Plan, Profile, profile_of
 from kvrag.bench.replicas import BLEND, FULL, PREFIX, Outcome, outcome
 from kvrag.errors import KvragError, SettingError
 
@@ -28,7 +28,7 @@ class Case:
 
 def variants(plan: Plan) -> dict[str, tuple[Plan, bool]]:
     """Return plans that differ in one decision, and whether it matters to the others, too."""
-    stored = {f"{share:g} of the corpus stored": (replace(plan, stored=share), False) for share in _SHARES}
+    stored = {f"{100 * share:g} % of the corpus stored": (replace(plan, stored=share), False) for share in _SHARES}
     routed = {f"{routing} routing": (replace(plan, routing=routing), True) for routing in ROUTINGS}
     others = {
         "controller off": (replace(plan, controller="off"), False),
@@ -125,6 +125,8 @@ def calibrate(plan: Plan, profile: Profile, model: str, args: argparse.Namespace
 
 # -------------------------------------------------------------------- the command
 
+_PROFILED = ("device", "ratio", "policy")
+
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """Return the plan that the options describe."""
@@ -144,16 +146,15 @@ def run(args: argparse.Namespace) -> int:
         raise KvragError("simpy is not installed: pip install 'kvrag[bench]'")
     if args.profile and args.calibrate:
         raise SettingError("--calibrate writes the profile that --profile reads: give one of them")
+    if args.profile and any(getattr(args, name) != args.parser.get_default(name) for name in _PROFILED):
+        raise SettingError("--device, --ratio and --policy are part of a profile: leave them out with --profile")
     plan = plan_of(args)
+    loads = {name: getattr(args, name) * unit for name, unit in LOAD_UNITS.items() if getattr(args, name) is not None}
     if args.profile:
         profile = Profile.read(args.profile)
+        measured = tuple(name for name in profile.measured if name not in loads)
+        profile = replace(profile, **loads, measured=measured)
     else:
-        loads = {
-            "disk_bytes_per_s": args.disk_gb_s * 1e9,
-            "store_bytes_per_s": args.store_gb_s * 1e9,
-            "store_total_bytes_per_s": args.store_total_gb_s * 1e9,
-            "store_latency_s": args.store_latency_ms / 1000,
-        }
         profile = profile_of(args.device, args.model, plan, args.ratio, args.policy, loads)
     if args.calibrate:
         profile = calibrate(plan, profile, args.model, args)

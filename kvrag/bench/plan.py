@@ -189,3 +189,6 @@ LOAD_SPEEDS: dict[str, Any] = {
     "store_latency_s": 0.03,
 }
 """Assumed: NVMe; 80 % of 25 Gbit/s; a bucket for many readers; the middle of 10 to 50 ms."""
+
+LOAD_UNITS = dict(zip(LOAD_SPEEDS, (1e9, 1e9, 1e9, 1e-3), strict=True))
+"""Units of their options: GB/s, and ms."""

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from kvrag.bench.datasets import ARTICLES, WORLDS
-from kvrag.bench.plan import LOAD_SPEEDS, ROUTINGS, SHAPES, Plan
+from kvrag.bench.plan import LOAD_SPEEDS, LOAD_UNITS, ROUTINGS, SHAPES, Plan
 from kvrag.bench.simulate import DEVICES, LOADS, MODELS
 from kvrag.cli.common import DTYPES, add_setting, at_least, checked, encoded_behind, existing_path
 from kvrag.config import CODECS, DEFAULT_POLICY, POLICIES, check_codec, check_policy, check_ratio
@@ -334,14 +334,19 @@ def cluster(parser: argparse.ArgumentParser) -> None:
         ("seed", "of everything that is drawn", 0),
     ):
         _add_number(parser, f"--{name.replace('_', '-')}", getattr(default, name), what, least)
-    for name, unit, what in (
-        ("disk_bytes_per_s", 1e9, "GB/s of a local disk"),
-        ("store_bytes_per_s", 1e9, "GB/s from the shared store to one machine"),
-        ("store_total_bytes_per_s", 1e9, "GB/s from the shared store to all machines"),
+    for option, name, what in (
+        ("--disk-gb-s", "disk_bytes_per_s", "GB/s of a local disk"),
+        ("--store-gb-s", "store_bytes_per_s", "GB/s from the shared store to one machine"),
+        ("--store-total-gb-s", "store_total_bytes_per_s", "GB/s from the shared store to all machines"),
+        ("--store-latency-ms", "store_latency_s", "milliseconds until the shared store sends the first byte"),
     ):
-        option = f"--{name.replace('_bytes_per_s', '-gb-s').replace('_', '-')}"
-        _add_number(parser, option, LOAD_SPEEDS[name] / unit, f"{what}; assumed", 1e-6)
-    _add_number(parser, "--store-latency-ms", 1000 * LOAD_SPEEDS["store_latency_s"], "of the shared store; assumed")
+        parser.add_argument(
+            option,
+            type=at_least(0 if name == "store_latency_s" else 1e-6, float),
+            dest=name,
+            metavar="N",
+            help=f"{what} (default: the profile's, else {LOAD_SPEEDS[name] / LOAD_UNITS[name]:g}, assumed)",
+        )
     parser.add_argument("--brief", action="store_true", help="leave out other decisions and other assumptions")
 
 

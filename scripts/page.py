@@ -2,8 +2,8 @@
 
     python scripts/page.py --rounds 5
 
-Starts `kvrag chat --web` with the bundled model and a new store, and waits until the sample is ready. The times include
-retrieval, as on the page. The first round is left out.
+Starts `kvrag chat --web` with a new store, and waits until the sample is ready. The times include retrieval, as on the
+page. The first round is left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 import urllib.request
 from typing import Any
 
-from kvrag.sample import ARTICLES
+from kvrag import sample
 
 
 def _get(url: str) -> Any:
@@ -29,7 +29,7 @@ def _get(url: str) -> Any:
 
 def _ask(url: str, model: str, question: str, policy: str | None) -> tuple[float, str]:
     """Return the seconds to the first text, and the answer."""
-    body = {"model": model, "messages": [{"role": "user", "content": question}], "stream": True, "max_tokens": 16}
+    body = {"model": model, "messages": [{"role": "user", "content": question}], "stream": True, "max_tokens": 24}
     body |= {"temperature": 0} | ({"policy": policy} if policy else {})
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -48,10 +48,12 @@ def _ask(url: str, model: str, question: str, policy: str | None) -> tuple[float
 def main() -> None:
     """Measure and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=sample.READER)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as store:
         command = [sys.executable, "-m", "kvrag.cli.main", "chat", "--web", "--no-browser", "--json", "--store", store]
+        command += ["--model", args.model]
         offline = os.environ | {"HF_HUB_OFFLINE": "1"}
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=offline)
         try:
@@ -64,7 +66,7 @@ def main() -> None:
             model = next(each["id"] for each in _get(f"{url}/v1/models")["data"] if "rag" in each["id"])
             blending, full, same = [], [], 0
             for number in range(args.rounds):
-                for question in ARTICLES.questions:
+                for question in sample.of(args.model).questions:
                     ours, theirs = (_ask(url, model, question, policy) for policy in (None, "full"))
                     if number:
                         blending.append(ours[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import functools
 import json
@@ -11,10 +12,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import pytest
@@ -70,6 +71,18 @@ def test_what_was_left_undone_is_done_by_the_next_server(corpus: Corpus, engine:
     assert again.search("She sings.", 1, 0)[0].text.endswith("She sings.")
     assert [path.suffix for path in tasks(tmp_path)] == [".damaged"]
     again.stop(30)
+
+
+def test_sizes_of_the_engines_memory_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, int] = {}
+
+    def open_engine(args: argparse.Namespace, sizes: Mapping[str, int], **_: Any) -> NoReturn:
+        given.update(sizes)
+        raise StoreError("seen")
+
+    monkeypatch.setattr("kvrag.cli.serve.open_engine", open_engine)
+    assert main(["serve", "--port", "0", "--ram-gib", "0", "--conversation-gib", "0.5"]) == 1
+    assert given == {"ram_bytes": 0, "conversation_bytes": 1 << 29, "batch_bytes": 4 << 30}
 
 
 def test_retrieved_chunks_that_do_not_fit_into_the_window_are_left_out(corpus: Corpus, engine: BlendEngine) -> None:
@@ -284,6 +297,8 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
         (["--chunk-overlap", "300"], "--chunk-tokens"),
         (["--store-gib", "0"], "--store-gib"),
         (["--store-gib", "inf"], "--store-gib"),
+        (["--ram-gib", "-1"], "--ram-gib"),
+        (["--batch-gib", "0"], "--batch-gib"),
         (["--max-body-mib", "nan"], "--max-body-mib"),
         (["--max-upload-mib", "-1"], "--max-upload-mib"),
         (["--shutdown-timeout", "nan"], "--shutdown-timeout"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from hashlib import blake2b
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvrag.config import (
@@ -172,10 +173,13 @@ def stream(engine: BlendEngine, prompt: str | Messages, args: argparse.Namespace
     return text.strip(), report
 
 
-def open_engine(args: argparse.Namespace, is_warmed: bool = False, **config: Any) -> BlendEngine:
+def open_engine(
+    args: argparse.Namespace, sizes: Mapping[str, int] = MappingProxyType({}), is_warmed: bool = False, **config: Any
+) -> BlendEngine:
     """Open the engine for `add_engine_arguments`.
 
     Args:
+        sizes: Sizes of its memory, as arguments of `BlendEngine`.
         is_warmed: Create no store.
         config: Fields of its `BlendConfig`.
 
@@ -192,7 +196,7 @@ def open_engine(args: argparse.Namespace, is_warmed: bool = False, **config: Any
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():
         raise _nothing_warmed(store)
-    return BlendEngine(model, store, settings, codec=args.codec, store_cache=args.store_cache)
+    return BlendEngine(model, store, settings, codec=args.codec, store_cache=args.store_cache, **sizes)
 
 
 def folder(engine: BlendEngine) -> FileStore | SharedStore:

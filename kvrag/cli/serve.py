@@ -86,6 +86,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--store-gib", type=float, metavar="N", help="evict the least recently used chunks beyond this size"
     )
     limits = parser.add_argument_group("limits")
+    limits.add_argument("--ram-gib", type=float, default=2, metavar="N", help="stored KV kept in RAM (default: 2)")
+    limits.add_argument(
+        "--conversation-gib",
+        type=float,
+        default=1,
+        metavar="N",
+        help="KV of recent conversations, kept for their next turns (default: 1)",
+    )
+    limits.add_argument(
+        "--batch-gib", type=float, default=4, metavar="N", help="KV of the answers in progress (default: 4)"
+    )
     limits.add_argument(
         "--token-limit",
         type=int,
@@ -131,13 +142,14 @@ def run(args: argparse.Namespace, announce: Callable[..., None] | None = None) -
     for module in ("fastapi", "uvicorn", "prometheus_client", "sse_starlette", "python_multipart"):
         if find_spec(module) is None:
             raise KvragError(f"{module} is not installed: pip install 'kvrag[server]'")
-    settings, config = _settings(args), _config(args)  # report mistakes before the slow imports
+    settings, config, sizes = _settings(args), _config(args), _sizes(args)  # report mistakes before the slow imports
     from kvrag import server
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     with ExitStack() as stack:
         taken = stack.enter_context(server.bind(args.host, args.port))
-        engine = stack.enter_context(open_engine(args, **config))
+        say(f"loading {args.model}")
+        engine = stack.enter_context(open_engine(args, sizes, **config))
         if args.store_gib is not None:
             folder(engine).max_bytes = _bytes("--store-gib", args.store_gib, _GIB)
         if args.prompt_template is None:  # same prompt as `kvrag ask`
@@ -206,6 +218,15 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
     config |= args.context_tokens
     BlendConfig(**config)
     return config
+
+
+def _sizes(args: argparse.Namespace) -> dict[str, int]:
+    """Return the sizes of the engine's memory, as arguments of `BlendEngine`."""
+    sizes = {}
+    for name in ("ram", "conversation", "batch"):
+        gib = getattr(args, f"{name}_gib")
+        sizes[f"{name}_bytes"] = _bytes(f"--{name}-gib", gib, _GIB) if gib or name == "batch" else 0
+    return sizes
 
 
 def _bytes(option: str, size: float, unit: int) -> int:

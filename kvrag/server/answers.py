@@ -131,8 +131,8 @@ def _fitting(engine: BlendEngine, settings: ServerSettings, messages: Messages, 
     if sum(len(hit.text.encode()) + 2 for hit in hits) <= room:  # no token is shorter than a byte: nothing to count
         return list(hits)
     fitting: list[Hit] = []
-    for hit in hits:
-        room -= len(tokenizer.encode(f"{hit.text}\n\n"))
+    for hit, length in zip(hits, tokenizer.lengths([f"{hit.text}\n\n" for hit in hits]), strict=True):
+        room -= length
         if room < 0 and fitting:
             break
         fitting.append(hit)

@@ -132,6 +132,18 @@ class Tokenizer:
         with self._lock:
             return list(self.hf.encode(text, add_special_tokens=False, split_special_tokens=True))
 
+    def lengths(self, texts: Sequence[str]) -> list[int]:
+        """Return the number of tokens that `encode` gives each text, faster than one after the other.
+
+        Raises:
+            PromptError: A text cannot be encoded.
+        """
+        for text in texts:
+            _check_text(text)
+        with self._lock:
+            encoded = self.hf(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return [len(ids) for ids in encoded]
+
     def decode(self, ids: Sequence[int], control_tokens: bool = False) -> str:
         """Return the text of generated ids, with or without the control tokens among them."""
         text = self.hf.decode(ids, skip_special_tokens=not control_tokens, clean_up_tokenization_spaces=False)

@@ -136,6 +136,8 @@ def test_ports_and_probes_are_the_servers(variant: str) -> None:
     assert args.no_corpus, "one server works on a corpus"
     size = int(re.fullmatch(r"(\d+)Gi", template["spec"]["volumes"][0]["emptyDir"]["sizeLimit"])[1])
     assert args.store_gib < size
+    memory = int(re.fullmatch(r"(\d+)Gi", container["resources"]["requests"]["memory"])[1])
+    assert args.ram_gib + args.conversation_gib + args.batch_gib < memory
 
 
 @every

@@ -72,6 +72,7 @@ ONLY_IN: dict[str, set[str]] = {
     "llama_index": set(),
     "llguidance": {"generate/grammar.py"},
     "matplotlib": {"bench/plots.py"},
+    "simpy": {"bench/replicas.py"},
     "rich": {"cli"},
     "pypdf": {"retrieval/documents.py"},
     "bs4": {"retrieval/documents.py"},

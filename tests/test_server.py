@@ -864,6 +864,14 @@ async def test_many_clients_at_once_get_what_each_would_get_alone(served: Served
     assert served.running() == (0, 0)
 
 
+async def test_requests_arrive_at_a_rate_whatever_was_answered(served: Served) -> None:
+    result = await load(served.url, clients=1, seconds=0.5, prompts=2, rate=20.0)
+    assert result.passed, result
+    assert 2 < result.complete + result.rejected < 40
+    assert len(result.ttft_s) == result.complete
+    assert all(seconds > 0 for seconds in result.ttft_s)
+
+
 def test_settings_check_themselves() -> None:
     for wrong in (
         {"concurrency": 0},

@@ -61,10 +61,17 @@ class DecodeSetup:
     repeats: int = 3
 
 
-def measure(setup: DecodeSetup, progress: Callable[[str], None] = lambda line: None) -> DecodeResult:
-    """Measure on a random model of that shape; medians over the rounds after one warm-up round."""
-    progress(f"building a random model of {setup.model}'s shape")
-    net = random_model(setup.model, setup.layers)
+def measure(
+    setup: DecodeSetup, progress: Callable[[str], None] = lambda line: None, net: Model | None = None
+) -> DecodeResult:
+    """Measure on a random model of that shape; medians over the rounds after one warm-up round.
+
+    Args:
+        net: The model, if it exists already. Its answers will not end early any more.
+    """
+    if net is None:
+        progress(f"building a random model of {setup.model}'s shape")
+        net = random_model(setup.model, setup.layers)
     net.__dict__["eos_ids"] = frozenset()  # every answer has its full length
     prompts = [torch.randint(1000, (setup.prompt_tokens + _LONGER * row,)) for row in range(setup.rows)]
     rates: dict[str, list[float]] = {"generate": [], "alone": [], "together": []}

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import random
+import statistics
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -51,6 +52,7 @@ class LoadResult:
     """Result of a load test.
 
     Attributes:
+        rate: Requests per second that were sent at random times (Poisson) instead of by the clients; 0 = by them.
         complete: Streams read to their end; `unequal` of them differed from the same request alone.
         rejected: Responses with 429.
         kill: Planned disconnections mid-stream per second ...
@@ -58,11 +60,13 @@ class LoadResult:
         errors: Other errors, with their counts.
         left: Requests still running or waiting on the server a minute after the last client disconnected.
         memory: Resident bytes, at regular intervals from start to end.
+        ttft_s: Seconds from each request to the first text of its complete stream, as the client saw it.
     """
 
     clients: int
     seconds: float
     kill: int = 0
+    rate: float = 0.0
     complete: int = 0
     unequal: int = 0
     rejected: int = 0
@@ -72,6 +76,7 @@ class LoadResult:
     left: int = 0
     memory: list[int] = field(default_factory=list)
     errors: dict[str, int] = field(default_factory=dict)
+    ttft_s: list[float] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -112,8 +117,13 @@ async def load(
     api_key: str = "",
     model: str = "",
     prompts: int = _PROMPTS,
+    rate: float = 0.0,
 ) -> LoadResult:
-    """Send each request alone, then all of them from many clients for some time, then wait until the server is idle."""
+    """Send each request alone, then all of them from many clients for some time, then wait until the server is idle.
+
+    Args:
+        rate: Send so many requests per second at random times, whether or not earlier ones were answered.
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) as http:
@@ -122,10 +132,12 @@ async def load(
         for body in bodies:  # documents are new only once
             await _say(http, body)
         alone = [await _say(http, body) for body in bodies]
-        result = LoadResult(clients, seconds, kill, memory=[round(await _metric(http, _MEMORY))])
+        result = LoadResult(clients, seconds, kill, rate, memory=[round(await _metric(http, _MEMORY))])
         before = await _metric(http, _GONE)
         end = time.monotonic() + seconds
-        workers = [_client(http, bodies, alone, end, number, result) for number in range(clients)]
+        workers = [_client(http, bodies, alone, end, number, result) for number in range(clients if not rate else 0)]
+        if rate:
+            workers = [_arrivals(http, bodies, alone, end, result)]
         await asyncio.gather(*workers, _killer(http, bodies, end, result), _watch(http, seconds, result))
         result.left = await _rest(http)
         result.stopped = round(await _metric(http, _GONE) - before)
@@ -144,17 +156,41 @@ async def _client(
     rng = random.Random(number)
     while time.monotonic() < end:
         which = rng.randrange(len(bodies))
-        try:
-            said, tokens = await _say(http, bodies[which])
-        except _Rejected:
-            result.rejected += 1
+        if not await _once(http, bodies[which], alone[which], result):
             await asyncio.sleep(_RETRY_S * (1 + rng.random()))
-        except (httpx.HTTPError, KvragError) as error:
-            _count(result, error)
-        else:
-            result.complete += 1
-            result.unequal += (said, tokens) != alone[which]
-            result.tokens += tokens
+
+
+async def _arrivals(
+    http: httpx.AsyncClient, bodies: list[dict[str, Any]], alone: list[tuple[str, int]], end: float, result: LoadResult
+) -> None:
+    """Send requests at random times, `result.rate` per second on average."""
+    rng = random.Random(0)
+    sent: list[asyncio.Task[bool]] = []
+    at = time.monotonic() + rng.expovariate(result.rate)
+    while at < end:
+        await asyncio.sleep(max(at - time.monotonic(), 0))
+        which = rng.randrange(len(bodies))
+        sent.append(asyncio.create_task(_once(http, bodies[which], alone[which], result)))
+        at += rng.expovariate(result.rate)
+    await asyncio.gather(*sent)
+
+
+async def _once(http: httpx.AsyncClient, body: dict[str, Any], expected: tuple[str, int], result: LoadResult) -> bool:
+    """Send a request and count its result; return False if the server rejected it with 429."""
+    first_s: list[float] = []
+    try:
+        said, tokens = await _say(http, body, first_s)
+    except _Rejected:
+        result.rejected += 1
+        return False
+    except (httpx.HTTPError, KvragError) as error:
+        _count(result, error)
+    else:
+        result.complete += 1
+        result.unequal += (said, tokens) != expected
+        result.tokens += tokens
+        result.ttft_s += first_s
+    return True
 
 
 async def _killer(http: httpx.AsyncClient, bodies: list[dict[str, Any]], end: float, result: LoadResult) -> None:
@@ -196,9 +232,10 @@ async def _watch(http: httpx.AsyncClient, seconds: float, result: LoadResult) ->
         result.memory.append(round(await _metric(http, _MEMORY)))
 
 
-async def _say(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, int]:
-    """Return text and number of tokens of a complete stream."""
+async def _say(http: httpx.AsyncClient, body: dict[str, Any], first_s: list[float] | None = None) -> tuple[str, int]:
+    """Return text and number of tokens of a complete stream; append the seconds until the first text to `first_s`."""
     text, last, usage = "", "", None
+    started = time.monotonic()
     async with http.stream("POST", "/v1/chat/completions", json=body) as response:
         async for data in _events(response):
             last = data
@@ -208,7 +245,10 @@ async def _say(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, int]
             if "error" in event:
                 raise KvragError(event["error"]["message"])
             usage = event.get("usage") or usage
-            text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+            piece = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+            if piece and not text and first_s is not None:
+                first_s.append(time.monotonic() - started)
+            text += piece
     if last != "[DONE]" or usage is None:
         raise KvragError("a stream ended early")
     return text, usage["completion_tokens"]
@@ -253,7 +293,8 @@ def _count(result: LoadResult, error: Exception) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the load test; return 1 on a failure."""
     try:
-        result = asyncio.run(load(args.url, args.clients, args.seconds, args.kill, args.api_key, args.model))
+        given = (args.url, args.clients, args.seconds, args.kill, args.api_key, args.model)
+        result = asyncio.run(load(*given, rate=args.rate))
     except httpx.HTTPError as error:
         raise KvragError(f"no server answers at {args.url}: {error}") from error
     if args.json:
@@ -265,11 +306,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(result: LoadResult) -> None:
     memory = ", ".join(f"{size / (1 << 20):.0f}" for size in result.memory[:: _SAMPLES // 4])
+    who = f"{result.rate:g} requests/s" if result.rate else f"{result.clients} clients"
     print(
-        f"{result.clients} clients, {result.seconds:g} s: {result.complete} complete streams, "
+        f"{who}, {result.seconds:g} s: {result.complete} complete streams, "
         f"{result.unequal} different; {result.rejected} times 429; "
         f"{result.tokens / result.seconds:.1f} tokens/s of complete streams"
     )
+    if len(result.ttft_s) > 1:
+        p50, p95 = (statistics.quantiles(result.ttft_s, n=100)[at] for at in (49, 94))
+        print(f"time to first token: p50 {1000 * p50:.0f} ms, p95 {1000 * p95:.0f} ms")
     print(
         f"{result.killed} disconnected mid-stream, {result.killed / result.seconds:.1f} of {result.kill} per s; the "
         f"server stopped {result.stopped} requests of disconnected clients; {result.left} requests were left at the end"

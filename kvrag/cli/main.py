@@ -30,6 +30,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "bench chat": ("kvrag.bench.chat", "measure the time to first token over the turns of a conversation"),
     "bench quality": ("kvrag.cli.quality", "measure answer quality per policy and ratio"),
     "bench simulate": ("kvrag.bench.simulate", "predict where reuse wins and where it loses, with a cost model"),
+    "bench cluster": ("kvrag.bench.cluster", "plan a cluster: GPUs, hit rates and costs by a simulation"),
     "bench ingest": ("kvrag.bench.ingest", "measure the encoding speed"),
     "bench serve": ("kvrag.bench.load", "load-test a running server"),
     "bench vllm": ("kvrag.bench.vllm", "measure vLLM with vllm-kvrag against vLLM alone, under load"),

@@ -91,7 +91,7 @@ def connect(address: str) -> Iterator[Cluster]:
     import ray
 
     if ray.is_initialized():
-        yield _described(is_own=False)
+        yield described()
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     wanted = os.environ.get("RAY_ADDRESS") or "auto" if address == HERE else address
@@ -111,7 +111,7 @@ def connect(address: str) -> Iterator[Cluster]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise KvragError(f"cannot connect to the Ray cluster {wanted}: {reason}") from error
     try:
-        yield _described(is_own)
+        yield described(is_own)
     finally:
         ray.shutdown()
 
@@ -125,7 +125,8 @@ def _check_reachable(address: str, host: str, port: int) -> None:
         ) from error
 
 
-def _described(is_own: bool) -> Cluster:
+def described(is_own: bool = False) -> Cluster:
+    """Return the cluster that this process is connected to."""
     import ray
 
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, MutableMapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -35,6 +35,8 @@ from kvrag.server.routing import Route
 from kvrag.server.settings import ServerSettings
 
 logger = logging.getLogger("kvrag")
+
+Message = MutableMapping[str, Any]  # of ASGI
 
 NAME = "kvrag"
 """Name of the application in the cluster."""
@@ -64,7 +66,9 @@ class Affinity(RequestRouter):  # type: ignore[misc]
 class Replica:
     """An engine with the server's app. Requests come as ASGI scopes, responses go as lists of ASGI messages."""
 
-    async def __init__(self, options: dict[str, Any], settings: ServerSettings) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, options: dict[str, Any], settings: ServerSettings
+    ) -> None:
         args = argparse.Namespace(**options)
         self._id = serve.get_replica_context().replica_id.unique_id.encode()
         self._stack = ExitStack()
@@ -73,20 +77,18 @@ class Replica:
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
 
-    async def answer(
-        self, scope: dict[str, Any], body: bytes, route: Route
-    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+    async def answer(self, scope: Message, body: bytes, route: Route) -> AsyncGenerator[list[Message], None]:
         """Yield the messages of the response."""
-        messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
         requests = iter([{"type": "http.request", "body": body, "more_body": False}])
         left = asyncio.Event()
 
-        async def receive() -> dict[str, Any]:
+        async def receive() -> Message:
             if (request := next(requests, None)) is None:
                 await left.wait()
             return request or {"type": "http.disconnect"}
 
-        async def send(message: Any) -> None:
+        async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], (b"x-kvrag-replica", self._id)]}
             await messages.put(message)
@@ -145,11 +147,8 @@ def _app(options: dict[str, Any], settings: ServerSettings, cluster: Cluster) ->
     size: dict[str, Any] = {"num_replicas": most}
     if least < most:
         wanted = max(1, settings.concurrency // 2)
-        size = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=least, max_replicas=most, target_ongoing_requests=wanted
-            )
-        }
+        scaling = AutoscalingConfig(min_replicas=least, max_replicas=most, target_ongoing_requests=wanted)
+        size = {"autoscaling_config": scaling}
     router = RequestRouterConfig(
         request_router_class=Affinity, request_router_kwargs={"spread": max(2, settings.concurrency // 2)}
     )
@@ -211,9 +210,8 @@ def serve_on_cluster(args: argparse.Namespace) -> int:
         except RuntimeError as error:
             serve.delete(NAME)
             found = _MESSAGE.findall(str(error))
-            raise KvragError(
-                found[-1] if found else f"the application does not start, see Ray's logs: {error}"
-            ) from error
+            reason = found[-1] if found else f"the application does not start, see Ray's logs: {error}"
+            raise KvragError(reason) from error
         _announce(args, settings, cluster)
         if cluster.is_own:
             _wait_for_signal()
@@ -228,11 +226,7 @@ def _announce(args: argparse.Namespace, settings: ServerSettings, cluster: Clust
         return
     least, most = args.replicas
     number = f"{most} replicas" if least == most else f"{least} to {most} replicas"
-    end = (
-        "stop with Ctrl-C"
-        if cluster.is_own
-        else "it stays there: the same command replaces it, `serve shutdown` ends it"
-    )
+    end = "stop with Ctrl-C" if cluster.is_own else "this command again replaces it, `serve shutdown` ends it"
     say(f"serving {settings.name} on {url}/v1 with {number}; {end}")
 
 

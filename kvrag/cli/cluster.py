@@ -7,8 +7,9 @@ import logging
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,7 +92,8 @@ def connect(address: str) -> Iterator[Cluster]:
     import ray
 
     if ray.is_initialized():
-        yield described()
+        with redirect_stdout(sys.stderr):
+            yield described()
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     wanted = os.environ.get("RAY_ADDRESS") or "auto" if address == HERE else address
@@ -111,7 +113,8 @@ def connect(address: str) -> Iterator[Cluster]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise KvragError(f"cannot connect to the Ray cluster {wanted}: {reason}") from error
     try:
-        yield described(is_own)
+        with redirect_stdout(sys.stderr):  # Ray prints there that a worker has died; stdout is reserved for results
+            yield described(is_own)
     finally:
         ray.shutdown()
 

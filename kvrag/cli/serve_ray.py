@@ -13,11 +13,12 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import AsyncGenerator, MutableMapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, TextIO
 
 from ray import serve
 from ray.exceptions import RayActorError
@@ -42,6 +43,7 @@ NAME = "kvrag"
 """Name of the application in the cluster."""
 
 _READING = 64  # requests of a replica beyond those that it works on or lets wait
+_CHECK_S = 3.0  # between looks at whether a replica is alive
 _LEAVING_S = 30.0  # for a replica to end the work of a client that has left
 _MESSAGE = re.compile(r"^kvrag\.[\w.]+Error: (.+)$", re.MULTILINE)
 
@@ -158,6 +160,7 @@ def _app(options: dict[str, Any], settings: ServerSettings, cluster: Cluster) ->
         max_ongoing_requests=settings.concurrency + settings.queue + _READING,
         graceful_shutdown_timeout_s=options["shutdown_timeout"],
         request_router_config=router,
+        health_check_period_s=_CHECK_S,
         **size,
     )
     together = replace(settings, concurrency=settings.concurrency * most, queue=settings.queue * most)
@@ -199,6 +202,7 @@ def serve_on_cluster(args: argparse.Namespace) -> int:
     settings, _ = read_settings(args), read_config(args)
     for name in ("ray.serve", "ray"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    stdout = sys.stdout
     with connect(args.ray) as cluster:
         options = on_all_machines(args, cluster)
         if cluster.is_own:
@@ -212,17 +216,17 @@ def serve_on_cluster(args: argparse.Namespace) -> int:
             found = _MESSAGE.findall(str(error))
             reason = found[-1] if found else f"the application does not start, see Ray's logs: {error}"
             raise KvragError(reason) from error
-        _announce(args, settings, cluster)
+        _announce(args, settings, cluster, stdout)
         if cluster.is_own:
             _wait_for_signal()
             serve.shutdown()
     return 0
 
 
-def _announce(args: argparse.Namespace, settings: ServerSettings, cluster: Cluster) -> None:
+def _announce(args: argparse.Namespace, settings: ServerSettings, cluster: Cluster, stdout: TextIO) -> None:
     url = f"http://{args.host}:{args.port}"
     if args.json:
-        print(json.dumps({"url": url, "model": settings.name, "pid": os.getpid()}), flush=True)
+        print(json.dumps({"url": url, "model": settings.name, "pid": os.getpid()}), file=stdout, flush=True)
         return
     least, most = args.replicas
     number = f"{most} replicas" if least == most else f"{least} to {most} replicas"

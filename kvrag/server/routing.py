@@ -58,7 +58,7 @@ class Route:
             spread: A server with so many more of them than the least busy one is passed over.
         """
         votes: Counter[str] = Counter()
-        for key, weight in self.weights.items():
+        for key, weight in self.weights.items() if loads else ():
             votes[max(loads, key=lambda server: _hash(key, server))] += weight
         most = float("inf") if self.is_pinned else min(loads.values(), default=0) + spread
         return sorted(loads, key=lambda server: (loads[server] > most, -votes[server], loads[server], random.random()))

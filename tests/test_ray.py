@@ -80,15 +80,17 @@ def titled(title: str) -> list[int]:
     return [pid for pid, line in processes().items() if line.startswith(title)]
 
 
+def paragraphs(place: str) -> list[str]:
+    """Of a document, each a chunk."""
+    return [f"From the archives of {place}, page {number}: {chunk}" for number, chunk in enumerate(CHUNKS, 1)]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten documents with a paragraph in common."""
     docs = tmp_path_factory.mktemp("docs")
     for place in PLACES:
-        own = [
-            f"{chunk} All of this happened in {place}, {number} miles from the sea."
-            for number, chunk in enumerate(CHUNKS)
-        ]
+        own = paragraphs(place)
         (docs / f"{place}.txt").write_text("\n\n".join([*own[:2], NOTICE, *own[2:]]))
     (docs / "broken.txt").write_bytes(b"\0")
     return docs
@@ -106,7 +108,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def warm(capsys: pytest.CaptureFixture[str], folder: Path, *words: object) -> dict[str, Any]:
     capsys.readouterr()
-    assert main(["warm", str(folder), "--chunk-tokens", "48", *OPTIONS, *map(str, words)]) == 0
+    assert main(["warm", str(folder), "--chunk-tokens", "50", *OPTIONS, *map(str, words)]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -154,9 +156,10 @@ def test_a_worker_is_killed(
         assert result["tokens"] <= sum(other.count_tokens().values())
     documents = set(whole[0])
     (folder / "Tarn.txt").rename(folder / "Thorn.txt")
-    again = warm(capsys, folder, *words, "--prune")
+    again = warm(capsys, folder, *words, "--workers", "1", "--prune")
     (folder / "Thorn.txt").rename(folder / "Tarn.txt")
-    assert (again["warm"], again["gone"]) == (9, [str(folder / "Tarn.txt")])
+    # the first document holds the common paragraph as it was before others had it: it is sent, and nothing is encoded
+    assert (again["warm"], again["gone"]) == (8, [str(folder / "Tarn.txt")])
     with closing(SharedStore(url, caches)) as other:
         assert set(other.documents()) == documents - {str(folder / "Tarn.txt")} | {str(folder / "Thorn.txt")}
 
@@ -191,9 +194,7 @@ def http(deploy: Callable[[], httpx.Client]) -> httpx.Client:
 
 
 def prompt(place: str) -> str:
-    own = [
-        f"{chunk} All of this happened in {place}, {number} miles from the sea." for number, chunk in enumerate(CHUNKS)
-    ]
+    own = paragraphs(place)
     return "\n\n".join([own[2], NOTICE, own[0], "Who likes curry?"])
 
 

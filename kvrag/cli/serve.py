@@ -36,8 +36,6 @@ from kvrag.errors import KvragError, SettingError
 from kvrag.retrieval import documents
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from kvrag.engine import BlendEngine
     from kvrag.retrieval.index import ChunkIndex
     from kvrag.server import ApiKey, Corpus, ServerSettings
@@ -178,9 +176,9 @@ def run(args: argparse.Namespace, announce: Callable[..., None] | None = None) -
 
 @dataclass(frozen=True)
 class Built:
-    """An app, and the corpora in it."""
+    """An app of `kvrag.server.create_app`, and the corpora in it."""
 
-    app: FastAPI
+    app: Any
     corpora: list[Corpus]
 
 

@@ -229,7 +229,7 @@ def _announce(args: argparse.Namespace, settings: ServerSettings, cluster: Clust
         print(json.dumps({"url": url, "model": settings.name, "pid": os.getpid()}), file=stdout, flush=True)
         return
     least, most = args.replicas
-    number = f"{most} replicas" if least == most else f"{least} to {most} replicas"
+    number = ("a replica" if most == 1 else f"{most} replicas") if least == most else f"{least} to {most} replicas"
     end = "stop with Ctrl-C" if cluster.is_own else "this command again replaces it, `serve shutdown` ends it"
     say(f"serving {settings.name} on {url}/v1 with {number}; {end}")
 

@@ -285,7 +285,7 @@ def test_the_server_encodes_chunks_behind_the_same() -> None:
     from kvrag.cli import serve
 
     args = _parser(["serve"]).parse_args(["serve", "--context-tokens", "headings"])
-    assert BlendConfig(**serve._config(args)).context == "headings"
+    assert BlendConfig(**serve.read_config(args)).context == "headings"
 
 
 def test_documents_whose_files_are_gone_are_told_and_dropped_if_one_says_so(

@@ -178,8 +178,19 @@ class ChunkTokenizer(Protocol):
         """Return the text of token ids."""
 
 
-class Encoder(Backend, Protocol):
-    """A backend that can encode texts."""
+class Outline(Protocol):
+    """What the keys of chunks depend on: facts about a model, known without its weights.
+
+    Attributes:
+        context_window, stable_length: See Backend.
+    """
+
+    context_window: int
+    stable_length: int
+
+    @property
+    def preamble(self) -> tuple[int, ...]:
+        """Token ids in front of every encoded chunk."""
 
     @property
     def tokenizer(self) -> ChunkTokenizer:
@@ -187,6 +198,10 @@ class Encoder(Backend, Protocol):
 
     def check_window(self, num_tokens: int, what: str = "the prompt") -> None:
         """Raise ContextWindowError unless `num_tokens` and one new token fit."""
+
+
+class Encoder(Backend, Outline, Protocol):
+    """A backend that can encode texts."""
 
 
 def prefill_blocks(backend: Backend, rows: Tensor) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvrag.config import (
     DEFAULT_CONTEXT,
@@ -30,7 +30,7 @@ from kvrag.types import BlendReport, Messages
 if TYPE_CHECKING:
     from kvrag.engine import BlendEngine
     from kvrag.retrieval.index import ChunkIndex
-    from kvrag.store import FileStore, SharedStore
+    from kvrag.store import FileStore, KVStore, SharedStore
 
 T = TypeVar("T")
 
@@ -199,7 +199,13 @@ def open_engine(
     return BlendEngine(model, store, settings, codec=args.codec, store_cache=args.store_cache, **sizes)
 
 
-def folder(engine: BlendEngine) -> FileStore | SharedStore:
+class HasStore(Protocol):
+    """An engine, or what stands for one."""
+
+    store: KVStore
+
+
+def folder(engine: HasStore) -> FileStore | SharedStore:
     """Return the engine's store, which has a folder on this machine in all commands."""
     from kvrag.store import FileStore, SharedStore
 
@@ -207,7 +213,7 @@ def folder(engine: BlendEngine) -> FileStore | SharedStore:
     return engine.store
 
 
-def retrieval_folder(engine: BlendEngine, namespace: str) -> Path:
+def retrieval_folder(engine: HasStore, namespace: str) -> Path:
     """Return the folder of a namespace's chunk index and tasks; the store's own folder for the namespace ""."""
     path = folder(engine).path
     if not namespace:
@@ -218,7 +224,7 @@ def retrieval_folder(engine: BlendEngine, namespace: str) -> Path:
     return path
 
 
-def open_index(engine: BlendEngine, namespace: str, embedder: str | None = None) -> ChunkIndex:
+def open_index(engine: HasStore, namespace: str, embedder: str | None = None) -> ChunkIndex:
     """Open the chunk index of a namespace."""
     from kvrag.retrieval.index import ChunkIndex
     from kvrag.retrieval.mirror import SharedIndex

@@ -9,12 +9,14 @@ import os
 import webbrowser
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrag import sample
+from kvrag.cli.cluster import add_ray_argument, require_ray
 from kvrag.cli.common import (
     add_answer_arguments,
     add_context_argument,
@@ -71,6 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cors-origin", action="append", default=[], metavar="URL", help="web origin that may send requests"
     )
     where.add_argument("--served-model-name", metavar="NAME", help="model name in requests (default: --model)")
+    cluster = parser.add_argument_group("on many machines")
+    add_ray_argument(cluster, "serve with Ray Serve on a cluster")
+    cluster.add_argument(
+        "--replicas",
+        type=_replicas,
+        default=(1, 1),
+        metavar="N|MIN-MAX",
+        help="number of engines with --ray, or its bounds (default: 1)",
+    )
     corpus = parser.add_argument_group("corpus")
     corpus.add_argument("--no-corpus", action="store_true", help="disable retrieval, embeddings and /v1/corpus")
     corpus.add_argument("--prompt-template", metavar="FILE", help="prompt template with {context} and {question}")
@@ -129,6 +140,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _replicas(text: str) -> tuple[int, int]:
+    """Type for argparse, `N|MIN-MAX`: the least and the largest number."""
+    least, _, most = text.partition("-")
+    try:
+        bounds = int(least), int(most or least)
+    except ValueError:
+        bounds = (0, 0)
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise argparse.ArgumentTypeError(f"must be a number, or two as in 2-8, got {text!r}")
+    return bounds
+
+
 def chat(args: argparse.Namespace) -> int:
     """Serve the web page of `kvrag chat --web`: its options, and the default of all others."""
     parser = argparse.ArgumentParser()
@@ -145,34 +168,67 @@ def run(args: argparse.Namespace, announce: Callable[..., None] | None = None) -
     for module in ("fastapi", "uvicorn", "prometheus_client", "sse_starlette", "python_multipart"):
         if find_spec(module) is None:
             raise KvragError(f"{module} is not installed: pip install 'kvrag[server]'")
-    settings, config, sizes = _settings(args), _config(args), _sizes(args)  # report mistakes before the slow imports
+    if args.ray is not None:
+        require_ray()
+        from kvrag.cli.serve_ray import serve_on_cluster
+
+        return serve_on_cluster(args)
+    if args.replicas != (1, 1):
+        raise SettingError("--replicas needs --ray")
+    settings, config = read_settings(args), read_config(args)  # report mistakes before the slow imports
     from kvrag import server
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     with ExitStack() as stack:
         taken = stack.enter_context(server.bind(args.host, args.port))
-        say(f"loading {args.model}")
-        engine = stack.enter_context(open_engine(args, sizes, **config))
-        if args.store_gib is not None:
-            folder(engine).max_bytes = _bytes("--store-gib", args.store_gib, _GIB)
-        if args.prompt_template is None:  # same prompt as `kvrag ask`
-            from kvrag.retrieval.index import Hit
-
-            template = stuff(engine, "{question}", [Hit("{context}", "", 1.0)])
-            settings = replace(settings, template=template)
-        corpora = []
-        for namespace in () if args.no_corpus else settings.namespaces:
-            index = stack.enter_context(open_index(engine, namespace, args.embedder))
-            index.embed(["loads the embedder"])
-            corpora.append(_corpus(args, engine, index, namespace, settings))
-        app = server.create_app(engine, settings, corpora)
+        made = build(args, settings, config, stack)
         taken.listen()  # whoever reads the announcement may connect at once
-        (announce or _announce)(args, settings, server.url(taken), corpora)
-        server.serve(app, taken, args.shutdown_timeout)
+        (announce or _announce)(args, settings, server.url(taken), made.corpora)
+        server.serve(made.app, taken, args.shutdown_timeout)
     return 0
 
 
-def _settings(args: argparse.Namespace) -> ServerSettings:
+@dataclass(frozen=True)
+class Built:
+    """An app of `kvrag.server.create_app`, and the corpora in it."""
+
+    app: Any
+    corpora: list[Corpus]
+
+
+def build(
+    args: argparse.Namespace,
+    settings: ServerSettings,
+    config: dict[str, Any],
+    stack: ExitStack,
+    is_replica: bool = False,
+) -> Built:
+    """Open the engine and the corpora, as long as `stack` is open, and return the app.
+
+    Args:
+        is_replica: Other servers of this machine may work on the same corpus.
+    """
+    from kvrag import server
+
+    say(f"loading {args.model}")
+    engine = stack.enter_context(open_engine(args, _sizes(args), **config))
+    if args.store_gib is not None:
+        folder(engine).max_bytes = _bytes("--store-gib", args.store_gib, _GIB)
+    if args.prompt_template is None:  # same prompt as `kvrag ask`
+        from kvrag.retrieval.index import Hit
+
+        template = stuff(engine, "{question}", [Hit("{context}", "", 1.0)])
+        settings = replace(settings, template=template)
+    corpora = []
+    for namespace in () if args.no_corpus else settings.namespaces:
+        index = stack.enter_context(open_index(engine, namespace, args.embedder))
+        index.embed(["loads the embedder"])
+        corpora.append(_corpus(args, engine, index, namespace, settings, is_replica))
+    return Built(server.create_app(engine, settings, corpora), corpora)
+
+
+def read_settings(args: argparse.Namespace) -> ServerSettings:
+    """Return the settings of the server."""
     from kvrag.server.settings import TEMPLATE, ServerSettings
 
     template = TEMPLATE if args.prompt_template is None else read_text(Path(args.prompt_template))
@@ -205,8 +261,9 @@ def _keys(args: argparse.Namespace) -> tuple[ApiKey, ...]:
     return tuple(ApiKey.parse(key, args.namespace) for key in given)
 
 
-def _config(args: argparse.Namespace) -> dict[str, Any]:
+def read_config(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of the engine's BlendConfig; also check options that are not settings."""
+    _sizes(args)
     if args.store_gib is not None:
         _bytes("--store-gib", args.store_gib, _GIB)
     if not 0 <= args.shutdown_timeout < float("inf"):
@@ -239,14 +296,26 @@ def _bytes(option: str, size: float, unit: int) -> int:
 
 
 def _corpus(
-    args: argparse.Namespace, engine: BlendEngine, index: ChunkIndex, namespace: str, settings: ServerSettings
+    args: argparse.Namespace,
+    engine: BlendEngine,
+    index: ChunkIndex,
+    namespace: str,
+    settings: ServerSettings,
+    is_replica: bool,
 ) -> Corpus:
-    from kvrag.server import Corpus
+    from kvrag.server import Corpus, CorpusInUseError
 
     encode = engine.model.tokenizer.encode
     split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, args.chunk_overlap)
     tasks = retrieval_folder(engine, namespace) / "corpus"
-    return Corpus(engine, index, tasks, documents.parse, split, settings.max_pending, namespace)
+    for number in count(1):
+        try:
+            return Corpus(engine, index, tasks, documents.parse, split, settings.max_pending, namespace)
+        except CorpusInUseError:
+            if not is_replica:
+                raise
+            tasks = tasks.with_name(f"corpus-{number}")
+    raise AssertionError
 
 
 def _open_page(args: argparse.Namespace, settings: ServerSettings, url: str, corpora: Sequence[Corpus]) -> None:

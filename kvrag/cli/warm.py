@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvrag.cli.cluster import add_ray_argument
 from kvrag.cli.common import (
     add_context_argument,
     add_engine_arguments,
@@ -32,12 +33,13 @@ if TYPE_CHECKING:
     from kvrag.client import RemoteEngine
     from kvrag.engine import BlendEngine
     from kvrag.retrieval.index import ChunkIndex
+    from kvrag.store import KVStore
 
 _NAMED = 3  # documents named in a message
-_TOTALS = ("chunks", "new", "reused", "skipped", "tokens", "bytes")
-_LOCAL = ("store", "codec", "dtype", "device", "context_tokens", "embedder")
+TOTALS = ("chunks", "new", "reused", "skipped", "tokens", "bytes")
+_LOCAL = ("store", "codec", "dtype", "device", "context_tokens", "embedder", "ray")
 _PROBE = "Déjà vu: 3.14 quick brown foxes (or 27) jumped, unbelievably; def f(x):\n\treturn x  # 漢字"
-_INTERRUPTED = "interrupted; encoded chunks are kept: run the command again to resume"
+INTERRUPTED = "interrupted; encoded chunks are kept: run the command again to resume"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
     parser.add_argument(
         "--prune", action="store_true", help="drop documents whose files no longer exist in the folders in PATH"
+    )
+    cluster = parser.add_argument_group("on many machines")
+    add_ray_argument(cluster, "encode with workers on a Ray cluster")
+    cluster.add_argument(
+        "--workers",
+        type=at_least(1),
+        metavar="N",
+        help="number of workers with --ray (default: the number of GPUs, or of machines if there are none)",
     )
     server = parser.add_argument_group("on a server")
     server.add_argument(
@@ -103,26 +113,32 @@ def run(args: argparse.Namespace) -> int:
     require_extra()
     documents.find(args.paths)  # report mistakes before loading the model
     documents.check_lengths(args.chunk_tokens, args.chunk_overlap)
+    if args.workers is not None and args.ray is None:
+        raise SettingError("--workers needs --ray")
     if args.server is not None:
         return _finish(warm_on_server(args), args, started)
     if args.api_key is not None or args.tokenizer is not None:
         raise SettingError("--api-key and --tokenizer need --server URL")
     args.model = args.model or "reader"
+    if args.ray is not None:
+        from kvrag.cli.warm_ray import warm_on_cluster
+
+        return _finish(warm_on_cluster(args), args, started)
     with open_engine(args, **args.context_tokens) as engine, open_index(engine, args.namespace, args.embedder) as index:
-        gone = find_gone(engine, index, args.paths, args.namespace)
+        gone = find_gone(engine.store, index, args.paths, args.namespace)
         # first: otherwise a chunk moved to another file would temporarily belong to two documents
-        dropped = drop(engine, index, gone, args.namespace) if args.prune else 0
+        dropped = drop(engine.store, index, gone, args.namespace) if args.prune else 0
         plan = make_plan(engine, args)
-        needed = plan.new_tokens * _bytes_per_token(engine, args.chunk_tokens)
+        needed = plan.new_tokens * bytes_per_token(engine, args.chunk_tokens)
         say(
             f"{len(plan.chunks)} documents, {plan.tokens} tokens, {plan.new_tokens} of them new: "
             f"needs {human_bytes(needed)} in {folder(engine).stats().path}"
         )
-        _check_room(engine, needed)
+        check_room(folder(engine), needed)
         try:
             result = warm(engine, index, plan, args.json, args.namespace)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(_INTERRUPTED) from None
+            raise KeyboardInterrupt(INTERRUPTED) from None
         result |= {"gone": gone, "dropped": dropped, "problems": plan.problems}
         result |= {"store": folder(engine).stats().path, "model": engine.model.name}
     return _finish(result, args, started)
@@ -144,7 +160,7 @@ def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
         chunks, _, problems = read_chunks(args, encode)
         lengths = {name: sum(len(encode(text)) for text in texts) for name, texts in chunks.items()}
         say(f"{len(chunks)} documents, {sum(lengths.values())} tokens, for {engine.model_name} on {args.server}")
-        totals: dict[str, Any] = dict.fromkeys(_TOTALS, 0)
+        totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
         warnings: dict[str, None] = {}
         done = 0
         try:
@@ -157,7 +173,7 @@ def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
                     warnings |= dict.fromkeys(warmed.warnings if not warmed.skipped else ())
                     report(done := done + lengths[name], sum(lengths.values()))
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(_INTERRUPTED) from None
+            raise KeyboardInterrupt(INTERRUPTED) from None
         if totals["skipped"]:
             warnings[f"{totals['skipped']} chunks are too short: they can be retrieved but not reused"] = None
         result = totals | {"files": len(chunks), "warnings": list(warnings), "gone": gone, "dropped": dropped}
@@ -244,7 +260,7 @@ def read_chunks(
 
 def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool, namespace: str = "") -> dict[str, Any]:
     """Encode a plan's documents one by one; a document's old chunks are dropped once its new ones are stored."""
-    totals: dict[str, Any] = dict.fromkeys(_TOTALS, 0)
+    totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
     short = indexed = 0
     with progress("encoding", quiet) as report:
         for name, chunks in plan.chunks.items():
@@ -265,10 +281,10 @@ def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool, namesp
     return totals | {"files": len(plan.chunks), "indexed": indexed, "warnings": warnings}
 
 
-def find_gone(engine: BlendEngine, index: ChunkIndex, paths: Sequence[str], namespace: str) -> list[str]:
+def find_gone(store: KVStore, index: ChunkIndex, paths: Sequence[str], namespace: str) -> list[str]:
     """Return the documents from the folders among these paths whose files no longer exist, sorted."""
     inside = _folders(paths)
-    known = {*index.documents(), *(name for prefix in inside for name in engine.documents(prefix, namespace=namespace))}
+    known = {*index.documents(), *(name for prefix in inside for name in store.documents(prefix, namespace))}
     return sorted(name for name in known if name.startswith(inside) and not os.path.lexists(name))
 
 
@@ -276,14 +292,15 @@ def _folders(paths: Sequence[str]) -> tuple[str, ...]:
     return tuple(os.path.join(Path(path).resolve(), "") for path in paths if Path(path).is_dir())
 
 
-def drop(engine: BlendEngine, index: ChunkIndex, names: Sequence[str], namespace: str) -> int:
+def drop(store: KVStore, index: ChunkIndex, names: Sequence[str], namespace: str) -> int:
     """Drop documents; return the number of chunks that no other document has."""
     for name in names:
         index.remove(name)  # first, so that every retrievable chunk has its KV
-    return sum(engine.forget(name, namespace=namespace) for name in names)
+    return sum(len(store.set_document(name, [], namespace)) for name in names)
 
 
-def _bytes_per_token(engine: BlendEngine, chunk_tokens: int) -> float:
+def bytes_per_token(engine: BlendEngine, chunk_tokens: int) -> float:
+    """Return the bytes that a stored token takes under the engine's codec."""
     from kvrag.backend.transformers.loading import head_dim
     from kvrag.store.codec import share
 
@@ -291,10 +308,10 @@ def _bytes_per_token(engine: BlendEngine, chunk_tokens: int) -> float:
     return model.bytes_per_token * share(engine.codec, chunk_tokens, head_dim(model.config), model.dtype)
 
 
-def _check_room(engine: BlendEngine, needed: float) -> None:
+def check_room(store: KVStore, needed: float) -> None:
+    """Raise StoreFullError if a folder's disk has no room for that many bytes."""
     from kvrag.store import FileStore
 
-    store = folder(engine)
     if not isinstance(store, FileStore):  # a bucket has no size
         return
     free = shutil.disk_usage(Path(store.path)).free

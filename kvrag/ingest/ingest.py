@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvrag.backend.protocol import Encoder
+from kvrag.backend.protocol import Encoder, Outline
 from kvrag.config import BlendConfig, check_names
 from kvrag.control.tuning import Tuning
 from kvrag.errors import SettingError, reporting_memory
@@ -92,14 +92,11 @@ class _Tally:
     total: int = 0
 
 
-class Ingestion:
-    """Fills the store of one engine. Thread-safe; several processes may fill one store."""
+class Choosing:
+    """Chooses the variants of a document's texts. Runs no model."""
 
-    def __init__(
-        self, model: Encoder, store: KVStore, config: BlendConfig, codec: str, fingerprint: Fingerprint, tuning: Tuning
-    ) -> None:
-        self._model, self._store, self._config, self._codec = model, store, config, codec
-        self._fingerprint, self._tuning = fingerprint, tuning
+    def __init__(self, model: Outline, store: KVStore, config: BlendConfig, fingerprint: Fingerprint) -> None:
+        self._outline, self._store, self._config, self._fingerprint = model, store, config, fingerprint
 
     def tokenize(self, texts: Iterable[str], namespace: str = "") -> Texts:
         """Tokenize texts. Raises the errors of `BlendEngine.warm` for texts that cannot be chunks."""
@@ -113,8 +110,8 @@ class Ingestion:
         for number, text in enumerate(texts):
             if not isinstance(text, str):
                 raise SettingError(f"chunk {number} must be a string, got {type(text).__name__}")
-            ids = self._model.tokenizer.encode(text)
-            self._model.check_window(len(ids) + len(self._model.tokenizer.preamble), f"chunk {number}")
+            ids = self._outline.tokenizer.encode(text)
+            self._outline.check_window(len(ids) + len(self._outline.tokenizer.preamble), f"chunk {number}")
             tokens.append(ids)
             if len(ids) < least:
                 short.add(text)
@@ -126,6 +123,122 @@ class Ingestion:
                 "they are computed with the rest of the prompt"
             )
         return Texts(tokens, keys, len(short), warnings)
+
+    def is_warm(self, texts: Sequence[str], document: str, namespace: str = "") -> bool:
+        """Return whether `warm` with these texts of a document would encode nothing and change nothing."""
+        names = [document] * len(texts)
+        pieces = self._pieces(self.tokenize(texts, namespace), names, names, namespace, {})
+        states = self._look_up(pieces)
+        choices = self._choose(pieces, states, namespace, set())
+        held = self._store.documents(document, namespace).get(document, [])
+        return not _missing(choices, states) and held == sorted({choice.key for choice in choices})
+
+    def _pieces(
+        self,
+        given: Texts,
+        names: Sequence[str],
+        sources: Sequence[str],
+        namespace: str,
+        before: dict[str, list[int]],
+    ) -> list[_Piece]:
+        """Return the pieces to store: each text once per document and source, at its first position.
+
+        Args:
+            before: See `warm`.
+        """
+        pieces: dict[tuple[str, str, str], _Piece] = {}
+        contexts = self._headings if self._config.context == "headings" else self._preceding
+        for name, source, ids, key, context in zip(
+            names, sources, given.ids, given.keys, contexts(given.ids, sources, before), strict=True
+        ):
+            if key:
+                text = text_key(namespace, ids)
+                pieces.setdefault((name, source, text), _Piece(name, source, text, ids, context))
+        return list(pieces.values())
+
+    def _preceding(
+        self, texts: Sequence[list[int]], sources: Sequence[str], before: dict[str, list[int]]
+    ) -> Iterator[list[int]]:
+        """Yield the text that precedes each text in its source.
+
+        The context is cut back to `context_tokens` now and then. Until then, consecutive contexts share a prefix, which
+        is computed once for all of them.
+        """
+        blank = self._outline.tokenizer.encode("\n\n")
+        limit = self._config.context_tokens
+        for source, ids in zip(sources, texts, strict=True):
+            context = before.get(source, [])
+            if shared := _overlap(context, ids):
+                context = context[:-shared]
+            elif context:
+                context = [*context, *blank]
+            if self._cuts(context, ids):
+                context = context[max(0, len(context) - min(limit, self._room(ids))) :]
+            before[source] = [*context, *ids] if source and limit else []
+            yield context
+
+    def _cuts(self, context: Sequence[int], ids: Sequence[int]) -> bool:
+        """Return whether the context is cut back before this text.
+
+        Between the least and the most growth, the text itself decides, by a hash. So behind an edit the cuts soon are
+        where they were before. If the length alone decided, they would be shifted up to the end of the document.
+        """
+        length = len(self._outline.preamble) + len(context) + len(ids)
+        if length > min(self._outline.context_window, self._outline.stable_length):  # beyond that, nothing is shared
+            return True
+        limit = self._config.context_tokens
+        grown = len(context) - limit
+        least, most = (times * limit for times in _GROWTH)
+        return grown > most or (grown > least and int(text_key("", ids), 16) % (_CUTS * limit) < len(ids))
+
+    def _headings(
+        self, texts: Sequence[list[int]], sources: Sequence[str], before: dict[str, list[int]]
+    ) -> Iterator[list[int]]:
+        """Yield the title of each text's source and the headings above the text; `before` has those at its end."""
+        tokenizer = self._outline.tokenizer
+        for source, ids in zip(sources, texts, strict=True):
+            limit = min(self._config.context_tokens, self._room(ids)) if source else 0
+            path = tokenizer.decode(before[source]).split("\n\n") if before.get(source) else [title(source)]
+            context = tokenizer.encode("\n\n".join([*path, ""]))
+            yield context[max(0, len(context) - limit) :]
+            if limit:
+                before[source] = tokenizer.encode("\n\n".join(headings_after(path, tokenizer.decode(ids))))
+
+    def _room(self, ids: Sequence[int]) -> int:
+        """Return the number of tokens that the window has for the context of a text."""
+        return self._outline.context_window - len(self._outline.tokenizer.preamble) - len(ids)
+
+    def _look_up(self, pieces: Sequence[_Piece]) -> dict[str, TextState]:
+        return self._store.look_up(list(dict.fromkeys(piece.text for piece in pieces)))
+
+    def _choose(
+        self, pieces: Sequence[_Piece], states: Mapping[str, TextState], namespace: str, shared: set[str]
+    ) -> list[_Choice]:
+        """Choose the variant of each piece: with context, or encoded alone if the text is held elsewhere too.
+
+        Args:
+            shared: Texts held elsewhere with another context under the same source; adds to them.
+        """
+        sources = {text: set(state.sources) for text, state in states.items()}
+        for piece in pieces:
+            sources[piece.text].add(piece.source)
+        shared.update(text for text, state in states.items() if "" in state.sources.values())
+        several = shared | {text for text, names in sources.items() if len(names) > 1}
+        contexts = [[] if piece.text in several else piece.context for piece in pieces]
+        return [
+            _Choice(piece, self._fingerprint.chunk_key(piece.ids, context, namespace), context)
+            for piece, context in zip(pieces, contexts, strict=True)
+        ]
+
+
+class Ingestion(Choosing):
+    """Fills the store of one engine. Thread-safe; several processes may fill one store."""
+
+    def __init__(
+        self, model: Encoder, store: KVStore, config: BlendConfig, codec: str, fingerprint: Fingerprint, tuning: Tuning
+    ) -> None:
+        super().__init__(model, store, config, fingerprint)
+        self._model, self._codec, self._tuning = model, codec, tuning
 
     def warm(
         self,
@@ -202,103 +315,6 @@ class Ingestion:
             raise SettingError("forget needs the name of a document")
         check_names(document)
         return self._store.set_document(document, [], namespace)
-
-    def _pieces(
-        self,
-        given: Texts,
-        names: Sequence[str],
-        sources: Sequence[str],
-        namespace: str,
-        before: dict[str, list[int]],
-    ) -> list[_Piece]:
-        """Return the pieces to store: each text once per document and source, at its first position.
-
-        Args:
-            before: See `warm`.
-        """
-        pieces: dict[tuple[str, str, str], _Piece] = {}
-        contexts = self._headings if self._config.context == "headings" else self._preceding
-        for name, source, ids, key, context in zip(
-            names, sources, given.ids, given.keys, contexts(given.ids, sources, before), strict=True
-        ):
-            if key:
-                text = text_key(namespace, ids)
-                pieces.setdefault((name, source, text), _Piece(name, source, text, ids, context))
-        return list(pieces.values())
-
-    def _preceding(
-        self, texts: Sequence[list[int]], sources: Sequence[str], before: dict[str, list[int]]
-    ) -> Iterator[list[int]]:
-        """Yield the text that precedes each text in its source.
-
-        The context is cut back to `context_tokens` now and then. Until then, consecutive contexts share a prefix, which
-        is computed once for all of them.
-        """
-        blank = self._model.tokenizer.encode("\n\n")
-        limit = self._config.context_tokens
-        for source, ids in zip(sources, texts, strict=True):
-            context = before.get(source, [])
-            if shared := _overlap(context, ids):
-                context = context[:-shared]
-            elif context:
-                context = [*context, *blank]
-            if self._cuts(context, ids):
-                context = context[max(0, len(context) - min(limit, self._room(ids))) :]
-            before[source] = [*context, *ids] if source and limit else []
-            yield context
-
-    def _cuts(self, context: Sequence[int], ids: Sequence[int]) -> bool:
-        """Return whether the context is cut back before this text.
-
-        Between the least and the most growth, the text itself decides, by a hash. So behind an edit the cuts soon are
-        where they were before. If the length alone decided, they would be shifted up to the end of the document.
-        """
-        length = len(self._model.preamble) + len(context) + len(ids)
-        if length > min(self._model.context_window, self._model.stable_length):  # beyond that, nothing is shared
-            return True
-        limit = self._config.context_tokens
-        grown = len(context) - limit
-        least, most = (times * limit for times in _GROWTH)
-        return grown > most or (grown > least and int(text_key("", ids), 16) % (_CUTS * limit) < len(ids))
-
-    def _headings(
-        self, texts: Sequence[list[int]], sources: Sequence[str], before: dict[str, list[int]]
-    ) -> Iterator[list[int]]:
-        """Yield the title of each text's source and the headings above the text; `before` has those at its end."""
-        tokenizer = self._model.tokenizer
-        for source, ids in zip(sources, texts, strict=True):
-            limit = min(self._config.context_tokens, self._room(ids)) if source else 0
-            path = tokenizer.decode(before[source]).split("\n\n") if before.get(source) else [title(source)]
-            context = tokenizer.encode("\n\n".join([*path, ""]))
-            yield context[max(0, len(context) - limit) :]
-            if limit:
-                before[source] = tokenizer.encode("\n\n".join(headings_after(path, tokenizer.decode(ids))))
-
-    def _room(self, ids: Sequence[int]) -> int:
-        """Return the number of tokens that the window has for the context of a text."""
-        return self._model.context_window - len(self._model.tokenizer.preamble) - len(ids)
-
-    def _look_up(self, pieces: Sequence[_Piece]) -> dict[str, TextState]:
-        return self._store.look_up(list(dict.fromkeys(piece.text for piece in pieces)))
-
-    def _choose(
-        self, pieces: Sequence[_Piece], states: Mapping[str, TextState], namespace: str, shared: set[str]
-    ) -> list[_Choice]:
-        """Choose the variant of each piece: with context, or encoded alone if the text is held elsewhere too.
-
-        Args:
-            shared: Texts held elsewhere with another context under the same source; adds to them.
-        """
-        sources = {text: set(state.sources) for text, state in states.items()}
-        for piece in pieces:
-            sources[piece.text].add(piece.source)
-        shared.update(text for text, state in states.items() if "" in state.sources.values())
-        several = shared | {text for text, names in sources.items() if len(names) > 1}
-        contexts = [[] if piece.text in several else piece.context for piece in pieces]
-        return [
-            _Choice(piece, self._fingerprint.chunk_key(piece.ids, context, namespace), context)
-            for piece, context in zip(pieces, contexts, strict=True)
-        ]
 
     def _hold(self, choices: Sequence[_Choice], documents: Iterable[str], namespace: str, mode: Mode) -> None:
         """Record each document's holdings durably; chunks that no document relies on any more are removed."""

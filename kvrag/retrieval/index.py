@@ -209,6 +209,11 @@ class ChunkIndex:
         """Return the number of chunks per document, sorted by name."""
         return dict(self._read("SELECT document, count(*) FROM documents GROUP BY document ORDER BY document"))
 
+    def texts(self, document: str) -> list[str]:
+        """Return the chunks of a document, in order."""
+        query = "SELECT text FROM documents JOIN chunks ON id = chunk WHERE document = ? ORDER BY position"
+        return [text for (text,) in self._read(query, (document,))]
+
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return (N, E) unit vectors; loads the embedder on first use."""
         with own_team():

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvrag.server.app import create_app
-    from kvrag.server.corpus import Corpus
+    from kvrag.server.corpus import Corpus, CorpusInUseError
     from kvrag.server.run import bind, make_server, serve, url
     from kvrag.server.settings import ApiKey, ServerSettings
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "ApiKey": "settings",
     "Corpus": "corpus",
+    "CorpusInUseError": "corpus",
     "ServerSettings": "settings",
     "bind": "run",
     "create_app": "app",
@@ -21,7 +22,17 @@ _MODULES = {
     "url": "run",
 }
 
-__all__ = ["ApiKey", "Corpus", "ServerSettings", "bind", "create_app", "make_server", "serve", "url"]
+__all__ = [
+    "ApiKey",
+    "Corpus",
+    "CorpusInUseError",
+    "ServerSettings",
+    "bind",
+    "create_app",
+    "make_server",
+    "serve",
+    "url",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -71,6 +71,10 @@ class Status:
         return {"object": "corpus.document", **asdict(self)}
 
 
+class CorpusInUseError(StoreError):
+    """Another server works on the corpus."""
+
+
 class _Stopped(Exception):
     """The server stopped while a document was being encoded."""
 
@@ -98,7 +102,7 @@ class Corpus:
             namespace: Namespace of the chunks.
 
         Raises:
-            StoreError: Another server uses this folder.
+            CorpusInUseError: Another server uses this folder.
             StoreReadOnlyError: The folder is not writable.
         """
         self._engine, self._index, self._folder = engine, index, folder
@@ -110,7 +114,7 @@ class Corpus:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._tasks = _tasks_in(folder)
         except BlockingIOError:
-            raise StoreError(
+            raise CorpusInUseError(
                 f"another server uses the corpus in {folder}: use another --store, or --no-corpus"
             ) from None
         except OSError as error:
@@ -226,6 +230,23 @@ class Corpus:
             self._thread.join(patience)
         if not self._thread.is_alive():
             self._lock_file.close()  # releases the lock
+
+    def adopt(self) -> None:
+        """Queue what servers that have gone left in folders beside this one; newer tasks for a document win."""
+        for folder in self._folder.parent.glob("corpus*/"):
+            if folder == self._folder or not any(folder.glob("*.json")):
+                continue
+            with open(folder.with_suffix(".lock"), "ab") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                for number in _tasks_in(folder):
+                    task = _read_task(path := folder / f"{number:012}.json")
+                    with self._changed:
+                        if not task.error and self._latest(task.document) is None:
+                            self._put(task.action, task.document, task.texts, task.pages)
+                    path.unlink()
 
     def _work(self) -> None:
         while (task := self._await_task()) is not None:

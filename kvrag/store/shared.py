@@ -224,6 +224,15 @@ class SharedStore:
     def max_bytes(self, size: int) -> None:
         self._local.max_bytes = size
 
+    def sync(self) -> None:
+        """Take in what all machines have recorded until now.
+
+        Raises:
+            StoreError: The place cannot be reached.
+        """
+        self._check_open()
+        self._follower.pull_now()
+
     # ---------------------------------------------------------------- chunks
 
     def missing(self, keys: Sequence[str]) -> list[str]:

@@ -1479,6 +1479,19 @@ def test_a_chunk_that_moves_to_another_file_while_it_is_opened_is_found(
     assert store.open(record(1).key) is None
 
 
+def test_gc_evicts_what_a_killed_writer_left_beyond_the_budget(tmp_path: Path) -> None:
+    size = len(packed(record(0)))
+    with contextlib.closing(opened(tmp_path)) as killed:  # right before it would have evicted
+        for i in range(8):
+            killed.put([record(i)])
+    store = opened(tmp_path, max_bytes=5 * size + 2000)
+    assert store.stats().bytes > store.max_bytes  # type: ignore[operator]
+    store.gc()
+    assert store.stats().bytes <= store.max_bytes  # type: ignore[operator]
+    assert not store.missing([record(7).key])
+    store.close()
+
+
 def test_evicting_deletes_files_outside_of_any_transaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(tmp_path, max_bytes=5 * len(packed(record(0))) + 2000)
     for i in range(5):

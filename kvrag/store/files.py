@@ -191,8 +191,7 @@ class FileStore:
             self._unlink(row.file for row in rows)
             raise
         self._unlink(row.file for row in known)  # another writer was faster
-        if self.max_bytes is not None and self._manifest.num_bytes() > self.max_bytes:
-            self._evict(self.max_bytes)  # others have stored chunks since there was room
+        self.keep_budget()  # others have stored chunks since there was room
         return sum(row.num_bytes for row in rows) - sum(row.num_bytes for row in known)
 
     def _write(self, record: ChunkRecord) -> Row:
@@ -232,6 +231,11 @@ class FileStore:
                 f"the disk of {self.path} has {free / 1e9:.1f} GB free; {needed / 1e9:.3f} GB are needed and "
                 f"{self.min_free_bytes / 1e9:.1f} GB must stay free: free space, or choose another folder"
             )
+
+    def keep_budget(self) -> None:
+        """Evict beyond the budget."""
+        if self.max_bytes is not None and self._manifest.num_bytes() > self.max_bytes:
+            self._evict(self.max_bytes)
 
     def _evict(self, limit: int) -> None:
         """Remove the least recently used chunks until all take at most `limit` bytes."""
@@ -439,7 +443,7 @@ class FileStore:
         return ["sound", "repaired" if row else "adopted"]
 
     def gc(self, unused_days: float = UNUSED_DAYS) -> tuple[int, int]:
-        """Delete unneeded chunks and files; return (chunks, files) deleted.
+        """Delete unneeded chunks and files; return (chunks, files) deleted. Evicts beyond the budget.
 
         Unneeded are chunks that no document relies on, including chunks of requests unused for `unused_days`, files
         without a row, and quarantined files. Token ids of deleted texts are deleted from the manifest's log and from
@@ -450,6 +454,7 @@ class FileStore:
             self._manifest.release(self._manifest.unused_requests(time.time() - unused_days * 86400))
             unheld = self._manifest.unheld()
             self.remove(unheld)
+            self.keep_budget()  # a writer that was killed has not
             leftovers = self.delete_leftovers()
             if self._manifest.purge():
                 for path in self.catalog_folder.glob("*"):

@@ -625,6 +625,7 @@ class SharedStore:
         self._remote.delete_chunks(leftovers)
         self._log.trim()
         self._local.remove(self.missing(self._local.keys()))
+        self._local.keep_budget()
         self._local.delete_leftovers()
         if self._manifest.purge():
             for path in self.catalog_folder.glob("*"):

@@ -1487,8 +1487,7 @@ def test_gc_evicts_what_a_killed_writer_left_beyond_the_budget(tmp_path: Path) -
     store = opened(tmp_path, max_bytes=5 * size + 2000)
     assert store.stats().bytes > store.max_bytes  # type: ignore[operator]
     store.gc()
-    assert store.stats().bytes <= store.max_bytes  # type: ignore[operator]
-    assert not store.missing([record(7).key])
+    assert 0 < store.stats().bytes <= store.max_bytes  # type: ignore[operator]
     store.close()
 
 

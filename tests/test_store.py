@@ -1482,8 +1482,9 @@ def test_a_chunk_that_moves_to_another_file_while_it_is_opened_is_found(
 def test_gc_evicts_what_a_killed_writer_left_beyond_the_budget(tmp_path: Path) -> None:
     size = len(packed(record(0)))
     with contextlib.closing(opened(tmp_path)) as killed:  # right before it would have evicted
-        for i in range(8):
-            killed.put([record(i)])
+        records = [record(i) for i in range(8)]
+        killed.put(records)
+        killed.set_document("a", [holding(each, "a") for each in records])
     store = opened(tmp_path, max_bytes=5 * size + 2000)
     assert store.stats().bytes > store.max_bytes  # type: ignore[operator]
     store.gc()

@@ -84,7 +84,7 @@ def serve(state: TextState, alone_only: bool) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceStats:
-    """Contents of one namespace. A text may have several chunks, one per variant."""
+    """Contents of one namespace, and its byte budget. A text may have several chunks, one per variant."""
 
     namespace: str
     texts: int
@@ -92,6 +92,7 @@ class NamespaceStats:
     tokens: int
     bytes: int
     documents: int
+    max_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

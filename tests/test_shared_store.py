@@ -264,6 +264,127 @@ def test_chunks_read_ahead_arrive_once(machine: Machine, monkeypatch: pytest.Mon
     assert len(opened) == 2, "they are here"
 
 
+# ---------------------------------------------------------------- budgets
+
+
+def test_a_budget_is_for_all_machines(machine: Machine) -> None:
+    one, two = machine("one"), machine("two")
+    size = one.put([A])
+    two._log.pull()
+    assert has(two, A)
+    two.settle()
+    assert one.set_budget("", 3 * size) == 0
+    assert soon(lambda: two.budgets() == {"": 3 * size})
+    one.set_document("doc", held("doc", A))
+    for number in range(40, 48):
+        two.put([record(number)])
+        assert two._manifest.num_bytes("") <= 3 * size
+    one._log.pull()
+    assert one.missing([A.key]) == [A.key]
+    assert one.stats().bytes == two.stats().bytes <= 3 * size
+    assert one.open(A.key) is None
+    for store in (one, two):
+        assert store._local.missing([A.key]), "copies go, too"
+    assert len(chunks_in(one)) == one.stats().chunks
+    assert one.documents() == {"doc": [A.key]}
+
+
+def test_two_machines_that_evict_at_once_evict_for_their_need_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine("one"), machine("two")
+    size = one.put([record(number) for number in range(40, 50)]) // 10
+    two._log.pull()
+    for store in (one, two):
+        store._log.set_budget("", 5 * size)
+    real = two._log._append
+
+    def late(make: Any) -> Any:
+        monkeypatch.undo()
+        assert one._evict(5 * size, "") == 5
+        return real(make)
+
+    monkeypatch.setattr(two._log, "_append", late)
+    position = two._log.position
+    assert two._evict(5 * size, "") == 0
+    assert two.stats().chunks == 5
+    assert one._log.position == two._log.position == position + 1
+
+
+def test_a_machine_that_is_killed_while_it_evicts_leaves_objects_to_gc(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine("one"), machine("two")
+    size = one.put([A, B, C]) // 3
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one, "_delete", die)
+        with pytest.raises(KeyboardInterrupt):
+            one.set_budget("", size)
+    two._log.pull()
+    assert (two.stats().chunks, len(chunks_in(two))) == (1, 3)
+    assert two.budgets() == {"": size}
+    monkeypatch.setattr(shared, "_STALE_S", -5.0)
+    assert two.gc() == (1, 2), "one chunk has no document, two have no row"
+
+
+def test_what_is_popular_anywhere_stays_also_for_a_new_machine(machine: Machine) -> None:
+    one, two = machine("one"), machine("two")
+    records = [record(number) for number in range(40, 50)]
+    size = one.put(records) // 10
+    one.set_document("doc", held("doc", *records))
+    one.set_budget("", 20 * size)
+    two._log.pull()
+    for _ in range(3):
+        two.touch([records[3].key, records[7].key])
+    two._report_used(now=True)
+    one.gc()
+    new = machine("new")
+    assert new.budgets() == {"": 20 * size}
+    assert new._manifest.counter("clock") == one._manifest.counter("clock") > 0
+    assert new._manifest.coldest(0, 10) == one._manifest.coldest(0, 10)
+    assert new.set_budget("", 2 * size + size // 2) == 8
+    assert new.missing([chunk.key for chunk in records]) == [r.key for n, r in enumerate(records) if n not in (3, 7)]
+
+
+def test_a_snapshot_of_an_older_version_has_no_budgets(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = machine("one")
+    one.put([A])
+    one.set_document("doc", held("doc", A))
+    real = log._pack
+
+    def older(content: Any) -> bytes:
+        if isinstance(content, dict) and "holders" in content:
+            content = {name: content[name] for name in ("last", "damaged", "rows", "holders")}
+        return real(content)
+
+    monkeypatch.setattr(log, "_pack", older)
+    one.gc()
+    new = machine("new")
+    assert new.budgets() == {}
+    assert has(new, A)
+    assert len(new._manifest.coldest(0, 10)) == 1
+
+
+def test_changes_of_a_text_are_not_lost(machine: Machine) -> None:
+    """Such as speeds that several machines measure: the second is in between the first's reading and writing."""
+    one, two = machine("one"), machine("two")
+    turns: list[str | None] = []
+
+    def change(text: str | None) -> str:
+        turns.append(text)
+        if len(turns) < 3:
+            two.change_text("speed.json", lambda theirs: f"{theirs or ''}{len(turns)}")
+        return f"{text}!"
+
+    one.change_text("speed.json", change)
+    assert turns == [None, "1", "12"]
+    assert two.read_text("speed.json") == "12!"
+
+
 # ---------------------------------------------------------------- faults
 
 

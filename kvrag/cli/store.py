@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from math import inf
 from typing import TYPE_CHECKING
 
 from kvrag.cli.common import (
@@ -49,10 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _gib(text: str) -> float:
     """Return a size in GiB; infinity = none."""
-    size = float("inf") if text == "none" else float(text)
-    if not 1 / (1 << 30) <= size:
-        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-    return size
+    return inf if text == "none" else float(at_least(1 / (1 << 30), float)(text))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -167,7 +165,7 @@ def _check(store: AnyStore, as_json: bool) -> int:
 
 
 def _budget(store: AnyStore, namespace: str, gib: float, as_json: bool) -> int:
-    max_bytes = None if gib == float("inf") else int(gib * (1 << 30))
+    max_bytes = None if gib == inf else int(gib * (1 << 30))
     evicted = store.set_budget(namespace, max_bytes)
     if as_json:
         print(json.dumps({"namespace": namespace, "max_bytes": max_bytes, "evicted": evicted}))

@@ -392,6 +392,15 @@ class FileStore:
         """See KeepsTexts.write_text."""
         self._durably(self.path / name, text.encode())
 
+    def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
+        """See KeepsTexts.change_text."""
+        with self._manifest.transaction():  # one process at a time
+            try:
+                before = self.read_text(name)
+            except StoreError:
+                before = None
+            self.write_text(name, change(before))
+
     # ---------------------------------------------------------------- maintenance
 
     def stats(self) -> StoreStats:

@@ -725,7 +725,7 @@ def _add_columns(connection: sqlite3.Connection) -> None:
 def _add_scores(connection: sqlite3.Connection) -> None:
     """Fill in the rows of older versions: as if each chunk had been used once, when it was used last."""
     (rows, first, last) = connection.execute(
-        "SELECT count(*), min(used), max(used) FROM chunks WHERE score IS NULL"
+        "SELECT count(*), min(used), max(used) FROM chunks WHERE chunk_namespace IS NULL"
     ).fetchone()
     if not rows:
         return
@@ -733,8 +733,8 @@ def _add_scores(connection: sqlite3.Connection) -> None:
     clock = _clock(connection) + 1
     connection.execute(
         "UPDATE chunks SET chunk_namespace = (SELECT namespace FROM texts WHERE texts.text = chunks.text), score ="
-        " raised(NULL, 1, context_tokens + coalesce((SELECT num_tokens FROM texts WHERE texts.text = chunks.text), 0),"
-        " num_bytes, ? + (used - ?) / ?) WHERE score IS NULL",
+        " coalesce(score, raised(NULL, 1, context_tokens + (SELECT num_tokens FROM texts WHERE texts.text ="
+        " chunks.text), num_bytes, ? + (used - ?) / ?)) WHERE chunk_namespace IS NULL",
         (clock, last, max(last - first, 1.0)),
     )
     connection.execute("INSERT OR REPLACE INTO counters VALUES (?, ?)", (CLOCK, int(clock * _TICKS)))

@@ -534,6 +534,18 @@ class SharedStore:
         self._check_reachable()
         self._remote.write(name, text.encode())
 
+    def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
+        """See KeepsTexts.change_text."""
+        self._check_reachable()
+
+        def changed(content: bytes | None) -> bytes:
+            try:
+                return change(None if content is None else content.decode()).encode()
+            except UnicodeDecodeError:
+                return change(None).encode()
+
+        self._remote.change(name, changed)
+
     # ---------------------------------------------------------------- publications, such as an index for retrieval
 
     def publications(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import shutil
 import sys
 import time
@@ -38,7 +39,7 @@ from kvrag import (
 from kvrag.cli.main import main
 from kvrag.fingerprint import text_key
 from kvrag.retrieval.mirror import SharedIndex
-from kvrag.store import Holding, log, open_store, serve, shared
+from kvrag.store import Holding, follower, log, open_store, serve, shared
 from kvrag.store.objects import ObjectStore
 from kvrag.store.urls import connect
 from kvrag.store.valkey import ValkeyStore
@@ -619,7 +620,7 @@ def test_a_prompt_waits_for_the_log_once_and_for_a_moment(machine: Machine, monk
     for _ in range(5):
         one.removals()
         one.look_up([text(A)])
-    assert waits == [shared._WAIT_S]
+    assert waits == [follower._WAIT_S]
 
 
 @pytest.mark.parametrize("fault", ["500", "hang", "cut"])
@@ -888,17 +889,34 @@ def test_the_command_line_copies_and_looks_into_a_shared_store(
     folder.put([A, B, behind])
     folder.set_document("doc", held("doc", behind, B))
     folder.set_document("other", [Holding(text(A), A.key, "x")], "")
+    folder.set_budget("", 10**6)
     before = folder.look_up([text(A), text(B)])
     folder.close()
     cache = ["--store-cache", str(tmp_path / "cache")]
     assert main(["store", "stats", "--store", url, *cache]) == 1
     assert "has no store: create one with `kvrag warm PATH" in capsys.readouterr().err
     assert main(["store", "copy", str(tmp_path / "kv"), url, *cache]) == 0
-    assert "3 chunks copied" in capsys.readouterr().out
+    copied = capsys.readouterr()
+    assert "3 chunks copied" in copied.out
+    assert f"is not copied: run `kvrag warm DOCS --store {url}`, which encodes nothing" in copied.err
     assert main(["store", "copy", str(tmp_path / "kv"), url, *cache]) == 0
     assert "0 chunks copied (0 B), 3 were there; 2 documents" in capsys.readouterr().out
     assert main(["store", "stats", "--store", url, *cache]) == 0
     assert "copies     0 chunks" in capsys.readouterr().out
+    assert main(["store", "budget", "--store", url, *cache]) == 1
+    assert "budget needs --gib N, or --gib none" in capsys.readouterr().err
+    assert main(["store", "budget", "--store", url, "--namespace", "us", "--gib", "0.5", *cache]) == 0
+    assert capsys.readouterr().out == "us: 512.0 MiB\n"
+    assert main(["store", "stats", "--store", url, *cache]) == 0
+    stats = capsys.readouterr().out
+    assert re.search(r"\(default\) .* 976\.6 KiB +2\n", stats), stats
+    assert re.search(r"us +0 .* 512\.0 MiB +0\n", stats), stats
+    assert main(["store", "budget", "--store", url, "--namespace", "us", "--gib", "none", "--json", *cache]) == 0
+    assert json.loads(capsys.readouterr().out) == {"namespace": "us", "max_bytes": None, "evicted": 0}
+    for wrong in ("0", "-1", "much", "nan"):
+        with pytest.raises(SystemExit):
+            main(["store", "budget", "--store", url, "--gib", wrong, *cache])
+        assert "--gib" in capsys.readouterr().err
     assert main(["store", "check", "--store", url, *cache]) == 0
     assert main(["store", "gc", "--store", url, *cache]) == 0
     assert main(["store", "copy", url, str(tmp_path / "back"), *cache, "--to-codec", "int8"]) == 0
@@ -910,6 +928,7 @@ def test_the_command_line_copies_and_looks_into_a_shared_store(
     assert "chunks in int8 cannot be converted" in capsys.readouterr().err
     same = FileStore(tmp_path / "same", min_free_bytes=0)
     assert same.look_up([text(A), text(B)]) == before
+    assert same.budgets() == {"": 10**6}
     assert has(same, behind)
     same.close()
     back = FileStore(tmp_path / "back", min_free_bytes=0)

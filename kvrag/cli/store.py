@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _gib(text: str) -> float:
     """Return a size in GiB; infinity = none."""
-    return inf if text == "none" else float(at_least(1 / (1 << 30), float)(text))
+    return inf if text == "none" else float(at_least(0.001, float)(text))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,6 +108,11 @@ def _copy(args: argparse.Namespace) -> int:
             f"{done.copied} chunks copied ({human_bytes(done.bytes)}), {done.present} were there; "
             f"{done.documents} documents"
         )
+        if done.documents:
+            say(
+                "the index for `kvrag ask` and the server's corpus is not copied: "
+                f"run `kvrag warm DOCS --store {target}`, which encodes nothing"
+            )
         if done.unreadable:
             say(f"{done.unreadable} chunks could not be read and were left out: run `kvrag store check` on the source")
     return 1 if done.unreadable else 0

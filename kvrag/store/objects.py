@@ -135,7 +135,7 @@ class ObjectStore:
             mode: Any = "create"
             with suppress(FileNotFoundError), self._translated():
                 found = obstore.get(self._reader, name)
-                mode = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}  # type: ignore[literal-required]
+                mode = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
                 before = bytes(found.bytes())
             with suppress(AlreadyExistsError, PreconditionError), self._translated(writing=True):
                 obstore.put(self._writer, name, change(before), mode=mode, use_multipart=False)

@@ -39,7 +39,8 @@ from kvrag import (
 from kvrag.cli.main import main
 from kvrag.fingerprint import text_key
 from kvrag.retrieval.mirror import SharedIndex
-from kvrag.store import Holding, follower, log, open_store, serve, shared
+from kvrag.store import Holding, log, open_store, serve, shared
+from kvrag.store import follower as following
 from kvrag.store.objects import ObjectStore
 from kvrag.store.urls import connect
 from kvrag.store.valkey import ValkeyStore
@@ -585,7 +586,7 @@ def test_while_the_place_is_away_only_what_was_encoded_alone_is_served(
 
     assert served() == [behind.key, alone.key]
     monkeypatch.setattr(shared, "_TRUST_S", 0.2)
-    monkeypatch.setattr(shared, "_RETRY_S", 0.05)
+    monkeypatch.setattr("kvrag.store.follower._RETRY_S", 0.05)
 
     def away(*_: object) -> Any:
         raise StoreError("the network is down")
@@ -620,7 +621,7 @@ def test_a_prompt_waits_for_the_log_once_and_for_a_moment(machine: Machine, monk
     for _ in range(5):
         one.removals()
         one.look_up([text(A)])
-    assert waits == [follower._WAIT_S]
+    assert waits == [following._WAIT_S]
 
 
 @pytest.mark.parametrize("fault", ["500", "hang", "cut"])
@@ -630,7 +631,7 @@ def test_a_bucket_that_fails_costs_time_and_nothing_else(
     """Errors of the server, no answers, answers that end half way: the answer stays that of full prefill."""
     for name, seconds in {"objects.TIMEOUT_S": 1.0, "objects._WRITE_S": 1.0, "objects._RETRIES": 1}.items():
         monkeypatch.setattr(f"kvrag.store.{name}", seconds)
-    monkeypatch.setattr(shared, "_RETRY_S", 0.1)
+    monkeypatch.setattr("kvrag.store.follower._RETRY_S", 0.1)
     faults = Faults(s3)
     prompt: Any = messages(*CHUNKS)
     url = faults.url.replace("PLACE", f"faults-{fault}")

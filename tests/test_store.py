@@ -955,12 +955,16 @@ def test_least_recently_used_chunks_make_room(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_corpus_larger_than_the_budget_is_pointed_out(model: Model, tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_namespace", [False, True])
+def test_a_corpus_larger_than_the_budget_is_pointed_out(model: Model, tmp_path: Path, of_namespace: bool) -> None:
     texts = [f"{CHUNKS[i % 4]} Number {i} of the series is the {i * 7}th of its kind." for i in range(12)]
     with BlendEngine(model, FileStore(tmp_path / "a", min_free_bytes=0)) as engine:
         assert engine.warm(texts).warnings == ()
         size = engine.store.stats().bytes
-    with BlendEngine(model, FileStore(tmp_path / "b", max_bytes=size // 2, min_free_bytes=0)) as engine:
+    store = FileStore(tmp_path / "b", max_bytes=None if of_namespace else size // 2, min_free_bytes=0)
+    if of_namespace:
+        store.set_budget("", size // 2)
+    with BlendEngine(model, store) as engine:
         warnings: list[str] = []
         for half in (texts[:3], texts[3:6], texts[:6] + texts[6:9]):
             warnings += engine.warm(half).warnings

@@ -1654,6 +1654,21 @@ def test_other_stores_are_read_and_never_written(tmp_path: Path, monkeypatch: py
     live.close()
 
 
+def test_other_stores_that_cannot_be_read_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("broken", "sound"):
+        opened(tmp_path / name).close()
+    real = os.stat
+
+    def stat(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if "broken" in os.fspath(path):
+            raise OSError(errno.EIO, "Input/output error", os.fspath(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert [other.path.name for other in other_stores(tmp_path / "mine")] == ["sound"]
+
+
 # ---------------------------------------------------------------- the command line
 
 

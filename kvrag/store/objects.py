@@ -121,8 +121,9 @@ class ObjectStore:
 
     def write(self, name: str, content: bytes) -> None:
         """See Remote.write."""
+        connection = self._reader if len(content) <= _BEGINNING else self._writer  # a request may wait for small ones
         with self._translated(writing=True):
-            obstore.put(self._writer, name, content, use_multipart=False)
+            obstore.put(connection, name, content, use_multipart=False)
 
     def names(self, prefix: str) -> list[str]:
         """See Remote.names."""

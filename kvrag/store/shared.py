@@ -93,6 +93,7 @@ class SharedStore:
         cache_bytes: int = CACHE_BYTES,
         min_free_bytes: int = 1 << 30,
         keep_copies: bool = True,
+        always_follow: bool = False,
     ) -> None:
         """Connect to the place.
 
@@ -102,6 +103,8 @@ class SharedStore:
             cache_bytes: Byte budget of the local copies of chunks; the least recently used go first.
             min_free_bytes: No copies are made beyond this much free space on the local disk.
             keep_copies: Copy chunks that are read or stored into the local folder.
+            always_follow: Follow the log also while there are no prompts, so that none waits for it after a pause. For
+                callers that must not wait for a network.
 
         Raises:
             SettingError: The URL is wrong, or a package is missing.
@@ -113,7 +116,7 @@ class SharedStore:
         self.url = self._remote.url
         self._place = Path(cache).expanduser().resolve() if cache is not None else default_cache()
         self._name = blake2b(f"{without_password(url)}?{url.partition('?')[2]}".encode(), digest_size=8).hexdigest()
-        self.keep_copies = keep_copies
+        self.keep_copies, self._always_follow = keep_copies, always_follow
         self._settings = {"max_bytes": cache_bytes, "min_free_bytes": min_free_bytes}
         self._is_open = self._is_closed = False
         self._mine: dict[str, str] = {}  # parts of the fingerprint that this store is bound to
@@ -183,7 +186,7 @@ class SharedStore:
         self._used: set[str] = set()
         self._used_since = time.monotonic()
         self._is_open = True
-        self._follower = _Follower(self._pull, self.url)
+        self._follower = _Follower(self._pull, self.url, self._always_follow)
         try:
             self._follower.pull_now()
         except BaseException:
@@ -663,10 +666,10 @@ class SharedStore:
 
 
 class _Follower:
-    """Follows the log in a thread, as long as somebody asks."""
+    """Follows the log in a thread, as long as somebody asks, or always: then nobody waits."""
 
-    def __init__(self, pull: Callable[[], None], url: str) -> None:
-        self._pull, self._url = pull, url
+    def __init__(self, pull: Callable[[], None], url: str, always: bool) -> None:
+        self._pull, self._url, self._always = pull, url, always
         self._changed = threading.Condition()
         self._asked = self._current = self._waited = self._tried = float("-inf")
         self.is_failing = False
@@ -680,6 +683,8 @@ class _Follower:
 
     def glance(self) -> None:
         """Ask for a current copy, and wait for it for a moment: not if it is fresh, and at most once a second."""
+        if self._always:
+            return
         now = time.monotonic()
         self._asked = now
         self._wanted.set()
@@ -715,10 +720,11 @@ class _Follower:
 
     def _work(self) -> None:
         while not self._closed.is_set():
-            self._wanted.wait()
-            if time.monotonic() - self._asked > _IDLE_S:
-                self._wanted.clear()
-                continue
+            if not self._always:
+                self._wanted.wait()
+                if time.monotonic() - self._asked > _IDLE_S:
+                    self._wanted.clear()
+                    continue
             try:
                 self.pull_now()
             except StoreError as error:

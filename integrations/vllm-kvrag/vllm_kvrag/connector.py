@@ -91,7 +91,7 @@ class KvragConnector(KVConnectorBase_V1):
         self._vllm_config, self._cache_config = vllm_config, kv_cache_config
         self._settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config)
         self._fingerprint = fingerprint_of(vllm_config.model_config)
-        self._store = _open(self._settings)
+        self._store = open_store(self._settings)
         self._store.bind(self._fingerprint.stored_as(self._settings.codec))
         self._matching: Matching | None = None
         self._turns: Turns | None = None
@@ -258,7 +258,7 @@ class KvragConnector(KVConnectorBase_V1):
         self._store.close()
 
 
-def _open(settings: ConnectorSettings) -> KVStore:
+def open_store(settings: ConnectorSettings) -> KVStore:
     """Open the store. All processes of an engine share one local folder of a shared store, and none waits for its log.
 
     Raises:

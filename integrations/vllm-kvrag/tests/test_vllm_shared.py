@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 from places import Bucket, Faults, Server, run_s3, run_valkey
-from vllm_engines import CHUNKS, QUESTION, Engine, checkpoint, prompt_of, reference, started, until
+from vllm_engines import CHUNKS, QUESTION, Engine, checkpoint, lines, prompt_of, reference, started, until
 from vllm_kvrag.connector import open_store
 from vllm_kvrag.params import ConnectorSettings
 
@@ -93,7 +95,8 @@ def test_a_place_that_does_not_answer_stops_nobody(
     s3: Bucket, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("shared", "objects", "remote"):
-        monkeypatch.setattr(f"kvrag.store.{name}.TIMEOUT_S", 4.0)
+        monkeypatch.setattr(f"kvrag.store.{name}.TIMEOUT_S", 3.0)
+    monkeypatch.setattr("kvrag.store.objects._WRITE_S", 1.0)
     monkeypatch.setattr("kvrag.store.objects._RETRIES", 0)
     monkeypatch.setattr(shared, "_RETRY_S", 0.1)
     model, settings = checkpoint("llama", folder), {"ratio": 1.0, "policy": "query"}
@@ -184,6 +187,26 @@ def test_kv_of_a_text_that_may_be_shared_by_now_is_not_found_in_pages(
         monkeypatch.setattr(follower, "_pull", pull)
         until(engine, lambda: follower.age() < 5)
         assert engine.ask(prompt, ratio=0.15).report["reused_tokens"] == before["reused_tokens"]  # type: ignore[index]
+
+
+def test_processes_agree_on_what_only_one_of_them_can_read(s3: Bucket, folder: Path, tmp_path: Path) -> None:
+    """Two processes per model; of those that read a chunk from the place, the second one gets an error."""
+    model, place = checkpoint("llama", folder), "parallel"
+    with reference(model, SharedStore(s3.url.replace("PLACE", place), tmp_path / "one")) as own:
+        own.warm(CHUNKS[:4], document="a")
+    with closing(Faults(s3)) as faults:
+        faults.mode = "once"
+        script = [sys.executable, str(Path(__file__).parent / "run_shared.py"), str(model)]
+        script += [faults.url.replace("PLACE", place), str(tmp_path / "two")]
+        done = subprocess.run(script, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert faults.refused
+    *rounds, warmed = lines(done.stdout)
+    assert all(each["tokens"] == each["full"] for each in rounds)
+    assert rounds[0]["reused"] == 0
+    assert rounds[-1]["reused"] > 150
+    assert warmed["new"] == 1
+    assert len(list((tmp_path / "two").iterdir())) == 1
 
 
 def test_a_wrong_place_ends_the_start(s3: Bucket, folder: Path, tmp_path: Path) -> None:

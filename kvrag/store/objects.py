@@ -40,6 +40,8 @@ _REASONS = re.compile(
     re.IGNORECASE,
 )
 
+_process: int | None = None  # that has used obstore: its threads do not survive a fork, so a child would wait forever
+
 
 class ObjectStore:
     """A prefix of a bucket; see Remote. Credentials come from the environment, as in the tools of each provider."""
@@ -51,8 +53,15 @@ class ObjectStore:
             options: `endpoint` and `region` of s3, `account` and `endpoint` of az.
 
         Raises:
-            SettingError: The URL has no bucket or an unknown option.
+            SettingError: The URL has no bucket or an unknown option, or this process was forked from one with a store.
         """
+        global _process
+        if _process not in (None, os.getpid()):
+            raise SettingError(
+                f"{url} cannot be used in a process that was forked from one that has used an object store: start it "
+                'with multiprocessing\'s "spawn", for vLLM VLLM_WORKER_MULTIPROC_METHOD=spawn'
+            )
+        _process = os.getpid()
         self.url, self._scheme, self._bucket = url, scheme, bucket
         if not bucket:
             raise SettingError(f"{url} names no bucket: use {scheme}://BUCKET/PREFIX")

@@ -91,8 +91,12 @@ class KvragConnector(KVConnectorBase_V1):
         self._vllm_config, self._cache_config = vllm_config, kv_cache_config
         self._settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config)
         self._fingerprint = fingerprint_of(vllm_config.model_config)
-        self._store = open_store(self._settings)
-        self._store.bind(self._fingerprint.stored_as(self._settings.codec))
+        try:
+            self._store = open_store(self._settings)
+            self._store.bind(self._fingerprint.stored_as(self._settings.codec))
+        except KvragError as error:
+            logger.error("vLLM cannot start: %s", error)  # vLLM adds tracebacks of several processes
+            raise error from None  # the message has the cause
         self._matching: Matching | None = None
         self._turns: Turns | None = None
         self._jobs: Jobs | None = None

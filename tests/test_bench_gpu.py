@@ -46,6 +46,8 @@ def test_every_part_has_a_result(tiny: None, tmp_path: Path, capsys: pytest.Capt
     assert "aten::" in parts["tiny: profile"]["result"]
     said = capsys.readouterr().out
     assert "query" in said
+    assert parts["tiny: 8 answers together"]["result"]["together"] > 0
+    assert "tiny: 32 answers together: " in said
     assert "of the model's own forward pass" in said
 
 

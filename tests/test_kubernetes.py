@@ -116,8 +116,8 @@ def test_commands_are_kvrags_and_agree(variant: str) -> None:
     assert len({(args.store, args.store_cache) for args in commands.values()}) == 1
     assert len({(commands[name].model, commands[name].codec) for name in ("serve", "warm")}) == 1
     connect(commands["serve"].store).close()  # the URL is well formed
-    serve._settings(commands["serve"])
-    serve._config(commands["serve"])
+    serve.read_settings(commands["serve"])
+    serve.read_config(commands["serve"])
     others = {container["image"] for _, container in pods(variant)} - {IMAGE}
     assert others == ({"valkey/valkey:9.1.2"} if variant == "valkey" else set())
 

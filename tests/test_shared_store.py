@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import multiprocessing
+import re
 import shutil
 import sys
 import time
@@ -40,6 +41,7 @@ from kvrag.cli.main import main
 from kvrag.fingerprint import text_key
 from kvrag.retrieval.mirror import SharedIndex
 from kvrag.store import Holding, log, open_store, serve, shared
+from kvrag.store import follower as following
 from kvrag.store.objects import ObjectStore
 from kvrag.store.urls import connect
 from kvrag.store.valkey import ValkeyStore
@@ -265,6 +267,127 @@ def test_chunks_read_ahead_arrive_once(machine: Machine, monkeypatch: pytest.Mon
     assert len(opened) == 2, "they are here"
 
 
+# ---------------------------------------------------------------- budgets
+
+
+def test_a_budget_is_for_all_machines(machine: Machine) -> None:
+    one, two = machine("one"), machine("two")
+    size = one.put([A])
+    two._log.pull()
+    assert has(two, A)
+    two.settle()
+    assert one.set_budget("", 3 * size) == 0
+    assert soon(lambda: two.budgets() == {"": 3 * size})
+    one.set_document("doc", held("doc", A))
+    for number in range(40, 48):
+        two.put([record(number)])
+        assert two._manifest.num_bytes("") <= 3 * size
+    one._log.pull()
+    assert one.missing([A.key]) == [A.key]
+    assert one.stats().bytes == two.stats().bytes <= 3 * size
+    assert one.open(A.key) is None
+    for store in (one, two):
+        assert store._local.missing([A.key]), "copies go, too"
+    assert len(chunks_in(one)) == one.stats().chunks
+    assert one.documents() == {"doc": [A.key]}
+
+
+def test_two_machines_that_evict_at_once_evict_for_their_need_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine("one"), machine("two")
+    size = one.put([record(number) for number in range(40, 50)]) // 10
+    two._log.pull()
+    for store in (one, two):
+        store._log.set_budget("", 5 * size)
+    real = two._log._append
+
+    def late(make: Any) -> Any:
+        monkeypatch.undo()
+        assert one._evict(5 * size, "") == 5
+        return real(make)
+
+    monkeypatch.setattr(two._log, "_append", late)
+    position = two._log.position
+    assert two._evict(5 * size, "") == 0
+    assert two.stats().chunks == 5
+    assert one._log.position == two._log.position == position + 1
+
+
+def test_a_machine_that_is_killed_while_it_evicts_leaves_objects_to_gc(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine("one"), machine("two")
+    size = one.put([A, B, C]) // 3
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one, "_delete", die)
+        with pytest.raises(KeyboardInterrupt):
+            one.set_budget("", size)
+    two._log.pull()
+    assert (two.stats().chunks, len(chunks_in(two))) == (1, 3)
+    assert two.budgets() == {"": size}
+    monkeypatch.setattr(shared, "_STALE_S", -5.0)
+    assert two.gc() == (1, 2), "one chunk has no document, two have no row"
+
+
+def test_what_is_popular_anywhere_stays_also_for_a_new_machine(machine: Machine) -> None:
+    one, two = machine("one"), machine("two")
+    records = [record(number) for number in range(40, 50)]
+    size = one.put(records) // 10
+    one.set_document("doc", held("doc", *records))
+    one.set_budget("", 20 * size)
+    two._log.pull()
+    for _ in range(3):
+        two.touch([records[3].key, records[7].key])
+    two._report_used(now=True)
+    one.gc()
+    new = machine("new")
+    assert new.budgets() == {"": 20 * size}
+    assert new._manifest.counter("clock") == one._manifest.counter("clock") > 0
+    assert new._manifest.coldest(0, 10) == one._manifest.coldest(0, 10)
+    assert new.set_budget("", 2 * size + size // 2) == 8
+    assert new.missing([chunk.key for chunk in records]) == [r.key for n, r in enumerate(records) if n not in (3, 7)]
+
+
+def test_a_snapshot_of_an_older_version_has_no_budgets(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = machine("one")
+    one.put([A])
+    one.set_document("doc", held("doc", A))
+    real = log._pack
+
+    def older(content: Any) -> bytes:
+        if isinstance(content, dict) and "holders" in content:
+            content = {name: content[name] for name in ("last", "damaged", "rows", "holders")}
+        return real(content)
+
+    monkeypatch.setattr(log, "_pack", older)
+    one.gc()
+    new = machine("new")
+    assert new.budgets() == {}
+    assert has(new, A)
+    assert len(new._manifest.coldest(0, 10)) == 1
+
+
+def test_changes_of_a_text_are_not_lost(machine: Machine) -> None:
+    """Such as speeds that several machines measure: the second is in between the first's reading and writing."""
+    one, two = machine("one"), machine("two")
+    turns: list[str | None] = []
+
+    def change(text: str | None) -> str:
+        turns.append(text)
+        if len(turns) < 3:
+            two.change_text("speed.json", lambda theirs: f"{theirs or ''}{len(turns)}")
+        return f"{text}!"
+
+    one.change_text("speed.json", change)
+    assert turns == [None, "1", "12"]
+    assert two.read_text("speed.json") == "12!"
+
+
 # ---------------------------------------------------------------- faults
 
 
@@ -485,7 +608,7 @@ def test_while_the_place_is_away_only_what_was_encoded_alone_is_served(
 
     assert served() == [behind.key, alone.key]
     monkeypatch.setattr(shared, "_TRUST_S", 0.2)
-    monkeypatch.setattr(shared, "_RETRY_S", 0.05)
+    monkeypatch.setattr("kvrag.store.follower._RETRY_S", 0.05)
 
     def away(*_: object) -> Any:
         raise StoreError("the network is down")
@@ -520,7 +643,7 @@ def test_a_prompt_waits_for_the_log_once_and_for_a_moment(machine: Machine, monk
     for _ in range(5):
         one.removals()
         one.look_up([text(A)])
-    assert waits == [shared._WAIT_S]
+    assert waits == [following._WAIT_S]
 
 
 @pytest.mark.parametrize("fault", ["500", "hang", "cut"])
@@ -530,7 +653,7 @@ def test_a_bucket_that_fails_costs_time_and_nothing_else(
     """Errors of the server, no answers, answers that end half way: the answer stays that of full prefill."""
     for name, seconds in {"objects.TIMEOUT_S": 1.0, "objects._WRITE_S": 1.0, "objects._RETRIES": 1}.items():
         monkeypatch.setattr(f"kvrag.store.{name}", seconds)
-    monkeypatch.setattr(shared, "_RETRY_S", 0.1)
+    monkeypatch.setattr("kvrag.store.follower._RETRY_S", 0.1)
     faults = Faults(s3)
     prompt: Any = messages(*CHUNKS)
     url = faults.url.replace("PLACE", f"faults-{fault}")
@@ -803,17 +926,34 @@ def test_the_command_line_copies_and_looks_into_a_shared_store(
     folder.put([A, B, behind])
     folder.set_document("doc", held("doc", behind, B))
     folder.set_document("other", [Holding(text(A), A.key, "x")], "")
+    folder.set_budget("", 10**6)
     before = folder.look_up([text(A), text(B)])
     folder.close()
     cache = ["--store-cache", str(tmp_path / "cache")]
     assert main(["store", "stats", "--store", url, *cache]) == 1
     assert "has no store: create one with `kvrag warm PATH" in capsys.readouterr().err
     assert main(["store", "copy", str(tmp_path / "kv"), url, *cache]) == 0
-    assert "3 chunks copied" in capsys.readouterr().out
+    copied = capsys.readouterr()
+    assert "3 chunks copied" in copied.out
+    assert f"is not copied: run `kvrag warm DOCS --store {url}`, which encodes nothing" in copied.err
     assert main(["store", "copy", str(tmp_path / "kv"), url, *cache]) == 0
     assert "0 chunks copied (0 B), 3 were there; 2 documents" in capsys.readouterr().out
     assert main(["store", "stats", "--store", url, *cache]) == 0
     assert "copies     0 chunks" in capsys.readouterr().out
+    assert main(["store", "budget", "--store", url, *cache]) == 1
+    assert "budget needs --gib N, or --gib none" in capsys.readouterr().err
+    assert main(["store", "budget", "--store", url, "--namespace", "us", "--gib", "0.5", *cache]) == 0
+    assert capsys.readouterr().out == "us: 512.0 MiB\n"
+    assert main(["store", "stats", "--store", url, *cache]) == 0
+    stats = capsys.readouterr().out
+    assert re.search(r"\(default\) .* 976\.6 KiB +2\n", stats), stats
+    assert re.search(r"us +0 .* 512\.0 MiB +0\n", stats), stats
+    assert main(["store", "budget", "--store", url, "--namespace", "us", "--gib", "none", "--json", *cache]) == 0
+    assert json.loads(capsys.readouterr().out) == {"namespace": "us", "max_bytes": None, "evicted": 0}
+    for wrong in ("0", "-1", "much", "nan"):
+        with pytest.raises(SystemExit):
+            main(["store", "budget", "--store", url, "--gib", wrong, *cache])
+        assert "--gib" in capsys.readouterr().err
     assert main(["store", "check", "--store", url, *cache]) == 0
     assert main(["store", "gc", "--store", url, *cache]) == 0
     assert main(["store", "copy", url, str(tmp_path / "back"), *cache, "--to-codec", "int8"]) == 0
@@ -825,6 +965,7 @@ def test_the_command_line_copies_and_looks_into_a_shared_store(
     assert "chunks in int8 cannot be converted" in capsys.readouterr().err
     same = FileStore(tmp_path / "same", min_free_bytes=0)
     assert same.look_up([text(A), text(B)]) == before
+    assert same.budgets() == {"": 10**6}
     assert has(same, behind)
     same.close()
     back = FileStore(tmp_path / "back", min_free_bytes=0)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -954,12 +955,16 @@ def test_least_recently_used_chunks_make_room(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_corpus_larger_than_the_budget_is_pointed_out(model: Model, tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_namespace", [False, True])
+def test_a_corpus_larger_than_the_budget_is_pointed_out(model: Model, tmp_path: Path, of_namespace: bool) -> None:
     texts = [f"{CHUNKS[i % 4]} Number {i} of the series is the {i * 7}th of its kind." for i in range(12)]
     with BlendEngine(model, FileStore(tmp_path / "a", min_free_bytes=0)) as engine:
         assert engine.warm(texts).warnings == ()
         size = engine.store.stats().bytes
-    with BlendEngine(model, FileStore(tmp_path / "b", max_bytes=size // 2, min_free_bytes=0)) as engine:
+    store = FileStore(tmp_path / "b", max_bytes=None if of_namespace else size // 2, min_free_bytes=0)
+    if of_namespace:
+        store.set_budget("", size // 2)
+    with BlendEngine(model, store) as engine:
         warnings: list[str] = []
         for half in (texts[:3], texts[3:6], texts[:6] + texts[6:9]):
             warnings += engine.warm(half).warnings
@@ -1479,6 +1484,19 @@ def test_a_chunk_that_moves_to_another_file_while_it_is_opened_is_found(
     assert store.open(record(1).key) is None
 
 
+def test_gc_evicts_what_a_killed_writer_left_beyond_the_budget(tmp_path: Path) -> None:
+    size = len(packed(record(0)))
+    with contextlib.closing(opened(tmp_path)) as killed:  # right before it would have evicted
+        records = [record(i) for i in range(8)]
+        killed.put(records)
+        killed.set_document("a", [holding(each, "a") for each in records])
+    store = opened(tmp_path, max_bytes=5 * size + 2000)
+    assert store.stats().bytes > store.max_bytes  # type: ignore[operator]
+    store.gc()
+    assert 0 < store.stats().bytes <= store.max_bytes  # type: ignore[operator]
+    store.close()
+
+
 def test_evicting_deletes_files_outside_of_any_transaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(tmp_path, max_bytes=5 * len(packed(record(0))) + 2000)
     for i in range(5):
@@ -1495,6 +1513,36 @@ def test_evicting_deletes_files_outside_of_any_transaction(tmp_path: Path, monke
     assert states
     assert not any(states)
     store.close()
+
+
+def test_changes_of_a_text_by_several_processes_are_not_lost(tmp_path: Path) -> None:
+    stores = [opened(tmp_path), opened(tmp_path)]
+
+    def add(number: int) -> None:
+        for turn in range(8):
+            stores[number].change_text("speed.json", lambda text, turn=turn: f"{text or ''} {number}-{turn}")  # type: ignore[misc]
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(add, (0, 1)))
+    written = stores[0].read_text("speed.json")
+    assert written is not None
+    assert sorted(written.split()) == [f"{number}-{turn}" for number in (0, 1) for turn in range(8)]
+    (tmp_path / "speed.json").write_bytes(b"\xff")
+    stores[0].change_text("speed.json", lambda text: f"{text}")
+    assert stores[0].read_text("speed.json") == "None", "damaged: written anew"
+    for store in stores:
+        store.close()
+
+
+def test_a_budget_that_cannot_be_written_is_a_full_disk_and_changes_nothing(store: FileStore) -> None:
+    store.put([record(i) for i in range(4)])
+    pages = store._manifest._writer.execute("PRAGMA page_count").fetchone()[0]
+    store._manifest._writer.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(StoreFullError, match=r"disk of .* is full: free space"):
+        list(map(store.set_budget, (f"{i:0500d}" for i in range(5000)), repeat(1000)))
+    assert all(same(store, record(i)) for i in range(4))
+    store._manifest._writer.execute("PRAGMA max_page_count = 100000")
+    assert store.set_budget("", 1) == 4
 
 
 OPEN = """
@@ -1604,6 +1652,21 @@ def test_other_stores_are_read_and_never_written(tmp_path: Path, monkeypatch: py
         others["bare"].entries()
     assert _folder_state(tmp_path) == before
     live.close()
+
+
+def test_other_stores_that_cannot_be_read_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("broken", "sound"):
+        opened(tmp_path / name).close()
+    real = os.stat
+
+    def stat(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if "broken" in os.fspath(path):
+            raise OSError(errno.EIO, "Input/output error", os.fspath(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert [other.path.name for other in other_stores(tmp_path / "mine")] == ["sound"]
 
 
 # ---------------------------------------------------------------- the command line

@@ -13,11 +13,21 @@ import pytest
 import torch
 from conftest import CHUNKS, messages
 
-from kvrag import BlendEngine, FileStore, FingerprintMismatchError, KVStore, Model, SharedStore
+from kvrag import (
+    BlendEngine,
+    FileStore,
+    FingerprintMismatchError,
+    KVStore,
+    Model,
+    SettingError,
+    SharedStore,
+    StoreFullError,
+)
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.store import ON_REQUEST, ChunkRecord, Holding, TextState, serve
 
 Open = Callable[[], KVStore]
+Budgeted = FileStore | SharedStore
 
 # name -> opens a store in an empty place of its own; opened there again, it has what it had
 STORES: dict[str, Callable[[Path, pytest.FixtureRequest], KVStore]] = {
@@ -259,3 +269,116 @@ def test_an_engine_answers_from_it_as_from_none(opens: Open, model: Model) -> No
         assert answer.report.reused_tokens > 80
         assert engine.forget("one") == len(CHUNKS)
         assert engine.generate(prompt, ratio=1.0, max_new_tokens=1).report.reused_tokens == 0
+
+
+# ---------------------------------------------------------------- budgets
+
+
+def of(namespace: str, *numbers: int) -> list[ChunkRecord]:
+    """Chunks of a namespace, all of one size."""
+    return [record(number, namespace=namespace) for number in numbers]
+
+
+def kept(store: Budgeted, *records: ChunkRecord) -> list[bool]:
+    return [not store.missing([chunk.key]) for chunk in records]
+
+
+@pytest.fixture
+def budgeted(store: KVStore) -> Budgeted:
+    assert isinstance(store, FileStore | SharedStore)
+    return store
+
+
+def test_a_namespace_beyond_its_budget_evicts_its_own_chunks(budgeted: Budgeted) -> None:
+    size = budgeted.put(of("them", 1, 2, 3)) // 3
+    budgeted.put(of("us", 1))
+    assert budgeted.set_budget("us", 5 * size + 200) == 0
+    for number in range(2, 12):
+        budgeted.put(of("us", number))
+        assert budgeted._manifest.num_bytes("us") <= 5 * size + 200
+    assert all(kept(budgeted, *of("them", 1, 2, 3), *of("us", 11)))
+    assert not any(kept(budgeted, *of("us", 1, 2, 3)))
+    assert has(budgeted, of("us", 11)[0])
+    stats = {part.namespace: part for part in budgeted.stats().namespaces}
+    assert (stats["us"].max_bytes, stats["them"].max_bytes) == (5 * size + 200, None)
+    assert budgeted.set_budget("us", None) == 0
+    budgeted.put(of("us", *range(20, 28)))
+    assert budgeted._manifest.num_bytes("us") > 8 * size
+
+
+def test_what_is_used_outlasts_what_came_later(budgeted: Budgeted) -> None:
+    size = budgeted.put(of("us", 1))
+    budgeted.set_budget("us", 5 * size + 200)
+    for number in range(2, 12):
+        budgeted.touch([of("us", 1)[0].key])
+        budgeted.put(of("us", number))
+    assert kept(budgeted, *of("us", 1, 2)) == [True, False]
+
+
+def test_a_portion_beyond_the_budget_is_refused_and_evicts_nothing(budgeted: Budgeted) -> None:
+    size = budgeted.put(of("us", 1, 2)) // 2
+    budgeted.set_budget("us", 3 * size)
+    with pytest.raises(StoreFullError, match=r"budget of \d+ bytes of the namespace 'us': raise it with `kvrag store"):
+        budgeted.put([*of("us", 3, 4, 5, 6), *of("them", 1)])
+    assert kept(budgeted, *of("us", 1, 2, 3), *of("them", 1)) == [True, True, False, False]
+    for wrong in (0, -1):
+        with pytest.raises(SettingError, match="must be positive"):
+            budgeted.set_budget("us", wrong)
+
+
+def test_a_budget_below_what_is_stored_evicts_at_once_and_forgets_no_holder(budgeted: Budgeted) -> None:
+    """A text of several holders that is evicted must not come back as the only holder's."""
+    behind, alone, other = record(1, context=[5, 6]), record(1), record(2)
+    size = budgeted.put([alone]) + 0 * budgeted.put([behind, other])
+    budgeted.set_document("one", held("a", behind))
+    budgeted.set_document("two", held("b", alone))
+    budgeted.set_document("them", held("them", record(1, namespace="them")), "them")
+    budgeted.put([record(1, namespace="them")])
+    before = budgeted.removals()
+    assert budgeted.set_budget("", size // 2) == 3
+    assert budgeted.removals() != before
+    assert not any(kept(budgeted, behind, alone, other))
+    assert has(budgeted, record(1, namespace="them"))
+    assert budgeted.documents() == {"one": [behind.key], "two": [alone.key]}
+    assert budgeted.look_up([text(alone)])[text(alone)] == TextState({}, {"a": behind.key, "b": alone.key})
+    budgeted.set_budget("", None)
+    budgeted.put([behind])
+    assert serve(budgeted.look_up([text(alone)])[text(alone)], alone_only=False) is None
+    (part,) = (part for part in budgeted.stats().namespaces if part.namespace == "")
+    assert (part.chunks, part.documents) == (1, 2)
+
+
+def test_a_budget_outlasts_a_restart_and_the_last_chunk(opens: Open, budgeted: Budgeted) -> None:
+    budgeted.put(of("us", 1))
+    budgeted.set_document("doc", held("doc", *of("us", 1)), "us")
+    budgeted.set_budget("us", 10**6)
+    budgeted.set_document("doc", [], "us")
+    (part,) = budgeted.stats().namespaces
+    assert (part.namespace, part.chunks, part.max_bytes) == ("us", 0, 10**6)
+    assert budgeted.set_budget("us", 1) == 0
+    budgeted.close()
+    again = opens()
+    assert isinstance(again, FileStore | SharedStore)
+    again.bind(FINGERPRINT)
+    assert again.budgets() == {"us": 1}
+    with pytest.raises(StoreFullError):
+        again.put(of("us", 1))
+
+
+def test_two_that_store_at_once_stay_within_one_budget(opens: Open, budgeted: Budgeted) -> None:
+    size = budgeted.put(of("us", 1))
+    budgeted.set_budget("us", 6 * size + 200)
+    second = opens()
+    assert isinstance(second, FileStore | SharedStore)
+    second.bind(FINGERPRINT)
+
+    def fill(store: Budgeted, numbers: range) -> None:
+        for number in numbers:
+            store.put(of("us", number))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(fill, (budgeted, second), (range(10, 18), range(20, 28))))
+    for store in (budgeted, second):
+        assert 3 * size <= store._manifest.num_bytes("us") <= 6 * size + 200
+        assert store._manifest.rows() == budgeted._manifest.rows()
+    assert all(has(budgeted, chunk) for chunk in of("us", *range(10, 28)) if not budgeted.missing([chunk.key]))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from conftest import messages, prepare
 from test_ingest import OTHER_SECRET, SECRET, SHARED, Warmer, encoded_alone, warmer_on
-from test_store import packed, record
+from test_store import opened, packed, record
 
 from kvrag import BlendEngine, FileStore, Model
 from kvrag.store import StoreCheck
@@ -68,6 +68,26 @@ store._write = paused
 records = [test_store.record(first + i) for i in range(8)]
 store.put(records)
 print("done", flush=True)
+"""
+)
+
+EVICT = (
+    COMMON
+    + """
+import os, signal
+import test_store
+store = test_store.opened({folder!r})
+for line in sys.stdin:
+    first, kills = map(int, line.split())
+    unlink = store._unlink
+    def deadly(names):
+        unlink(list(names)[:1])
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kills:
+        store._unlink = deadly
+    for i in range(first, first + 8):
+        store.put([test_store.record(i, namespace="us")])
+    print("done", flush=True)
 """
 )
 
@@ -205,6 +225,35 @@ def test_two_processes_that_fill_a_store_stay_within_its_budget(tmp_path: Path) 
     assert 8 * size <= store.stats().bytes <= 10 * size
     assert not store.missing([record(100 + i).key for i in range(8)]), "the oldest chunks make room"
     assert len(list(tmp_path.glob("chunks/*/*"))) == store.stats().chunks
+    store.close()
+
+
+def test_processes_share_a_budget_and_one_that_is_killed_while_it_evicts_damages_nothing(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    size = store.put([record(500, namespace="us")])
+    store.put([record(500, namespace="them")])
+    store.set_budget("us", 6 * size + 200)
+    processes = [_start(EVICT, tmp_path) for _ in range(2)]
+    try:
+        for process, first in zip(processes, (1000, 2000), strict=True):
+            _tell(process, f"{first} 0")
+        for process in processes:
+            _expect(process, "done")
+        assert 3 * size <= store._manifest.num_bytes("us") <= 6 * size + 200
+        _tell(processes[0], "3000 1")
+        assert processes[0].wait(timeout=60) == -signal.SIGKILL
+        _tell(processes[1], "4000 0")
+        _expect(processes[1], "done")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    check = store.check()
+    assert (check.damaged, check.repaired, check.unreadable) == (0, 0, 0)
+    assert store.set_budget("us", 2 * size + 200) > 0
+    stats = {part.namespace: part for part in store.stats().namespaces}
+    assert stats["us"].bytes <= 2 * size + 200
+    assert stats["them"].chunks == 1
     store.close()
 
 

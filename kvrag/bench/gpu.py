@@ -1,4 +1,4 @@
-"""What to know about a new GPU, in one run without a network: exactness, time to first token, ingestion, a profile.
+"""What to know about a new GPU, in one run without a network: exactness, first token, batches, ingestion, a profile.
 
 All models have real shapes and random weights. A part that fails, for lack of memory for example, is reported, and the
 next one runs.
@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.shapes import random_model
-from kvrag.bench import ingest, ttft
+from kvrag.bench import decode, ingest, ttft
+from kvrag.bench.decode import DecodeResult, DecodeSetup
 from kvrag.bench.ttft import TtftResult, TtftSetup
 from kvrag.inspect.verify import verify
 
@@ -28,6 +29,7 @@ _CHUNK_TOKENS = 512
 _RAM, _DEVICE = 64 << 30, 16 << 30
 _TIERS = {"RAM": (_RAM, 0), "device tier": (_RAM, _DEVICE), "disk": (0, 0)}  # bytes in RAM, on the device
 _GATE_LAYERS = 4
+_BATCHES = (8, 32)  # answers decoded together; each is compared with one alone
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,9 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> list[P
         if slowest:
             run.part(f"{shape}: profile", partial(_profile, slowest, net))
         run.part(f"{shape}: ingestion", partial(ingest.measure, net, 32, 512, 1, args.repeats))
+        for rows in _BATCHES:
+            batch = DecodeSetup(shape, args.layers, rows, repeats=args.repeats)
+            run.part(f"{shape}: {rows} answers together", partial(decode.measure, batch, net=net))
         del net
     return run.parts
 
@@ -143,6 +148,10 @@ def _lines(part: Part) -> list[str]:
     if isinstance(part.result, TtftResult):
         times = [f"{row.name} {row.ttft_s * 1000:.0f} ms {row.speedup:.2f}x" for row in part.result.rows]
         return [f"{part.name} ({part.result.prompt_tokens}): {', '.join(times)}"]
+    if isinstance(part.result, DecodeResult):
+        rates = part.result
+        together = f"{rates.together:.0f} tokens/s, {rates.together_to_alone:.2f}x one alone ({rates.alone:.0f})"
+        return [f"{part.name}: {together}, which is {rates.alone_to_generate:.2f}x model.generate"]
     if part.name.startswith("gate"):
         marks = [f"{'ok' if check['passed'] else 'FAILED'} {check['name']}" for check in part.result]
         return [part.name, *(f"  {mark}" for mark in marks)]

@@ -57,8 +57,9 @@ class _Parser(argparse.ArgumentParser):
         option = next((argument.partition("=")[0] for argument in arguments if argument.startswith("-")), "")
         if not option:
             self.error(f"unexpected {' '.join(arguments)!r}: quote arguments that contain spaces")
-        near = get_close_matches(option, [known for action in self._actions for known in action.option_strings], 1)
-        self.error(f"unknown option {option}" + (f": did you mean {near[0]}?" if near else ""))
+        known = {name.lstrip("-"): name for action in self._actions for name in action.option_strings}
+        near = get_close_matches(option.lstrip("-"), known, 1)  # without the dashes that all have in common
+        self.error(f"unknown option {option}" + (f": did you mean {known[near[0]]}?" if near else ""))
 
 
 def _parser(argv: Sequence[str]) -> _Parser:

@@ -94,7 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_context_argument(corpus, "as in `kvrag warm`")
     corpus.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
     corpus.add_argument(
-        "--store-gib", type=float, metavar="N", help="evict the least recently used chunks beyond this size"
+        "--store-gib",
+        type=float,
+        metavar="N",
+        help="evict the chunks that save least beyond this size; see also kvrag store budget",
     )
     limits = parser.add_argument_group("limits")
     limits.add_argument("--ram-gib", type=float, default=2, metavar="N", help="stored KV kept in RAM (default: 2)")

@@ -1,4 +1,4 @@
-"""`kvrag store`: show, check, clean up or copy a store."""
+"""`kvrag store`: show, check, clean up or copy a store, and set budgets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from math import inf
 from typing import TYPE_CHECKING
 
 from kvrag.cli.common import (
@@ -30,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag store`."""
     parser.add_argument(
         "action",
-        choices=("stats", "check", "gc", "copy"),
+        choices=("stats", "check", "gc", "copy", "budget"),
         help="stats: show contents; check: verify chunks, quarantine damaged ones; gc: delete unused chunks and files; "
-        "copy: copy what TARGET lacks from SOURCE",
+        "copy: copy what TARGET lacks from SOURCE; budget: set the size beyond which a namespace's chunks are evicted",
     )
     parser.add_argument("stores", nargs="*", metavar="SOURCE TARGET", help="copy: folders or URLs")
     parser.add_argument("--to-codec", choices=CODECS, help="copy: convert chunks in native precision")
@@ -43,7 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="gc also deletes texts of requests unused for N days (default: 7)",
     )
+    parser.add_argument("--gib", type=_gib, metavar="N", help="budget: size of --namespace in GiB, or none")
     add_engine_arguments(parser)
+
+
+def _gib(text: str) -> float:
+    """Return a size in GiB; infinity = none."""
+    return inf if text == "none" else float(at_least(0.001, float)(text))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,9 +59,13 @@ def run(args: argparse.Namespace) -> int:
         return _copy(args)
     if args.stores:
         raise SettingError(f"name the store with --store {args.stores[0]}")
+    if args.action == "budget" and args.gib is None:
+        raise SettingError("budget needs --gib N, or --gib none; `kvrag store stats` shows the budgets")
     with _open(args) as store:
         if args.action == "stats":
             return _stats(store, args.json)
+        if args.action == "budget":
+            return _budget(store, args.namespace, args.gib, args.json)
         return _check(store, args.json) if args.action == "check" else _gc(store, args.unused_days, args.json)
 
 
@@ -97,6 +108,11 @@ def _copy(args: argparse.Namespace) -> int:
             f"{done.copied} chunks copied ({human_bytes(done.bytes)}), {done.present} were there; "
             f"{done.documents} documents"
         )
+        if done.documents:
+            say(
+                "the index for `kvrag ask` and the server's corpus is not copied: "
+                f"run `kvrag warm DOCS --store {target}`, which encodes nothing"
+            )
         if done.unreadable:
             say(f"{done.unreadable} chunks could not be read and were left out: run `kvrag store check` on the source")
     return 1 if done.unreadable else 0
@@ -120,13 +136,17 @@ def _stats(store: AnyStore, as_json: bool) -> int:
     print(f"documents  {stats.documents}\ndamaged    {stats.damaged} since it was created")
     if copies is not None:
         print(f"copies     {copies.chunks} chunks ({human_bytes(copies.bytes)}) in {copies.path}")
-    if any(part.namespace for part in stats.namespaces):
+    if any(part.namespace or part.max_bytes for part in stats.namespaces):
         width = max(len("namespace"), *(len(part.namespace) for part in stats.namespaces), len("(default)"))
-        print(f"\n{'namespace':{width}}  {'texts':>8}  {'chunks':>8}  {'tokens':>10}  {'bytes':>10}  {'documents':>9}")
+        print(
+            f"\n{'namespace':{width}}  {'texts':>8}  {'chunks':>8}  {'tokens':>10}  {'bytes':>10}  {'budget':>10}"
+            f"  {'documents':>9}"
+        )
         for part in stats.namespaces:
             print(
                 f"{part.namespace or '(default)':{width}}  {part.texts:>8}  {part.chunks:>8}  {part.tokens:>10}"
-                f"  {human_bytes(part.bytes):>10}  {part.documents:>9}"
+                f"  {human_bytes(part.bytes):>10}  {'-' if part.max_bytes is None else human_bytes(part.max_bytes):>10}"
+                f"  {part.documents:>9}"
             )
     return 0
 
@@ -147,6 +167,18 @@ def _check(store: AnyStore, as_json: bool) -> int:
         if found.unreadable:
             say(f"{found.unreadable} chunks could not be read and were kept: check again later")
     return 1 if found.damaged or found.unreadable else 0
+
+
+def _budget(store: AnyStore, namespace: str, gib: float, as_json: bool) -> int:
+    max_bytes = None if gib == inf else int(gib * (1 << 30))
+    evicted = store.set_budget(namespace, max_bytes)
+    if as_json:
+        print(json.dumps({"namespace": namespace, "max_bytes": max_bytes, "evicted": evicted}))
+    else:
+        print(f"{namespace or '(default)'}: {'no budget' if max_bytes is None else human_bytes(max_bytes)}")
+        if evicted:
+            say(f"evicted {evicted} chunks: prompts compute them, until there is room and their documents are warmed")
+    return 0
 
 
 def _gc(store: AnyStore, unused_days: float, as_json: bool) -> int:

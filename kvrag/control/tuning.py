@@ -167,26 +167,21 @@ class Tuning:
 
     def _recall_speed(self) -> None:
         try:
-            kept = cost.read(self._speed_text(), self._machine)
+            kept = cost.read(self._texts.read_text(cost.FILE), self._machine)
             if kept is not None:
                 self._costs.take(kept)
-        except ValueError as error:
-            logger.warning("%s/%s is damaged and will be measured again: %s", self._path, cost.FILE, error)
-
-    def _speed_text(self) -> str | None:
-        try:
-            return self._texts.read_text(cost.FILE)
         except StoreError as error:
             logger.warning("measured speeds are ignored: %s", error)
-            return None
+        except ValueError as error:
+            logger.warning("%s/%s is damaged and will be measured again: %s", self._path, cost.FILE, error)
 
     def keep_speed(self) -> None:
         """Store the measurements, if there are any."""
         self._speed_kept = time.monotonic()
         if self._costs.changed:
-            text = cost.write(self._speed_text(), self._machine, self._costs.to_dict())
+            measured = self._costs.to_dict()
             with contextlib.suppress(StoreError):  # neither answers nor ingestion depend on it
-                self._texts.write_text(cost.FILE, text)
+                self._texts.change_text(cost.FILE, lambda text: cost.write(text, self._machine, measured))
 
 
 def _device_name(backend: Backend) -> str:

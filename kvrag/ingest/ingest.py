@@ -287,7 +287,7 @@ class Ingestion(Choosing):
             states, previous = self._look_up(pieces), choices
             choices = self._choose(pieces, states, namespace, shared)
             missing = _missing(choices, states)
-            if choices == previous and (not missing or not self._has_room(missing)):
+            if choices == previous and (not missing or not self._has_room(missing, namespace)):
                 break
 
         self._tuning.keep_speed()
@@ -295,7 +295,7 @@ class Ingestion(Choosing):
         if missing:
             warnings.append(
                 f"{len(missing)} of these chunks were evicted at once: the store's byte budget is too small for "
-                "all of them, raise max_bytes"
+                "all of them, raise max_bytes or the namespace's budget"
             )
         num_texts = len({piece.text for piece in pieces})
         return WarmReport(
@@ -324,11 +324,13 @@ class Ingestion(Choosing):
         for document, holdings in held.items():
             self._store.set_document(document, holdings, namespace, replace=mode == "replace")
 
-    def _has_room(self, missing: Sequence[_Choice]) -> bool:
+    def _has_room(self, missing: Sequence[_Choice], namespace: str) -> bool:
         """Return whether the missing chunks fit into the store. If they fit, they were not evicted for lack of room."""
         stats = self._store.stats()
         needed = sum(len(choice.piece.ids) for choice in missing) * stats.bytes / max(stats.tokens, 1)
-        return stats.max_bytes is None or stats.bytes + needed <= stats.max_bytes
+        rooms = [(stats.bytes, stats.max_bytes)]
+        rooms += [(part.bytes, part.max_bytes) for part in stats.namespaces if part.namespace == namespace]
+        return all(most is None or used + needed <= most for used, most in rooms)
 
     def _encode_and_put(self, missing: Sequence[_Choice], namespace: str, tally: _Tally, progress: Progress) -> None:
         tally.total += sum(len(choice.piece.ids) for choice in missing)

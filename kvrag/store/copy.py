@@ -49,7 +49,7 @@ def copy_store(
     """Copy all chunks and documents that the target lacks. Every layer is compared with its digest as it is read.
 
     Documents of the same name are replaced, other documents of the target stay. A copy that was interrupted continues
-    where it was.
+    where it was. Namespaces without a budget in the target get the source's.
 
     Args:
         codec: Codec of the copies; None = as they are. Only chunks in native precision can be converted.
@@ -115,6 +115,8 @@ def copy_store(
     for (namespace, document), held_by in documents.items():
         holdings = [Holding(holder.text, keys.get(holder.key, holder.key), holder.source) for holder in held_by]
         target.set_document(document, holdings, namespace)
+    for namespace in source.budgets().keys() - target.budgets().keys():
+        target.set_budget(namespace, source.budgets()[namespace])
     return CopyReport(documents=len(documents), **counts)
 
 

@@ -18,7 +18,8 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from kvrag.errors import (
     StoreReadOnlyError,
 )
 from kvrag.fingerprint import FORMAT, Fingerprint, text_key
-from kvrag.store import chunkfile
+from kvrag.store import budget, chunkfile
 from kvrag.store.chunkfile import SUFFIX, ChunkFile
 from kvrag.store.durable import TEMPORARY, write_file
 from kvrag.store.manifest import Holder, Manifest, Row, old_format
@@ -43,7 +44,6 @@ logger = logging.getLogger("kvrag")
 
 OWNER = "fingerprint.json"
 MANIFEST = "manifest.sqlite"
-_LOW_WATERMARK = 0.8  # evict down to this share of the budget, so that not every put evicts
 _EVICT = 500  # chunks per transaction
 _TOUCH_EVERY = 1.0  # seconds
 _STALE = 3600.0  # seconds after which a file without a row is a leftover
@@ -77,8 +77,9 @@ class FileStore:
         """Open or create the store.
 
         Args:
-            max_bytes: Byte budget; least recently used chunks are evicted beyond it. None = no budget. While several
+            max_bytes: Byte budget; chunks that save least are evicted beyond it. None = no budget. While several
                 threads or processes are storing, each can exceed it by the chunks that it is storing at the moment.
+                Budgets of namespaces are kept in the store, see `set_budget`.
             min_free_bytes: Writing stops before less than this is free on the disk.
 
         Raises:
@@ -94,7 +95,7 @@ class FileStore:
         check_layout(self.path)
         self._bound = ""
         self._lock = threading.Lock()  # guards the next two attributes
-        self._touched: set[str] = set()
+        self._touched: Counter[str] = Counter()
         self._flushing: threading.Timer | None = None
         self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvrag-write")  # fsync only waits
         with _translated(self.path):
@@ -179,7 +180,8 @@ class FileStore:
             raise StoreReadOnlyError(f"{self.path} is not writable: choose another store folder")
         new = {record.key: record for record in records}
         wanted = [new[key] for key in self.missing(list(new))]
-        self._make_room(sum(map(chunkfile.estimate, wanted)))
+        sizes = budget.sizes(wanted)
+        self._make_room(sizes)
         writing = [self._writers.submit(self._write, record) for record in wanted]
         wait(writing)  # wait for all of them, so that no writer is still running after an error
         rows = [written.result() for written in writing if not written.exception()]
@@ -191,8 +193,7 @@ class FileStore:
             self._unlink(row.file for row in rows)
             raise
         self._unlink(row.file for row in known)  # another writer was faster
-        if self.max_bytes is not None and self._manifest.num_bytes() > self.max_bytes:
-            self._evict(self.max_bytes)  # others have stored chunks since there was room
+        self.keep_budgets(sizes)  # others have stored chunks since there was room
         return sum(row.num_bytes for row in rows) - sum(row.num_bytes for row in known)
 
     def _write(self, record: ChunkRecord) -> Row:
@@ -212,17 +213,24 @@ class FileStore:
             return StoreReadOnlyError(f"{self.path} is not writable ({error.strerror}): choose another store folder")
         return StoreError(f"cannot write to {self.path}: {error}")
 
-    def _make_room(self, needed: int) -> None:
+    def _make_room(self, sizes: Mapping[str, int]) -> None:
+        """Evict what has to go for this many bytes of each namespace."""
+        needed = sum(sizes.values())
         if not needed:
             return
+        budgets = self._manifest.budgets()
+        budget.check_portion(sizes, budgets)
+        if self.max_bytes is not None and needed > self.max_bytes:
+            raise StoreFullError(f"{needed} bytes exceed the store's budget of {self.max_bytes} bytes: raise max_bytes")
+        rooms: list[tuple[str | None, int, int]] = [
+            (namespace, size, budgets[namespace]) for namespace, size in sizes.items() if namespace in budgets
+        ]
         if self.max_bytes is not None:
-            used = self._manifest.num_bytes()
-            if needed > self.max_bytes:
-                raise StoreFullError(
-                    f"{needed} bytes exceed the store's budget of {self.max_bytes} bytes: raise max_bytes"
-                )
-            if used + needed > self.max_bytes:
-                self._evict(max(0, int(self.max_bytes * _LOW_WATERMARK) - needed))
+            rooms.append((None, needed, self.max_bytes))
+        for namespace, size, most in rooms:
+            limit = budget.limit_for(size, self._manifest.num_bytes(namespace), most)
+            if limit is not None:
+                self._evict(limit, namespace)
         try:
             free = shutil.disk_usage(self.path).free
         except OSError as error:
@@ -233,11 +241,48 @@ class FileStore:
                 f"{self.min_free_bytes / 1e9:.1f} GB must stay free: free space, or choose another folder"
             )
 
-    def _evict(self, limit: int) -> None:
-        """Remove the least recently used chunks until all take at most `limit` bytes."""
+    def keep_budgets(self, namespaces: Collection[str] | None = None) -> None:
+        """Evict beyond the budgets, of the store and of these namespaces (None = all)."""
+        if self.max_bytes is not None:
+            self._evict(self.max_bytes)
+        for namespace, max_bytes in self._manifest.budgets().items():
+            if namespaces is None or namespace in namespaces:
+                self._evict(max_bytes, namespace)
+
+    def _evict(self, limit: int, namespace: str | None = None) -> int:
+        """Remove the chunks that save least until those of a namespace, None = all, take at most `limit` bytes.
+
+        Returns:
+            The number of removed chunks.
+        """
+        if self._manifest.num_bytes(namespace) <= limit:
+            return 0
         self._flush_touched()
-        while names := self._manifest.evict(limit, _EVICT):
+        removed = 0
+        while names := self._manifest.evict(limit, _EVICT, namespace):
             self._unlink(names)
+            removed += len(names)
+        return removed
+
+    def set_budget(self, namespace: str, max_bytes: int | None) -> int:
+        """Set the byte budget of a namespace, for all processes; None = none.
+
+        Beyond it, the namespace's own chunks are evicted, now and whenever chunks are stored.
+
+        Returns:
+            The number of chunks evicted now.
+
+        Raises:
+            SettingError: The budget is not positive.
+            StoreReadOnlyError: The store is not writable.
+        """
+        budget.check_budget(max_bytes)
+        self._manifest.set_budget(namespace, max_bytes)
+        return 0 if max_bytes is None else self._evict(max_bytes, namespace)
+
+    def budgets(self) -> dict[str, int]:
+        """Return the byte budget of each namespace that has one."""
+        return self._manifest.budgets()
 
     def open(self, key: str) -> ChunkFile | None:
         """See KVStore.open."""
@@ -328,11 +373,11 @@ class FileStore:
 
     def _flush_touched(self) -> None:
         with self._lock:
-            touched, self._touched = sorted(self._touched), set()
+            touched, self._touched = self._touched, Counter()
             self._flushing = None
         if touched and not self._manifest.read_only:
             try:
-                self._manifest.touch(touched)
+                self._manifest.touch(dict(sorted(touched.items())))
             except StoreError as error:  # a full disk must not fail a request
                 logger.warning("cannot write times of use: %s", error)
 
@@ -350,6 +395,15 @@ class FileStore:
     def write_text(self, name: str, text: str) -> None:
         """See KeepsTexts.write_text."""
         self._durably(self.path / name, text.encode())
+
+    def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
+        """See KeepsTexts.change_text."""
+        with self._manifest.transaction():  # one process at a time
+            try:
+                before = self.read_text(name)
+            except StoreError:
+                before = None
+            self.write_text(name, change(before))
 
     # ---------------------------------------------------------------- maintenance
 
@@ -439,7 +493,7 @@ class FileStore:
         return ["sound", "repaired" if row else "adopted"]
 
     def gc(self, unused_days: float = UNUSED_DAYS) -> tuple[int, int]:
-        """Delete unneeded chunks and files; return (chunks, files) deleted.
+        """Delete unneeded chunks and files; return (chunks, files) deleted. Evicts beyond the budget.
 
         Unneeded are chunks that no document relies on, including chunks of requests unused for `unused_days`, files
         without a row, and quarantined files. Token ids of deleted texts are deleted from the manifest's log and from
@@ -450,6 +504,7 @@ class FileStore:
             self._manifest.release(self._manifest.unused_requests(time.time() - unused_days * 86400))
             unheld = self._manifest.unheld()
             self.remove(unheld)
+            self.keep_budgets()  # a writer that was killed has not
             leftovers = self.delete_leftovers()
             if self._manifest.purge():
                 for path in self.catalog_folder.glob("*"):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from kvrag.errors import StoreError
-from kvrag.store.manifest import Holder, Manifest, Row
+from kvrag.store.manifest import CLOCK, Holder, Manifest, Row, budgets_in
 from kvrag.store.protocol import Holding
 from kvrag.store.remote import Remote
 
@@ -37,7 +37,9 @@ _ROUNDS = 1000  # of creating the next operation before other machines do
 _SNAPSHOT_EVERY = 1000  # operations
 _REPLACED = 5  # times that a snapshot may be replaced while it is read
 _CHECK_EVERY_S = 30.0
-_PAGE = 200  # chunks per operation
+_PAGE = 200  # chunks per operation ...
+_EVICT = 500  # ... if they are only removed ...
+_USES = 5000  # ... or were used
 
 Operation = Mapping[str, Any]
 """JSON; `op` says which of the methods of `Log` made it."""
@@ -158,7 +160,10 @@ class Log:
         if op == "release":
             manifest.release([(namespace, text) for namespace, text in operation["requests"]])
         elif op == "used":
-            manifest.touch(operation["keys"])
+            keys = operation["keys"]
+            manifest.touch(dict(zip(keys, operation.get("uses", [1] * len(keys)), strict=True)))
+        elif op == "budget":
+            manifest.set_budget(operation["namespace"], operation["bytes"])
         elif op == "published":
             manifest.count(PUBLICATIONS)
         else:
@@ -177,9 +182,16 @@ class Log:
     # ---------------------------------------------------------------- writing
 
     def append(self, operation: Operation) -> Outcome:
+        """Add an operation behind all others, and apply it; see `_append`."""
+        return self._append(lambda: operation)
+
+    def _append(self, make: Callable[[], Operation | None]) -> Outcome:
         """Add an operation behind all others, and apply it.
 
         When this returns, the manifest has every operation that was added before it, by any machine.
+
+        Args:
+            make: Makes the operation from the manifest as it is right before it; None = add nothing.
 
         Raises:
             StoreError: It may or may not have been added.
@@ -195,6 +207,9 @@ class Log:
                 if not self._fits():
                     self._checked = float("-inf")
                     continue
+                operation = make()
+                if operation is None:
+                    return Outcome()
                 content = _encode(mine, last, operation)
                 if not self._create(_name(position + 1), content):
                     continue
@@ -231,13 +246,33 @@ class Log:
         removed = self.append({"op": "remove", "keys": list(keys), "counter": counter, "file": file}).removed
         return [file for _, file in removed]
 
+    def evict(self, limit: int, namespace: str) -> list[tuple[str, str]]:
+        """Remove some of the chunks of Manifest.coldest; return their (key, file), and none if nothing is left to do.
+
+        They are chosen from the manifest that has all operations before this one. So of two machines that evict at the
+        same time, the second finds that there is room.
+        """
+
+        def make() -> Operation | None:
+            keys = self._manifest.coldest(limit, _EVICT, namespace)
+            return {"op": "remove", "keys": keys, "counter": None, "file": None} if keys else None
+
+        return list(self._append(make).removed)
+
+    def set_budget(self, namespace: str, max_bytes: int | None) -> None:
+        """See Manifest.set_budget."""
+        self.append({"op": "budget", "namespace": namespace, "bytes": max_bytes})
+
     def release(self, requests: Sequence[tuple[str, str]]) -> None:
         """See Manifest.release."""
         self.append({"op": "release", "requests": requests})
 
-    def touch(self, keys: Sequence[str]) -> None:
+    def touch(self, uses: Mapping[str, int]) -> None:
         """See Manifest.touch. The time is that of each machine, when it hears of it."""
-        self.append({"op": "used", "keys": list(keys)})
+        keys = list(uses)
+        for i in range(0, len(keys), _USES):
+            page = keys[i : i + _USES]
+            self.append({"op": "used", "keys": page, "uses": [uses[key] for key in page]})
 
     def publish(self) -> None:
         """Count a publication."""
@@ -268,14 +303,21 @@ class Log:
         with self._manifest.transaction():
             if self.position != position:
                 return  # another process has done it
-            index = {"last": 0, "damaged": 0, "rows": 0, "holders": 0}
+            index: dict[str, Any] = {"last": 0, "damaged": 0, "rows": 0, "holders": 0}
             if number:
                 index = self._part(number, "index")
             rows = (_row(row) for part in self._parts(number, "rows", index["rows"]) for row in part)
             holders = (Holder(*row) for part in self._parts(number, "holders", index["holders"]) for row in part)
             removed = self._manifest.replace(rows, holders)
             self._manifest.count(PUBLICATIONS)  # there may have been some
-            self._manifest.set_counters({_POSITION: number, _LAST: index["last"], "damaged": index["damaged"]})
+            for namespace in self._manifest.budgets():
+                self._manifest.set_budget(namespace, None)
+            for namespace, max_bytes in index.get("budgets", {}).items():  # older versions have written none
+                self._manifest.set_budget(namespace, max_bytes)
+            for part in self._parts(number, "scores", index.get("scores", 0)):
+                self._manifest.set_scores(map(tuple, part))
+            counters = {_POSITION: number, _LAST: index["last"], "damaged": index["damaged"]}
+            self._manifest.set_counters(counters | ({CLOCK: index["clock"]} if "clock" in index else {}))
         self.rebuilt += 1
         self._checked = time.monotonic()
         self._removed(removed)
@@ -304,17 +346,22 @@ class Log:
 
     def write_snapshot(self) -> int:
         """Write a snapshot of the manifest as it is; return its number."""
-        number, index = 0, {"last": 0, "damaged": 0, "rows": 0, "holders": 0}
+        number = 0
+        index: dict[str, Any] = {"rows": 0, "holders": 0, "scores": 0, "budgets": {}}
         for counters, rows, holders in self._manifest.contents():
             if counters:
                 number = counters.get(_POSITION, 0)
                 index |= {"last": counters.get(_LAST, 0), "damaged": counters.get("damaged", 0)}
+                index |= {"clock": counters.get(CLOCK, 0), "budgets": budgets_in(counters)}
             kind: str = "rows" if rows else "holders"
             page: list[Any] = [[*row[:3], base64.b64encode(row.ids).decode(), *row[4:]] for row in rows]
             if page or holders:
                 name = f"snapshots/{number:012d}/{kind}-{index[kind]:06d}"
                 self._remote.write(name, _pack(page or holders))
                 index[kind] += 1
+        for scores in self._manifest.scores():
+            self._remote.write(f"snapshots/{number:012d}/scores-{index['scores']:06d}", _pack(scores))
+            index["scores"] += 1
         if number:
             self._remote.write(f"snapshots/{number:012d}/index", _pack(index))
             self._snapshot = number

@@ -1,9 +1,18 @@
-"""The manifest: one SQLite file with the texts, chunks, holders and times of use."""
+"""The manifest: one SQLite file with the texts, chunks, holders, times of use and budgets.
+
+Chunks are evicted by their score, lowest first: see decision 23. The score is the logarithm of
+
+    (tokens to compute again) / bytes * sum over all uses of 2 ** (clock at that use / half-life)
+
+Counting a use only adds a term, and scores of different ages compare as they are, so an index can hold them. The clock
+counts uses: it is 1 further when there were as many uses as there are chunks.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sqlite3
 import threading
@@ -25,6 +34,10 @@ logger = logging.getLogger("kvrag")
 
 _LOG = 100_000  # number of removals kept
 _PAGE = 2000  # rows per read or write
+_HALF_LIFE = 4.0  # of a use, on the clock
+_STORED = 2  # uses that storing counts for: new chunks must outlast those that are hardly used
+CLOCK, _TICKS = "clock", 10**9  # counter of the manifest, and its value per unit of the clock
+_BUDGET = "budget "  # and a namespace: counter with its budget in bytes
 
 # A text row lives as long as one of its chunks. Triggers guarantee it on every code path.
 _SCHEMA = """
@@ -48,10 +61,14 @@ CREATE TABLE IF NOT EXISTS chunks (
     num_bytes INTEGER NOT NULL,
     created REAL NOT NULL,
     used REAL NOT NULL,
-    uses INTEGER NOT NULL DEFAULT 0
+    uses INTEGER NOT NULL DEFAULT 0,
+    chunk_namespace TEXT,
+    score REAL
 );
 CREATE INDEX IF NOT EXISTS chunks_text ON chunks (text, key, context_tokens);
-CREATE INDEX IF NOT EXISTS chunks_used ON chunks (used, key, num_bytes);
+CREATE INDEX IF NOT EXISTS chunks_score ON chunks (score, key, num_bytes);
+CREATE INDEX IF NOT EXISTS chunks_namespace ON chunks (chunk_namespace, score, key, num_bytes);
+DROP INDEX IF EXISTS chunks_used;
 CREATE TABLE IF NOT EXISTS holders (
     namespace TEXT NOT NULL, document TEXT NOT NULL, text TEXT NOT NULL, source TEXT NOT NULL, key TEXT NOT NULL,
     PRIMARY KEY (namespace, document, text, source)
@@ -157,7 +174,10 @@ class Manifest:
             connection.execute("PRAGMA secure_delete=ON")  # a deleted text's ids are overwritten
             connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, and `check` finds its file again
             connection.execute(f"PRAGMA user_version={FORMAT}")
+            connection.create_function("raised", 5, _raised)
+            _add_columns(connection)
             connection.executescript(_SCHEMA)
+            _add_scores(connection)
             # positions are never reused, even when a damaged manifest is rebuilt
             connection.execute(
                 "INSERT INTO sqlite_sequence SELECT 'removed', ?"
@@ -349,22 +369,37 @@ class Manifest:
 
     def add(self, rows: Iterable[Row]) -> list[Row]:
         """Insert chunks and their texts in one transaction; return the rows whose key had another file already."""
-        now, rows, known = time.time(), iter(rows), []
+        now, rows = time.time(), iter(rows)
+        known: list[Row] = []
         with self._writing() as connection:
             while page := list(islice(rows, _PAGE)):
                 connection.executemany(
                     "INSERT OR IGNORE INTO texts (text, namespace, num_tokens, ids) VALUES (?, ?, ?, ?)",
                     [(row.text, row.namespace, len(row.ids) // 4, row.ids) for row in page],
                 )
+                clock, before = _clock(connection), len(known)
                 connection.executemany(
-                    "INSERT OR IGNORE INTO chunks (key, text, context_tokens, file, num_bytes, created, used)"
-                    " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    [(row.key, row.text, row.context_tokens, row.file, row.num_bytes, now, now) for row in page],
+                    "INSERT OR IGNORE INTO chunks"
+                    " (key, text, context_tokens, file, num_bytes, created, used, chunk_namespace, score)"
+                    f" VALUES (?1, ?2, ?3, ?4, ?5, {now}, {now}, ?6, raised(NULL, {_STORED}, ?7 + ?3, ?5, {clock}))",
+                    [
+                        (
+                            row.key,
+                            row.text,
+                            row.context_tokens,
+                            row.file,
+                            row.num_bytes,
+                            row.namespace,
+                            len(row.ids) // 4,
+                        )
+                        for row in page
+                    ],
                 )
                 for row in page:
                     (file,) = connection.execute("SELECT file FROM chunks WHERE key = ?", (row.key,)).fetchone()
                     if file != row.file:
                         known.append(row)
+                _advance(connection, len(page) - (len(known) - before))
         return known
 
     def correct(self, row: Row) -> None:
@@ -389,30 +424,71 @@ class Manifest:
                 self.count(counter, len(removed))
         return [name for _, name in removed]
 
-    def evict(self, limit: int, most: int) -> list[str]:
-        """Delete the rows of at most `most` least recently used chunks, until all take `limit` bytes; return the files.
+    def evict(self, limit: int, most: int, namespace: str | None = None) -> list[str]:
+        """Delete the rows of at most `most` chunks, see `coldest`; return the names of their files.
 
         The size is read in the same transaction, so that several processes do not evict for the same need.
         """
-        keys = []
         with self._writing() as connection:
-            (left,) = connection.execute("SELECT total(bytes) FROM totals").fetchone()
-            query = "SELECT key, num_bytes FROM chunks ORDER BY used, key LIMIT ?"
-            for key, size in connection.execute(query, (most,)):
+            removed = _remove(connection, self.coldest(limit, most, namespace))
+        return [file for _, file in removed]
+
+    def coldest(self, limit: int, most: int, namespace: str | None = None) -> list[str]:
+        """Return the keys of the chunks to remove until all take `limit` bytes, at most `most`.
+
+        Args:
+            namespace: Only chunks of this namespace count, and only these are removed; None = all.
+        """
+        keys = []
+        where, names = ("", ()) if namespace is None else ("WHERE chunk_namespace = ?", (namespace,))
+        with self._writing() as connection:
+            total = "SELECT total(bytes) FROM totals WHERE ?1 IS NULL OR namespace = ?1"
+            (left,) = connection.execute(total, (namespace,)).fetchone()
+            query = f"SELECT key, num_bytes FROM chunks {where} ORDER BY score, key LIMIT ?"
+            for key, size in connection.execute(query, (*names, most)):
                 if left <= limit:
                     break
                 keys.append(key)
                 left -= size
-            removed = _remove(connection, keys)
-        return [file for _, file in removed]
+        return keys
 
-    def touch(self, keys: Sequence[str]) -> None:
-        """Record that these chunks were used now."""
+    def touch(self, uses: Mapping[str, int]) -> None:
+        """Record that these chunks were used now, so many times each."""
         now = time.time()
         with self._writing() as connection:
+            clock, before = _clock(connection), connection.total_changes
             connection.executemany(
-                "UPDATE chunks SET used = ?, uses = uses + 1 WHERE key = ?", [(now, key) for key in keys]
+                "UPDATE chunks SET used = ?1, uses = uses + ?2, score = raised(score, ?2, context_tokens +"
+                " (SELECT num_tokens FROM texts WHERE texts.text = chunks.text), num_bytes, ?3) WHERE key = ?4",
+                [(now, count, clock, key) for key, count in uses.items()],
             )
+            if connection.total_changes > before:  # a shared store also hears of chunks that it does not have
+                _advance(connection, sum(uses.values()))
+
+    # ---------------------------------------------------------------- budgets
+
+    def set_budget(self, namespace: str, max_bytes: int | None) -> None:
+        """Set the byte budget of a namespace; None = none. Removes no chunks."""
+        with self._writing() as connection:
+            connection.execute("DELETE FROM counters WHERE name = ?", (_BUDGET + namespace,))
+            if max_bytes is not None:
+                connection.execute("INSERT INTO counters VALUES (?, ?)", (_BUDGET + namespace, max_bytes))
+
+    def budgets(self) -> dict[str, int]:
+        """Return the byte budget of each namespace that has one."""
+        return budgets_in(dict(self._all("SELECT name, value FROM counters WHERE name GLOB ?", f"{_BUDGET}*")))
+
+    def scores(self) -> Iterator[list[tuple[str, float]]]:
+        """Yield pages of (key, score) of all chunks; see `set_scores`."""
+        query, after = "SELECT key, score FROM chunks WHERE key > ? AND score IS NOT NULL ORDER BY key LIMIT ?", ""
+        while page := self._all(query, after, _PAGE):
+            yield page
+            after = page[-1][0]
+
+    def set_scores(self, scores: Iterable[tuple[str, float]]) -> None:
+        """Replace the scores of these chunks by those of another manifest with the same clock."""
+        with self._writing() as connection:
+            connection.executemany("UPDATE chunks SET score = ?2 WHERE key = ?1", scores)
 
     def hold(self, document: str, holdings: Sequence[Holding], namespace: str, replace: bool) -> list[tuple[str, str]]:
         """Record a document's holdings; return (key, file) of the chunks removed because no document relies on them."""
@@ -546,12 +622,12 @@ class Manifest:
         """Return the chunks that no document relies on."""
         return [row[0] for row in self._all("SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM holders)")]
 
-    def num_bytes(self) -> int:
-        """Return the total size of all chunks."""
-        return int(self._all("SELECT total(bytes) FROM totals")[0][0])
+    def num_bytes(self, namespace: str | None = None) -> int:
+        """Return the total size of all chunks of a namespace; None = of all."""
+        return int(self._all("SELECT total(bytes) FROM totals WHERE ?1 IS NULL OR namespace = ?1", namespace)[0][0])
 
     def namespaces(self) -> list[NamespaceStats]:
-        """Return the statistics of each namespace that is not empty."""
+        """Return the statistics of each namespace that is not empty or has a budget."""
         with self._reading() as connection:
             documents = dict(
                 connection.execute(
@@ -561,11 +637,12 @@ class Manifest:
             )
             rows = connection.execute("SELECT namespace, texts, chunks, tokens, bytes FROM totals").fetchall()
         counts = {name: [int(count) for count in counted] for name, *counted in rows}
+        budgets = self.budgets()
         return [
-            NamespaceStats(name, texts, chunks, tokens, size, documents.get(name, 0))
-            for name in sorted({*documents, *counts})
+            NamespaceStats(name, texts, chunks, tokens, size, documents.get(name, 0), budgets.get(name))
+            for name in sorted({*documents, *counts, *budgets})
             for texts, chunks, tokens, size in [counts.get(name, [0, 0, 0, 0])]
-            if chunks or name in documents
+            if chunks or name in documents or name in budgets
         ]
 
     def held_by_requests(self, keys: Sequence[str]) -> list[str]:
@@ -606,6 +683,62 @@ class Manifest:
         with self._lock:
             self._close_idle()
             self._writer.close()
+
+
+def budgets_in(counters: Mapping[str, int]) -> dict[str, int]:
+    """Return the budgets of namespaces that are among these counters."""
+    return {name.removeprefix(_BUDGET): value for name, value in counters.items() if name.startswith(_BUDGET)}
+
+
+def _raised(score: float | None, uses: int, tokens: int, num_bytes: int, clock: float) -> float:
+    """Return the score of a chunk after more uses; None = it had none."""
+    gained = math.log2(max(uses * tokens, 1) / max(num_bytes, 1)) + clock / _HALF_LIFE
+    if score is None:
+        return gained
+    return max(score, gained) + math.log2(1 + 2.0 ** -abs(score - gained))
+
+
+def _clock(connection: sqlite3.Connection) -> float:
+    row = connection.execute("SELECT value FROM counters WHERE name = ?", (CLOCK,)).fetchone()
+    return row[0] / _TICKS if row else 0.0
+
+
+def _advance(connection: sqlite3.Connection, uses: int) -> None:
+    (chunks,) = connection.execute("SELECT total(chunks) FROM totals").fetchone()
+    connection.execute(
+        "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2",
+        (CLOCK, int(uses * _TICKS / max(chunks, 1))),
+    )
+
+
+def _add_columns(connection: sqlite3.Connection) -> None:
+    """Add the columns that chunks do not have in manifests of older versions.
+
+    Older versions must be able to go on: new columns may be NULL, and no other table has a column of their name.
+    """
+    columns = {row[1] for row in connection.execute("PRAGMA table_info(chunks)")}
+    for name, kind in (("chunk_namespace", "TEXT"), ("score", "REAL")):
+        if columns and name not in columns:
+            connection.execute(f"ALTER TABLE chunks ADD COLUMN {name} {kind}")
+
+
+def _add_scores(connection: sqlite3.Connection) -> None:
+    """Fill in the rows of older versions: as if each chunk had been used once, when it was used last."""
+    (rows, first, last) = connection.execute(
+        "SELECT count(*), min(used), max(used) FROM chunks WHERE chunk_namespace IS NULL"
+    ).fetchone()
+    if not rows:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    clock = _clock(connection) + 1
+    connection.execute(
+        "UPDATE chunks SET chunk_namespace = (SELECT namespace FROM texts WHERE texts.text = chunks.text), score ="
+        " coalesce(score, raised(NULL, 1, context_tokens + (SELECT num_tokens FROM texts WHERE texts.text ="
+        " chunks.text), num_bytes, ? + (used - ?) / ?)) WHERE chunk_namespace IS NULL",
+        (clock, last, max(last - first, 1.0)),
+    )
+    connection.execute("INSERT OR REPLACE INTO counters VALUES (?, ?)", (CLOCK, int(clock * _TICKS)))
+    connection.execute("COMMIT")
 
 
 def _remove(connection: sqlite3.Connection, keys: Sequence[str], file: str | None = None) -> list[tuple[str, str]]:

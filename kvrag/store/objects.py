@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -15,12 +17,13 @@ from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
     PermissionDeniedError,
+    PreconditionError,
     UnauthenticatedError,
 )
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvrag.errors import SettingError, StoreError, StoreReadOnlyError
-from kvrag.store.remote import TIMEOUT_S, Blob, DeletedError, Listed
+from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError, Listed
 
 _BEGINNING = 1 << 20  # header, ids and the first layers
 _WRITE_S = 300.0  # seconds for one object
@@ -134,6 +137,21 @@ class ObjectStore:
         with self._translated(writing=True):
             obstore.put(connection, name, content, use_multipart=False)
 
+    def change(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
+        """See Remote.change."""
+        for attempt in range(CHANGES):
+            time.sleep(random.random() * min(0.02 * attempt, 1.0))
+            before: bytes | None = None
+            mode: Any = "create"
+            with suppress(FileNotFoundError), self._translated():
+                found = obstore.get(self._reader, name)
+                mode = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
+                before = bytes(found.bytes())
+            with suppress(AlreadyExistsError, PreconditionError), self._translated(writing=True):
+                obstore.put(self._writer, name, change(before), mode=mode, use_multipart=False)
+                return
+        raise StoreError(f"{self.url} has too many writers at the moment: try again")
+
     def names(self, prefix: str) -> list[str]:
         """See Remote.names."""
         with self._translated():
@@ -203,10 +221,10 @@ class ObjectStore:
 
     @contextmanager
     def _translated(self, writing: bool = False) -> Iterator[None]:
-        """Raise StoreError; FileNotFoundError and AlreadyExistsError pass."""
+        """Raise StoreError; FileNotFoundError, AlreadyExistsError and PreconditionError pass."""
         try:
             yield
-        except AlreadyExistsError:
+        except (AlreadyExistsError, PreconditionError):
             raise
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):

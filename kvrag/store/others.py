@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,8 +42,13 @@ class OtherStore:
 
 
 def other_stores(path: Path) -> Iterator[OtherStore]:
-    """Yield the other stores in the parent folder of `path` and in the default store folder."""
-    roots = {path.parent, Path.home() / ".cache" / "kvrag"}
-    owners = [owner for root in roots for owner in root.glob(f"*/{OWNER}") if owner.parent != path]
-    for owner in sorted(owners, key=lambda owner: (-owner.stat().st_mtime, owner))[:_MOST]:
-        yield OtherStore(owner.parent)
+    """Yield the other stores in the parent folder of `path` and in the default store folder that can be read."""
+    found: list[tuple[float, Path]] = []
+    for root in {path.parent, Path.home() / ".cache" / "kvrag"}:
+        with suppress(OSError):
+            for folder in root.iterdir():
+                with suppress(OSError):
+                    if folder != path:
+                        found.append((-(folder / OWNER).stat().st_mtime, folder))
+    for _, folder in sorted(found)[:_MOST]:
+        yield OtherStore(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -84,7 +84,7 @@ def serve(state: TextState, alone_only: bool) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceStats:
-    """Contents of one namespace. A text may have several chunks, one per variant."""
+    """Contents of one namespace, and its byte budget. A text may have several chunks, one per variant."""
 
     namespace: str
     texts: int
@@ -92,6 +92,7 @@ class NamespaceStats:
     tokens: int
     bytes: int
     documents: int
+    max_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +274,13 @@ class KeepsTexts(Protocol):
             StoreReadOnlyError: The store is not writable.
         """
 
+    def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
+        """Replace a text by what `change` makes of it, as `write_text`. No other change is lost.
+
+        Args:
+            change: Called with the text, None = there is none or it cannot be read; again if another writer was faster.
+        """
+
 
 @runtime_checkable
 class ReadsAhead(Protocol):
@@ -295,3 +303,7 @@ class Texts:
     def write_text(self, name: str, text: str) -> None:
         """See KeepsTexts.write_text."""
         self._texts[name] = text
+
+    def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
+        """See KeepsTexts.change_text."""
+        self._texts[name] = change(self._texts.get(name))

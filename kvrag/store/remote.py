@@ -25,6 +25,9 @@ _IN_FLIGHT = 3  # ... and requests per chunk at a time, so that several chunks a
 TIMEOUT_S = 10.0
 """Seconds after which a read counts as failed."""
 
+CHANGES = 100
+"""Times that a small object is read and written before others let a change through."""
+
 
 class DeletedError(StoreError):
     """A chunk has been deleted while it was read."""
@@ -78,6 +81,12 @@ class Remote(Protocol):
 
     def write(self, name: str, content: bytes) -> None:
         """Create or replace a small object atomically."""
+
+    def change(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
+        """Replace a small object, None = there is none, by what `change` makes of it.
+
+        If another writer was faster, it is called again, so that nothing that was written is lost.
+        """
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of the small objects under a prefix that ends with "/"."""

@@ -18,7 +18,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from dataclasses import replace
@@ -35,7 +36,7 @@ from kvrag.errors import (
     StoreReadOnlyError,
 )
 from kvrag.fingerprint import FORMAT, Fingerprint, text_key
-from kvrag.store import chunkfile
+from kvrag.store import budget, chunkfile
 from kvrag.store.chunkfile import SUFFIX, PackedChunk
 from kvrag.store.durable import write_file
 from kvrag.store.files import (
@@ -48,6 +49,7 @@ from kvrag.store.files import (
     codec_of,
     parse_owner,
 )
+from kvrag.store.follower import Follower
 from kvrag.store.log import PUBLICATIONS, Log
 from kvrag.store.manifest import Holder, Manifest, Row
 from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
@@ -56,14 +58,9 @@ from kvrag.store.urls import connect
 
 logger = logging.getLogger("kvrag")
 
-_POLL_S = 0.5  # between looks at the log while there are prompts ...
-_RETRY_S = 2.0  # ... and after a failure
-_IDLE_S = 30.0  # without prompts, until the log is no longer followed
-_FRESH_S = 1.0  # age of the copy that no prompt waits for
-_WAIT_S = 1.0  # longest wait of a prompt for the log
 _TRUST_S = 10.0  # age of the copy up to which chunks encoded behind a document are served
 _PROMOTIONS = 8  # chunks at a time that wait to be copied into the local folder
-_USED_EVERY_S = 3600.0  # between reports of the requests' texts that were used
+_USED_EVERY_S = 3600.0  # between reports of the chunks that were used
 _STALE_S = 3600.0  # age of a chunk without a row that is a leftover
 _ORPHANS = "quarantine/"
 
@@ -100,7 +97,7 @@ class SharedStore:
         Args:
             url: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, or valkey://HOST:PORT/DATABASE/PREFIX.
             cache: Folder of local copies, a subfolder for each place; None = `~/.cache/kvrag/shared`.
-            cache_bytes: Byte budget of the local copies of chunks; the least recently used go first.
+            cache_bytes: Byte budget of the local copies of chunks; those that save least go first.
             min_free_bytes: No copies are made beyond this much free space on the local disk.
             keep_copies: Copy chunks that are read or stored into the local folder.
             always_follow: Follow the log also while there are no prompts, so that none waits for it after a pause. For
@@ -183,10 +180,10 @@ class SharedStore:
         self._promotions = threading.BoundedSemaphore(_PROMOTIONS)
         self._lock = threading.Lock()  # guards the next three attributes
         self._opening: dict[str, tuple[Future[RemoteChunk | None], float]] = {}
-        self._used: set[str] = set()
+        self._used: Counter[str] = Counter()
         self._used_since = time.monotonic()
         self._is_open = True
-        self._follower = _Follower(self._pull, self.url, self._always_follow)
+        self._follower = Follower(self._pull, self.url, self._always_follow)
         try:
             self._follower.pull_now()
         except BaseException:
@@ -249,6 +246,8 @@ class SharedStore:
         """See KVStore.put."""
         new = {record.key: record for record in records}
         wanted = [new[key] for key in self.missing(list(new))]
+        sizes = budget.sizes(wanted)
+        self._make_room(sizes)
         writing = [self._workers.submit(self._upload, record) for record in wanted]
         wait(writing)
         rows = [written.result() for written in writing if not written.exception()]
@@ -259,10 +258,47 @@ class SharedStore:
         known = set(self._log.put(rows)) if rows else set()
         self._follower.confirm()
         self._delete(known)  # another machine was faster
+        budgets = self._manifest.budgets()
+        for namespace in sizes.keys() & budgets.keys():
+            self._evict(budgets[namespace], namespace)
         if self.keep_copies:
             self._copy(wanted)
         self._in_background(self._log.snapshot_if_long)
         return sum(row.num_bytes for row in rows if row.file not in known)
+
+    def _make_room(self, sizes: Mapping[str, int]) -> None:
+        """Evict what has to go for this many bytes of each namespace."""
+        budgets = self._manifest.budgets()
+        budget.check_portion(sizes, budgets)
+        for namespace in sizes.keys() & budgets.keys():
+            used = self._manifest.num_bytes(namespace)
+            limit = budget.limit_for(sizes[namespace], used, budgets[namespace])
+            if limit is not None:
+                self._evict(limit, namespace)
+
+    def _evict(self, limit: int, namespace: str) -> int:
+        """See FileStore._evict. All machines stop to serve these chunks."""
+        if self._manifest.num_bytes(namespace) <= limit:
+            return 0
+        self._report_used(now=True)
+        evicted = 0
+        while removed := self._log.evict(limit, namespace):
+            self._delete(name for _, name in removed)
+            evicted += len(removed)
+        return evicted
+
+    def set_budget(self, namespace: str, max_bytes: int | None) -> int:
+        """See FileStore.set_budget. The budget is for all machines; that of the local copies is `max_bytes`."""
+        budget.check_budget(max_bytes)
+        self._check_open()
+        self._log.set_budget(namespace, max_bytes)
+        return 0 if max_bytes is None else self._evict(max_bytes, namespace)
+
+    def budgets(self) -> dict[str, int]:
+        """See FileStore.budgets."""
+        self._check_open()
+        self._follower.glance()
+        return self._manifest.budgets()
 
     def _copy(self, records: Sequence[ChunkRecord]) -> None:
         """Store chunks in the local folder; on a full disk the copies may not grow any further."""
@@ -465,7 +501,7 @@ class SharedStore:
         return self._manifest.count_tokens(prefix, namespace)
 
     def touch(self, keys: Sequence[str]) -> None:
-        """See KVStore.touch. Counts for the local copies; texts of requests are reported to all once an hour."""
+        """See KVStore.touch. Counts for the local copies; reported to all once an hour."""
         self._check_open()
         self._local.touch(keys)
         with self._lock:
@@ -475,9 +511,14 @@ class SharedStore:
         with self._lock:
             if not now and time.monotonic() - self._used_since < _USED_EVERY_S:
                 return
-            used, self._used, self._used_since = sorted(self._used), set(), time.monotonic()
-        if keys := self._manifest.held_by_requests(used):
-            self._log.touch(keys)
+            used, self._used, self._used_since = self._used, Counter(), time.monotonic()
+        # without budgets, only texts of requests are removed when they are not used
+        keys = (
+            self._manifest.known(list(used))
+            if self._manifest.budgets()
+            else self._manifest.held_by_requests(list(used))
+        )
+        self._log.touch({key: used[key] for key in sorted(keys)})
 
     # ---------------------------------------------------------------- small texts
 
@@ -500,6 +541,18 @@ class SharedStore:
         """See KeepsTexts.write_text."""
         self._check_reachable()
         self._remote.write(name, text.encode())
+
+    def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
+        """See KeepsTexts.change_text."""
+        self._check_reachable()
+
+        def changed(content: bytes | None) -> bytes:
+            try:
+                return change(None if content is None else content.decode()).encode()
+            except UnicodeDecodeError:
+                return change(None).encode()
+
+        self._remote.change(name, changed)
 
     # ---------------------------------------------------------------- publications, such as an index for retrieval
 
@@ -628,6 +681,7 @@ class SharedStore:
         self._remote.delete_chunks(leftovers)
         self._log.trim()
         self._local.remove(self.missing(self._local.keys()))
+        self._local.keep_budgets()
         self._local.delete_leftovers()
         if self._manifest.purge():
             for path in self.catalog_folder.glob("*"):
@@ -663,77 +717,3 @@ class SharedStore:
         self._local.close()
         self._manifest.close()
         self._remote.close()
-
-
-class _Follower:
-    """Follows the log in a thread, as long as somebody asks, or always: then nobody waits."""
-
-    def __init__(self, pull: Callable[[], None], url: str, always: bool) -> None:
-        self._pull, self._url, self._always = pull, url, always
-        self._changed = threading.Condition()
-        self._asked = self._current = self._waited = self._tried = float("-inf")
-        self.is_failing = False
-        self._closed, self._wanted = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._work, name="kvrag-follow", daemon=True)
-        self._thread.start()
-
-    def age(self) -> float:
-        """Return the seconds since when the copy is known to have been current."""
-        return time.monotonic() - self._current
-
-    def glance(self) -> None:
-        """Ask for a current copy, and wait for it for a moment: not if it is fresh, and at most once a second."""
-        if self._always:
-            return
-        now = time.monotonic()
-        self._asked = now
-        self._wanted.set()
-        if now - self._current <= _FRESH_S or now - self._waited < _WAIT_S:
-            return
-        if self.is_failing and now - self._tried < 2 * _RETRY_S:
-            return
-        self._waited = now
-        with self._changed:
-            self._changed.wait_for(lambda: self._tried >= now or self._closed.is_set(), _WAIT_S)
-        self._waited = time.monotonic()
-
-    def pull_now(self) -> None:
-        """Bring the copy up to date; raises StoreError."""
-        started = time.monotonic()
-        self._pull()
-        self.confirm(started)
-
-    def confirm(self, since: float | None = None) -> None:
-        """Record that the copy was current at that time; None = now."""
-        with self._changed:
-            self._current = max(self._current, time.monotonic() if since is None else since)
-            self._tried, self.is_failing = time.monotonic(), False
-            self._changed.notify_all()
-
-    def fail(self, error: StoreError) -> None:
-        """Record that the place cannot be reached."""
-        with self._changed:
-            if not self.is_failing:
-                logger.warning("%s; prompts are answered from what this machine has", error)
-            self._tried, self.is_failing = time.monotonic(), True
-            self._changed.notify_all()
-
-    def _work(self) -> None:
-        while not self._closed.is_set():
-            if not self._always:
-                self._wanted.wait()
-                if time.monotonic() - self._asked > _IDLE_S:
-                    self._wanted.clear()
-                    continue
-            try:
-                self.pull_now()
-            except StoreError as error:
-                if not self._closed.is_set():
-                    self.fail(error)
-            self._closed.wait(_RETRY_S if self.is_failing else _POLL_S)
-
-    def close(self) -> None:
-        """End the thread."""
-        self._closed.set()
-        self._wanted.set()
-        self._thread.join()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -12,7 +12,7 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from kvrag.errors import SettingError, StoreError, StoreFullError, StoreReadOnlyError
-from kvrag.store.remote import TIMEOUT_S, Blob, DeletedError, Listed, split
+from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError, Listed, split
 
 _CONNECT_S = 5.0
 _OPTIONS = {"expire", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
@@ -109,6 +109,20 @@ class ValkeyStore:
         """See Remote.write."""
         with self._translated():
             self._client.set(self._key(name), content)
+
+    def change(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
+        """See Remote.change."""
+        key = self._key(name)
+        with self._translated(), self._client.pipeline(transaction=True) as writing:
+            for _ in range(CHANGES):
+                writing.watch(key)
+                content = change(writing.get(key))
+                writing.multi()
+                writing.set(key, content)
+                with suppress(redis.WatchError):  # somebody else has written it since
+                    writing.execute()
+                    return
+        raise StoreError(f"{self.url} has too many writers at the moment: try again")
 
     def names(self, prefix: str) -> list[str]:
         """See Remote.names."""

@@ -19,7 +19,7 @@ from vllm_kvrag.params import ConnectorSettings
 from kvrag import BlendEngine, Model, SharedStore
 from kvrag.backend.transformers.loading import reader_path
 from kvrag.errors import StoreError
-from kvrag.store import shared
+from kvrag.store import follower
 
 FACTS = [
     "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",
@@ -98,7 +98,7 @@ def test_a_place_that_does_not_answer_stops_nobody(
         monkeypatch.setattr(f"kvrag.store.{name}.TIMEOUT_S", 3.0)
     monkeypatch.setattr("kvrag.store.objects._WRITE_S", 1.0)
     monkeypatch.setattr("kvrag.store.objects._RETRIES", 0)
-    monkeypatch.setattr(shared, "_RETRY_S", 0.1)
+    monkeypatch.setattr(follower, "_RETRY_S", 0.1)
     model, settings = checkpoint("llama", folder), {"ratio": 1.0, "policy": "query"}
     faults = Faults(s3)
     with reference(model, SharedStore(s3.url.replace("PLACE", "hang"), tmp_path / "one")) as own:
@@ -171,21 +171,22 @@ def test_kv_of_a_text_that_may_be_shared_by_now_is_not_found_in_pages(
         assert again is not None
         assert before["reused_tokens"] > again["conversation_tokens"] > 100
 
-        follower, pull = store_of(engine)._follower, store_of(engine)._follower._pull
+        following = store_of(engine)._follower
+        pull = following._pull
 
         def fail() -> None:
             raise StoreError("cut off")
 
-        monkeypatch.setattr(follower, "_pull", fail)
-        until(engine, lambda: follower.is_failing)
-        follower._current -= 60
+        monkeypatch.setattr(following, "_pull", fail)
+        until(engine, lambda: following.is_failing)
+        following._current -= 60
         cut_off = engine.ask(prompt, ratio=0.15).report
         assert cut_off is not None
         assert cut_off["conversation_tokens"] == 0
         assert 0 < cut_off["reused_tokens"] < before["reused_tokens"]  # what begins the document was encoded alone
 
-        monkeypatch.setattr(follower, "_pull", pull)
-        until(engine, lambda: follower.age() < 5)
+        monkeypatch.setattr(following, "_pull", pull)
+        until(engine, lambda: following.age() < 5)
         assert engine.ask(prompt, ratio=0.15).report["reused_tokens"] == before["reused_tokens"]  # type: ignore[index]
 
 

@@ -133,9 +133,8 @@ class ObjectStore:
 
     def write(self, name: str, content: bytes) -> None:
         """See Remote.write."""
-        connection = self._reader if len(content) <= _BEGINNING else self._writer  # a request may wait for small ones
         with self._translated(writing=True):
-            obstore.put(connection, name, content, use_multipart=False)
+            obstore.put(self._writer, name, content, use_multipart=False)
 
     def change(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
         """See Remote.change."""
@@ -148,7 +147,7 @@ class ObjectStore:
                 mode = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
                 before = bytes(found.bytes())
             with suppress(AlreadyExistsError, PreconditionError), self._translated(writing=True):
-                obstore.put(self._writer, name, change(before), mode=mode, use_multipart=False)
+                obstore.put(self._reader, name, change(before), mode=mode, use_multipart=False)
                 return
         raise StoreError(f"{self.url} has too many writers at the moment: try again")
 

@@ -80,6 +80,7 @@ def test_one_store_serves_both_engines(kind: str, tmp_path: Path, request: pytes
         await_documents(engine, "a")
         assert_same_answer(FACTS[1::-1], "Where was Mira Brel born?", "Florton", "shared")
         assert engine.warm(FACTS[2:], document="b")["new"] == 2
+        until(engine, lambda: own.documents() == ["a", "b"])
         assert own.warm(FACTS[2:], document="b").new == 0
         assert_same_answer(FACTS[:1:-1], "Where was Kan Dror born?", "Stelburg", "disk")
 

@@ -54,6 +54,7 @@ def match(
     kept: int = 0,
     alone_only: bool = False,
     removals: int | None = None,
+    withheld: set[str] | None = None,
 ) -> list[Found]:
     """Return the runs of stored chunks in a prompt, behind its first `kept` tokens.
 
@@ -62,10 +63,13 @@ def match(
     Args:
         alone_only: Only chunks that were encoded alone.
         removals: The store's counter, if it has just been read.
+        withheld: Gets the keys of the matched texts of which no variant may be used at present.
     """
     runs = catalog.match(ids[kept:], min_run, namespace, removals)
     states = store.look_up(list(dict.fromkeys(run.key for run in runs)))
     served = {text: serve(state, alone_only) for text, state in states.items()}
+    if withheld is not None:
+        withheld.update(text for text, key in served.items() if key is None)
     return [
         Found(
             replace(run, key=key, start=run.start + kept, stop=run.stop + kept),
@@ -287,9 +291,22 @@ class Pipeline:
     def _decide(self, config: BlendConfig, matched: Matched) -> tuple[BlendConfig, Decision | None]:
         if config.controller != "auto" or not matched.runs:
             return config, None
-        decision = self.backend.gather(self.tuning.decide(config, matched))[0]
+        decision = self._agreed(config, matched)
         policy = "full" if decision.full else config.policy
         return replace(config, ratio=decision.ratio, policy=policy), decision
+
+    def _agreed(self, config: BlendConfig, matched: Matched) -> Decision:
+        """Return the first process's decision. If reading a chunk fails in one process, all raise that error."""
+        try:
+            own: Decision | ChunkUnreadableError | DamagedChunkError = self.tuning.decide(config, matched)
+        except (DamagedChunkError, ChunkUnreadableError) as error:
+            own = error
+        decisions = []
+        for each in self.backend.gather(own):
+            if not isinstance(each, Decision):
+                raise each
+            decisions.append(each)
+        return decisions[0]
 
     def _full(self, prompt: Prompt, trace: Trace) -> tuple[Tensor, Stitched]:
         with trace.step("blend"):

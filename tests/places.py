@@ -95,11 +95,15 @@ class Faults:
     """A proxy in front of an S3 server that can fail in the ways networks and servers do.
 
     Attributes:
-        mode: "pass", "500" (every request fails), "hang" (no answer), "cut" (answers to GET end half way), "slow".
+        mode: "pass", "500" (every request fails), "hang" (no answer), "cut" (answers to GET end half way), "slow",
+            "once" (a chunk can be read once, then it fails).
+        refused: Chunks that could not be read again.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         self.mode, faults = "pass", self
+        self.refused: set[str] = set()
+        first: dict[str, object] = {}
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -109,6 +113,11 @@ class Faults:
                 if faults.mode == "hang":
                     faults.ended.wait(30)
                     self.close_connection = True
+                    return
+                is_chunk = self.command == "GET" and "/chunks/" in self.path
+                if faults.mode == "once" and is_chunk and first.setdefault(self.path, mine := object()) is not mine:
+                    faults.refused.add(self.path)
+                    self._send(500, [], b"<Error><Code>InternalError</Code></Error>")
                     return
                 if faults.mode == "500":
                     self._send(500, [], b"<Error><Code>InternalError</Code></Error>")

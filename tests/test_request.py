@@ -16,6 +16,7 @@ from conftest import CHUNKS, messages, plain_logits, prepare, relative
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, OutOfMemoryError, request
 from kvrag.backend.lock import FairLock
+from kvrag.control.controller import Decision
 from kvrag.errors import ChunkUnreadableError
 
 PROMPT = messages(*CHUNKS)
@@ -138,6 +139,26 @@ def test_a_chunk_that_cannot_be_read_now_is_recomputed_and_stays(
         assert done.report.notes == (f"chunk {failing} cannot be read at the moment: Input/output error; recomputed",)
     assert cold.store.stats().damaged == 0
     assert prepare(cold, ids, 1.0).report.runs == whole.report.runs
+
+
+def test_a_chunk_that_another_process_cannot_read_for_the_decision_is_left_out_in_all(
+    cold: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = cold.model.tokenizer.render(PROMPT)
+    whole = prepare(cold, ids).report
+    failing, other = whole.runs[1].key, []
+
+    def gather(value: Any) -> tuple[Any, ...]:
+        """What two processes say."""
+        if isinstance(value, Decision) and not other:
+            other.append(ChunkUnreadableError(failing, "Input/output error"))
+            return value, other[0]
+        return value, value
+
+    monkeypatch.setattr(cold.model, "gather", gather)
+    report = prepare(cold, ids).report
+    assert [run.key for run in report.runs] == [run.key for run in whole.runs if run.key != failing]
+    assert report.notes == (f"chunk {failing} cannot be read at the moment: Input/output error; recomputed",)
 
 
 def test_a_failed_allocation_is_no_damage(cold: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import multiprocessing
 import re
 import shutil
 import sys
@@ -780,6 +781,20 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for package, url in (("obstore", "s3://bucket/x"), ("redis", "redis://here/0")):
         with pytest.raises(SettingError, match=rf"needs the package {package}: pip install 'kvrag\[shared\]'"):
             connect(url)
+
+
+def _connect_refused(url: str) -> None:
+    with pytest.raises(SettingError, match="forked from one that has used an object store"):
+        connect(url)
+
+
+def test_a_forked_process_is_refused(s3: Bucket) -> None:
+    """The client's threads do not survive a fork: the child would wait forever."""
+    connect(s3.url).close()
+    child = multiprocessing.get_context("fork").Process(target=_connect_refused, args=(s3.url,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
 
 
 def test_a_password_is_in_no_message() -> None:

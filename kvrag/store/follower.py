@@ -19,10 +19,10 @@ _WAIT_S = 1.0  # longest wait of a prompt for the log
 
 
 class Follower:
-    """Follows the log in a thread, as long as somebody asks."""
+    """Follows the log in a thread, as long as somebody asks, or always: then nobody waits."""
 
-    def __init__(self, pull: Callable[[], None], url: str) -> None:
-        self._pull, self._url = pull, url
+    def __init__(self, pull: Callable[[], None], url: str, always: bool = False) -> None:
+        self._pull, self._url, self._always = pull, url, always
         self._changed = threading.Condition()
         self._asked = self._current = self._waited = self._tried = float("-inf")
         self.is_failing = False
@@ -36,6 +36,8 @@ class Follower:
 
     def glance(self) -> None:
         """Ask for a current copy, and wait for it for a moment: not if it is fresh, and at most once a second."""
+        if self._always:
+            return
         now = time.monotonic()
         self._asked = now
         self._wanted.set()
@@ -71,10 +73,11 @@ class Follower:
 
     def _work(self) -> None:
         while not self._closed.is_set():
-            self._wanted.wait()
-            if time.monotonic() - self._asked > _IDLE_S:
-                self._wanted.clear()
-                continue
+            if not self._always:
+                self._wanted.wait()
+                if time.monotonic() - self._asked > _IDLE_S:
+                    self._wanted.clear()
+                    continue
             try:
                 self.pull_now()
             except StoreError as error:

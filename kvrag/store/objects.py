@@ -43,6 +43,8 @@ _REASONS = re.compile(
     re.IGNORECASE,
 )
 
+_process: int | None = None  # that has used obstore: its threads do not survive a fork, so a child would wait forever
+
 
 class ObjectStore:
     """A prefix of a bucket; see Remote. Credentials come from the environment, as in the tools of each provider."""
@@ -54,8 +56,15 @@ class ObjectStore:
             options: `endpoint` and `region` of s3, `account` and `endpoint` of az.
 
         Raises:
-            SettingError: The URL has no bucket or an unknown option.
+            SettingError: The URL has no bucket or an unknown option, or this process was forked from one with a store.
         """
+        global _process
+        if _process not in (None, os.getpid()):
+            raise SettingError(
+                f"{url} cannot be used in a process that was forked from one that has used an object store: start it "
+                'with multiprocessing\'s "spawn", for vLLM VLLM_WORKER_MULTIPROC_METHOD=spawn'
+            )
+        _process = os.getpid()
         self.url, self._scheme, self._bucket = url, scheme, bucket
         if not bucket:
             raise SettingError(f"{url} names no bucket: use {scheme}://BUCKET/PREFIX")
@@ -138,7 +147,7 @@ class ObjectStore:
                 mode = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
                 before = bytes(found.bytes())
             with suppress(AlreadyExistsError, PreconditionError), self._translated(writing=True):
-                obstore.put(self._writer, name, change(before), mode=mode, use_multipart=False)
+                obstore.put(self._reader, name, change(before), mode=mode, use_multipart=False)
                 return
         raise StoreError(f"{self.url} has too many writers at the moment: try again")
 

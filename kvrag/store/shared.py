@@ -90,6 +90,7 @@ class SharedStore:
         cache_bytes: int = CACHE_BYTES,
         min_free_bytes: int = 1 << 30,
         keep_copies: bool = True,
+        always_follow: bool = False,
     ) -> None:
         """Connect to the place.
 
@@ -99,6 +100,8 @@ class SharedStore:
             cache_bytes: Byte budget of the local copies of chunks; those that save least go first.
             min_free_bytes: No copies are made beyond this much free space on the local disk.
             keep_copies: Copy chunks that are read or stored into the local folder.
+            always_follow: Follow the log also while there are no prompts, so that none waits for it after a pause. For
+                callers that must not wait for a network.
 
         Raises:
             SettingError: The URL is wrong, or a package is missing.
@@ -110,7 +113,7 @@ class SharedStore:
         self.url = self._remote.url
         self._place = Path(cache).expanduser().resolve() if cache is not None else default_cache()
         self._name = blake2b(f"{without_password(url)}?{url.partition('?')[2]}".encode(), digest_size=8).hexdigest()
-        self.keep_copies = keep_copies
+        self.keep_copies, self._always_follow = keep_copies, always_follow
         self._settings = {"max_bytes": cache_bytes, "min_free_bytes": min_free_bytes}
         self._is_open = self._is_closed = False
         self._mine: dict[str, str] = {}  # parts of the fingerprint that this store is bound to
@@ -180,7 +183,7 @@ class SharedStore:
         self._used: Counter[str] = Counter()
         self._used_since = time.monotonic()
         self._is_open = True
-        self._follower = Follower(self._pull, self.url)
+        self._follower = Follower(self._pull, self.url, self._always_follow)
         try:
             self._follower.pull_now()
         except BaseException:

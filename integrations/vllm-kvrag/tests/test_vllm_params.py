@@ -114,6 +114,12 @@ def test_the_connectors_settings(tmp_path: Path) -> None:
     assert (each.config.ratio, each.config.policy, each.config.band) == (0.2, "hkvd", (0.2, 0.9))
 
 
+def test_a_url_is_no_folder(tmp_path: Path) -> None:
+    url = "s3://bucket/place?endpoint=http://here:9000"
+    each = ConnectorSettings.of({"store": url, "store_cache": str(tmp_path)})
+    assert (each.store, each.store_cache) == (url, str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
@@ -128,6 +134,9 @@ def test_the_connectors_settings(tmp_path: Path) -> None:
         ({"store": "kv", "max_bytes": "1G"}, "max_bytes"),
         ({"store": "kv", "rows_per_step": 1.5}, "rows_per_step"),
         ({"store": "kv", "config": {}}, "config"),
+        ({"store": "kv", "store_cache": "x"}, "store_cache is the folder of local copies of a shared store"),
+        ({"store": "s3://b/x", "store_cache": 1}, "store_cache must be a folder"),
+        ({"store": "s3:/b/x"}, "is not a URL"),
         ({"store": "kv", "band": 3}, "band"),
         ({"store": "kv", "band": ["a", "b"]}, "band"),
     ],

@@ -30,6 +30,7 @@ from kvrag import BlendEngine, Model
 from kvrag.answer import overridden
 from kvrag.backend.transformers.loading import reader_path
 from kvrag.request import Prefilled, Prompt
+from kvrag.store import KVStore
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -109,7 +110,7 @@ class Engine:
     """vLLM in this process."""
 
     llm: LLM
-    store: Path
+    store: Path | str
     number: int = 0
     answers: dict[str, Answer] = field(default_factory=dict)
 
@@ -196,7 +197,7 @@ def _answer(output: Any, llm: LLM) -> Answer:
     return Answer(logprobs, tokens, report, list(output.prompt_token_ids))
 
 
-def settings_of(model: Path, store: Path, extra: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+def settings_of(model: Path, store: Path | str, extra: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     """Arguments of `LLM`."""
     transfer = KVTransferConfig(
         kv_connector="KvragConnector",
@@ -222,7 +223,7 @@ def settings_of(model: Path, store: Path, extra: dict[str, Any] | None = None, *
 
 
 @contextmanager
-def started(model: Path, store: Path, extra: dict[str, Any] | None = None, **changes: Any) -> Iterator[Engine]:
+def started(model: Path, store: Path | str, extra: dict[str, Any] | None = None, **changes: Any) -> Iterator[Engine]:
     """vLLM in this process, and nothing of it left behind."""
     worker.loaded.clear()
     try:
@@ -239,7 +240,7 @@ def started(model: Path, store: Path, extra: dict[str, Any] | None = None, **cha
 
 
 @contextmanager
-def reference(model: Path, store: Path, **settings: Any) -> Iterator[BlendEngine]:
+def reference(model: Path, store: Path | KVStore, **settings: Any) -> Iterator[BlendEngine]:
     """kvrag's own engine."""
     with closing(BlendEngine(Model.from_pretrained(str(model)), store, **settings)) as engine:
         yield engine

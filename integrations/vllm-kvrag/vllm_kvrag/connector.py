@@ -20,7 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvrag.errors import KvragError, UnsupportedModelError
-from kvrag.store import FileStore
+from kvrag.store import FileStore, KVStore, SharedStore, is_shared
+from kvrag.store.shared import CACHE_BYTES
 from vllm_kvrag import gate
 from vllm_kvrag.backend import VllmBackend, exchange
 from vllm_kvrag.compat import check_version
@@ -90,8 +91,12 @@ class KvragConnector(KVConnectorBase_V1):
         self._vllm_config, self._cache_config = vllm_config, kv_cache_config
         self._settings = ConnectorSettings.of(self._kv_transfer_config.kv_connector_extra_config)
         self._fingerprint = fingerprint_of(vllm_config.model_config)
-        self._store = FileStore(self._settings.store, max_bytes=self._settings.max_bytes)
-        self._store.bind(self._fingerprint.stored_as(self._settings.codec))
+        try:
+            self._store = open_store(self._settings)
+            self._store.bind(self._fingerprint.stored_as(self._settings.codec))
+        except KvragError as error:
+            logger.error("vLLM cannot start: %s", error)  # vLLM adds tracebacks of several processes
+            raise error from None  # the message has the cause
         self._matching: Matching | None = None
         self._turns: Turns | None = None
         self._jobs: Jobs | None = None
@@ -255,3 +260,15 @@ class KvragConnector(KVConnectorBase_V1):
         if self._turns is not None:
             self._turns.close()
         self._store.close()
+
+
+def open_store(settings: ConnectorSettings) -> KVStore:
+    """Open the store. All processes of an engine share one local folder of a shared store, and none waits for its log.
+
+    Raises:
+        KvragError: It cannot be opened.
+    """
+    if not is_shared(settings.store):
+        return FileStore(settings.store, max_bytes=settings.max_bytes)
+    budget = CACHE_BYTES if settings.max_bytes is None else settings.max_bytes
+    return SharedStore(str(settings.store), settings.store_cache, budget, always_follow=True)

@@ -18,6 +18,7 @@ from kvrag.config import (
     check_ratio,
 )
 from kvrag.errors import SettingError
+from kvrag.store import is_shared
 
 MODES = ("blend", "warm", "off", "forget", "documents", "report")
 
@@ -27,21 +28,23 @@ class ConnectorSettings:
     """`kv_connector_extra_config`.
 
     Attributes:
-        store: Folder of the chunks.
+        store: Folder of the chunks, or URL of a shared store.
         config: Defaults of all requests.
         codec: Codec of stored chunks; see `BlendEngine`.
         ram_bytes: Size of the RAM tier in front of the store, per worker.
-        max_bytes: Byte budget of the store; None = no limit.
+        max_bytes: Byte budget of the store; None = no limit. Of a shared store: of its local copies; None = 64 GiB.
+        store_cache: Folder of the local copies of a shared store; None = `~/.cache/kvrag/shared`.
         rows_per_step: Maximum number of rows that a step computes for blending and for vLLM's batch together; None =
             vLLM's `max_num_batched_tokens`.
     """
 
-    store: Path
+    store: Path | str
     config: BlendConfig = field(default_factory=BlendConfig)
     codec: str = "native"
     ram_bytes: int = 2 << 30
     max_bytes: int | None = None
     rows_per_step: int | None = None
+    store_cache: str | None = None
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
@@ -52,8 +55,9 @@ class ConnectorSettings:
         """
         given = dict(extra)
         if not isinstance(given.get("store"), str) or not given["store"]:
-            raise SettingError('kv_connector_extra_config needs "store": the folder of the chunks')
-        store = Path(given.pop("store")).expanduser()
+            raise SettingError('kv_connector_extra_config needs "store": the folder of the chunks, or a URL')
+        name = given.pop("store")
+        store = name if is_shared(name) else Path(name).expanduser()
         names = {each.name for each in fields(BlendConfig)}
         blend = {name: given.pop(name) for name in list(given) if name in names}
         if "band" in blend:
@@ -68,6 +72,11 @@ class ConnectorSettings:
         settings = cls(store, BlendConfig(**blend), **given)
         check_codec(settings.codec)
         check_bytes("ram_bytes", settings.ram_bytes)
+        if settings.store_cache is not None:
+            if isinstance(store, Path):
+                raise SettingError("store_cache is the folder of local copies of a shared store: leave it out")
+            if not isinstance(settings.store_cache, str) or not settings.store_cache:
+                raise SettingError(f"store_cache must be a folder, got {settings.store_cache!r:.80}")
         for name in ("max_bytes", "rows_per_step"):
             if getattr(settings, name) is not None:
                 check_bytes(name, getattr(settings, name))

@@ -16,7 +16,7 @@ from kvrag.config import DEFAULT_RATIO, BlendConfig
 from kvrag.errors import KvragError
 from kvrag.request import Found, match
 from kvrag.reuse.catalog import Catalog
-from kvrag.store import FileStore, serve
+from kvrag.store import KVStore, serve
 from kvrag.types import BlendReport
 from vllm_kvrag.fingerprint import tokenizer_of
 from vllm_kvrag.jobs import BlendTask, ForgetTask, Outcome, Task, WarmTask
@@ -55,7 +55,7 @@ class _Request:
 class Matching:
     """State of the scheduler side."""
 
-    def __init__(self, store: FileStore, settings: ConnectorSettings, vllm_config: Any) -> None:
+    def __init__(self, store: KVStore, settings: ConnectorSettings, vllm_config: Any) -> None:
         self._store, self._settings = store, settings
         self._catalog = Catalog(store)
         self._model_config = vllm_config.model_config
@@ -67,7 +67,7 @@ class Matching:
         self._cancelled: list[str] = []
         self._tags: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._tokenizer: Any = None
-        self._served: dict[str, str] = {}  # the variant of each text that prompts got last
+        self._served: dict[str, str] = {}  # the variant of each text that prompts got last; "" = none
         self._changes = 0  # of these
 
     def refuse(self, reason: str) -> None:
@@ -90,7 +90,6 @@ class Matching:
             self._salt(request, uuid.uuid4().hex)
         elif wish.mode == "blend" and wish.config.policy != "full" and (found := self._match(entry, 0)):
             try:
-                self._notice_variants(found)
                 self._salt(request, self._recipe(wish))
                 entry.found = found
             except KvragError as error:
@@ -208,8 +207,9 @@ class Matching:
 
     def _match(self, entry: _Request, kept: int) -> list[Found]:
         config = self._settings.config
+        withheld: set[str] = set()
         try:
-            return match(
+            found = match(
                 self._catalog,
                 self._store,
                 entry.ids,
@@ -217,10 +217,13 @@ class Matching:
                 entry.wish.namespace,
                 kept,
                 alone_only=not config.context_tokens,
+                withheld=withheld,
             )
         except (KvragError, OSError) as error:
             logger.warning("the store cannot be matched, so a prompt is computed: %s", error)
             return []
+        self._notice_variants(found, withheld)
+        return found
 
     def _still_served(self, entry: _Request) -> list[Found]:
         """Return the runs whose chunks a prompt would get now: the request may have waited for long."""
@@ -231,19 +234,20 @@ class Matching:
         alone_only = not self._settings.config.context_tokens
         return [each for each in entry.found if serve(states[each.text], alone_only) == each.run.key]
 
-    def _notice_variants(self, found: list[Found]) -> None:
+    def _notice_variants(self, found: list[Found], withheld: set[str]) -> None:
         if len(self._served) > _TEXTS:
             self._served.clear()
             self._changes += 1  # those that are forgotten here may change unnoticed
-        for run, text, _ in found:
-            self._changes += self._served.get(text, run.key) != run.key
-            self._served[text] = run.key
+        for text, key in {**{text: run.key for run, text, _ in found}, **dict.fromkeys(withheld, "")}.items():
+            self._changes += self._served.get(text, key) != key
+            self._served[text] = key
 
     def _recipe(self, wish: Wish) -> str:
         """Return what blended pages depend on beside their tokens: they are shared between such requests only.
 
         Includes the number of removals from the store, so that KV of forgotten documents is not found again, and of
-        changed variants, so that neither is KV behind a source that is not the text's only one any more.
+        changed variants, so that neither is KV behind a source that is not the text's only one any more, or of which a
+        machine that cannot reach a shared store does not know it.
         """
         recipe = [wish.namespace, self._store.removals(), self._changes, asdict(wish.config)]
         return hashlib.blake2b(json.dumps(recipe, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

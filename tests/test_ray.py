@@ -58,7 +58,7 @@ def cluster(s3: Bucket) -> Iterator[None]:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
         assert mine
-        until(lambda: not any(map(is_alive, mine)), 30)
+        until(lambda: not any(map(is_alive, mine)), 120)
 
 
 def processes() -> dict[int, str]:

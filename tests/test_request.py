@@ -6,7 +6,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvrag import BlendConfig, BlendEngine, FileStore, Model, OutOfMemoryError, 
 from kvrag.backend.lock import FairLock
 from kvrag.control.controller import Decision
 from kvrag.errors import ChunkUnreadableError
+from kvrag.reuse.load import LayerLoader
 
 PROMPT = messages(*CHUNKS)
 
@@ -80,13 +81,12 @@ def test_the_report_says_what_the_forward_pass_waited_for_chunks(
     cold: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pass_waits = threading.Event()
-    waiting = cold.model.waiting
+    real = LayerLoader._await
 
-    @contextmanager
-    def wait() -> Iterator[None]:
-        with waiting():
+    def wait(self: LayerLoader, number: int) -> Any:
+        if number == 2:
             pass_waits.set()
-            yield
+        return real(self, number)
 
     def read(key: str, number: int) -> None:
         if number == 2:
@@ -94,7 +94,7 @@ def test_the_report_says_what_the_forward_pass_waited_for_chunks(
             time.sleep(0.02)
 
     ids = cold.model.tokenizer.render(PROMPT)
-    monkeypatch.setattr(cold.model, "waiting", wait)
+    monkeypatch.setattr(LayerLoader, "_await", wait)
     _intercept(cold, monkeypatch, read)
     report = prepare(cold, ids, 0.3, "query").report
     assert report.load_s >= 0.02

@@ -67,6 +67,7 @@ class EngineSettings:
     revision: str | None = _row(None, "branch, tag or commit of the model on the hub")
     attn_implementation: str | None = _row(None, "transformers' attn_implementation")
     trust_remote_code: bool = _row(False, "run the Python code that a model repository ships")
+    compile_decode: bool = _row(False, "compile decode steps, for GPUs; loading then takes up to minutes longer")
     base_url: str | None = _row(None, "URL of `kvrag serve`, or of vLLM with kvrag's KV connector, instead of a store")
 
 

@@ -58,6 +58,35 @@ def test_greedy_tokens_are_generates_past_windows_and_capacity(
                 assert answer.finish_reason == "length"
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({"temperature": 0}, 1), ({"temperature": 0, "repetition_penalty": 1.3}, 1), ({"seed": 3}, 2)],
+)
+def test_a_device_is_waited_for_once_per_token(
+    settings: dict[str, float], expected: int, endless: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these calls waits for a GPU. A drawn token takes one more: logits must be finite before it is drawn."""
+    waits: list[str] = []
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy"):
+        real: Callable[..., Any] = getattr(torch.Tensor, name)
+
+        def counted(self: torch.Tensor, *args: Any, real: Any = real, name: str = name, **more: Any) -> Any:
+            waits.append(name)
+            return real(self, *args, **more)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    ids = torch.tensor(endless.tokenizer.render(PROMPT))
+    cache = endless.new_cache(len(ids))
+    logits = endless.forward(ids[None], cache)
+    sampling = Sampling(10, **({"temperature": 0.9} | settings))  # type: ignore[arg-type]
+    answer = decode(endless, ids, cache, logits, sampling)
+    next(answer)
+    for _ in range(8):
+        before = len(waits)
+        next(answer)
+        assert len(waits) - before == expected, waits[before:]
+
+
 SETTINGS = [
     {"temperature": 1.0},
     {"temperature": 0.3},

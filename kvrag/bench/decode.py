@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -24,9 +25,16 @@ from kvrag.backend.transformers.shapes import random_model
 from kvrag.bench.ttft import run_settings
 from kvrag.config import Sampling
 from kvrag.generate.decode import decode
+from kvrag.openmp import release_team
 from kvrag.types import Delta
 
 _LONGER = 7  # tokens that each prompt has more than the one before
+_RATIOS = (
+    ("alone", "generate"),
+    ("together", "alone"),
+    ("compiled_alone", "alone"),
+    ("compiled_together", "together"),
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,10 @@ class DecodeResult:
     alone_to_generate: float
     together_to_alone: float
     settings: dict[str, Any]
+    compiled_alone: float | None = None
+    compiled_together: float | None = None
+    compiled_alone_to_alone: float | None = None
+    compiled_together_to_together: float | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,7 @@ class DecodeSetup:
         prompt_tokens: Length of the shortest prompt.
         answer_tokens: Length of an answer.
         repeats: Rounds; the medians count.
+        compiled: Also measure compiled steps, see `Model.from_pretrained`.
     """
 
     model: str = "qwen2.5-0.5b"
@@ -59,6 +72,7 @@ class DecodeSetup:
     prompt_tokens: int = 96
     answer_tokens: int = 24
     repeats: int = 3
+    compiled: bool = False
 
 
 def measure(
@@ -72,22 +86,27 @@ def measure(
     if net is None:
         progress(f"building a random model of {setup.model}'s shape")
         net = random_model(setup.model, setup.layers)
-    net.__dict__["eos_ids"] = frozenset()  # every answer has its full length
+    nets = {"": net}
+    if setup.compiled:
+        progress("compiling the decode steps")
+        nets["compiled_"] = Model(net.hf, net.tokenizer.hf, net.name, compile_decode=True)
+    for each in nets.values():
+        each.__dict__["eos_ids"] = frozenset()  # every answer has its full length
     prompts = [torch.randint(1000, (setup.prompt_tokens + _LONGER * row,)) for row in range(setup.rows)]
-    rates: dict[str, list[float]] = {"generate": [], "alone": [], "together": []}
+    rates: dict[str, list[float]] = defaultdict(list)
     for repeat in range(setup.repeats + 1):
         progress(f"round {repeat} of {setup.repeats}" if repeat else "warm-up round")
-        measured = {
-            "generate": _generate(net, prompts[0], setup.answer_tokens),
-            "alone": _rate(net, prompts[:1], setup.answer_tokens),
-            "together": _rate(net, prompts, setup.answer_tokens),
-        }
+        measured = {"generate": _generate(net, prompts[0], setup.answer_tokens)}
+        for kind, each in nets.items():
+            measured[f"{kind}alone"] = _rate(each, prompts[:1], setup.answer_tokens)
+            measured[f"{kind}together"] = _rate(each, prompts, setup.answer_tokens)
         for name, rate in measured.items() if repeat else ():
             rates[name].append(rate)
     medians = {name: statistics.median(values) for name, values in rates.items()}
     ratios = {
         f"{name}_to_{other}": statistics.median(a / b for a, b in zip(rates[name], rates[other], strict=True))
-        for name, other in (("alone", "generate"), ("together", "alone"))
+        for name, other in _RATIOS
+        if name in rates
     }
     given = {name: getattr(setup, name) for name in ("rows", "prompt_tokens", "answer_tokens", "repeats")}
     return DecodeResult(**medians, **ratios, settings=run_settings(net) | given)
@@ -96,6 +115,7 @@ def measure(
 def _rate(net: Model, prompts: Sequence[Tensor], num_tokens: int) -> float:
     """Return the tokens per second of all answers, without their first tokens."""
     answers = [_begin(net, ids, num_tokens) for ids in prompts]
+    release_team()  # as the engine does behind a prefill
     with ThreadPoolExecutor(len(answers)) as pool:
         started = time.perf_counter()
         counts = list(pool.map(lambda answer: sum(1 for _ in answer), answers))
@@ -137,4 +157,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"kvrag, one answer {result.alone:>19.1f} tokens/s   {result.alone_to_generate:.2f}x model.generate")
     together = f"kvrag, {args.rows} answers together"
     print(f"{together:<26} {result.together:>10.1f} tokens/s   {result.together_to_alone:.2f}x one answer")
+    if result.compiled_alone is not None:
+        print(f"compiled, one answer {result.compiled_alone:>16.1f} tokens/s   {result.compiled_alone_to_alone:.2f}x")
+        together = f"compiled, {args.rows} together"
+        faster = f"{result.compiled_together_to_together:.2f}x"
+        print(f"{together:<26} {result.compiled_together:>10.1f} tokens/s   {faster}")
     return 0

@@ -100,6 +100,8 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> list[P
         for rows in _BATCHES:
             batch = DecodeSetup(shape, args.layers, rows, repeats=args.repeats)
             run.part(f"{shape}: {rows} answers together", partial(decode.measure, batch, net=net))
+        compiled = DecodeSetup(shape, args.layers, repeats=args.repeats, compiled=True)
+        run.part(f"{shape}: compiled decode steps", partial(decode.measure, compiled, net=net))
         del net
     return run.parts
 
@@ -151,7 +153,12 @@ def _lines(part: Part) -> list[str]:
     if isinstance(part.result, DecodeResult):
         rates = part.result
         together = f"{rates.together:.0f} tokens/s, {rates.together_to_alone:.2f}x one alone ({rates.alone:.0f})"
-        return [f"{part.name}: {together}, which is {rates.alone_to_generate:.2f}x model.generate"]
+        lines = [f"{part.name}: {together}, which is {rates.alone_to_generate:.2f}x model.generate"]
+        if rates.compiled_alone is not None:
+            together = f"{rates.compiled_together:.0f} tokens/s together ({rates.compiled_together_to_together:.2f}x)"
+            alone = f"{rates.compiled_alone:.0f} alone ({rates.compiled_alone_to_alone:.2f}x)"
+            lines.append(f"  compiled: {together}, {alone}")
+        return lines
     if part.name.startswith("gate"):
         marks = [f"{'ok' if check['passed'] else 'FAILED'} {check['name']}" for check in part.result]
         return [part.name, *(f"  {mark}" for mark in marks)]

@@ -101,6 +101,7 @@ def decode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--answer-tokens", type=at_least(2), default=24, metavar="N", help="tokens of an answer (default: 24)"
     )
+    parser.add_argument("--compiled", action="store_true", help="also measure compiled decode steps (torch.compile)")
 
 
 def _check_ratios(text: str) -> None:

@@ -174,13 +174,18 @@ def stream(engine: BlendEngine, prompt: str | Messages, args: argparse.Namespace
 
 
 def open_engine(
-    args: argparse.Namespace, sizes: Mapping[str, int] = MappingProxyType({}), is_warmed: bool = False, **config: Any
+    args: argparse.Namespace,
+    sizes: Mapping[str, int] = MappingProxyType({}),
+    is_warmed: bool = False,
+    compile_decode: bool = False,
+    **config: Any,
 ) -> BlendEngine:
     """Open the engine for `add_engine_arguments`.
 
     Args:
         sizes: Sizes of its memory, as arguments of `BlendEngine`.
         is_warmed: Create no store.
+        compile_decode: As in `Model.from_pretrained`.
         config: Fields of its `BlendConfig`.
 
     Raises:
@@ -192,7 +197,7 @@ def open_engine(
     from kvrag.backend.transformers import Model
     from kvrag.engine import BlendEngine, default_store
 
-    model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device)
+    model = Model.from_pretrained(args.model, dtype=args.dtype, device=args.device, compile_decode=compile_decode)
     store = default_store(model, args.codec) if args.store is None else args.store
     if is_warmed and args.store is None and not (store / "chunks").is_dir():
         raise _nothing_warmed(store)

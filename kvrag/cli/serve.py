@@ -33,6 +33,7 @@ from kvrag.cli.common import (
 from kvrag.cli.prompt import stuff
 from kvrag.config import BlendConfig
 from kvrag.errors import KvragError, SettingError
+from kvrag.llm import SETTINGS
 from kvrag.retrieval import documents
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ _MIB, _GIB = 1 << 20, 1 << 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag serve`."""
     add_engine_arguments(parser)
+    parser.add_argument("--compile-decode", action="store_true", help=SETTINGS["compile_decode"].about)
     add_answer_arguments(parser)
     where = parser.add_argument_group("address and access")
     where.add_argument(
@@ -214,7 +216,7 @@ def build(
     from kvrag import server
 
     say(f"loading {args.model}")
-    engine = stack.enter_context(open_engine(args, _sizes(args), **config))
+    engine = stack.enter_context(open_engine(args, _sizes(args), compile_decode=args.compile_decode, **config))
     if args.store_gib is not None:
         folder(engine).max_bytes = _bytes("--store-gib", args.store_gib, _GIB)
     if args.prompt_template is None:  # same prompt as `kvrag ask`

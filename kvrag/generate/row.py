@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -23,6 +24,7 @@ class Row:
 
     Attributes:
         cache: Complete for all tokens but the last.
+        token: The last token.
         deltas: One per token, in order; the last one has `finish_reason` set and no report.
         is_done: The answer is complete.
         error: What ended the answer instead.
@@ -48,25 +50,28 @@ class Row:
         self.error: Exception | None = None
         self._sampling, self._constraint = sampling, constraint
         self._process, self._do_sample = model.logits_processor(sampling, len(ids))
-        self._ids, self._num_prompt = ids[None].to(device), len(ids)
+        self._num_prompt = self._length = len(ids)
+        self._left = min(sampling.max_new_tokens, model.context_window - len(ids))
+        self._room = torch.empty(1, len(ids) + self._left, dtype=ids.dtype, device=device)
+        self._room[0, : len(ids)] = ids
+        self.token = int(ids[-1])
         self._generator = None if sampling.seed is None else torch.Generator(device).manual_seed(sampling.seed)
         self._text = _Text(model.tokenizer.stream(control_tokens), sampling.stop)
-        self._left = min(sampling.max_new_tokens, model.context_window - len(ids))
-
-    @property
-    def token(self) -> int:
-        """The last token."""
-        return int(self._ids[0, -1])
 
     @property
     def is_recomputed(self) -> bool:
         """True if the next step recomputes all KV, as `model.generate` does."""
-        return self._ids.shape[1] - 1 == self.model.recompute_threshold
+        return self._length - 1 == self.model.recompute_threshold
 
     @property
     def can_share_steps(self) -> bool:
         """True if the next step can compute other rows too."""
-        return self.model.can_share_steps(self._ids.shape[1] - 1) and not self.is_recomputed
+        return self.model.can_share_steps(self._length - 1) and not self.is_recomputed
+
+    @property
+    def _ids(self) -> Tensor:
+        """(1, T) token ids of the prompt and of the answer so far."""
+        return self._room[:, : self._length]
 
     def recompute(self) -> Tensor:
         """Compute the KV of all tokens anew; return (1, V) logits."""
@@ -93,7 +98,8 @@ class Row:
             finish: FinishReason = "stop" if is_complete or self._text.stopped else "length"
             self._finish(Delta(text, (token,), finish, logprobs=known))
             return
-        self._ids = torch.cat([self._ids, torch.tensor([[token]], device=self._ids.device)], dim=1)
+        self._room[0, self._length] = self.token = token
+        self._length += 1
         self.deltas.append(Delta(text, (token,), logprobs=known))
 
     def fail(self) -> Exception:
@@ -125,22 +131,21 @@ def _pick(
     constraint: Constraint | None,
 ) -> int:
     """Return the next token's id from (1, T) ids so far and (1, V) logits."""
-    if not _is_drawable(logits):
-        raise ModelError(
-            "the model's logits are NaN or infinite: a value overflowed; load it with dtype='bfloat16' or 'float32'"
-        )
+    raw_highest = logits.max()
     if constraint is not None:
         logits = constraint.mask(logits)  # first, so that top_k and top_p choose among the allowed tokens
     logits = process(ids, logits)
-    if not _is_drawable(logits):
+    seen = torch.stack([raw_highest.double(), logits.max().double(), logits.argmax().double()])
+    raw, highest, likeliest = seen.tolist()  # one wait for the device; a maximum is NaN if any logit is
+    if not math.isfinite(raw):
+        raise ModelError(
+            "the model's logits are NaN or infinite: a value overflowed; load it with dtype='bfloat16' or 'float32'"
+        )
+    if not math.isfinite(highest):
         raise SettingError("no token can be sampled: relax the sampling settings or the model's generation config")
     if not do_sample:
-        return int(logits.argmax())
+        return int(likeliest)
     return int(torch.multinomial(logits.softmax(dim=-1), 1, generator=generator))
-
-
-def _is_drawable(logits: Tensor) -> bool:
-    return bool(logits.max().isfinite())  # NaN if any logit is NaN
 
 
 class _Text:

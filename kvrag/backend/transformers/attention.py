@@ -62,11 +62,18 @@ class _Pass(Rows):
 
 @dataclass(frozen=True)
 class _Step:
-    """State of one thread's decode step."""
+    """State of one thread's decode step.
+
+    `calls` are the layers' modules and the settings of their attention, as they were in a step that was not compiled.
+    """
 
     cache: StepCache
     windows: Sequence[int | None]
+    calls: Calls
 
+
+Calls = dict[int, tuple[nn.Module, dict[str, Any]]]
+"""Layer -> its attention module and the keyword arguments that this passes to the attention interface."""
 
 _current = threading.local()
 _usual: dict[int, str] = {}
@@ -99,9 +106,13 @@ def attention_at(
 
 
 @contextmanager
-def attention_of_step(config: Any, cache: StepCache, windows: Sequence[int | None]) -> Iterator[None]:
-    """Like `attention_at`, for a decode step: (B, 1) tokens, each of which attends to the keys of its own row."""
-    with _running(config, _Step(cache, windows)):
+def attention_of_step(config: Any, cache: StepCache, windows: Sequence[int | None], calls: Calls) -> Iterator[None]:
+    """Like `attention_at`, for a decode step: (B, 1) tokens, each of which attends to the keys of its own row.
+
+    Args:
+        calls: Filled by a step that is not compiled; compiled ones read it.
+    """
+    with _running(config, _Step(cache, windows, calls)):
         yield
 
 
@@ -139,15 +150,19 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend like `config._attn_implementation`: (1, HG, S, D) queries -> (1, S, HG, D)."""
+    if torch.compiler.is_compiling():
+        return _attend_in_step(query, key, value, cast(int, module.layer_idx)), None
     now: _Pass | _Step | None = getattr(_current, "state", None)
     usual = _usual[id(module.config)]
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(usual, eager)
+    attend = _usual_attention(module, usual)
     if now is None:  # another thread's pass
         return attend(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is None or attention_mask.numel() != 1:
         raise ValueError("its attention uses custom masks")  # rejected when the model is loaded
     if isinstance(now, _Step):
+        if module.layer_idx not in now.calls:
+            settings = {name: each for name, each in kwargs.items() if not _is_of_step(each)}
+            now.calls[cast(int, module.layer_idx)] = module, settings
         return _in_rows(attend, module, query, now, usual, **kwargs), None
     if not now.branches:
         return _at_rows(attend, module, query, key, value, now, usual, **kwargs), None
@@ -157,6 +172,36 @@ def _attend(
         keys, values = (torch.cat([part[:, :, shared], part[:, :, own]], dim=2) for part in (key, value))
         attended.append(_at_rows(attend, module, query[:, :, own], keys, values, branch, usual, **kwargs))
     return torch.cat(attended, dim=1), None
+
+
+def _is_of_step(argument: object) -> bool:
+    return isinstance(argument, Tensor) and not isinstance(argument, nn.Parameter)
+
+
+@torch.library.custom_op(
+    "kvrag::attend_in_step",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, int layer) -> Tensor",
+    tags=[torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else [],
+)
+def _attend_in_step(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
+    """Append one token per row and attend, inside of a compiled step: (B, HG, 1, D) queries -> (B, 1, HG, D)."""
+    now: _Step = _current.state
+    module, settings = now.calls[layer]
+    usual = _usual[id(module.config)]
+    now.cache.update(key, value, layer)
+    return _in_rows(_usual_attention(module, usual), module, query, now, usual, **settings).contiguous()
+
+
+@_attend_in_step.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
+    return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
+
+
+def _usual_attention(module: nn.Module, usual: str) -> Any:
+    """Return the function of this attention implementation for a module."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(usual, eager)
 
 
 def _at_rows(

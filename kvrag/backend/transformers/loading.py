@@ -210,11 +210,15 @@ def refuse_failures(config: Any) -> Iterator[None]:
     except Exception as error:  # architectures fail in different ways
         if out_of_memory(error):
             raise
-        reason = f"{type(error).__name__}: {_first_line(error):.160}"
         raise UnsupportedModelError(
             f"{config.model_type} models cannot be blended: "
-            f"a trial forward pass with a cache and a mask failed ({reason})"
+            f"a trial forward pass with a cache and a mask failed ({reason_of(error)})"
         ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """Return type and first line of an error of another library."""
+    return f"{type(error).__name__}: {_first_line(error):.160}"
 
 
 def refuse_attention(name: str) -> None:

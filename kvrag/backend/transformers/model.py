@@ -18,12 +18,19 @@ from kvrag.backend.lock import FairLock, Shared
 from kvrag.backend.protocol import Branch, KVCache, LayerSource, Observer, T, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
-from kvrag.backend.transformers.attention import AttentionObserver, attention_at, attention_of_step, suspended
+from kvrag.backend.transformers.attention import (
+    AttentionObserver,
+    Calls,
+    attention_at,
+    attention_of_step,
+    suspended,
+)
 from kvrag.backend.transformers.cache import BlendCache, StepCache, StopForward
+from kvrag.backend.transformers.compiled import CompiledForward
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import Sampling, fill_options, show_options
-from kvrag.errors import ContextWindowError, UnsupportedModelError, reporting_memory
+from kvrag.errors import ContextWindowError, KvragError, UnsupportedModelError, reporting_memory
 from kvrag.fingerprint import Fingerprint, hash_weights
 
 _TRIAL_TOKENS = 8
@@ -40,6 +47,7 @@ class LoadOptions(TypedDict, total=False):
     trust_remote_code: bool
     allow_unverified: bool
     preamble: bool
+    compile_decode: bool
 
 
 LOAD_DEFAULTS: dict[str, Any] = dict.fromkeys(LoadOptions.__annotations__) | {
@@ -47,6 +55,7 @@ LOAD_DEFAULTS: dict[str, Any] = dict.fromkeys(LoadOptions.__annotations__) | {
     "trust_remote_code": False,
     "allow_unverified": False,
     "preamble": True,
+    "compile_decode": False,
 }
 
 _shared: Shared[Model] = Shared()
@@ -94,15 +103,18 @@ class Model:
         name: str | None = None,
         allow_unverified: bool = False,
         preamble: bool = True,
+        compile_decode: bool = False,
     ) -> None:
         """Wrap a loaded transformers model and its tokenizer.
 
         Args:
             allow_unverified: Accept a family that is not in `loading.FAMILIES`; check it with `kvrag verify`.
             preamble: False = encode chunks without a preamble, for comparison.
+            compile_decode: Compile decode steps with `torch.compile`, on a GPU with CUDA graphs. Takes up to minutes.
 
         Raises:
-            UnsupportedModelError: The model cannot be blended exactly.
+            UnsupportedModelError: The model cannot be blended exactly, or its decode steps cannot be compiled.
+            SettingError: `compile_decode` needs a newer torch.
         """
         loading.refuse_unsupported(hf.config, allow_unverified)
         loading.refuse_offload(hf)
@@ -121,9 +133,13 @@ class Model:
         loading.refuse_attention(self.config._attn_implementation)
         self.stable_length = loading.stable_length(rope, self.context_window)
         self.recompute_threshold = loading.recompute_threshold(self.config, self.stable_length)
+        self._calls: Calls = {}
+        self._compiled: CompiledForward | None = None
         with loading.refuse_failures(hf.config):
             self._rotary, self._devices = probe(hf, self.num_layers, shift=min(37, self.stable_length // 4))
             self._check_attention()
+        if compile_decode:
+            self._compile()
         self.fingerprint = fingerprint(self.name, hf, self.tokenizer, hash_weights(hf.state_dict().items()))
 
     @classmethod
@@ -140,6 +156,7 @@ class Model:
             revision, attn_implementation, trust_remote_code: As in transformers.
             allow_unverified: Accept an untested model family.
             preamble: False = encode chunks without a preamble, for comparison.
+            compile_decode: Compile decode steps with `torch.compile`, on a GPU with CUDA graphs. Takes up to minutes.
 
         Raises:
             ModelLoadError: Unknown name, no network, or damaged files.
@@ -148,10 +165,10 @@ class Model:
         """
         settings = fill_options("from_pretrained()", LOAD_DEFAULTS, options)
         key = json.dumps([str(name_or_path), settings], default=str)
-        preamble, name = settings.pop("preamble"), str(name_or_path)
+        own, name = {option: settings.pop(option) for option in ("preamble", "compile_decode")}, str(name_or_path)
 
         def load() -> Model:
-            return cls(*loading.load(name, **settings), name, settings["allow_unverified"], preamble)
+            return cls(*loading.load(name, **settings), name, settings["allow_unverified"], **own)
 
         return _shared.get(key, load)
 
@@ -167,6 +184,24 @@ class Model:
                 f"{self.config.model_type} models cannot be blended: their layers do not use transformers' attention "
                 "interface, so rows cannot be masked by their true positions"
             )
+
+    def _compile(self) -> None:
+        """Compile the decode steps of one row and of several.
+
+        Raises:
+            UnsupportedModelError: They cannot be compiled.
+        """
+        self._compiled = CompiledForward(self.hf, self.device)
+        try:
+            for num_rows in (1, 2):
+                self.forward_each([0] * num_rows, [self.new_cache(1) for _ in range(num_rows)])
+        except KvragError:
+            raise
+        except Exception as error:  # dynamo, inductor, triton and the C++ compiler raise different types
+            raise UnsupportedModelError(
+                f"the decode steps of {self.name} cannot be compiled "
+                f"({loading.reason_of(error)}): load it without compile_decode"
+            ) from error
 
     @property
     def preamble(self) -> tuple[int, ...]:
@@ -298,8 +333,9 @@ class Model:
         Returns:
             (B, V) float32 logits after each token.
         """
-        with self.lock.first(), torch.inference_mode():
-            return self._step(torch.tensor(tokens)[:, None], caches)
+        ids = torch.tensor(tokens)[:, None]
+        with self.lock.first():
+            return self._compiled.run(self._step, ids, caches) if self._compiled else self._step(ids, caches)
 
     def can_share_steps(self, length: int) -> bool:
         """Return whether a cache of this length can be one of several in a decode step.
@@ -396,21 +432,25 @@ class Model:
             )
         return (output.logits if every else output.logits[:, -1]).float()
 
+    @torch.inference_mode()
     def _step(self, ids: Tensor, caches: Sequence[KVCache]) -> Tensor:
         """Append (B, 1) tokens to the caches."""
         self._reset_rotary()
         step = StepCache([cast(BlendCache, cache) for cache in caches])
         positions = torch.tensor([[cache.get_seq_length()] for cache in caches])
-        with attention_of_step(self.config, step, self.windows), reporting_memory():
-            output = self.hf(
-                input_ids=ids.to(self.device),
-                position_ids=positions.to(self.device),
-                attention_mask=self._no_mask,
-                past_key_values=step,
-                use_cache=True,
-                **self._last_logits_only,
-            )
-        return cast(Tensor, output.logits[:, -1].float())
+        arguments = {
+            "input_ids": ids.to(self.device),
+            "position_ids": positions.to(self.device),
+            "attention_mask": self._no_mask,
+            "use_cache": True,
+            **self._last_logits_only,
+        }
+        with attention_of_step(self.config, step, self.windows, self._calls), reporting_memory():
+            if self._compiled:
+                logits = self._compiled(**arguments)
+            else:
+                logits = self.hf(**arguments, past_key_values=step).logits
+        return logits[:, -1].float()
 
     def _pause(self) -> None:
         """Let a decode step of another thread run, between two layers of this thread's pass."""

@@ -1,0 +1,88 @@
+"""Compiled decode steps, for GPUs, where launching a step's kernels one by one takes longer than running them.
+
+`torch.compile` makes one graph of a step of one row, and another one for any number of rows. Attention and the rows'
+caches are a custom operator in it, so that lengths are no part of the graph. CUDA graphs are captured of the parts
+between two such operators, as vLLM's piecewise CUDA graphs are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from kvrag.errors import SettingError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_BACKEND = "inductor"
+_CUDA_GRAPHS = {"triton.cudagraphs": True, "graph_partition": True}
+
+
+class CompiledForward:
+    """The forward pass of a transformers model for decode steps: the first ones compile it.
+
+    On a GPU it runs in a thread of its own: CUDA graphs can be replayed only by the thread that captured them, and any
+    consumer of an answer may run a step.
+    """
+
+    def __init__(self, hf: Any, device: torch.device) -> None:
+        """Prepare a model on this device.
+
+        Raises:
+            SettingError: This version of torch cannot keep operators out of CUDA graphs.
+        """
+        if not hasattr(torch.Tag, "cudagraph_unsafe"):
+            raise SettingError(f"compile_decode needs torch 2.9 or newer, this is {torch.__version__}")
+        own_thread = _own_thread(device)
+        options: Any = _CUDA_GRAPHS if device.type == "cuda" else None
+
+        def forward(**arguments: Any) -> Any:
+            return hf(**arguments)
+
+        forward.__code__ = forward.__code__.replace()  # torch keeps a limited number of graphs per code object
+        self._forward = torch.compile(forward, backend=_BACKEND, fullgraph=True, options=options)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvrag-compiled") if own_thread else None
+        if self._thread:
+            self._thread.submit(int).result()  # a thread whose start is interrupted would never end
+        self._cache = _NoCache()
+
+    def run(self, step: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a step, which calls this object, in the right thread."""
+        if self._thread is None:
+            return step(*args, **kwargs)
+        try:
+            return self._thread.submit(step, *args, **kwargs).result()
+        except BaseException:
+            self._thread.submit(int).result()  # after Ctrl-C the step still writes to the caches: it comes first
+            raise
+
+    def __call__(self, **arguments: Any) -> Tensor:
+        """Return the model's (B, 1, V) logits."""
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        logits: Tensor = self._forward(**arguments, past_key_values=self._cache).logits
+        return logits.clone()  # CUDA graphs write every step's logits to the same memory
+
+
+def _own_thread(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+class _NoCache(Cache):  # type: ignore[misc]
+    """Returns what it gets: the operator writes to the rows' caches."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values."""
+        return key_states, value_states
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Return 0: a step gets its positions."""
+        return 0

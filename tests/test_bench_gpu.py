@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvrag.backend.transformers import compiled
 from kvrag.backend.transformers.shapes import SHAPES
 from kvrag.bench import gpu
 
@@ -24,13 +25,14 @@ TINY = SHAPES["llama-3.1-8b"] | {
 
 
 def _arguments(**changes: Any) -> argparse.Namespace:
-    given = {"models": ["tiny"], "layers": None, "tokens": [512], "device": "cpu", "repeats": 1, "seconds": 60}
+    given = {"models": ["tiny"], "layers": None, "tokens": [512], "device": "cpu", "repeats": 1, "seconds": 90}
     return argparse.Namespace(**given | {"out": None, "json": False} | changes)
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setattr(compiled, "_BACKEND", "eager")  # a compiler takes half a minute
 
 
 def test_every_part_has_a_result(tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,9 +45,12 @@ def test_every_part_has_a_result(tiny: None, tmp_path: Path, capsys: pytest.Capt
         "tiny: 512 tokens from disk",
     ]
     assert all(check["passed"] for check in parts["gate, float32"]["result"])
+    assert all(check["passed"] for check in parts["gate, float32, compiled decode steps"]["result"])
+    assert parts["tiny: compiled decode steps"]["result"]["compiled_together"] > 0
     assert "aten::" in parts["tiny: profile"]["result"]
     said = capsys.readouterr().out
     assert "query" in said
+    assert "  compiled: " in said
     assert parts["tiny: 8 answers together"]["result"]["together"] > 0
     assert "tiny: 32 answers together: " in said
     assert "of the model's own forward pass" in said

@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from kvrag.cli.common import DTYPES, add_setting, at_least
 from kvrag.config import CODECS
+from kvrag.llm import SETTINGS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chunk-tokens", type=at_least(1), metavar="N", help="length of the four test chunks in tokens"
     )
     parser.add_argument("--allow-unverified", action="store_true", help="allow an untested model family")
+    parser.add_argument("--compile-decode", action="store_true", help=SETTINGS["compile_decode"].about)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,7 +31,12 @@ def run(args: argparse.Namespace) -> int:
     from kvrag.backend.transformers import Model
     from kvrag.inspect.verify import verify
 
-    model = Model.from_pretrained(args.model, dtype=args.dtype, allow_unverified=args.allow_unverified)
+    model = Model.from_pretrained(
+        args.model,
+        dtype=args.dtype,
+        allow_unverified=args.allow_unverified,
+        compile_decode=args.compile_decode,
+    )
     checks = verify(model, args.chunk_tokens, lambda name: print(f"... {name}", file=sys.stderr), args.codec)
     passed = all(check.passed for check in checks)
     if args.json:

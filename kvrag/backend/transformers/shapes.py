@@ -46,12 +46,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_model(
-    shape: str, num_layers: int | None = None, dtype: torch.dtype = torch.bfloat16, device: str | None = None
+    shape: str,
+    num_layers: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | None = None,
+    compile_decode: bool = False,
 ) -> Model:
     """Return a model of that shape, or of its first `num_layers` layers, with the bundled reader's tokenizer.
 
     Args:
         device: None = a GPU if there is one.
+        compile_decode: As in `Model.from_pretrained`.
 
     Raises:
         SettingError: Unknown shape.
@@ -65,4 +70,5 @@ def random_model(
     torch.manual_seed(0)
     with torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")):
         hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return Model(hf, tokenizer, f"{shape} shape, {config.num_hidden_layers} layers, random weights")
+    name = f"{shape} shape, {config.num_hidden_layers} layers, random weights"
+    return Model(hf, tokenizer, name, compile_decode=compile_decode)

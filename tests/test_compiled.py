@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import threading
 import time
@@ -60,6 +61,7 @@ def test_a_step_is_one_graph_for_all_lengths_and_numbers_of_rows(
                 torch.testing.assert_close(keys, others)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="on a CPU, torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("own_thread", [False, True])
 def test_answers_are_the_same(
     own_thread: bool, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

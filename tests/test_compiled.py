@@ -149,6 +149,10 @@ def test_an_interrupted_consumer_waits_for_the_end_of_the_step(hf: Any) -> None:
 
     forward = CompiledForward(hf, torch.device("cuda"))
     run: Callable[..., None] = forward.run
-    with pytest.raises(KeyboardInterrupt):
-        run(step)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(step)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended == [True]

@@ -1,11 +1,14 @@
 """Time to the first token of kvrag and of others that reuse KV on a CPU, with chunks in a new order every time.
 
     python scripts/peers.py --kvboost PYTHON --llama PYTHON --vllm PYTHON
+    python scripts/peers.py --questions 100 --kvboost PYTHON --llama PYTHON --vllm PYTHON
 
 Each option names the Python of an environment that has that peer; those not given are left out. How to set them up is
 in docs/benchmarks.md. All get the same weights (a random model of a real shape), the same token ids, and one request at
 a time. They take turns, and the others are stopped meanwhile. Every peer has seen all chunks before, and keeps its
 caches from prompt to prompt. A time runs from the call to the first token.
+
+With `--questions`, the model is the bundled reader and prompts are questions about its world, and answers are compared.
 """
 
 from __future__ import annotations
@@ -20,14 +23,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any
 
-Answer = Callable[[list[int]], float]
-"""Function of a prompt's ids; returns the seconds to its first token."""
+Answer = Callable[[list[int], int], tuple[float, list[int]]]
+"""Function of a prompt's ids and a number of tokens; returns seconds and a greedy answer.
+
+The seconds are those to the first token if the number is 1.
+"""
 
 SHAPE = "qwen2.5-0.5b"
 
@@ -39,13 +45,13 @@ def kvrag(folder: Path, chunks: Sequence[list[int]]) -> Answer:
     engine = BlendEngine.from_pretrained(folder, store=folder / "kv", ram_bytes=0)
     engine.warm([engine.model.tokenizer.decode(chunk) for chunk in chunks])
 
-    def answer(ids: list[int]) -> float:
+    def answer(ids: list[int], most: int) -> tuple[float, list[int]]:
         started = time.perf_counter()
-        report = engine.generate(ids, max_new_tokens=1, temperature=0).report
+        done = engine.generate(ids, max_new_tokens=most, temperature=0)
         taken = time.perf_counter() - started
-        if report.reused_tokens < 0.85 * len(ids):  # all but the question
-            raise SystemExit(f"only {report.reused_tokens} tokens were reused")
-        return taken
+        if done.report.reused_tokens < 0.75 * len(ids):  # all but the question and what is between chunks
+            raise SystemExit(f"only {done.report.reused_tokens} of {len(ids)} tokens were reused")
+        return taken, list(done.token_ids)
 
     return answer
 
@@ -60,7 +66,7 @@ def transformers(folder: Path, chunks: Sequence[list[int]], keep: bool = True) -
     cache: Any = None
 
     @torch.inference_mode()
-    def answer(ids: list[int]) -> float:
+    def answer(ids: list[int], most: int) -> tuple[float, list[int]]:
         nonlocal last, cache
         started = time.perf_counter()
         common = next((i for i, (a, b) in enumerate(zip(ids[:-1], last, strict=False)) if a != b), 0) if keep else 0
@@ -71,12 +77,12 @@ def transformers(folder: Path, chunks: Sequence[list[int]], keep: bool = True) -
             tensor,
             attention_mask=torch.ones_like(tensor),
             past_key_values=cache if common else None,
-            max_new_tokens=1,
+            max_new_tokens=most,
             do_sample=False,
             return_dict_in_generate=True,
         )
         last, cache = ids, output.past_key_values
-        return time.perf_counter() - started
+        return time.perf_counter() - started, output.sequences[0, len(ids) :].tolist()
 
     return answer
 
@@ -105,11 +111,17 @@ def kvboost(folder: Path, chunks: Sequence[list[int]], strategy: str = "selectiv
     for chunk in chunks:
         engine.warm(chunk)
 
-    def answer(ids: list[int]) -> float:
-        first: list[float] = []
+    def answer(ids: list[int], most: int) -> tuple[float, list[int]]:
+        tokens: list[int] = []
+        times: list[float] = []
+
+        def add(token: int) -> None:
+            tokens.append(token)
+            times.append(time.perf_counter())
+
         started = time.perf_counter()
-        engine.generate(ids, max_new_tokens=1, on_token=lambda token: first.append(time.perf_counter()))
-        return first[0] - started
+        engine.generate(ids, max_new_tokens=most, on_token=add)
+        return times[0] - started, tokens
 
     return answer
 
@@ -123,12 +135,15 @@ def llama(folder: Path, chunks: Sequence[list[int]]) -> Answer:
     """llama.cpp through llama-cpp-python, which keeps the common prefix with the last prompt."""
     import llama_cpp
 
-    model = llama_cpp.Llama(str(folder / "model.gguf"), n_ctx=8192, n_batch=2048, n_threads=2, verbose=False)
+    threads = len(os.sched_getaffinity(0))
+    model = llama_cpp.Llama(
+        str(folder / "model.gguf"), n_ctx=_window(folder), n_batch=2048, n_threads=threads, verbose=False
+    )
 
-    def answer(ids: list[int]) -> float:
+    def answer(ids: list[int], most: int) -> tuple[float, list[int]]:
         started = time.perf_counter()
-        next(model.generate(ids, temp=0.0))
-        return time.perf_counter() - started
+        tokens = list(islice(model.generate(ids, temp=0.0), most))
+        return time.perf_counter() - started, tokens
 
     return answer
 
@@ -136,19 +151,21 @@ def llama(folder: Path, chunks: Sequence[list[int]]) -> Answer:
 def vllm(folder: Path, chunks: Sequence[list[int]], keep: bool = True, **more: Any) -> Answer:
     """vLLM, with prefix caching if `keep`."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; by default nearly all memory, and there are several
+    # by default one core is left idle for the scheduler, of two
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
     from vllm import LLM, SamplingParams
 
-    same = {"dtype": "bfloat16", "max_model_len": 8192, "disable_log_stats": True}
+    same = {"dtype": "bfloat16", "max_model_len": _window(folder), "disable_log_stats": True}
     model = LLM(str(folder), enable_prefix_caching=keep, **same, **more)
-    one = SamplingParams(temperature=0, max_tokens=1)
-    for chunk in chunks if keep else ():
-        model.generate([{"prompt_token_ids": chunk}], one, use_tqdm=False)
 
-    def answer(ids: list[int]) -> float:
+    def answer(ids: list[int], most: int) -> tuple[float, list[int]]:
         started = time.perf_counter()
-        model.generate([{"prompt_token_ids": ids}], one, use_tqdm=False)
-        return time.perf_counter() - started
+        greedy = SamplingParams(temperature=0, max_tokens=most)
+        output = model.generate([{"prompt_token_ids": ids}], greedy, use_tqdm=False)[0]
+        return time.perf_counter() - started, list(output.outputs[0].token_ids)
 
+    for chunk in chunks if keep else ():
+        answer(chunk, 1)
     return answer
 
 
@@ -181,23 +198,22 @@ PEERS: dict[str, tuple[str, str, Callable[[Path, Sequence[list[int]]], Answer]]]
 """Name -> (option that names its Python, title, function)."""
 
 
-def write_model(folder: Path, layers: int | None) -> list[int]:
-    """Write a random model of the shape as a transformers folder and as GGUF; return ids of one-token words."""
+def _window(folder: Path) -> int:
+    return min(8192, json.loads((folder / "config.json").read_text())["max_position_embeddings"])
+
+
+def write_model(folder: Path, model: Any) -> None:
+    """Write a model as a transformers folder and, if `gguf` is installed, as GGUF."""
     import torch
 
-    from kvrag.backend.transformers.shapes import random_model
-    from kvrag.bench.ttft import one_token_words
-
-    model = random_model(SHAPE, layers)
     model.hf.save_pretrained(folder)
     model.tokenizer.hf.save_pretrained(folder)
-    words = [model.tokenizer.encode(word)[0] for word in one_token_words(model)]
     try:
         import gguf
     except ImportError:
-        return words
+        return
     config = model.hf.config
-    out: Any = gguf.GGUFWriter(folder / "model.gguf", "qwen2")
+    out: Any = gguf.GGUFWriter(folder / "model.gguf", config.model_type)
     out.add_block_count(config.num_hidden_layers)
     out.add_context_length(config.max_position_embeddings)
     out.add_embedding_length(config.hidden_size)
@@ -205,15 +221,18 @@ def write_model(folder: Path, layers: int | None) -> list[int]:
     out.add_head_count(config.num_attention_heads)
     out.add_head_count_kv(config.num_key_value_heads)
     out.add_layer_norm_rms_eps(config.rms_norm_eps)
-    out.add_rope_freq_base(10000.0)
+    out.add_rope_freq_base(config.rope_parameters["rope_theta"])
     out.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     out.add_tokenizer_model("none")
     out.add_vocab_size(config.vocab_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in model.hf.state_dict().items():
         if name == "lm_head.weight":  # tied
             continue
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if config.model_type == "llama" and (count := heads.get(name.split(".")[-2])):  # pairs of RoPE side by side
+            tensor = tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
         if tensor.dim() == 1:
             out.add_tensor(target, tensor.float().numpy())
         else:
@@ -223,7 +242,6 @@ def write_model(folder: Path, layers: int | None) -> list[int]:
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
     out.close()
-    return words
 
 
 def serve(name: str, folder: Path) -> None:
@@ -234,7 +252,7 @@ def serve(name: str, folder: Path) -> None:
     answer = PEERS[name][2](folder, chunks)
     print("ready", file=out, flush=True)
     for line in sys.stdin:
-        print(answer(json.loads(line)), file=out, flush=True)
+        print(json.dumps(answer(*json.loads(line))), file=out, flush=True)
 
 
 def main() -> None:
@@ -247,31 +265,96 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--question-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--questions", type=int, help="compare answers to so many questions instead of times")
     parser.add_argument("--peer", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peer:
         serve(args.peer[0], Path(args.peer[1]))
         return
-    pythons = {"": sys.executable, "kvboost": args.kvboost, "llama": args.llama, "vllm": args.vllm}
-    rng = random.Random(0)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        words = write_model(folder, args.layers)
-        chunks = [rng.choices(words, k=args.chunk_tokens) for _ in range(max(args.chunks))]
-        (folder / "chunks.json").write_text(json.dumps(chunks))
-        running: dict[str, subprocess.Popen[str]] = {}
-        try:
-            for peer, (option, title, _) in PEERS.items():
-                if python := pythons[option]:
-                    print(f"starting {title}", file=sys.stderr)
-                    running[peer] = _start([python, __file__, "--peer", peer, name], title)
-            results = [_measure(running, chunks[:count], words, args, rng) for count in args.chunks]
-        finally:
-            for process in running.values():
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
     settings = {k: v for k, v in vars(args).items() if v}
-    print(json.dumps({"lengths": results, "settings": settings}))
+    with tempfile.TemporaryDirectory() as name:
+        result = _answers(Path(name), args) if args.questions else _times(Path(name), args)
+    print(json.dumps({**result, "settings": settings}))
+
+
+def _times(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure prompts of random chunks, and print tables."""
+    from kvrag.backend.transformers.shapes import random_model
+    from kvrag.bench.ttft import one_token_words
+
+    rng = random.Random(0)
+    model = random_model(SHAPE, args.layers)
+    write_model(folder, model)
+    words = [model.tokenizer.encode(word)[0] for word in one_token_words(model)]
+    del model
+    chunks = [rng.choices(words, k=args.chunk_tokens) for _ in range(max(6, *args.chunks))]
+    orders = _orders(len(chunks), rng)
+    with _running(folder, chunks, args) as running:
+        return {"lengths": [_measure(running, chunks, count, orders, words, args, rng) for count in args.chunks]}
+
+
+def _answers(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Ask the bundled reader about its world, passages in random order, and print how the answers compare."""
+    from kvrag.backend.transformers import Model
+    from kvrag.bench.datasets import world_rows
+    from kvrag.bench.metrics import exact_match
+
+    model = Model.from_pretrained("reader", dtype="bfloat16")
+    write_model(folder, model)
+    tokenizer = model.tokenizer
+    rng = random.Random(0)
+    rows = world_rows(args.questions, seed=51)
+    passages = dict.fromkeys(chain.from_iterable(row.passages for row in rows))
+    with _running(folder, [tokenizer.encode(passage) for passage in passages], args) as running:
+        said: dict[str, list[list[int]]] = {peer: [] for peer in running}
+        for number, row in enumerate(rows):
+            print(f"question {number} of {len(rows)}", file=sys.stderr)
+            text = "\n\n".join([*rng.sample(row.passages, len(row.passages)), f"Question: {row.question}"])
+            ids = tokenizer.render(tokenizer.as_prompt(text))
+            for peer, process in running.items():
+                tokens = _ask(peer, process, ids, 16)[1]
+                said[peer].append(list(takewhile(lambda token: token not in model.eos_ids, tokens)))
+    print(f"{len(rows)} questions\n\n{'':36}{'as full prefill':>16}{'right':>8}")
+    result = {}
+    for peer, answers in said.items():
+        equal = statistics.mean(own == full for own, full in zip(answers, said["full"], strict=True))
+        texts = [tokenizer.hf.decode(answer) for answer in answers]
+        right = statistics.mean(exact_match(text, row.answers) for text, row in zip(texts, rows, strict=True))
+        print(f"{PEERS[peer][1]:36}{equal:>16.3f}{right:>8.3f}")
+        result[peer] = {"equal": equal, "right": right}
+    print()
+    return {"answers": result}
+
+
+def _orders(num: int, rng: random.Random) -> Iterator[list[int]]:
+    """Yield orders of `num` chunks: the first chunk is never that of the order before, the first two never come again.
+
+    A prompt whose order a peer has seen would be found whole in its prefix cache.
+    """
+    for first, step in ((first, step) for step in range(1, num) for first in range(num)):
+        second = (first + step) % num
+        others = [each for each in range(num) if each not in (first, second)]
+        yield [first, second, *rng.sample(others, len(others))]
+
+
+@contextmanager
+def _running(
+    folder: Path, chunks: list[list[int]], args: argparse.Namespace
+) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Start the peers, which then have seen these chunks; end them at the end."""
+    (folder / "chunks.json").write_text(json.dumps(chunks))
+    pythons = {"": sys.executable, "kvboost": args.kvboost, "llama": args.llama, "vllm": args.vllm}
+    running: dict[str, subprocess.Popen[str]] = {}
+    try:
+        for peer, (option, title, _) in PEERS.items():
+            if python := pythons[option]:
+                print(f"starting {title}", file=sys.stderr)
+                running[peer] = _start([python, __file__, "--peer", peer, str(folder)], title)
+        yield running
+    finally:
+        for process in running.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _start(command: list[str], title: str) -> subprocess.Popen[str]:
@@ -286,40 +369,44 @@ def _start(command: list[str], title: str) -> subprocess.Popen[str]:
 
 def _measure(
     running: dict[str, subprocess.Popen[str]],
-    chunks: list[list[int]],
+    chunks: Sequence[list[int]],
+    count: int,
+    orders: Iterator[list[int]],
     words: list[int],
     args: argparse.Namespace,
     rng: random.Random,
 ) -> dict[str, Any]:
-    """Measure prompts of these chunks, and print a table. Only the peer that is asked runs."""
+    """Measure prompts of the first `count` chunks of an order, and print a table."""
     times: dict[str, list[float]] = {peer: [] for peer in running}
     for number in range(args.rounds + 1):
-        print(f"{len(chunks)} chunks, round {number} of {args.rounds}", file=sys.stderr)
-        before = chunks[0]
-        while len(chunks) > 1 and chunks[0] is before:  # two chunks often keep their order
-            rng.shuffle(chunks)
-        prompt = [*chain(*chunks), *rng.choices(words, k=args.question_tokens)]
+        print(f"{count} chunks, round {number} of {args.rounds}", file=sys.stderr)
+        prompt = [*chain(*(chunks[each] for each in next(orders)[:count])), *rng.choices(words, k=args.question_tokens)]
         for peer, process in running.items():
-            os.killpg(process.pid, signal.SIGCONT)
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(prompt) + "\n")
-            process.stdin.flush()
-            line = _line(process)
-            if not line:
-                raise SystemExit(f"{PEERS[peer][1]} ended")
-            taken = float(line)
-            os.killpg(process.pid, signal.SIGSTOP)
+            taken = _ask(peer, process, prompt, 1)[0]
             print(f"{PEERS[peer][1]}: {taken:.2f} s", file=sys.stderr)
             if number:  # the first one includes start-up costs
                 times[peer].append(taken)
     medians = {peer: statistics.median(taken) for peer, taken in times.items()}
-    order = f"{len(chunks)} chunks in a new order"
-    print(f"{SHAPE}, prompts of {len(prompt)} tokens, {order}, medians of {args.rounds}\n")
+    print(f"{SHAPE}, prompts of {len(prompt)} tokens, {count} chunks, medians of {args.rounds}\n")
     print(f"{'':36}{'first token':>12}{'kvrag sooner':>14}")
     for peer, seconds in medians.items():
         print(f"{PEERS[peer][1]:36}{seconds:>10.2f} s{seconds / medians['kvrag']:>13.1f}x")
     print()
     return {"tokens": len(prompt), "medians": medians, "times": times}
+
+
+def _ask(peer: str, process: subprocess.Popen[str], ids: list[int], most: int) -> tuple[float, list[int]]:
+    """Let only this peer run until it has answered."""
+    os.killpg(process.pid, signal.SIGCONT)
+    assert process.stdin is not None
+    process.stdin.write(json.dumps([ids, most]) + "\n")
+    process.stdin.flush()
+    line = _line(process)
+    if not line:
+        raise SystemExit(f"{PEERS[peer][1]} ended")
+    os.killpg(process.pid, signal.SIGSTOP)
+    seconds, tokens = json.loads(line)
+    return seconds, tokens
 
 
 def _line(process: subprocess.Popen[str]) -> str:

@@ -39,10 +39,11 @@ SHAPE = "qwen2.5-0.5b"
 
 
 def kvrag(folder: Path, chunks: Sequence[list[int]]) -> Answer:
-    """kvrag with its default settings. The RAM tier is off, so chunks are read from disk."""
-    from kvrag import BlendEngine
+    """kvrag, which always blends, else with default settings. The RAM tier is off, so chunks are read from disk."""
+    from kvrag import BlendConfig, BlendEngine
 
-    engine = BlendEngine.from_pretrained(folder, store=folder / "kv", ram_bytes=0)
+    config = BlendConfig(controller="off")
+    engine = BlendEngine.from_pretrained(folder, store=folder / "kv", config=config, ram_bytes=0)
     engine.warm([engine.model.tokenizer.decode(chunk) for chunk in chunks])
 
     def answer(ids: list[int], most: int) -> tuple[float, list[int]]:
@@ -179,7 +180,7 @@ def vllm_kvrag(folder: Path, chunks: Sequence[list[int]]) -> Answer:
     transfer = {
         "kv_connector": "KvragConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"store": str(folder / "kv")},
+        "kv_connector_extra_config": {"store": str(folder / "kv"), "controller": "off"},
     }
     return vllm(folder, (), worker_cls="vllm_kvrag.Worker", kv_transfer_config=transfer)
 
@@ -272,6 +273,7 @@ def main() -> None:
         serve(args.peer[0], Path(args.peer[1]))
         return
     settings = {k: v for k, v in vars(args).items() if v}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the peers, which are stopped, are ended
     with tempfile.TemporaryDirectory() as name:
         result = _answers(Path(name), args) if args.questions else _times(Path(name), args)
     print(json.dumps({**result, "settings": settings}))
@@ -349,22 +351,18 @@ def _running(
         for peer, (option, title, _) in PEERS.items():
             if python := pythons[option]:
                 print(f"starting {title}", file=sys.stderr)
-                running[peer] = _start([python, __file__, "--peer", peer, str(folder)], title)
+                command = [python, __file__, "--peer", peer, str(folder)]
+                pipe = subprocess.PIPE
+                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+                running[peer] = process
+                if _line(process) != "ready":
+                    raise SystemExit(f"{title} did not start")
+                os.killpg(process.pid, signal.SIGSTOP)  # some poll while they wait for a prompt
         yield running
     finally:
         for process in running.values():
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def _start(command: list[str], title: str) -> subprocess.Popen[str]:
-    """Start a peer, wait until it is ready, and stop it: some poll while they wait for a prompt."""
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
-    if _line(process) != "ready":
-        raise SystemExit(f"{title} did not start")
-    os.killpg(process.pid, signal.SIGSTOP)
-    return process
 
 
 def _measure(

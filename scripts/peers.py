@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain, islice, takewhile
+from itertools import chain, compress, islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -308,7 +308,7 @@ def _answers(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     rows = world_rows(args.questions, seed=51)
     passages = dict.fromkeys(chain.from_iterable(row.passages for row in rows))
     with _running(folder, [tokenizer.encode(passage) for passage in passages], args) as running:
-        said: dict[str, list[list[int]]] = {peer: [] for peer in running}
+        said: dict[str, list[list[int]]] = {peer: [] for peer in ("full", *running)}
         for number, row in enumerate(rows):
             print(f"question {number} of {len(rows)}", file=sys.stderr)
             text = "\n\n".join([*rng.sample(row.passages, len(row.passages)), f"Question: {row.question}"])
@@ -316,14 +316,15 @@ def _answers(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             for peer, process in running.items():
                 tokens = _ask(peer, process, ids, 16)[1]
                 said[peer].append(list(takewhile(lambda token: token not in model.eos_ids, tokens)))
-    print(f"{len(rows)} questions\n\n{'':36}{'as full prefill':>16}{'right':>8}")
-    result = {}
+    print(f"{len(rows)} questions\n\n{'':36}{'right':>8}{'as full prefill':>17}{'where that is right':>21}")
+    result, is_right = {}, {}
     for peer, answers in said.items():
-        equal = statistics.mean(own == full for own, full in zip(answers, said["full"], strict=True))
         texts = [tokenizer.hf.decode(answer) for answer in answers]
-        right = statistics.mean(exact_match(text, row.answers) for text, row in zip(texts, rows, strict=True))
-        print(f"{PEERS[peer][1]:36}{equal:>16.3f}{right:>8.3f}")
-        result[peer] = {"equal": equal, "right": right}
+        is_right[peer] = [bool(exact_match(text, row.answers)) for text, row in zip(texts, rows, strict=True)]
+        is_equal = [own == full for own, full in zip(answers, said["full"], strict=True)]
+        shares = [statistics.mean(each) for each in (is_right[peer], is_equal, compress(is_equal, is_right["full"]))]
+        print(f"{PEERS[peer][1]:36}{shares[0]:>8.3f}{shares[1]:>17.3f}{shares[2]:>21.3f}")
+        result[peer] = dict(zip(("right", "equal", "equal_where_full_is_right"), shares, strict=True))
     print()
     return {"answers": result}
 

@@ -272,6 +272,9 @@ def main() -> None:
     if args.peer:
         serve(args.peer[0], Path(args.peer[1]))
         return
+    pool = max(6, *args.chunks)
+    if len(args.chunks) * (args.rounds + 1) > pool * (pool - 1):
+        parser.error(f"{pool} chunks have no new order for so many rounds: lower --rounds")
     settings = {k: v for k, v in vars(args).items() if v}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the peers, which are stopped, are ended
     with tempfile.TemporaryDirectory() as name:
@@ -322,7 +325,8 @@ def _answers(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         texts = [tokenizer.hf.decode(answer) for answer in answers]
         is_right[peer] = [bool(exact_match(text, row.answers)) for text, row in zip(texts, rows, strict=True)]
         is_equal = [own == full for own, full in zip(answers, said["full"], strict=True)]
-        shares = [statistics.mean(each) for each in (is_right[peer], is_equal, compress(is_equal, is_right["full"]))]
+        where_right = list(compress(is_equal, is_right["full"])) or [False]
+        shares = [statistics.mean(each) for each in (is_right[peer], is_equal, where_right)]
         print(f"{PEERS[peer][1]:36}{shares[0]:>8.3f}{shares[1]:>17.3f}{shares[2]:>21.3f}")
         result[peer] = dict(zip(("right", "equal", "equal_where_full_is_right"), shares, strict=True))
     print()

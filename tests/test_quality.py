@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +77,38 @@ def test_divergence_by_hand() -> None:
 
 def test_intervals_are_those_of_the_mean() -> None:
     values = np.random.default_rng(1).normal(size=400)
-    interval = Bootstrap(400, seed=0).mean(values)
+    interval = Bootstrap(np.arange(400), seed=0).mean(values)
     assert interval.value == values.mean()
     assert interval.low is not None
     assert interval.high is not None
     assert (interval.high - interval.low) / 2 == pytest.approx(1.96 * values.std() / 20, rel=0.1)
-    assert interval == Bootstrap(400, seed=0).mean(values)
-    assert interval != Bootstrap(400, seed=1).mean(values)
+    assert interval == Bootstrap(np.arange(400), seed=0).mean(values)
+    assert interval != Bootstrap(np.arange(400), seed=1).mean(values)
+
+
+def test_questions_about_one_context_are_drawn_together() -> None:
+    values, contexts = np.random.default_rng(1).normal(size=40), np.arange(40)
+    alone, copied = Bootstrap(contexts, seed=0), Bootstrap(np.repeat(contexts, 10), seed=0)
+    tenfold = np.repeat(values, 10)  # ten questions of equal results say no more than one
+    assert asdict(copied.mean(tenfold)) == pytest.approx(asdict(alone.mean(values)))
+    assert copied.median_ratio(tenfold + 10, 0 * tenfold + 1) == alone.median_ratio(values + 10, 0 * values + 1)
+    one = asdict(Bootstrap(np.zeros(5, int), seed=0).mean(values[:5]))
+    assert list(one.values()) == pytest.approx(3 * [values[:5].mean()])
+
+
+@pytest.mark.parametrize("contexts", [np.arange(7), np.array([0, 0, 1, 1, 1, 2, 3])])
+def test_medians_are_those_of_what_was_drawn(contexts: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    values = np.random.default_rng(1).normal(size=7)
+    interval = Bootstrap(contexts, seed=3, resamples=50).median_ratio(values, 0 * values + 1)
+    size = contexts[-1] + 1
+    drawn = np.random.default_rng(3).integers(size, size=(50, size))
+    medians = [np.median(np.concatenate([values[contexts == context] for context in row])) for row in drawn]
+    assert [interval.low, interval.high] == pytest.approx(np.percentile(medians, (2.5, 97.5)))
 
 
 def test_what_is_compared_is_paired() -> None:
     values = np.random.default_rng(1).normal(size=50)
-    bootstrap = Bootstrap(50, seed=0)
+    bootstrap = Bootstrap(np.arange(50), seed=0)
     ratio = bootstrap.of(lambda a, b: a / b, 3 * values, values)
     assert ratio.low == pytest.approx(3)
     assert ratio.high == pytest.approx(3)
@@ -312,6 +333,18 @@ def test_scores_are_those_of_the_answers(bench: Bench, tmp_path: Path) -> None:
     (full,) = _cells(bench("--data", data, *settings), "full")
     assert [full[name]["value"] for name in ("em", "f1", "rouge_l")] == [1, 1, 1]
     assert full["groups"] == {}
+
+
+def test_intervals_are_over_contexts(bench: Bench, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    asked = [{**ROW, "id": name, "passages": PROSE, "question": f"What is {name}?"} for name in ("x", "y", "z")]
+    data.write_text("\n".join(map(json.dumps, asked)))
+    result = bench("--data", data, *SMALL[2:])
+    assert (result["settings"]["samples"], result["settings"]["contexts"]) == (3, 1)
+    assert "3 rows of data.jsonl; 95 % intervals over contexts (1); " in "\n".join(command.table(result))
+    (none,) = _cells(result, "none")
+    assert none["kl"]["value"] > 0
+    assert none["kl"]["low"] == pytest.approx(none["kl"]["value"]) == none["kl"]["high"]
 
 
 def test_policies_are_compared_at_the_same_ratio(bench: Bench) -> None:

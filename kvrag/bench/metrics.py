@@ -80,15 +80,23 @@ class Interval:
 
 
 class Bootstrap:
-    """Percentile intervals by bootstrap over samples.
+    """Percentile intervals by bootstrap over contexts.
 
-    One object uses the same resamples for all intervals, so comparisons within it are paired.
+    Questions about one context are not independent, so a context is drawn with all of its samples. One object uses the
+    same resamples for all intervals, so comparisons within it are paired.
     """
 
-    def __init__(self, num_samples: int, seed: int, resamples: int = 2000) -> None:
-        """Draw the resamples."""
-        rng = np.random.default_rng(seed)
-        self._indices = rng.integers(num_samples, size=(resamples, num_samples))
+    def __init__(self, contexts: NDArray[np.int64], seed: int, resamples: int = 2000) -> None:
+        """Draw the resamples.
+
+        Args:
+            contexts: (N,) number of each sample's context.
+        """
+        _, places = np.unique(contexts, return_inverse=True)
+        size = int(places.max()) + 1
+        drawn = np.random.default_rng(seed).integers(size, size=(resamples, size))
+        self._times = np.stack([np.bincount(row, minlength=size)[places] for row in drawn])  # (resamples, N)
+        self._totals = self._times.sum(axis=1)
 
     def mean(self, values: Values) -> Interval:
         """Return the interval of the mean of (N,) values."""
@@ -98,14 +106,19 @@ class Bootstrap:
         """Return the interval of a function of the means of several (N,) columns, such as their ratio."""
         with np.errstate(divide="ignore", invalid="ignore"):
             value = combine(*(np.asarray(column.mean()) for column in columns))
-            drawn = combine(*(column[self._indices].mean(axis=1) for column in columns))
+            drawn = combine(*(self._times @ column / self._totals for column in columns))
         return _interval(value, drawn)
 
     def median_ratio(self, above: Values, below: Values) -> Interval:
         """Return the interval of the median of one column over the median of another."""
         value = np.asarray(np.median(above) / np.median(below))
-        drawn = [np.median(column[self._indices], axis=1) for column in (above, below)]
-        return _interval(value, drawn[0] / drawn[1])
+        return _interval(value, self._medians(above) / self._medians(below))
+
+    def _medians(self, values: Values) -> Values:
+        order = np.argsort(values)
+        last = self._times[:, order].cumsum(axis=1)  # of the sorted values drawn, where those of each sample end
+        low, high = ((last > middle[:, None]).argmax(axis=1) for middle in ((self._totals - 1) // 2, self._totals // 2))
+        return (values[order[low]] + values[order[high]]) / 2
 
 
 def _interval(value: Values, drawn: Values) -> Interval:

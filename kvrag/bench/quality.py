@@ -447,7 +447,8 @@ def summarise(
     right = next(table["em"] for cell, table in tables.items() if cell.label == FULL) == 1
     if tasks[0].row.beginning and right.any():
         groups[RIGHT] = right
-    bootstraps = {name: Bootstrap(int(mask.sum()), seed) for name, mask in groups.items()}
+    contexts = _contexts(tasks)
+    bootstraps = {name: Bootstrap(contexts[mask], seed) for name, mask in groups.items()}
     results = []
     for cell, table in tables.items():
         full = tables[full_cells[cell.setup.chunk_tokens]]
@@ -497,6 +498,12 @@ def _table(tasks: Sequence[Task], cell: Cell, full: Cell, journal: Journal) -> d
 
 def _part(table: dict[str, Values], mask: np.ndarray[Any, np.dtype[np.bool_]]) -> dict[str, Values]:
     return {name: values[mask] for name, values in table.items()}
+
+
+def _contexts(tasks: Sequence[Task]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return a number per task: tasks with the same passages have the same."""
+    numbers: dict[tuple[str, ...], int] = {}
+    return np.array([numbers.setdefault(task.row.passages, len(numbers)) for task in tasks])
 
 
 def _groups(tasks: Sequence[Task]) -> dict[str, np.ndarray[Any, np.dtype[np.bool_]]]:

@@ -86,7 +86,14 @@ def run(args: argparse.Namespace) -> int:
     finally:
         journal.close()
     result = {
-        "settings": {**identity, "samples": len(tasks), "skipped": skipped, "seed": args.seed, "against": args.against},
+        "settings": {
+            **identity,
+            "samples": len(tasks),
+            "contexts": len({task.row.passages for task in tasks}),
+            "skipped": skipped,
+            "seed": args.seed,
+            "against": args.against,
+        },
         "environment": {
             **quality.environment(model),
             "command": shlex.join(["kvrag", *sys.argv[1:]]),
@@ -323,9 +330,10 @@ def table(result: dict[str, Any]) -> list[str]:
     """Return the lines of the report: metrics, then differences between policies, then kinds of question."""
     settings, environment = result["settings"], result["environment"]
     skipped = f", {settings['skipped']} skipped" if settings["skipped"] else ""
+    shared = f" over contexts ({settings['contexts']})" if settings["contexts"] < settings["samples"] else ""
     lines = [
         ", ".join(f"{name} {environment[name]}" for name in ("model", "dtype", "device", "threads", "torch", "kvrag")),
-        f"{settings['samples']} rows of {settings['data']['file']}{skipped}; 95 % intervals; "
+        f"{settings['samples']} rows of {settings['data']['file']}{skipped}; 95 % intervals{shared}; "
         "KL in nats to full prefill's first token; TTFT: median, "
         + ("KV in RAM" if settings["ram_bytes"] else "KV from disk"),
     ]

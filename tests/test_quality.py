@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from families import build
 
 from kvrag import KvragError, Model, SettingError
 from kvrag.bench import plots, quality
-from kvrag.bench.datasets import file_rows, rechunk, world_rows
+from kvrag.bench.datasets import Row, file_rows, rechunk, world_rows
 from kvrag.bench.grid import RIGHT, Setup, make_cells, split_policies
 from kvrag.bench.metrics import Bootstrap, divergence, exact_match, normalise, rouge_l, token_f1
 from kvrag.cli import quality as command
 from kvrag.cli.main import main
+from kvrag.control.calibrate import wilson
 from kvrag.reader.world import KINDS
 
 PROSE = [
@@ -347,6 +348,36 @@ def test_intervals_are_over_contexts(bench: Bench, tmp_path: Path) -> None:
     assert none["kl"]["low"] == pytest.approx(none["kl"]["value"]) == none["kl"]["high"]
 
 
+def test_orders_of_the_same_passages_are_one_context() -> None:
+    rows = [
+        Row("1", ("a", "b"), "", ("c",)),
+        Row("2", ("b", "a"), "", ("c",)),
+        Row("3", ("a",), "", ("c",)),
+        Row("4", ("a",), "", ("c",), context="x"),
+        Row("5", ("b",), "", ("c",), context="x"),
+    ]
+    assert quality.contexts([quality.Task(row, {}, {}, 1, ()) for row in rows]).tolist() == [0, 0, 1, 2, 2]
+    assert rows[2].key == replace(rows[2], context="x").key, "results that were stored before are found"
+
+
+def test_no_answer_is_not_an_article() -> None:
+    """SQuAD's normalisation leaves nothing of "the"."""
+    _, *cells = make_cells(["query"], [0.3], [Setup()])
+    task = quality.Task(Row("1", (), "", ("the",), beginning="It was", context="x"), {}, {}, 1, ())
+    record = {"row": task.row.key, "kl": 0.0, "agree": 1.0, "ttft_s": 1.0}
+    record |= {"reused_tokens": 0, "recomputed_tokens": 0, "prompt_tokens": 1}
+    for answer, right in ((" the cat", 1), (" a cat", 0), ("", 0)):
+        journal = quality.Journal(None, {})
+        journal.add([{**record, "cell": cells[0].key, "answer": answer}])
+        assert quality._table([task], cells[0], cells[0], journal)["em"].tolist() == [right]
+
+
+def test_nothing_right_of_a_few_is_not_certainty(bench: Bench) -> None:
+    (full,) = _cells(bench(*SMALL), "full")
+    assert full["em"]["value"] == full["em"]["low"] == 0
+    assert full["em"]["high"] == pytest.approx(wilson(0, 3)[1])
+
+
 def test_policies_are_compared_at_the_same_ratio(bench: Bench) -> None:
     result = bench("--samples", 3, "--policies", "seam", "first_k", "--ratios", 0.1, 0.4, "--against", "first_k")
     for cell in result["cells"]:
@@ -453,7 +484,9 @@ def test_prompts_are_made_of_a_folder(bench: Bench, folder: Path, tmp_path: Path
     assert data["chunks"] >= 4
     everything = result["cells"][-1]
     assert everything["same"]["value"] == everything["agree"]["value"] == everything["word"]["value"] == 1
-    assert everything["same"]["low"] == pytest.approx(0.51, abs=0.01), "four of four are not certainty"
+    assert everything["same"]["low"] == pytest.approx(wilson(2, 2)[0]), (
+        "four of four about two sentences are not certainty"
+    )
     assert everything["kl"]["value"] < 1e-9 < result["cells"][1]["kl"]["value"]
     assert everything["reused"] > 0.2
     assert {name for name in everything["groups"] if name.startswith("kind")} == {"kind: cloze", "kind: continuation"}

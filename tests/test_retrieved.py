@@ -92,6 +92,16 @@ def test_a_corpus_is_always_the_same(corpus: Corpus, index: ChunkIndex) -> None:
     assert len({row.kind for row in rows}) == min(9, len(corpus.questions)), "kinds take turns"
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_questions_name_the_context_that_they_are_about(world: int) -> None:
+    corpus = draw_corpus(world, 10, seed=0)
+    homes: dict[str, set[str]] = {}
+    for question in (question for group in corpus.questions.values() for question in group):
+        homes.setdefault(str(question.context), set()).update(corpus.chunks[chunk] for chunk in question.support)
+    assert len(homes) > 1
+    assert sum(map(len, homes.values())) == len(set().union(*homes.values())), "no document is in two contexts"
+
+
 def test_the_support_names_whom_a_passage_is_about(corpus: Corpus) -> None:
     for question in corpus.questions["anaphora"]:
         fact, name = question.support
@@ -103,6 +113,7 @@ def test_the_support_names_whom_a_passage_is_about(corpus: Corpus) -> None:
 def test_rows_hold_the_nearest_chunks_best_first(corpus: Corpus, index: ChunkIndex) -> None:
     for row in retrieved_rows(corpus, index, 9, k=4):
         assert row.passages == tuple(hit.text for hit in index.search(row.question, 4))
+        assert row.context in {str(question.context) for question in corpus.questions[row.kind]}
         assert all(text in row.library[name] for text, name in zip(row.passages, row.documents, strict=True))
         assert all(corpus.documents[name] == chunks for name, chunks in row.library.items())
         (around,) = (one for one in retrieved_rows(corpus, index, 9, k=1, around=1) if one.question == row.question)

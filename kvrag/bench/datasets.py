@@ -36,7 +36,7 @@ class Row:
     unknown. `documents` names the document of each passage; empty = unknown. `library` has all chunks of these
     documents, in reading order; empty = the passages are all there are, in reading order. `supported`: whether the
     passages contain everything that the answer needs; None = unknown. `beginning`: the sentence that the answer
-    completes, in place of a question.
+    completes, in place of a question. `context`: rows with the same one are not independent; empty = the passages.
     """
 
     id: str
@@ -49,11 +49,13 @@ class Row:
     library: dict[str, tuple[str, ...]] = field(default_factory=dict)
     supported: bool | None = None
     beginning: str = ""
+    context: str = ""
 
     @property
     def key(self) -> str:
         """The id with a hash of the content, so that results of one row are never used for another."""
         content = asdict(self)
+        del content["context"]
         if not self.library:  # the key selects the passages that `--missing` leaves out: keep it as it was
             del content["library"], content["supported"]
         if not self.beginning:
@@ -188,6 +190,7 @@ def document_rows(prompts: Sequence[GapPrompt]) -> list[Row]:
             made.gap.kind,
             made.across,
             beginning=made.gap.beginning,
+            context=made.gap.sentence,
         )
         for number, made in enumerate(prompts)
     ]

@@ -93,7 +93,7 @@ class Bootstrap:
             contexts: (N,) number of each sample's context.
         """
         _, places = np.unique(contexts, return_inverse=True)
-        size = int(places.max()) + 1
+        self.num_contexts = size = int(places.max()) + 1
         drawn = np.random.default_rng(seed).integers(size, size=(resamples, size))
         self._times = np.stack([np.bincount(row, minlength=size)[places] for row in drawn])  # (resamples, N)
         self._totals = self._times.sum(axis=1)

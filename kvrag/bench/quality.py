@@ -447,8 +447,8 @@ def summarise(
     right = next(table["em"] for cell, table in tables.items() if cell.label == FULL) == 1
     if tasks[0].row.beginning and right.any():
         groups[RIGHT] = right
-    contexts = _contexts(tasks)
-    bootstraps = {name: Bootstrap(contexts[mask], seed) for name, mask in groups.items()}
+    numbers = contexts(tasks)
+    bootstraps = {name: Bootstrap(numbers[mask], seed) for name, mask in groups.items()}
     results = []
     for cell, table in tables.items():
         full = tables[full_cells[cell.setup.chunk_tokens]]
@@ -486,6 +486,8 @@ def _table(tasks: Sequence[Task], cell: Cell, full: Cell, journal: Journal) -> d
         # the documents' own continuation is known to the first word
         scored = first_word(given) if task.row.beginning else given
         measured = {name: score(scored, task.row.answers) for name, score in _METRICS.items()}
+        if task.row.beginning:
+            measured["em"] = float(scored in task.row.answers)  # normalised, "the" would be no answer at all
         measured |= {"same": exact_match(given, [wanted]), "word": float(first_word(given) == first_word(wanted))}
         measured |= {"kl": record["kl"], "agree": record["agree"], "ttft_s": record["ttft_s"]}
         measured["leaked"] = exact_match(record["answer"], task.hidden)
@@ -500,10 +502,11 @@ def _part(table: dict[str, Values], mask: np.ndarray[Any, np.dtype[np.bool_]]) -
     return {name: values[mask] for name, values in table.items()}
 
 
-def _contexts(tasks: Sequence[Task]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return a number per task: tasks with the same passages have the same."""
-    numbers: dict[tuple[str, ...], int] = {}
-    return np.array([numbers.setdefault(task.row.passages, len(numbers)) for task in tasks])
+def contexts(tasks: Sequence[Task]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the number of each task's context, counted from 0."""
+    numbers: dict[str | tuple[str, ...], int] = {}
+    names = (task.row.context or tuple(sorted(task.row.passages)) for task in tasks)
+    return np.array([numbers.setdefault(name, len(numbers)) for name in names])
 
 
 def _groups(tasks: Sequence[Task]) -> dict[str, np.ndarray[Any, np.dtype[np.bool_]]]:
@@ -527,9 +530,10 @@ def _compare(
     result: dict[str, Any] = {"samples": len(ours["em"])}
     for name in (*_METRICS, *_AGAINST_FULL, "leaked"):
         result[name] = asdict(bootstrap.mean(ours[name]))
-    for name in ("same", "word"):
+    for name in ("em", "agree", "same", "word", "leaked"):
         if ours[name].min() == ours[name].max():  # no resample of equal values differs
-            result[name] |= dict(zip(("low", "high"), wilson(int(ours[name].sum()), len(ours[name])), strict=True))
+            hits = int(ours[name][0] * bootstrap.num_contexts)
+            result[name] |= dict(zip(("low", "high"), wilson(hits, bootstrap.num_contexts), strict=True))
     for name in ("reused", "recomputed"):
         result[name] = float(ours[name].mean())
     for name in _METRICS:

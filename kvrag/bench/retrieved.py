@@ -29,13 +29,19 @@ _SCALE = second.Scale(context=(1 << 30, 1 << 30), chunk=(64, 160), chunks=(8, 16
 
 @dataclass(frozen=True)
 class Asked:
-    """A question with its only answer in the corpus. `support`: chunks that answer it, all of them needed."""
+    """A question with its only answer in the corpus.
+
+    Attributes:
+        support: Chunks that answer it, all of them needed.
+        context: Number of the context that it is about.
+    """
 
     text: str
     answer: str
     kind: str
     across: bool
     support: tuple[str, ...]
+    context: int
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def _first_world(rng: random.Random, num_asked: int, num_contexts: int) -> Itera
             documents.append((subjects[0] or ("List" if len(chunks) > 1 else "Glossary"), chunks))
         names = taken - before
         questions = [
-            Asked(question.text, question.answer, question.kind, question.across, _support(drawn, question))
+            Asked(question.text, question.answer, question.kind, question.across, _support(drawn, question), number)
             for question in drawn.questions
             if not names.isdisjoint(re.findall(r"\w+", question.text))
         ]
@@ -123,7 +129,7 @@ def _second_world(rng: random.Random, num_asked: int, num_contexts: int) -> Iter
         for question in drawn.questions if asked else ():
             if any(name in question.text for name in names):
                 support = tuple(dict.fromkeys(drawn.passages[passage] for passage in question.support))
-                questions.append(Asked(question.text, question.answer, question.kind, question.across, support))
+                questions.append(Asked(question.text, question.answer, question.kind, question.across, support, number))
         yield (
             [(f"{title.split(',')[0]}, part {number + 1}", chunks) for title, chunks in drawn.library.items()],
             questions,
@@ -187,6 +193,7 @@ def retrieved_rows(corpus: Corpus, index: ChunkIndex, count: int, k: int, around
                 documents,
                 {name: corpus.documents[name] for name in dict.fromkeys(documents)},
                 set(question.support) <= set(passages),
+                context=str(question.context),
             )
         )
     return rows

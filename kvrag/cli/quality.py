@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         "settings": {
             **identity,
             "samples": len(tasks),
-            "contexts": len({task.row.passages for task in tasks}),
+            "contexts": int(quality.contexts(tasks).max()) + 1,
             "skipped": skipped,
             "seed": args.seed,
             "against": args.against,

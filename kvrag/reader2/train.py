@@ -52,7 +52,7 @@ STAGES = (
     Stage(1.00, Scale((500, 1300), (64, 192), (6, 12), (2, 4)), 1, 40),
 )
 FULL_STAGE = Stage(1.0, replace(FULL, context=(1200, 3500), chunks=(10, 24)), 1, 60)
-"""Contexts of `kvrag bench quality`, for tests: about 2,000 to 6,000 of SmolLM2's tokens."""
+"""Long contexts, for tests: about 1,300 to 3,800 of SmolLM2's tokens."""
 
 
 def question_parts(tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:

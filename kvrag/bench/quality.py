@@ -10,6 +10,7 @@ import fcntl
 import itertools
 import json
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +52,8 @@ from kvrag.errors import ContextWindowError, KvragError, ModelError, PromptError
 from kvrag.generate.decode import decode
 from kvrag.types import Messages
 
-_PORTION_BYTES = 1 << 30  # chunks are warmed and forgotten in portions of about this size
+_PORTION_BYTES = 1 << 30  # chunks are warmed and forgotten in portions of about this size on disk
+_LIBRARY_BYTES = 16 << 30  # ... where rows share documents, which would be encoded again in every portion
 _CODE = ("backend", "reuse", "ingest", "store", "generate", "request.py", "answer.py", "config.py")
 _METRICS = {"em": exact_match, "f1": token_f1, "rouge_l": rouge_l}
 _AGAINST_FULL = ("agree", "kl", "same", "word")  # first token, first token's distribution, answer, first word
@@ -336,6 +338,8 @@ def finished(tasks: Sequence[Task], cells: Sequence[Cell], journal: Journal) -> 
 
 
 def _portions(tasks: Sequence[Task], bytes_per_token: int) -> Iterator[list[Task]]:
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    most = max(_PORTION_BYTES, min(_LIBRARY_BYTES, free // 4)) if tasks[0].row.library else _PORTION_BYTES
     portion: list[Task] = []
     size = 0.0
     warmed: set[str] = set()
@@ -344,7 +348,7 @@ def _portions(tasks: Sequence[Task], bytes_per_token: int) -> Iterator[list[Task
         letters = sum(len(chunk) for chunks in new.values() for chunk in chunks)
         share = letters / sum(map(len, task.row.passages)) if task.row.library else 1
         needed = task.tokens * share * bytes_per_token
-        if portion and size + needed > _PORTION_BYTES:
+        if portion and size + needed > most:
             yield portion
             portion, size, warmed = [], 0.0, set()
         portion.append(task)

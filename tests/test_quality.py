@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -358,6 +359,19 @@ def test_orders_of_the_same_passages_are_one_context() -> None:
     ]
     assert quality.contexts([quality.Task(row, {}, {}, 1, ()) for row in rows]).tolist() == [0, 0, 1, 2, 2]
     assert rows[2].key == replace(rows[2], context="x").key, "results that were stored before are found"
+
+
+@pytest.mark.parametrize(("free", "sizes"), [(40, [3, 2]), (100, [5]), (1, [1, 1, 1, 1, 1])])
+def test_rows_that_share_documents_are_asked_together(
+    free: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row needs 3 GiB, in portions of at most a quarter of the free GiB; without documents, 1 GiB each."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free << 30))
+    for names, wanted in (("abcde", sizes), ("", [1, 1, 1, 1, 1])):
+        libraries: list[dict[str, tuple[str, ...]]] = [{name: ("text",)} for name in names] or [{}] * 5
+        rows = [Row("1", ("text",), "", ("c",), library=library) for library in libraries]
+        tasks = [quality.Task(row, {}, {}, 3 << 10, ()) for row in rows]
+        assert [len(portion) for portion in quality._portions(tasks, 1 << 20)] == wanted
 
 
 def test_no_answer_is_not_an_article() -> None:

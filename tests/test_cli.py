@@ -722,6 +722,17 @@ def test_calibrate_by_questions(own: Path, tmp_path: Path, as_json: Json) -> Non
     assert as_json("ask", QUESTION, "--store", own, "--ratio", "0.3")["report"]["ratio"] == 0.3
 
 
+def test_calibrate_for_chunks_encoded_alone(tmp_path: Path, reader: Model, as_json: Json) -> None:
+    alone = ("--store", tmp_path / "alone", "--context-tokens", "0")
+    as_json("warm", CORPUS, *CUT, *alone)
+    as_json("calibrate", *alone, "--prompts", "8", "--ratios", "0.6", "--target", "0.1")
+    for context_tokens, ratio in ((0, 0.6), (256, 0.15)):
+        config = BlendConfig(context_tokens=context_tokens, controller="off")
+        with BlendEngine(reader, tmp_path / "alone", config) as engine:
+            report = engine.generate(QUESTION, max_new_tokens=1).report
+            assert (report.ratio, bool(report.notes)) == (ratio, context_tokens > 0)
+
+
 def test_calibrate_without_questions(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--store", str(own), "--prompts", "8", "--ratios", "0.0", "0.2", "--target", "1"]) == 0
     captured = capsys.readouterr()

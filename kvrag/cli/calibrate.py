@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvrag.cli.common import (
+    add_context_argument,
     add_engine_arguments,
     at_least,
     existing_path,
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "chunks)",
     )
     parser.add_argument("--policy", choices=POLICIES, help="which tokens to recompute (default: as in `kvrag ask`)")
+    add_context_argument(parser, "for engines and servers with this setting")
     parser.add_argument(
         "--target",
         type=at_least(0, float, 1),
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from kvrag.control.calibrate import GRID
 
     ratios = tuple(dict.fromkeys(args.ratios or GRID))
-    with open_engine(args, is_warmed=True) as engine, ExitStack() as stack:
+    with open_engine(args, is_warmed=True, **args.context_tokens) as engine, ExitStack() as stack:
         prompts = _retrieve(engine, args) if args.questions else None
         search = None
         if prompts is None:

@@ -518,6 +518,20 @@ def test_the_report_ends_in_one_sentence(folder: Path, bench: Bench, capsys: pyt
     assert "three.txt: skipped: the file is binary" in captured.err
 
 
+@pytest.mark.parametrize("has_template", [True, False])
+def test_a_model_without_a_chat_template_is_named(
+    has_template: bool,
+    folder: Path,
+    bench: Bench,
+    model: Model,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(model.tokenizer.hf, "chat_template", "{{ messages[0].content }}" if has_template else None)
+    assert main(["bench", "quality", "--docs", str(folder), *map(str, DOCS)]) == 0
+    assert ("has no chat template: prompts are plain text" in capsys.readouterr().err) != has_template
+
+
 def _point(ratio: float | None, same: float, policy: str = "query", right: float = 0.9) -> dict[str, Any]:
     def interval(value: float) -> dict[str, float]:
         return {"value": value, "low": value, "high": value}

@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     lengths = list(dict.fromkeys(cell.setup.chunk_tokens for cell in cells))
     if not args.json:
         say(f"{len(rows)} rows, {len(cells)} cells")
+        if not model.tokenizer.has_chat_template:
+            say("the model has no chat template: prompts are plain text")
     tasks, skipped = quality.make_tasks(model, rows, lengths, asking, args.skip_long)
     identity = quality.identity(model, cells, asking, data, args.ram_bytes)
     journal = quality.Journal(args.out, identity)

@@ -20,7 +20,7 @@ from kvrag.reuse.segment import Segment
 from kvrag.store.protocol import Entry
 
 MIN_RUN = 16
-DATA = Path(__file__).parents[2] / "shared" / "data" / "musique_100.jsonl"
+DATA = Path(__file__).parents[3] / "shared" / "data" / "musique_100.jsonl"
 SAMPLE = [
     "The Brel Harbour Company was founded in 1897 by two brothers who had sailed together since they were boys. "
     "Its first ship, the Anna, carried slate; by 1912 there were eleven, among them three steamers.",
@@ -150,7 +150,7 @@ def test_escaped_musique_passages_are_reused(escape: str, cl100k: Any) -> None:
 
 def test_text_with_lines_is_reused_when_it_is_escaped(cl100k: Any) -> None:
     """Escaped line breaks and quotes leave few stretches of `MIN_RUN` tokens."""
-    page = Path(__file__).parent / "data" / "page.md"
+    page = Path(__file__).parents[1] / "helpers" / "data" / "page.md"
     docs = [part for part in page.read_text("utf-8").split("\n## ") if len(part) > 500]
     segments, _ = _warm(cl100k, docs)
     total = sum(len(cl100k.encode(doc)) for doc in docs)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHUNKS, messages, plain_logits, prepare, relative
+from blending import CHUNKS, messages, plain_logits, prepare, relative
 from families import FAMILIES, SMALL, build
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 

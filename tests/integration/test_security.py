@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CHUNKS, messages
+from blending import CHUNKS, messages
 from places import Server, free_port
-from test_store_protocol import FINGERPRINT, A, B, held
+from records import FINGERPRINT, A, B, held
 
 from kvrag import BlendEngine, FileStore, Model, ModelLoadError, SharedStore
 from kvrag.cli.serve import add_arguments

@@ -54,7 +54,7 @@ from kvrag.backend.lock import Shared
 from kvrag.cli.main import _COMMANDS, _parser
 from kvrag.config import POLICIES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()

@@ -25,7 +25,7 @@ from kvrag.client.connection import KEY_VARIABLE
 from kvrag.server import app, guard
 from kvrag.store.urls import PASSWORD_VARIABLE, connect
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 VARIANTS = ("bucket", "valkey")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name
 
 import kvrag
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "kvrag": (ROOT, "kvrag"),
     "langchain-kvrag": (ROOT / "integrations" / "langchain-kvrag", "langchain_kvrag"),

@@ -16,7 +16,7 @@ from torture.campaign import Campaign, Limits
 
 from kvrag.store.chunkfile import ChunkFile
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def _torture(out: Path, *argv: object) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def test_an_inexact_answer_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", ["SECURITY.md", "docs/reliability.md"])
 def test_the_tests_that_pages_name_exist(page: str) -> None:
-    sources = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    sources = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     named = re.findall(r"`(?:(test_\w+\.py)(?:::)?)?(test_\w+)?`", (ROOT / page).read_text())
     named = [(file, test) for file, test in named if file or test]
     assert named

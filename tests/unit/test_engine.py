@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHUNKS, messages, plain_logits, prepare, relative
+from blending import CHUNKS, messages, plain_logits, prepare, relative
 from families import build
 
 import kvrag.engine

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import messages
+from blending import messages
 
 from kvrag import openmp
 from kvrag.backend.lock import FairLock

@@ -150,7 +150,7 @@ def test_importing_is_quiet_and_light() -> None:
 
 
 def test_one_version() -> None:
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert kvrag.__version__ == project["version"]
 
 

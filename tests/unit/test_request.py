@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHUNKS, messages, plain_logits, prepare, relative
+from blending import CHUNKS, messages, plain_logits, prepare, relative
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, OutOfMemoryError, request
 from kvrag.backend.lock import FairLock

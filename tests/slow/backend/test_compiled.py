@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHUNKS, messages, relative
+from blending import CHUNKS, messages, relative
 from families import FAMILIES, build
 
 from kvrag import BlendEngine, FileStore, Model, SettingError, UnsupportedModelError

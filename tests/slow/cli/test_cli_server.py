@@ -16,7 +16,7 @@ from kvrag import BlendEngine, FileStore, Model
 from kvrag.cli.main import main
 from kvrag.server import ApiKey
 
-CORPUS = Path(__file__).parents[1] / "examples" / "corpus"
+CORPUS = Path(__file__).parents[3] / "examples" / "corpus"
 CUT = ("--chunk-tokens", "64")
 
 

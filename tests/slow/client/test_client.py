@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from conftest import CHUNKS, messages
+from blending import CHUNKS, messages
 from fake_vllm import MODEL, REPORT, FakeVllm, fake_vllm
 from serving import NAME, serving
 

@@ -21,13 +21,13 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from conftest import CHUNKS
+from blending import CHUNKS
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from openai import OpenAI
+from pdf import PDF, pdf
 from serving import NAME, Served, make_corpus, serving, until
 from starlette.types import Message
-from test_cli import PDF, pdf
 from transformers import AutoModelForCausalLM
 
 import kvrag
@@ -36,7 +36,7 @@ from kvrag.bench.load import load
 from kvrag.server import ApiKey, Corpus, ServerSettings
 from kvrag.server.answers import EventStream
 
-PAGE = Path(__file__).parents[1] / "docs" / "server.md"
+PAGE = Path(__file__).parents[3] / "docs" / "server.md"
 QUESTION = "Who likes curry?"
 PLAIN = {"temperature": 0, "max_new_tokens": 12}
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]

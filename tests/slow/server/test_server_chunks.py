@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from conftest import CHUNKS, QUESTION, messages
+from blending import CHUNKS, QUESTION, messages
 from serving import NAME, Served, serving, until
 
 from kvrag import BlendEngine, BlendReport, WarmReport

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import httpx
 import pytest
-from conftest import CHUNKS
+from blending import CHUNKS
 from serving import make_corpus, until
 
 import kvrag.retrieval.index

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import CHUNKS
+from blending import CHUNKS
 from serving import NAME, Served, make_corpus, serving, until
 
 import kvrag.retrieval.index

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from families import build
+from pdf import pdf
 from run_script import start
-from test_cli import pdf
 
 from kvrag import sample
 

@@ -21,9 +21,9 @@ import obstore
 import pytest
 import redis
 import torch
-from conftest import CHUNKS, messages
+from blending import CHUNKS, messages
 from places import Bucket, Faults, Server, free_port, run_valkey
-from test_store_protocol import FINGERPRINT, A, B, C, has, held, record, text
+from records import FINGERPRINT, A, B, C, has, held, record, text
 
 from kvrag import (
     BlendEngine,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHUNKS
+from blending import CHUNKS
 from families import build
 from tokenizers import processors
 

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from conftest import CHUNKS
+from blending import CHUNKS
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast

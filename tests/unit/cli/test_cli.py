@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from pdf import PDF, pdf
 
 import kvrag.cli.bench
 import kvrag.retrieval.index
@@ -29,7 +30,7 @@ from kvrag.reader.corpus import corpus
 from kvrag.sample import ARTICLES
 from kvrag.store import FileStore
 
-CORPUS = Path(__file__).parents[1] / "examples" / "corpus"
+CORPUS = Path(__file__).parents[3] / "examples" / "corpus"
 QUESTIONS = (("What does Ingla play?", "leather drum"), ("Which town was first settled in 1957?", "Jomouth"))
 QUESTION, ANSWER = "In which year did Ingla leave school?", "1885"
 CUT = ("--chunk-tokens", 40)  # two chunks to each article of `folder`
@@ -371,26 +372,6 @@ def test_an_edited_file_drops_its_old_chunks(folder: Path, tmp_path: Path, as_js
     assert len(context) == 6
     assert "1999" in " ".join(hit["text"] for hit in context)
     assert ANSWER not in " ".join(hit["text"] for hit in context)
-
-
-def pdf(*pages: str) -> bytes:
-    """A PDF with a line on each page."""
-    numbers = range(4, 4 + 2 * len(pages), 2)
-    objects = [
-        "1 0 obj <</Type/Catalog/Pages 2 0 R>> endobj",
-        f"2 0 obj <</Type/Pages/Kids[{' '.join(f'{n} 0 R' for n in numbers)}]/Count {len(pages)}>> endobj",
-        "3 0 obj <</Type/Font/Subtype/Type1/BaseFont/Helvetica>> endobj",
-    ]
-    for n, line in zip(numbers, pages, strict=True):
-        drawn = f"BT /F 9 Tf 9 9 Td ({line}) Tj ET"
-        about = f"/Parent 2 0 R/MediaBox[0 0 200 50]/Contents {n + 1} 0 R/Resources<</Font<</F 3 0 R>>>>"
-        objects += [f"{n} 0 obj <</Type/Page{about}>> endobj"]
-        objects += [f"{n + 1} 0 obj <</Length {len(drawn)}>> stream\n{drawn}\nendstream endobj"]
-    end = f"trailer <</Root 1 0 R/Size {len(objects) + 1}>>\nstartxref\n0\n%%EOF\n"
-    return "\n".join(["%PDF-1.4", *objects, end]).encode()
-
-
-PDF = pdf("Zel owns a snake.")
 
 
 def test_every_kind_of_file_is_read(tmp_path: Path, as_json: Json) -> None:

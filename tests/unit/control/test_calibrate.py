@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHUNKS, messages
+from blending import CHUNKS, messages
 
 from kvrag import BlendConfig, BlendEngine, FileStore, KvragError, Model, ModelError, SettingError, StoreError
 from kvrag.config import DEFAULT_POLICY

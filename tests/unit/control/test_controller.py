@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CHUNKS, messages
+from blending import CHUNKS, messages
 
 import kvrag.control.tuning
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, SettingError

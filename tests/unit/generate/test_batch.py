@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHUNKS, messages
+from blending import CHUNKS, messages
 
 import kvrag.backend.lock
 import kvrag.generate.admission

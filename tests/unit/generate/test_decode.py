@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import CHUNKS, messages, prepare
+from blending import CHUNKS, messages, prepare
 from families import FAMILIES, build
 from packaging import version
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import messages, prepare
+from blending import messages, prepare
 from families import build
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast

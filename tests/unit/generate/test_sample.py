@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import messages, plain_logits
+from blending import messages, plain_logits
 
 from kvrag import BlendEngine, Model, PromptError, SettingError
 from kvrag.generate.sample import bias, logprob, penalize

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CHUNKS
+from blending import CHUNKS
 
 from kvrag import BlendEngine, Delta, FileStore, Grammar, InvalidCall, Model, PromptError, SettingError, ToolCall
 from kvrag.answer import join

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from blending import CHUNKS, QUESTION, messages, prepare
 from bs4 import BeautifulSoup
-from conftest import CHUNKS, QUESTION, messages, prepare
 
 from kvrag import BlendEngine, Explanation, FileStore, Model, PromptError, SettingError
 from kvrag.cli.main import main

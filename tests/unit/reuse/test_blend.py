@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHUNKS, LayOut, messages, plain_logits, prepare, relative
+from blending import CHUNKS, LayOut, messages, plain_logits, prepare, relative
 from families import FAMILIES, build
 
 import kvrag.backend.protocol

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import CHUNKS, messages, plain_logits, relative
+from blending import CHUNKS, messages, plain_logits, relative
 
 import kvrag.answer
 import kvrag.reuse.conversation

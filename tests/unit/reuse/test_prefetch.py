@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CHUNKS, messages
+from blending import CHUNKS, messages
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
 

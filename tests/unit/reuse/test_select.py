@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHUNKS, QUESTION, LayOut, laying_out
+from blending import CHUNKS, QUESTION, LayOut, laying_out
 from families import FAMILIES, build
 from torch import Tensor
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import CHUNKS, laying_out, messages, plain_logits, prepare, relative
+from blending import CHUNKS, laying_out, messages, plain_logits, prepare, relative
 from families import FAMILIES, build
 
 from kvrag import (

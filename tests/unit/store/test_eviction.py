@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from test_store_protocol import A, B, held, record, text
+from records import A, B, held, record, text
 
 from kvrag import FileStore
 from kvrag.store.manifest import Manifest, Row

@@ -24,7 +24,8 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
-from conftest import CHUNKS, messages, plain_logits, prepare, relative
+from blending import CHUNKS, messages, plain_logits, prepare, relative
+from records import FINGERPRINT, HELPERS, file_of, holding, opened, packed, record, same, served, text
 
 from kvrag import (
     BlendEngine,
@@ -39,16 +40,13 @@ from kvrag import (
 )
 from kvrag.cli.main import main
 from kvrag.errors import ChunkUnreadableError
-from kvrag.fingerprint import FORMAT, Fingerprint, hash_weights, text_key
+from kvrag.fingerprint import FORMAT, hash_weights, text_key
 from kvrag.store import (
     ON_REQUEST,
     ChunkReader,
-    ChunkRecord,
-    Holding,
     MemoryTier,
     StoreCheck,
     TextState,
-    chunkfile,
     files,
     other_stores,
     serve,
@@ -56,66 +54,6 @@ from kvrag.store import (
 from kvrag.store.chunkfile import ChunkFile
 from kvrag.store.durable import write_file
 from kvrag.store.manifest import Manifest, Row
-
-FINGERPRINT = Fingerprint("tiny", "w", "t", "float32", "[]", (1,))
-
-
-def record(
-    number: int,
-    tokens: int = 20,
-    dtype: torch.dtype = torch.float32,
-    layers: int = 3,
-    context: Sequence[int] = (),
-    namespace: str = "",
-) -> ChunkRecord:
-    generator = torch.Generator().manual_seed(number)
-    ids = [number * 1000 + i for i in range(tokens)]
-    kv = [tuple(torch.randn(2, tokens, 4, generator=generator).to(dtype) for _ in "kv") for _ in range(layers)]
-    key = FINGERPRINT.chunk_key(ids, context, namespace)
-    return ChunkRecord(key, namespace, np.asarray(ids, np.uint32), np.asarray(context, np.uint32), kv)
-
-
-def text(wanted: ChunkRecord) -> str:
-    return text_key(wanted.namespace, wanted.ids.tolist())
-
-
-def holding(wanted: ChunkRecord, source: str) -> Holding:
-    return Holding(text(wanted), wanted.key, source)
-
-
-def packed(wanted: ChunkRecord, fingerprint: str = FINGERPRINT.digest) -> bytes:
-    return b"".join(chunkfile.serialise(wanted, fingerprint))
-
-
-def served(store: FileStore, wanted: ChunkRecord, alone_only: bool = False) -> str | None:
-    return serve(store.look_up([text(wanted)])[text(wanted)], alone_only)
-
-
-def opened(path: Path, **settings: Any) -> FileStore:
-    store = FileStore(path, **({"min_free_bytes": 0} | settings))
-    store.bind(FINGERPRINT)
-    return store
-
-
-def same(store: FileStore, wanted: ChunkRecord) -> bool:
-    reader = store.open(wanted.key)
-    if reader is None:
-        return False
-    try:
-        assert (reader.key, reader.num_layers) == (wanted.key, len(wanted.layers))
-        assert (reader.ids.tolist(), reader.context_tokens) == (wanted.ids.tolist(), len(wanted.context))
-        for number, pair in enumerate(wanted.layers):
-            for ours, theirs in zip(reader.layer(number), pair, strict=True):
-                assert ours.dtype == theirs.dtype
-                assert torch.equal(ours, theirs)
-    finally:
-        reader.close()
-    return True
-
-
-def file_of(store: FileStore, wanted: ChunkRecord) -> Path:
-    (path,) = store.path.glob(f"chunks/*/{wanted.key}-*.safetensors")
-    return path
 
 
 @pytest.fixture
@@ -382,10 +320,10 @@ def test_opening_waits_for_others_to_close_their_files(store: FileStore, monkeyp
 
 
 MANY = """
-import resource, sys
-sys.path.insert(0, {tests!r})
-from pathlib import Path
-from test_store import *
+import os, resource, sys
+sys.path.insert(0, {helpers!r})
+from records import *
+from kvrag.errors import ChunkUnreadableError
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
 store = opened(Path({folder!r}))
@@ -410,7 +348,7 @@ print(len(os.listdir("/proc/self/fd")))
 
 
 def test_more_chunks_are_read_at_once_than_files_may_be_open(tmp_path: Path) -> None:
-    code = MANY.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    code = MANY.format(helpers=HELPERS, folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     most, deleted, left = done.stdout.splitlines()
@@ -865,9 +803,9 @@ def test_no_space_left_while_writing_chunks(
 
 LIMITED = """
 import resource, signal, sys
-sys.path.insert(0, {tests!r})
-from pathlib import Path
-from test_store import *
+sys.path.insert(0, {helpers!r})
+from records import *
+from kvrag import StoreFullError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = opened(Path({folder!r}))
 store.put([record(1)])
@@ -883,7 +821,7 @@ assert not list(Path({folder!r}).rglob("*.tmp"))
 
 
 def test_a_real_file_size_limit(tmp_path: Path) -> None:
-    code = LIMITED.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    code = LIMITED.format(helpers=HELPERS, folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "full:" in done.stdout

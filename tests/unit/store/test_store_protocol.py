@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from conftest import CHUNKS, messages
+from blending import CHUNKS, messages
+from records import FINGERPRINT, A, B, C, has, held, record, text
 
 from kvrag import (
     BlendEngine,
@@ -23,8 +23,7 @@ from kvrag import (
     SharedStore,
     StoreFullError,
 )
-from kvrag.fingerprint import Fingerprint, text_key
-from kvrag.store import ON_REQUEST, ChunkRecord, Holding, TextState, serve
+from kvrag.store import ON_REQUEST, ChunkRecord, TextState, serve
 
 Open = Callable[[], KVStore]
 Budgeted = FileStore | SharedStore
@@ -41,9 +40,6 @@ def shared(url: str, path: Path) -> SharedStore:
     """A place and a local folder that belong to this test."""
     place = blake2b(str(path).encode(), digest_size=8).hexdigest()
     return SharedStore(url.replace("PLACE", place), path, min_free_bytes=0)
-
-
-FINGERPRINT = Fingerprint("tiny", "w", "t", "float32", "[]", (1,))
 
 
 @pytest.fixture(params=STORES)
@@ -68,47 +64,9 @@ def store(opens: Open) -> KVStore:
     return store
 
 
-def record(
-    number: int, dtype: torch.dtype = torch.float32, context: Sequence[int] = (), namespace: str = ""
-) -> ChunkRecord:
-    generator = torch.Generator().manual_seed(number)
-    ids = [(number * 1000 + i) % 60000 for i in range(20)]
-    layers = [tuple(torch.randn(2, 20, 4, generator=generator).to(dtype) for _ in "kv") for _ in range(3)]
-    key = FINGERPRINT.chunk_key(ids, context, namespace)
-    return ChunkRecord(key, namespace, np.asarray(ids, np.uint32), np.asarray(context, np.uint32), layers)
-
-
-def text(chunk: ChunkRecord) -> str:
-    return text_key(chunk.namespace, chunk.ids.tolist())
-
-
-def held(source: str, *chunks: ChunkRecord) -> list[Holding]:
-    return [Holding(text(chunk), chunk.key, source) for chunk in chunks]
-
-
-A, B, C = record(1), record(2), record(3)
-
-
-def has(store: KVStore, wanted: ChunkRecord) -> bool:
-    """Whether the store has this chunk, bit by bit."""
-    reader = store.open(wanted.key)
-    if reader is None:
-        assert store.missing([wanted.key]) == [wanted.key]
-        return False
-    assert (reader.key, reader.num_layers) == (wanted.key, len(wanted.layers))
-    assert (reader.ids.tolist(), reader.context_tokens) == (wanted.ids.tolist(), len(wanted.context))
-    for number in reversed(range(reader.num_layers)):  # in any order
-        for ours, theirs in zip(reader.layer(number), wanted.layers[number], strict=True):
-            assert ours.dtype == theirs.dtype
-            assert torch.equal(ours, theirs)
-    assert reader.bytes_read >= sum(tensor.nbytes for layer in wanted.layers for tensor in layer)
-    reader.close()
-    return True
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8])
 def test_what_comes_out_is_what_went_in(store: KVStore, dtype: torch.dtype) -> None:
-    wanted = record(1, dtype, context=[7, 8, 9], namespace='Zoë\'s "notes"')
+    wanted = record(1, dtype=dtype, context=[7, 8, 9], namespace='Zoë\'s "notes"')
     assert store.put([wanted]) > sum(tensor.nbytes for layer in wanted.layers for tensor in layer)
     assert has(store, wanted)
     (entry,) = store.entries(0)

@@ -24,9 +24,9 @@ from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import Call, Watch
 from kvrag.inspect.history import History
 from kvrag.openmp import own_team
-from kvrag.request import Pipeline, Prefilled, Prompt
+from kvrag.request import Pipeline, Prefilled
 from kvrag.reuse.conversation import CachedPrefix, Conversation, Conversations, Turn
-from kvrag.store import serve
+from kvrag.reuse.prompt import Prompt
 from kvrag.types import Answer, BlendReport, Delta, InvalidCall, Messages, TokenIds, TokenLogprob, ToolCall
 
 
@@ -138,7 +138,7 @@ class Answering:
                     admitted.is_working = True
                 is_complete = True
                 self._finish(call, question)
-            if not is_reference(done.config):
+            if not is_reference(question.config):
                 # a step that other answers share may be computing the KV of an abandoned answer's last token
                 self._keep(done, answer if is_complete else answer[:-1], generation_prompt, namespace)
 
@@ -154,19 +154,19 @@ class Answering:
         self, ids: list[int], config: BlendConfig, notes: Sequence[str], namespace: str, goes_on: bool
     ) -> Prefilled:
         """See `BlendEngine.prefill`."""
-        notes = list(notes)
-        config = self._pipeline.tuning.settle(config, notes)
-        removals = self._pipeline.store.removals()
+        removals = self._pipeline.lookup.update()
         if removals != self._removals:
             self._notice_removals(removals)
+        plan = self._pipeline.tuning.plan(config)  # as far as it is known before the chunks are
         takes_over = goes_on and not is_reference(config)
-        prefix = self._find_prefix(ids, config, namespace) if takes_over else None
-        return self._pipeline.prefill(Prompt(ids, config, namespace, prefix, notes=notes, removals=removals))
+        prefix = self._find_prefix(ids, plan.config, namespace) if takes_over else None
+        prompt = Prompt(ids, config, namespace, prefix, notes)
+        return self._pipeline.prefill(prompt, matches=() if plan.is_full else None)
 
     def _find_prefix(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> CachedPrefix | None:
         """Find what a conversation has of a prompt, as long as all that is in it would be reused now too."""
         while prefix := self._conversations.find(ids, config, namespace):
-            withdrawn = self._pipeline.withdrawn(prefix.conversation.behind)
+            withdrawn = self._pipeline.lookup.withdrawn(prefix.conversation.behind)
             if not withdrawn:
                 return prefix
             self._conversations.drop(withdrawn)
@@ -191,18 +191,18 @@ class Answering:
         """Encode the documents that are not stored, and return their keys; adds to `notes`."""
         missing: dict[str, str] = {}
         given = self._ingestion.tokenize(documents, namespace)
-        texts = [text_key(namespace, ids) for ids in given.ids]
+        text_keys = [text_key(namespace, ids) for ids in given.ids]
         try:
-            states = self._pipeline.store.look_up(texts)
-            for document, text, key in zip(documents, texts, given.keys, strict=True):
-                if key and serve(states[text], self._pipeline.alone_only) is None:
-                    missing[key] = document
+            usable = self._pipeline.lookup.usable(text_keys)
+            for document, key, chunk_key in zip(documents, text_keys, given.keys, strict=True):
+                if chunk_key and key not in usable:
+                    missing[chunk_key] = document
             if missing and not is_alone:
                 with self._warming:  # parallel answers with the same documents: one encodes, the others find them
                     return self._warm(documents, namespace, notes, is_alone=True)
             if missing:
                 self._ingestion.warm(list(missing.values()), "", None, namespace, mode="on request")
-                self._pipeline.catalog.refresh()
+                self._pipeline.lookup.refresh()
         except StoreError as error:
             notes.append(f"documents could not be stored: {error}")  # the answer does not depend on it
         return set(missing)
@@ -217,7 +217,7 @@ class Answering:
             self._watch.look(
                 self._model.tokenizer,
                 self._pipeline.store,
-                partial(self._pipeline.find, namespace=question.namespace),
+                partial(self._pipeline.lookup.find_chunks, namespace=question.namespace),
                 call,
                 question.config.min_run,
             )
@@ -230,7 +230,7 @@ class Answering:
         turn = Turn(stitched.kept, num_tokens - generation_prompt, num_tokens)
         turns = (*(prefix.turns if prefix else ()), turn)
         keys = frozenset(run.key for run in stitched.runs) | (prefix.conversation.keys if prefix else frozenset())
-        behind = {**(prefix.conversation.behind if prefix else {}), **done.behind}
+        behind = {**(prefix.conversation.behind if prefix else {}), **done.with_context}
         conversation = Conversation(ids, stitched.cache, exact, done.config, turns, namespace, keys, behind)
         self._conversations.keep(conversation, prefix)
 
@@ -244,8 +244,8 @@ def overridden(config: BlendConfig, ratio: float | None, policy: str | None, con
 
 
 def is_reference(config: BlendConfig) -> bool:
-    """Return whether full prefill was requested as a reference: such answers do not use conversations."""
-    return config.policy == "full" and config.controller == "off"
+    """Return whether full prefill was asked for, as a reference: such answers do not use conversations."""
+    return config.policy == "full"
 
 
 def join(deltas: Iterable[Delta]) -> Answer:

@@ -42,6 +42,7 @@ from kvrag.openmp import own_team, release_team
 from kvrag.request import Pipeline, Prefilled
 from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.load import device_tier
+from kvrag.reuse.lookup import Lookup
 from kvrag.reuse.prefetch import Prefetcher
 from kvrag.store import KVStore, MemoryTier, open_store
 from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport
@@ -115,9 +116,9 @@ class BlendEngine:
         self.store.bind(self.fingerprint)
         self._catalog, self._tuning = Catalog(self.store), Tuning(model, self.store)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._tuning)
-        alone_only = not self.config.context_tokens
         memory = MemoryTier(ram_bytes, faster=device_tier(model, codec, device_bytes))
-        self._pipeline = Pipeline(model, self.store, memory, self._catalog, self._tuning, codec, alone_only)
+        self._lookup = Lookup(self._catalog, self.store, alone_only=not self.config.context_tokens)
+        self._pipeline = Pipeline(model, self.store, memory, self._lookup, self._tuning, codec)
         self._prefetcher = Prefetcher(self.store, self._pipeline.memory)
         self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes, batch_bytes)
         self._closed = False
@@ -193,7 +194,7 @@ class BlendEngine:
         """
         self._check_open()
         report = self._ingestion.warm(texts, document, sources, check_namespace(namespace), progress)
-        self._catalog.refresh()  # the next prompt finds it, whatever other threads are doing
+        self._lookup.refresh()  # the next prompt finds it, whatever other threads are doing
         return report
 
     def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
@@ -211,7 +212,7 @@ class BlendEngine:
         check_namespace(namespace)
 
         def find() -> list[str]:
-            return self._pipeline.served_keys([text_key(namespace, self.encode(text)) for text in given])
+            return list(self._lookup.usable(text_key(namespace, self.encode(text)) for text in given).values())
 
         if given:
             self._prefetcher.start(find)
@@ -419,7 +420,7 @@ class BlendEngine:
         else:
             prepared = prepare(self.model.tokenizer, prompt, tools).with_template(template)
             call = self._answering.try_out(prepared, config, namespace)
-        find = partial(self._pipeline.find, namespace=namespace)
+        find = partial(self._lookup.find_chunks, namespace=namespace)
         return explain(self.model.tokenizer, self.store, self.fingerprint, find, call, config.min_run, retrieved)
 
     @own_team()

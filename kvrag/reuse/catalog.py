@@ -26,11 +26,10 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from kvrag.errors import StoreError
-from kvrag.reuse.match import match
+from kvrag.reuse.match import TextRun, match
 from kvrag.reuse.segment import MAX_TOKENS, SUFFIX, DamagedSegmentError, Ids, Segment, join, read, write
 from kvrag.store.durable import write_file
 from kvrag.store.protocol import KVStore
-from kvrag.types import Run
 
 logger = logging.getLogger("kvrag")
 
@@ -83,8 +82,8 @@ class _Snapshot:
 class Catalog:
     """The texts of a store, for matching. Thread-safe.
 
-    Opening maps files without reading them. `match` sees what this process has refreshed and, usually, recent changes
-    by other processes.
+    Opening maps files without reading them. After `update`, `match` sees what this process has refreshed and, usually,
+    recent changes by other processes.
     """
 
     def __init__(self, store: KVStore) -> None:
@@ -101,20 +100,23 @@ class Catalog:
             is_behind = self._advance(_AT_ONCE)
         self._maintain(is_behind)
 
-    def match(
-        self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "", removals: int | None = None
-    ) -> list[Run]:
-        """Return the prompt's runs; see `kvrag.reuse.match.match`. `Run.key` is the key of the text.
+    def update(self) -> int:
+        """Index what has been stored or removed, unless another thread is doing so; a thread takes in large additions.
 
-        Args:
-            removals: The store's counter, if it has just been read.
+        Returns:
+            The store's counter of removals.
         """
+        removals = self._store.removals()
         if self._refreshing.acquire(blocking=False):
             try:
                 is_behind = self._advance(_AT_ONCE, removals)
             finally:
                 self._refreshing.release()
             self._maintain(is_behind)
+        return removals
+
+    def match(self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[TextRun]:
+        """Return the prompt's runs in the current snapshot; see `kvrag.reuse.match.match`."""
         return match(self._snapshot.segments, ids, min_run, namespace)
 
     def refresh(self) -> None:
@@ -128,17 +130,17 @@ class Catalog:
             thread.join()
             self._maintain(False)
 
-    def ids(self, text: str) -> Ids:
+    def ids(self, text_key: str) -> Ids:
         """Return a text's token ids.
 
         Raises:
             KeyError: The text is not in the catalog.
         """
         for segment in reversed(self._snapshot.segments):
-            row = segment.row(text)
+            row = segment.row(text_key)
             if row is not None:
                 return segment.text(row)
-        raise KeyError(text)
+        raise KeyError(text_key)
 
     def __len__(self) -> int:
         return sum(segment.num_alive for segment in self._snapshot.segments)
@@ -206,7 +208,7 @@ class Catalog:
             for segment, mask in zip(snapshot.segments, alive, strict=True):
                 row = int(np.searchsorted(segment.numbers, entry.number))
                 if row < len(segment) and segment.numbers[row] == entry.number:
-                    if segment.key(row) != entry.text:
+                    if segment.text_key(row) != entry.text:
                         return _Snapshot(head=snapshot.head)  # another store's numbers: begin again
                     mask[row] = True
         segments = tuple(replace(s, alive=s.alive & mask) for s, mask in zip(snapshot.segments, alive, strict=True))

@@ -41,9 +41,8 @@ from kvrag.reuse.segment import (
     spread,
     window_minima,
 )
-from kvrag.types import Run
 
-__all__ = ["GRAM", "gram_hashes", "match"]
+__all__ = ["GRAM", "TextRun", "gram_hashes", "match"]
 
 _CANDIDATES = 16  # per anchor: boilerplate that stands in every text says little about where it is from
 _PER_TOKEN = 2  # candidates looked at, per token of the prompt; beyond, each anchor has one
@@ -59,6 +58,22 @@ _GOLDEN = 0x9E3779B1  # 2**32 divided by the golden ratio: its multiples are spr
 _BLOCK = 4096  # candidates compared at once: temporaries stay in the CPU's cache
 
 Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TextRun:
+    """A stretch of prompt tokens identical to a stretch of a stored text.
+
+    Prompt positions `start` to `stop` (half-open) equal the text's tokens from `offset` on.
+    """
+
+    start: int
+    stop: int
+    text_key: str
+    offset: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +106,7 @@ class _Candidates:
         return _Candidates(*(getattr(self, column.name)[index] for column in fields(self)))
 
 
-def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
+def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[TextRun]:
     """Return disjoint, ascending runs of the namespace's live texts.
 
     Runs have at least `min_run` tokens, except continuations of another run after a small gap. No stretch of `min_run`
@@ -114,7 +129,7 @@ def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, n
     found: list[_Found] = []
     for some, from_start in ((candidates[candidates.from_start], True), (candidates, False)):
         found = _bridge(segments, raw, _cover(segments, raw, some, min_run, found, from_start), frozenset(found))
-    return [Run(f.start, f.stop, segments[f.segment].key(f.row), f.address - f.first) for f in found]
+    return [TextRun(f.start, f.stop, segments[f.segment].text_key(f.row), f.address - f.first) for f in found]
 
 
 def _look_up(

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvrag.backend.protocol import Backend, KVCache
 from kvrag.reuse.conversation import CachedPrefix
-from kvrag.reuse.load import LayerLoader, Matched
+from kvrag.reuse.load import LayerLoader
+from kvrag.reuse.prompt import Prompt
 from kvrag.store import ChunkReader
 from kvrag.types import Run
 
@@ -65,16 +66,15 @@ class Stitched:
         return int(deviating.int().argmax()) if deviating.any() else len(self.ids)
 
 
-def stitch(backend: Backend, matched: Matched, loader: LayerLoader, capacity: int, codec: str = "native") -> Stitched:
-    """Prepare a cache with room for `capacity` positions.
+def stitch(backend: Backend, prompt: Prompt, loader: LayerLoader) -> Stitched:
+    """Return the prompt with a cache whose layers are stitched when a forward pass first reaches them.
 
     The last position is never reused: its logits are needed.
 
     Args:
-        loader: Provides the layers of the matched chunks.
-        codec: Codec of the stored chunks.
+        loader: Provides the layers of the prompt's chunks.
     """
-    ids, runs, prefix = matched.ids, matched.runs, matched.prefix
+    ids, runs, prefix = prompt.ids, prompt.runs, prompt.prefix
     num_tokens = len(ids)
     reused = torch.zeros(num_tokens, dtype=torch.bool)
     exact = torch.zeros(num_tokens, dtype=torch.bool)
@@ -84,10 +84,10 @@ def stitch(backend: Backend, matched: Matched, loader: LayerLoader, capacity: in
         reused[: prefix.length] = True
         exact[: prefix.exact] = True
     reused[-1] = False
-    if runs and codec == "native" and _is_exact(backend, ids, runs[0], matched.readers[runs[0].key]):
+    if runs and loader.codec == "native" and _is_exact(backend, ids, runs[0], prompt.readers[runs[0].key]):
         exact[runs[0].start : runs[0].stop] = reused[runs[0].start : runs[0].stop]
     if not runs and not prefix:
-        return Stitched(torch.tensor(ids), runs, reused, exact, backend.new_cache(capacity))
+        return Stitched(torch.tensor(ids), runs, reused, exact, backend.new_cache(loader.capacity))
     tables = backend.tables(torch.arange(num_tokens))
 
     def lay_out(number: int) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ def stitch(backend: Backend, matched: Matched, loader: LayerLoader, capacity: in
     kept = (prefix.conversation.cache, prefix.length) if prefix else None
     filled = reused.clone()
     filled[: prefix.length if prefix else 0] = False
-    cache = backend.new_cache(capacity, lay_out if runs else None, filled.nonzero().squeeze(1), kept)
+    cache = backend.new_cache(loader.capacity, lay_out if runs else None, filled.nonzero().squeeze(1), kept)
     return Stitched(torch.tensor(ids), runs, reused, exact, cache, prefix)
 
 

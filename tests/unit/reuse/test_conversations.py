@@ -9,24 +9,24 @@ import json
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from blending import CHUNKS, messages, plain_logits, relative
+from blending import CHUNKS, full_prefill, messages, plain_logits, relative
 
 import kvrag.answer
 import kvrag.reuse.conversation
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError
 from kvrag.backend.transformers import BlendCache
 from kvrag.cli.main import main
-from kvrag.control.controller import Decision
+from kvrag.control.tuning import Plan
 from kvrag.request import Prefilled
-from kvrag.reuse.blend import prefill
 from kvrag.reuse.conversation import Conversation, Conversations, Turn
-from kvrag.reuse.load import Matched
+from kvrag.reuse.prompt import Prompt
 from kvrag.types import Answer, Delta, Messages
 
 FIRST = messages(*CHUNKS[:3], question="Question: Who likes to eat curry and apples?")
@@ -278,7 +278,7 @@ def test_full_prefill_as_the_reference_stays_out_of_it(policy: str, talk: Talk, 
     report = talk(prompt, policy="full").report
     assert (report.conversation_tokens, report.reused_tokens) == (0, 0)
     ids = torch.tensor(_ids(talk.engine, prompt))
-    assert torch.equal(talk.logits, prefill(talk.engine.model, ids, 600)[0][0])
+    assert torch.equal(talk.logits, full_prefill(talk.engine.model, ids, 600)[0][0])
 
 
 def test_what_only_asks_for_a_cache_has_nothing_to_do_with_conversations(talk: Talk) -> None:
@@ -311,11 +311,11 @@ def test_full_prefill_that_the_controller_chooses_goes_on_from_the_conversation(
     ids = _ids(talk.engine, prompt)
     asked: list[int] = []
 
-    def decide(config: Any, matched: Matched) -> Any:
-        asked.append(matched.kept)
-        return Decision(True, 1.0, "full prefill: it is sooner")
+    def decide(plan: Plan, prompt: Prompt) -> Plan:
+        asked.append(prompt.kept)
+        return replace(plan, config=replace(plan.config, policy="full", ratio=1.0), reason="it is faster")
 
-    monkeypatch.setattr(talk.engine._tuning, "decide", decide)
+    monkeypatch.setattr(talk.engine._tuning, "_decide", decide)
     report = talk(prompt).report
     assert asked == [report.conversation_tokens]
     assert (report.policy, report.ratio, report.runs, report.exact) == ("full", 1.0, (), True)

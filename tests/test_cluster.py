@@ -16,7 +16,8 @@ from kvrag.bench.popularity import Zipf, lru_age
 from kvrag.bench.replicas import BLEND, FULL, PREFIX, _draw, _homes, _Job, _play, _route, _tiers, fit, simulate
 from kvrag.bench.simulate import DEVICES, MODELS, speed_of
 from kvrag.cli.main import main
-from kvrag.control.controller import Workload, blend_seconds, full_seconds, selecting
+from kvrag.control.controller import Workload, blend_seconds, full_seconds
+from kvrag.reuse.select import selecting
 
 PLAN = Plan(chunks=1_000_000, requests=1000)
 PROFILE = profile_of("H100", "Llama-3.1-8B", PLAN, 0.15, "query")

@@ -18,10 +18,11 @@ from kvrag.backend.protocol import PREFILL_BLOCK, Backend
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO, BlendConfig
 from kvrag.control import calibrate, cost
 from kvrag.control.calibrate import Calibration
-from kvrag.control.controller import Workload, decide, selecting
+from kvrag.control.controller import Workload, decide
 from kvrag.control.cost import CostModel
 from kvrag.errors import StoreError
 from kvrag.reuse.prompt import Prompt
+from kvrag.reuse.select import selecting
 from kvrag.reuse.stitch import Stitched
 from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader, KeepsTexts, KVStore, Texts

@@ -33,7 +33,7 @@ def _check_runs(runs: list[TextRun], prompt: list[int], chunks: dict[str, list[i
         if len(run) < min_run:
             assert len(run) >= _AGAIN
             neighbours = runs[max(number - 1, 0) : number] + runs[number + 1 : number + 2]
-            assert any(_goes_on(*sorted((run, other), text_key=lambda run: run.start)) for other in neighbours)
+            assert any(_goes_on(*sorted((run, other), key=lambda run: run.start)) for other in neighbours)
         assert prompt[run.start : run.stop] == chunks[run.text_key][run.offset : run.offset + len(run)]
         end = run.stop
     assert end <= len(prompt)

@@ -57,9 +57,7 @@ def test_nothing_to_choose_from(policy: str, model: Model, lay_out: LayOut) -> N
 
 
 def test_every_policy_is_known_to_the_settings() -> None:
-    from kvrag.reuse.select import _SCORES
-
-    assert set(_SCORES) == set(INFORMED) == set(POLICIES) - {"none", "full"}
+    assert set(INFORMED) == set(POLICIES) - {"none", "full"}
     with pytest.raises(SettingError, match="unknown policy"):
         BlendConfig(policy="best")
 

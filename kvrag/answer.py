@@ -19,11 +19,10 @@ from kvrag.fingerprint import text_key
 from kvrag.generate.admission import Admission
 from kvrag.generate.decode import decode
 from kvrag.generate.grammar import constrain
+from kvrag.generate.history import Answered, History, Watch
 from kvrag.generate.tools import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
-from kvrag.inspect.explain import Call, Watch
-from kvrag.inspect.history import History
-from kvrag.openmp import own_team
+from kvrag.inspect.explain import why_little
 from kvrag.request import Pipeline, Prefilled
 from kvrag.reuse.conversation import CachedPrefix, Conversation, Conversations, Turn
 from kvrag.reuse.prompt import Prompt
@@ -116,39 +115,40 @@ class Answering:
         constraint = constrain(self._model, prepared.grammar) if prepared.grammar else None
         parser = prepared.parser(tokenizer, ids)
         room = min(question.sampling.max_new_tokens, self._model.context_window - len(ids))
-        with own_team(), self._admission.admit((len(ids) + room) * self._model.bytes_per_token) as admitted:
+        with self._admission.admit((len(ids) + room) * self._model.bytes_per_token) as admitted:
             created = self._warm(question.documents, namespace, notes) if question.documents else set()
             done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
             # computed now, since a stream may be closed at any point; more text may change a plain prompt's last token
             generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)
             control_tokens = parser is not None and parser.control_tokens
             cache, sampling = done.stitched.cache, question.sampling
-            call: Call | None = None
+            answered: Answered | None = None
             answer: list[int] = []
             is_complete = False
             with contextlib.suppress(GeneratorExit):  # a consumer may leave a stream and continue the conversation
                 for delta in decode(self._model, done.ids, cache, done.logits, sampling, constraint, control_tokens):
                     answer += delta.token_ids
-                    if call is None:
+                    if answered is None:
                         report = replace(_with_created(done.report, created), ttft_s=time.perf_counter() - started)
-                        self.history.add(call := Call(done.ids, done.selected, report, namespace))
+                        answered = Answered(done.ids, done.selected, report, namespace)
+                        self.history.add(answered)
                     delta = parser.parse(delta) if parser else delta
                     admitted.is_working = False
-                    yield replace(delta, report=call.report) if delta.finish_reason else delta
+                    yield replace(delta, report=answered.report) if delta.finish_reason else delta
                     admitted.is_working = True
                 is_complete = True
-                self._finish(call, question)
+                self._finish(answered, question)
             if not is_reference(question.config):
                 # a step that other answers share may be computing the KV of an abandoned answer's last token
                 self._keep(done, answer if is_complete else answer[:-1], generation_prompt, namespace)
 
-    def try_out(self, prepared: Prepared, config: BlendConfig, namespace: str) -> Call:
+    def try_out(self, prepared: Prepared, config: BlendConfig, namespace: str) -> Answered:
         """Prefill a prompt without answering it."""
         ids = prepared.render(self._model.tokenizer)
         self._model.check_window(len(ids))
         started = time.perf_counter()
         done = self.prefill(ids, config, (), namespace, goes_on=False)
-        return Call(done.ids, done.selected, replace(done.report, ttft_s=time.perf_counter() - started), namespace)
+        return Answered(done.ids, done.selected, replace(done.report, ttft_s=time.perf_counter() - started), namespace)
 
     def prefill(
         self, ids: list[int], config: BlendConfig, notes: Sequence[str], namespace: str, goes_on: bool
@@ -207,20 +207,17 @@ class Answering:
             notes.append(f"documents could not be stored: {error}")  # the answer does not depend on it
         return set(missing)
 
-    def _finish(self, call: Call | None, question: Question) -> None:
+    def _finish(self, answered: Answered | None, question: Question) -> None:
         """Do deferred work after a complete answer.
 
         Skipped for abandoned streams: garbage collection may end them in a thread that holds the locks taken here.
         """
         self._pipeline.tuning.keep_speed_now_and_then()
-        if call:
-            self._watch.look(
-                self._model.tokenizer,
-                self._pipeline.store,
-                partial(self._pipeline.lookup.find_chunks, namespace=question.namespace),
-                call,
-                question.config.min_run,
-            )
+        if answered:
+            tokenizer, store, lookup = self._model.tokenizer, self._pipeline.store, self._pipeline.lookup
+            find = partial(lookup.find_chunks, namespace=question.namespace)
+            explain = partial(why_little, tokenizer, store, find, answered, question.config.min_run)
+            self._watch.look(answered, explain)
 
     def _keep(self, done: Prefilled, answer: list[int], generation_prompt: int, namespace: str) -> None:
         """Keep an answered prompt for the next turn, which contains it without the generation prompt."""

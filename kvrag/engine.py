@@ -38,7 +38,7 @@ from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.verify import Check, verify
-from kvrag.openmp import own_team, release_team
+from kvrag.openmp import release_teams
 from kvrag.request import Pipeline, Prefilled
 from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.load import device_tier
@@ -61,6 +61,7 @@ def default_store(model: Model, codec: str) -> Path:
     return Path.home() / ".cache" / "kvrag" / model.fingerprint.stored_as(codec).digest
 
 
+@release_teams("__init__", "warm", "stream", "explain", "verify", "calibrate", "prefill")
 class BlendEngine:
     """Answers prompts from pre-encoded chunks. Thread-safe.
 
@@ -122,7 +123,6 @@ class BlendEngine:
         self._prefetcher = Prefetcher(self.store, self._pipeline.memory)
         self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes, batch_bytes)
         self._closed = False
-        release_team()
 
     @classmethod
     def from_pretrained(
@@ -163,7 +163,6 @@ class BlendEngine:
 
     # ---------------------------------------------------------------- ingestion
 
-    @own_team()
     def warm(
         self,
         texts: Iterable[str],
@@ -387,7 +386,6 @@ class BlendEngine:
         """Return the token ids of the prompt that `stream` would answer; raises as `count_tokens`."""
         return prepare(self.model.tokenizer, prompt, tools).render(self.model.tokenizer)
 
-    @own_team()
     def explain(
         self,
         prompt: str | Messages | BlendReport | dict[str, Any] | None = None,
@@ -416,19 +414,17 @@ class BlendEngine:
         config = overridden(self.config, ratio, policy, controller)
         check_namespace(namespace)
         if prompt is None or isinstance(prompt, (BlendReport, dict)):
-            call = self._answering.history.find(namespace, prompt)
+            answered = self._answering.history.find(namespace, prompt)
         else:
             prepared = prepare(self.model.tokenizer, prompt, tools).with_template(template)
-            call = self._answering.try_out(prepared, config, namespace)
+            answered = self._answering.try_out(prepared, config, namespace)
         find = partial(self._lookup.find_chunks, namespace=namespace)
-        return explain(self.model.tokenizer, self.store, self.fingerprint, find, call, config.min_run, retrieved)
+        return explain(self.model.tokenizer, self.store, self.fingerprint, find, answered, config.min_run, retrieved)
 
-    @own_team()
     def verify(self) -> list[Check]:
         """Run the correctness gate on this engine's model, in a temporary folder; see `kvrag.inspect.verify`."""
         return verify(self.model, codec=self.codec)
 
-    @own_team()
     def calibrate(
         self,
         prompts: Sequence[str | Messages] | None = None,
@@ -489,7 +485,6 @@ class BlendEngine:
         found = calibrate.calibrate(self.model, prefill, ids, config, criterion, progress, words, most)
         return self._tuning.keep_calibration(found) if found.is_usable else found
 
-    @own_team()
     def prefill(
         self,
         ids: list[int],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,8 +40,8 @@ def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[Prefilled]:
     seen: list[Prefilled] = []
     prefill = Pipeline.prefill
 
-    def spied(self: Pipeline, *args: object) -> Prefilled:
-        seen.append(prefill(self, *args))
+    def spied(self: Pipeline, *args: Any, **settings: Any) -> Prefilled:
+        seen.append(prefill(self, *args, **settings))
         return seen[-1]
 
     monkeypatch.setattr(Pipeline, "prefill", spied)

@@ -52,7 +52,7 @@ with BlendEngine(model, FileStore("store", min_free_bytes=0), BlendConfig(contex
 assert (report.policy, report.recomputed_tokens) == ("last_k", len(done.selected))
 ends = [run.stop for run in report.runs]
 recomputed = [(min(end - at for end in ends if end > at), at) for at in done.selected.tolist()]
-assert len(recomputed) > 3 and max(recomputed)[0] <= 4, (recomputed, report.runs)
+assert len(recomputed) > 3 and max(recomputed)[0] <= 5, (recomputed, report.runs)
 
 speed, shares = Speed(0.01, 1e-3, 1e-7, 1e-6, 1e9), selecting(BlendConfig(policy="last_k"), 6)
 times = [blend_seconds(speed, Workload(2000, 1800, 1700, 0, *each), 0.15) for each in (shares, (0, 0, 0))]

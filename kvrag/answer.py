@@ -194,7 +194,7 @@ class Answering:
         text_keys = [text_key(namespace, ids) for ids in given.ids]
         try:
             usable = self._pipeline.lookup.usable(text_keys)
-            for document, key, chunk_key in zip(documents, text_keys, given.keys, strict=True):
+            for document, key, chunk_key in zip(documents, text_keys, given.chunk_keys, strict=True):
                 if chunk_key and key not in usable:
                     missing[chunk_key] = document
             if missing and not is_alone:

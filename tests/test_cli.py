@@ -320,6 +320,45 @@ def test_documents_whose_files_are_gone_are_told_and_dropped_if_one_says_so(
     assert sources == {*map(str, folder.iterdir()), str(other / "gone.txt"), str(other / "harfield.txt")}
 
 
+def test_documents_that_cannot_be_seen_are_not_pruned(
+    folder: Path, tmp_path: Path, as_json: Json, capsys: pytest.CaptureFixture[str], forbid: Callable[[Path], None]
+) -> None:
+    (folder / "closed").mkdir()
+    (folder / "ingla.txt").rename(folder / "closed" / "ingla.txt")
+    command = ("warm", folder, "--store", tmp_path / "kv", *CUT)
+    as_json(*command)
+    encoded = keys(tmp_path / "kv")
+    forbid(folder / "closed")
+    pruned = as_json(*command, "--prune", code=1)
+    assert (pruned["gone"], pruned["dropped"]) == ([], 0)
+    [problem] = pruned["problems"]
+    assert (problem["file"], problem["message"]) == (str(folder / "closed"), "skipped: Permission denied")
+    assert keys(tmp_path / "kv") == encoded
+    assert main([*map(str, command), "--prune"]) == 1
+    assert f"{folder / 'closed'}: skipped: Permission denied" in capsys.readouterr().err
+    (folder / "holra.txt").unlink()
+    assert as_json(*command, "--prune", code=1)["gone"] == [str(folder / "holra.txt")], "others are pruned"
+
+
+def test_a_file_that_cannot_be_read_keeps_its_chunks(
+    folder: Path, tmp_path: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("warm", folder, "--store", tmp_path / "kv", "--prune", *CUT)
+    as_json(*command)
+    encoded, read = keys(tmp_path / "kv"), Path.read_bytes
+
+    def reading(path: Path) -> bytes:
+        if path.name == "ingla.txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", reading)
+    again = as_json(*command, code=1)
+    assert (again["gone"], again["dropped"]) == ([], 0)
+    assert [problem["file"] for problem in again["problems"]] == [str(folder / "ingla.txt")]
+    assert keys(tmp_path / "kv") == encoded
+
+
 def test_namespaces_have_documents_of_their_own(
     folder: Path, tmp_path: Path, as_json: Json, fails: Callable[..., str]
 ) -> None:

@@ -22,7 +22,7 @@ from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.backend.transformers.shapes import SHAPES
 from kvrag.bench.ttft import TtftResult, TtftRow
 from kvrag.cli import demo
-from kvrag.cli.common import human_bytes
+from kvrag.cli.common import human_bytes, progress
 from kvrag.cli.main import _COMMANDS, _parser, main
 from kvrag.config import DEFAULT_POLICY
 from kvrag.reader.corpus import corpus
@@ -318,6 +318,21 @@ def test_documents_whose_files_are_gone_are_told_and_dropped_if_one_says_so(
     assert as_json("warm", folder, "--store", store, "--prune", *CUT)["gone"] == []
     sources = {hit["document"] for hit in as_json("ask", QUESTION, "--top-k", 99, "--store", store)["context"]}
     assert sources == {*map(str, folder.iterdir()), str(other / "gone.txt"), str(other / "harfield.txt")}
+
+
+def test_progress_begins_at_nothing_and_tells_the_speed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter((0.0, 0.1, 5.0, 10.2, 25.0))
+    monkeypatch.setattr("kvrag.cli.common.time.monotonic", lambda: next(times))
+    with progress("encoding", unit="tokens") as report:
+        for done in (0, 400, 1020, 2000):
+            report(done, 4000)
+    assert capsys.readouterr().err.splitlines() == [
+        "encoding: 0%",
+        "encoding: 26%, 100 tokens/s, about 30 s left",
+        "encoding: 50%, 80 tokens/s, about 25 s left",
+    ]
 
 
 def test_documents_that_cannot_be_seen_are_not_pruned(

@@ -66,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
     parser.add_argument(
-        "--prune", action="store_true", help="drop documents whose files no longer exist in the folders in PATH"
+        "--prune",
+        action="store_true",
+        help="drop documents whose files no longer exist in the folders in PATH; what cannot be read is kept",
     )
     cluster = parser.add_argument_group("on many machines")
     add_ray_argument(cluster, "encode with workers on a Ray cluster")
@@ -165,7 +167,7 @@ def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
         warnings: dict[str, None] = {}
         done = 0
         try:
-            with progress("encoding", args.json) as report:
+            with progress("encoding", args.json, "tokens") as report:
                 for name, texts in chunks.items():
                     warmed = engine.warm(texts, document=name, namespace=args.namespace)
                     for field in totals:
@@ -270,7 +272,7 @@ def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool, namesp
     """Encode a plan's documents one by one; a document's old chunks are dropped once its new ones are stored."""
     totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
     short = indexed = 0
-    with progress("encoding", quiet) as report:
+    with progress("encoding", quiet, "tokens") as report:
         for name, chunks in plan.chunks.items():
 
             def moved(done: int, total: int, before: int = totals["tokens"]) -> None:

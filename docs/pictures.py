@@ -67,8 +67,8 @@ def selected(engine: BlendEngine, ids: list[int], policy: str) -> Tensor:
 
 def deviation(engine: BlendEngine, ids: list[int]) -> tuple[Stitched, Tensor]:
     """Return the (L, T) relative distance of stitched keys and values to full prefill's; NaN at fresh positions."""
-    stitched = engine.prefill(ids, BlendConfig(policy="none")).stitched
-    full = engine.prefill(ids, BlendConfig(policy="full")).stitched
+    stitched = engine.prefill(ids, BlendConfig(policy="none"))
+    full = engine.prefill(ids, BlendConfig(policy="full"))
     rows = []
     for layer in range(engine.model.num_layers):
         caches = stitched.cache.layer(layer), full.cache.layer(layer)

@@ -23,9 +23,10 @@ from kvrag.generate.history import Answered, History, Watch
 from kvrag.generate.tools import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import why_little
-from kvrag.request import Pipeline, Prefilled
+from kvrag.request import Pipeline
 from kvrag.reuse.conversation import CachedPrefix, Conversation, Conversations, Turn
 from kvrag.reuse.prompt import Prompt
+from kvrag.reuse.stitch import Prefilled
 from kvrag.types import Answer, BlendReport, Delta, InvalidCall, Messages, TokenIds, TokenLogprob, ToolCall
 
 
@@ -121,7 +122,7 @@ class Answering:
             # computed now, since a stream may be closed at any point; more text may change a plain prompt's last token
             generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)
             control_tokens = parser is not None and parser.control_tokens
-            cache, sampling = done.stitched.cache, question.sampling
+            cache, sampling = done.cache, question.sampling
             answered: Answered | None = None
             answer: list[int] = []
             is_complete = False
@@ -221,14 +222,14 @@ class Answering:
 
     def _keep(self, done: Prefilled, answer: list[int], generation_prompt: int, namespace: str) -> None:
         """Keep an answered prompt for the next turn, which contains it without the generation prompt."""
-        stitched, prefix, num_tokens = done.stitched, done.stitched.prefix, len(done.ids)
-        ids = np.array([*done.ids.tolist(), *answer][: stitched.cache.get_seq_length()])
-        exact = len(ids) if done.exact == num_tokens else done.exact
-        turn = Turn(stitched.kept, num_tokens - generation_prompt, num_tokens)
+        prefix, num_tokens, exact = done.prefix, len(done.ids), done.num_exact(done.selected)
+        ids = np.array([*done.ids.tolist(), *answer][: done.cache.get_seq_length()])
+        exact = len(ids) if exact == num_tokens else exact
+        turn = Turn(done.kept, num_tokens - generation_prompt, num_tokens)
         turns = (*(prefix.turns if prefix else ()), turn)
-        keys = frozenset(run.key for run in stitched.runs) | (prefix.conversation.keys if prefix else frozenset())
+        keys = frozenset(run.key for run in done.runs) | (prefix.conversation.keys if prefix else frozenset())
         behind = {**(prefix.conversation.behind if prefix else {}), **done.with_context}
-        conversation = Conversation(ids, stitched.cache, exact, done.config, turns, namespace, keys, behind)
+        conversation = Conversation(ids, done.cache, exact, done.config, turns, namespace, keys, behind)
         self._conversations.keep(conversation, prefix)
 
 

@@ -39,11 +39,12 @@ from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.verify import Check, verify
 from kvrag.openmp import release_teams
-from kvrag.request import Pipeline, Prefilled
+from kvrag.request import Pipeline
 from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.load import device_tier
 from kvrag.reuse.lookup import Lookup
 from kvrag.reuse.prefetch import Prefetcher
+from kvrag.reuse.stitch import Prefilled
 from kvrag.store import KVStore, MemoryTier, open_store
 from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport
 

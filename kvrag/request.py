@@ -7,14 +7,11 @@ overlap with the forward passes (section 5): a layer is loaded while those befor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
-
-from torch import Tensor
+from dataclasses import dataclass, replace
 
 from kvrag.backend.protocol import Backend
-from kvrag.config import BlendConfig
 from kvrag.control.tuning import Plan, Tuning
 from kvrag.reuse.blend import blend, blended_rows
 from kvrag.reuse.load import load
@@ -22,43 +19,12 @@ from kvrag.reuse.lookup import Lookup, Match
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.recovery import Recovery
 from kvrag.reuse.select import Selection, select
-from kvrag.reuse.stitch import Stitched, stitch
+from kvrag.reuse.stitch import Prefilled, Stitched, stitch
 from kvrag.reuse.trace import Trace
 from kvrag.store import KVStore, MemoryTier
 from kvrag.types import BlendReport
 
 _ROOM = 256  # positions of a new cache for the answer, before it grows
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    """A prompt with a complete cache, ready for `kvrag.generate.decode`.
-
-    Attributes:
-        stitched: The prompt, its reused parts and its cache.
-        selected: (S,) reused positions that were recomputed.
-        logits: (1, V) float32, after the last token.
-        config: Settings that it was blended with.
-        report: Report without `ttft_s`, which the caller sets.
-        with_context: Chunk keys of the reused chunks that were encoded with context, by text key.
-    """
-
-    stitched: Stitched
-    selected: Tensor
-    logits: Tensor
-    config: BlendConfig
-    report: BlendReport
-    with_context: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def ids(self) -> Tensor:
-        """(T,) token ids of the prompt."""
-        return self.stitched.ids
-
-    @property
-    def exact(self) -> int:
-        """Number of leading positions with full prefill's KV."""
-        return self.stitched.num_exact(self.selected)
 
 
 @dataclass(frozen=True)
@@ -106,7 +72,14 @@ class Pipeline:
             self.tuning.observe(prompt, stitched, len(blended_rows(self.backend, stitched, selection)), trace)
             report = _report(prompt, plan, stitched, selection, trace, recovery.notes)
         self.store.touch(list(prompt.readers))
-        return Prefilled(stitched, selection.positions, logits, plan.config, report, prompt.with_context)
+        return Prefilled(
+            **vars(stitched),
+            selected=selection.positions,
+            logits=logits,
+            config=plan.config,
+            report=report,
+            with_context=prompt.with_context,
+        )
 
     def _capacity(self, prompt: Prompt) -> int:
         return min(len(prompt.ids) + _ROOM, self.backend.context_window)

@@ -153,7 +153,7 @@ def measure(
         engine.warm(corpus)
         prefix = _PrefixCache(net)
         ids = net.tokenizer.render(_messages(corpus, "".join(rng.choices(words, k=setup.question_tokens))))
-        cache = engine.prefill(ids, BlendConfig(policy="none", controller="off")).stitched.cache
+        cache = engine.prefill(ids, BlendConfig(policy="none", controller="off")).cache
         for repeat in range(setup.repeats + 1):
             progress(f"round {repeat} of {setup.repeats}" if repeat else "warm-up round")
             rng.shuffle(corpus)

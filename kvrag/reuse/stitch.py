@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend, KVCache
+from kvrag.config import BlendConfig
 from kvrag.reuse.conversation import CachedPrefix
 from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.prompt import Prompt
 from kvrag.store import ChunkReader
-from kvrag.types import Run
+from kvrag.types import BlendReport, Run
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,25 @@ class Stitched:
         deviating = self.reused & ~self.exact
         deviating[selected] = False
         return int(deviating.int().argmax()) if deviating.any() else len(self.ids)
+
+
+@dataclass(frozen=True)
+class Prefilled(Stitched):
+    """A prompt with a complete cache, ready for `kvrag.generate.decode`.
+
+    Attributes:
+        selected: (S,) reused positions that were recomputed.
+        logits: (1, V) float32, after the last token.
+        config: Settings that it was blended with.
+        report: Report without `ttft_s`, which the caller sets.
+        with_context: Chunk keys of the reused chunks that were encoded with context, by text key.
+    """
+
+    selected: Tensor = field(kw_only=True)
+    logits: Tensor = field(kw_only=True)
+    config: BlendConfig = field(kw_only=True)
+    report: BlendReport = field(kw_only=True)
+    with_context: Mapping[str, str] = field(kw_only=True)
 
 
 def stitch(backend: Backend, prompt: Prompt, loader: LayerLoader) -> Stitched:

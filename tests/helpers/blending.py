@@ -10,13 +10,12 @@ import torch
 
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.answer import overridden
-from kvrag.request import Prefilled
 from kvrag.reuse.blend import blend
 from kvrag.reuse.load import load
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.recovery import Recovery
 from kvrag.reuse.select import Selection
-from kvrag.reuse.stitch import Stitched, stitch
+from kvrag.reuse.stitch import Prefilled, Stitched, stitch
 from kvrag.reuse.trace import Trace
 
 CHUNKS = [

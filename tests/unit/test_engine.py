@@ -825,7 +825,7 @@ def test_a_chunk_of_several_sources_knows_of_none(model: Model, tmp_path: Path, 
         assert context == 0
         torch.testing.assert_close(values, _values(alone, shared)[0])
         ids = model.tokenizer.render(prompt)
-        stitched = engine.prefill(ids, BlendConfig("none", controller="off")).stitched
+        stitched = engine.prefill(ids, BlendConfig("none", controller="off"))
         run = stitched.runs[-1]
         torch.testing.assert_close(stitched.cache.layer(1)[1][0, :, run.start : run.stop], values[:, : len(run)])
         report = engine.warm([first, shared], document="a")

@@ -262,7 +262,7 @@ def test_a_prompt_hashes_each_chunk_once_and_reads_the_removals_once(
     hashing, reading = recovery.text_key, cold.store.removals
     monkeypatch.setattr(recovery, "text_key", lambda *text: hashed.append(text) or hashing(*text))
     monkeypatch.setattr(cold.store, "removals", lambda: removals.append(1) or reading())
-    assert len(cold.prefill(ids).stitched.runs) == 5
+    assert len(cold.prefill(ids).runs) == 5
     assert (len(hashed), len(removals)) == (2, 1)
 
 

@@ -12,7 +12,8 @@ import torch
 from vllm_engines import CHUNKS, Engine, blended, checkpoint, distance, prompt_of, reference, started, text_of
 
 from kvrag import BlendEngine, FileStore
-from kvrag.request import Pipeline, Prefilled
+from kvrag.request import Pipeline
+from kvrag.reuse.stitch import Prefilled
 
 NEAR = 1e-4
 ORDER = [CHUNKS[2], CHUNKS[0], CHUNKS[3], CHUNKS[1]]

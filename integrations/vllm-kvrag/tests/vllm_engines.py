@@ -29,7 +29,7 @@ from vllm_kvrag import worker
 from kvrag import BlendEngine, Model
 from kvrag.answer import overridden
 from kvrag.backend.transformers.loading import reader_path
-from kvrag.request import Prefilled
+from kvrag.reuse.stitch import Prefilled
 from kvrag.store import KVStore
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -130,7 +130,7 @@ class Jobs:
         done = pipeline.prefill(Prompt(task.ids, task.config, task.namespace, prefix), task.matches)
         self._tuning.keep_speed_now_and_then()
         report = replace(done.report, ttft_s=time.perf_counter() - started).to_dict()
-        return Outcome(report, done.stitched.tail or None)  # nothing reused: all was computed
+        return Outcome(report, done.tail or None)  # nothing reused: all was computed
 
     def _warm(self, task: WarmTask, job: Job) -> dict[str, Any]:
         # the null block, which no request reads, has room for the preamble

@@ -87,7 +87,7 @@ def test_what_listening_has_computed_for_good_is_not_computed_again(
         engine.warm(CHUNKS)
         ids = model.tokenizer.render(messages("You are asked by someone who knows nothing of them.", *CHUNKS[1:]))
         done = prepare(engine, ids, 0.3, policy)
-        before = int(done.stitched.inexact[0])
+        before = int(done.inexact[0])
         assert before > 20
         rows: list[int] = []
         forward = model.forward

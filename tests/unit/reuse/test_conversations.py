@@ -24,9 +24,9 @@ from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, Settin
 from kvrag.backend.transformers import BlendCache
 from kvrag.cli.main import main
 from kvrag.control.tuning import Plan
-from kvrag.request import Prefilled
 from kvrag.reuse.conversation import Conversation, Conversations, Turn
 from kvrag.reuse.prompt import Prompt
+from kvrag.reuse.stitch import Prefilled
 from kvrag.types import Answer, Delta, Messages
 
 FIRST = messages(*CHUNKS[:3], question="Question: Who likes to eat curry and apples?")
@@ -98,7 +98,7 @@ def test_at_ratio_1_the_next_turn_has_full_prefills_logits(policy: str, talk: Ta
 @pytest.mark.parametrize("policy", ["query", "hkvd", "hkvd_gradual", "first_k", "random", "none"])
 def test_below_ratio_1_the_blended_chunks_and_the_answer_are_taken_over(policy: str, talk: Talk) -> None:
     said = talk(FIRST, ratio=0.3, policy=policy)
-    before = talk.done[-1].stitched.cache
+    before = talk.done[-1].cache
     prompt = _next(FIRST, said, CHUNKS[3])
     report = talk(prompt, ratio=0.3, policy=policy).report
     done = talk.done[-1]
@@ -106,7 +106,7 @@ def test_below_ratio_1_the_blended_chunks_and_the_answer_are_taken_over(policy: 
     assert not report.exact
     assert len(report.runs) == 1
     for number in range(talk.engine.model.num_layers):
-        for old, new in zip(before.layer(number), done.stitched.cache.layer(number), strict=True):
+        for old, new in zip(before.layer(number), done.cache.layer(number), strict=True):
             assert torch.equal(old[:, :, : report.conversation_tokens], new[:, :, : report.conversation_tokens]), (
                 "as blended, and as decoded"
             )
@@ -416,7 +416,7 @@ def test_closing_lets_go_of_all(endless: Model, tmp_path: Path) -> None:
 
 def test_a_turn_holds_on_to_nothing_of_the_turns_before(talk: Talk) -> None:
     said = talk(FIRST, ratio=0.3)
-    old = weakref.ref(talk.done.pop().stitched.cache)
+    old = weakref.ref(talk.done.pop().cache)
     assert old() is not None
     talk(_next(FIRST, said, CHUNKS[3]), ratio=0.3)
     talk.done.clear()

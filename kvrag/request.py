@@ -1,8 +1,10 @@
 """Life of a request: from prompt ids to a cache that is ready to decode.
 
-`Pipeline.prefill` is CacheBlend (arXiv:2405.16444): look up the prompt's chunks, plan how much to recompute, load their
-KV, stitch it in prompt order (section 4.1), select the tokens to recompute (4.3) and blend (4.2). Loading and stitching
-overlap with the forward passes (section 5): a layer is loaded while those before it are computed.
+`Pipeline.prefill` is CacheBlend (arXiv:2405.16444): look up the prompt's chunks, plan how much to recompute (section 5,
+"loading controller"), load their KV, stitch it in prompt order, select the tokens to recompute (4.3), blend (4.2), and
+observe the durations for the next plan. A layer is loaded and stitched while those before it are computed (section 5).
+
+Two values carry a request: `Prompt` until its KV is stitched, from then on `Stitched`, in the end as `Prefilled`.
 """
 
 from __future__ import annotations

@@ -65,20 +65,21 @@ def explain(
     return Explanation(tuple(_summary(answered, store)), stretches, tuple(found), answered.report)
 
 
-def _documents(store: KVStore, texts: dict[str, str], namespace: str) -> dict[str, tuple[str, ...]]:
+def _documents(store: KVStore, text_keys: dict[str, str], namespace: str) -> dict[str, tuple[str, ...]]:
     """Return the names of the documents that hold each chunk's text, in any variant.
 
     Args:
-        texts: Chunk key -> text key.
+        text_keys: Text key by chunk key.
     """
     holders: dict[str, list[str]] = {}
     for name, keys in store.documents(namespace=namespace).items():
         for key in keys:
             holders.setdefault(key, []).append(name)
-    states = store.look_up(list(set(texts.values())))
-    found = {key: {*states[text].variants, key} for key, text in texts.items()}
+    states = store.look_up(list(set(text_keys.values())))
+    variants = {chunk_key: {*states[text_key].variants, chunk_key} for chunk_key, text_key in text_keys.items()}
     return {
-        key: tuple(sorted({name for each in keys for name in holders.get(each, ())})) for key, keys in found.items()
+        chunk_key: tuple(sorted({name for key in keys for name in holders.get(key, ())}))
+        for chunk_key, keys in variants.items()
     }
 
 

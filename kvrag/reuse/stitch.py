@@ -25,7 +25,7 @@ class Stitched:
         ids: (T,) token ids of the prompt.
         runs: Runs of reused chunks, ascending and disjoint.
         reused: (T,) bool.
-        exact: (T,) bool, reused positions whose KV equals full prefill's: a run right behind the preamble, encoded
+        exact: (T,) bool, reused positions whose KV equals full prefill's: a run right after the preamble, encoded
             there, with a lossless codec.
         cache: Each layer is stitched when a forward pass first reaches it.
         prefix: Cached prefix from a conversation.
@@ -124,8 +124,8 @@ def stitch(backend: Backend, prompt: Prompt, loader: LayerLoader) -> Stitched:
 
 
 def _is_exact(backend: Backend, ids: Sequence[int], run: Run, reader: ChunkReader) -> bool:
-    """Return whether a run is where its chunk was encoded: alone, right behind the preamble."""
-    behind_preamble = run.offset == 0 and tuple(ids[: run.start]) == backend.preamble
+    """Return whether a run is where its chunk was encoded: alone, right after the preamble."""
+    after_preamble = run.offset == 0 and tuple(ids[: run.start]) == backend.preamble
     # where RoPE depends on the length, the chunk may have been encoded in a pass longer than the prompt
     encoded = len(backend.preamble) + len(reader.ids)
-    return behind_preamble and not reader.context_tokens and max(len(ids), encoded) <= backend.stable_length
+    return after_preamble and not reader.context_tokens and max(len(ids), encoded) <= backend.stable_length

@@ -58,18 +58,13 @@ class Lookup:
             withheld: Gets the keys of the matched texts of which no variant may be used at present.
         """
         runs = self._catalog.match(ids[kept:], min_run, namespace)
-        states = self._store.look_up(list(dict.fromkeys(run.text_key for run in runs)))
-        usable = {text_key: serve(state, self._alone_only) for text_key, state in states.items()}
+        variants = self._variants(run.text_key for run in runs)
         if withheld is not None:
-            withheld.update(text_key for text_key, chunk_key in usable.items() if chunk_key is None)
+            withheld.update(text_key for text_key, variant in variants.items() if variant is None)
         return [
-            Match(
-                Run(run.start + kept, run.stop + kept, chunk_key, run.offset),
-                run.text_key,
-                states[run.text_key].variants[chunk_key],
-            )
+            Match(Run(run.start + kept, run.stop + kept, variant[0], run.offset), run.text_key, variant[1])
             for run in runs
-            if (chunk_key := usable.get(run.text_key))
+            if (variant := variants.get(run.text_key))
         ]
 
     def find_chunks(self, ids: Sequence[int], min_run: int, namespace: str = "") -> list[tuple[Run, Ids]]:
@@ -83,9 +78,16 @@ class Lookup:
 
     def usable(self, text_keys: Iterable[str]) -> dict[str, str]:
         """Return the chunk key of each text's usable variant, by text key; texts without one are left out."""
+        return {text_key: variant[0] for text_key, variant in self._variants(text_keys).items() if variant}
+
+    def _variants(self, text_keys: Iterable[str]) -> dict[str, tuple[str, int] | None]:
+        """Return chunk key and context tokens of each text's usable variant, by text key; None without one."""
         states = self._store.look_up(list(dict.fromkeys(text_keys)))
-        variants = ((text_key, serve(state, self._alone_only)) for text_key, state in states.items())
-        return {text_key: chunk_key for text_key, chunk_key in variants if chunk_key is not None}
+        usable = {text_key: serve(state, self._alone_only) for text_key, state in states.items()}
+        return {
+            text_key: None if chunk_key is None else (chunk_key, states[text_key].variants[chunk_key])
+            for text_key, chunk_key in usable.items()
+        }
 
     def withdrawn(self, variants: Mapping[str, str]) -> list[str]:
         """Return the chunk keys that a prompt may no longer use, because another source has their text by now.

@@ -155,10 +155,10 @@ class Answering:
         self, ids: list[int], config: BlendConfig, notes: Sequence[str], namespace: str, goes_on: bool
     ) -> Prefilled:
         """See `BlendEngine.prefill`."""
-        removals = self._pipeline.lookup.update()
+        plan = self._pipeline.tuning.plan(config)  # as far as it is known before the chunks are
+        removals = self._pipeline.store.removals() if plan.is_full else self._pipeline.lookup.update()
         if removals != self._removals:
             self._notice_removals(removals)
-        plan = self._pipeline.tuning.plan(config)  # as far as it is known before the chunks are
         takes_over = goes_on and not is_reference(config)
         prefix = self._find_prefix(ids, plan.config, namespace) if takes_over else None
         prompt = Prompt(ids, config, namespace, prefix, notes)

@@ -90,9 +90,9 @@ class Catalog:
         self._store = store
         self._folder = store.catalog_folder
         self._snapshot = _Snapshot()
-        self._refreshing = threading.Lock()  # whoever makes the next snapshot; prompts do not wait for it
+        self._refreshing = threading.Lock()  # held while building the next snapshot; prompts do not wait for it
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()  # whoever starts the thread
+        self._starting = threading.Lock()  # held while starting the thread
         self._closed = threading.Event()
         self._is_writable = self._folder is not None and not store.read_only
         self._damaged: set[str] = set()  # files that have been logged
@@ -158,7 +158,7 @@ class Catalog:
         """Make the next snapshot, with about `limit` tokens of new texts; return whether there is more to do."""
         is_patient = limit > _AT_ONCE
         snapshot = self._adopt(self._snapshot)
-        # behind the entries once more, so that one which has gone meanwhile is among the removed
+        # applied again after the entries, so that an entry removed in the meantime is covered
         snapshot, is_behind = self._apply_removals(snapshot, is_patient, removals)
         entries, num_tokens = [], 0
         for entry in self._store.entries(snapshot.last):
@@ -169,7 +169,7 @@ class Catalog:
                 break
         if entries:
             segments = [*snapshot.segments, Segment.of(entries)]
-            while _are_alike(segments[-2:]):  # like a binary counter: few segments, and every text is moved seldom
+            while _are_alike(segments[-2:]):  # like a binary counter: few segments, and every text is rarely moved
                 segments[-2:] = [join(segments[-2:])]
             snapshot = replace(snapshot, segments=tuple(segments), last=entries[-1].number)
             snapshot, _ = self._apply_removals(snapshot, is_patient)
@@ -224,7 +224,7 @@ class Catalog:
         if signature == snapshot.head:
             return snapshot
         files, base, position = self._read_head(snapshot)
-        if base < snapshot.base:  # the tail begins behind it
+        if base < snapshot.base:  # the tail begins after it
             return _Snapshot(tuple(files), base, base, position, -1, signature)
         tail = []
         for segment in snapshot.tail:
@@ -372,8 +372,8 @@ def _are_alike(segments: Sequence[Segment]) -> bool:
     """Return whether two segments are both in memory and of similar size."""
     if len(segments) < 2 or segments[0].name:
         return False
-    before, behind = (segment.num_tokens for segment in segments)
-    return 2 * behind >= before and before + behind < MAX_TOKENS
+    first, second = (segment.num_tokens for segment in segments)
+    return 2 * second >= first and first + second < MAX_TOKENS
 
 
 def _to_merge(files: Sequence[Segment]) -> slice | None:

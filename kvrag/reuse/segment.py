@@ -33,7 +33,7 @@ from kvrag.store.protocol import Entry
 
 GRAM = 8
 WINDOW = 8
-PAD = 32  # tokens before the first and behind the last text, so that a window around any address lies inside
+PAD = 32  # tokens before the first and after the last text, so that a window around any address lies inside
 MAX_TOKENS = 1 << 31  # addresses have 32 bits
 _REPEATS = 4  # postings of one hash in one text: a rule of dashes has the same gram everywhere
 _PER_BUCKET = 8  # postings that share an entry of the directory, on average, at most

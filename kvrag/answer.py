@@ -116,7 +116,10 @@ class Answering:
         constraint = constrain(self._model, prepared.grammar) if prepared.grammar else None
         parser = prepared.parser(tokenizer, ids)
         room = min(question.sampling.max_new_tokens, self._model.context_window - len(ids))
-        with own_team(), self._admission.admit((len(ids) + room) * self._model.bytes_per_token) as admitted:
+        longest, threshold = len(ids) + room, self._model.recompute_threshold
+        if threshold is not None and len(ids) <= threshold < longest:
+            longest += threshold  # two caches, see `Row.recompute`
+        with own_team(), self._admission.admit(longest * self._model.bytes_per_token) as admitted:
             created = self._warm(question.documents, namespace, notes) if question.documents else set()
             done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
             # computed now, since a stream may be closed at any point; more text may change a plain prompt's last token

@@ -40,8 +40,8 @@ def decode(
 ) -> Iterator[Delta]:
     """Generate with `model.generate`'s own processors, in steps that all answers of the model share.
 
-    Appends to `cache`, also between the requests of the consumer, as long as the iterator is not closed, and at most one
-    token afterwards. Never changes a position that is complete.
+    Appends to `cache`, also between the requests of the consumer, as long as the iterator is not closed, and one token
+    afterwards at most. Never changes a position that is complete.
 
     Args:
         ids: (T,) token ids of the prompt.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, TypedDict
@@ -116,7 +116,10 @@ class Answering:
         constraint = constrain(self._model, prepared.grammar) if prepared.grammar else None
         parser = prepared.parser(tokenizer, ids)
         room = min(question.sampling.max_new_tokens, self._model.context_window - len(ids))
-        with self._admission.admit((len(ids) + room) * self._model.bytes_per_token) as admitted:
+        longest, threshold = len(ids) + room, self._model.recompute_threshold
+        if threshold is not None and len(ids) <= threshold < longest:
+            longest += threshold  # two caches, see `Row.recompute`
+        with self._admission.admit(longest * self._model.bytes_per_token) as admitted:
             created = self._warm(question.documents, namespace, notes) if question.documents else set()
             done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
             # computed now, since a stream may be closed at any point; more text may change a plain prompt's last token
@@ -157,12 +160,17 @@ class Answering:
         """See `BlendEngine.prefill`."""
         plan = self._pipeline.tuning.plan(config)  # as far as it is known before the chunks are
         removals = self._pipeline.store.removals() if plan.is_full else self._pipeline.lookup.update()
-        if removals != self._removals:
-            self._notice_removals(removals)
+        self._notice(removals)
         takes_over = goes_on and not is_reference(config)
         prefix = self._find_prefix(ids, plan.config, namespace) if takes_over else None
         prompt = Prompt(ids, config, namespace, prefix, notes)
-        return self._pipeline.prefill(prompt, matches=() if plan.is_full else None)
+        try:
+            done = self._pipeline.prefill(prompt, matches=() if plan.is_full else None)
+            if takes_over:
+                self._conversations.begin(done, done.keys)
+            return done
+        finally:  # what was removed meanwhile may have been read after it was freed
+            self._free_removed(since=removals)
 
     def _find_prefix(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> CachedPrefix | None:
         """Find what a conversation has of a prompt, as long as all that is in it would be reused now too."""
@@ -173,8 +181,11 @@ class Answering:
             self._conversations.drop(withdrawn)
         return None
 
-    def free(self, keys: Sequence[str]) -> None:
-        """Free the KV of chunks that are no longer stored, and the conversations that contain it."""
+    def free(self, keys: Collection[str]) -> None:
+        """Free the KV of chunks that are no longer stored, and the conversations that contain it.
+
+        Answers in progress end with their own KV, of which nothing is kept.
+        """
         self._pipeline.memory.drop(keys)
         self._conversations.drop(keys)
 
@@ -182,11 +193,31 @@ class Answering:
         """Drop the conversations. Pending answers end with their own KV."""
         self._conversations.close()
 
-    def _notice_removals(self, removals: int) -> None:
+    def notice_removals(self) -> None:
         """Free KV that was removed from the store, possibly by another process."""
-        self._removals = removals
-        kept = {*self._pipeline.memory.keys(), *self._conversations.keys()}
-        self.free(self._pipeline.store.missing(sorted(kept)))
+        self._notice(self._pipeline.store.removals())
+
+    def _notice(self, removals: int) -> None:
+        """Free KV that was removed from the store, if its counter has changed."""
+        if removals != self._removals:
+            self._free_removed()
+            self._removals = removals  # not before: other prompts must not find what is about to be freed
+
+    def _free_removed(self, since: int | None = None) -> None:
+        """Free KV that is no longer stored, and all of it if the store cannot be asked.
+
+        Args:
+            since: The store's counter when there was nothing to free.
+        """
+        store = self._pipeline.store
+        try:
+            if since is None or store.removals() != since:
+                self.free(store.missing(sorted(self._kept_keys())))
+        except StoreError:
+            self.free(self._kept_keys())
+
+    def _kept_keys(self) -> set[str]:
+        return {*self._pipeline.memory.keys(), *self._conversations.keys()}
 
     def _warm(self, documents: Sequence[str], namespace: str, notes: list[str], is_alone: bool = False) -> set[str]:
         """Encode the documents that are not stored, and return their keys; adds to `notes`."""
@@ -227,10 +258,10 @@ class Answering:
         exact = len(ids) if exact == num_tokens else exact
         turn = Turn(done.kept, num_tokens - generation_prompt, num_tokens)
         turns = (*(prefix.turns if prefix else ()), turn)
-        keys = frozenset(run.key for run in done.runs) | (prefix.conversation.keys if prefix else frozenset())
-        behind = {**(prefix.conversation.behind if prefix else {}), **done.with_context}
-        conversation = Conversation(ids, done.cache, exact, done.config, turns, namespace, keys, behind)
-        self._conversations.keep(conversation, prefix)
+        # the prefix's own variants first: if another one is served by now, the conversation must not be continued
+        behind = {**done.with_context, **(prefix.conversation.behind if prefix else {})}
+        conversation = Conversation(ids, done.cache, exact, done.config, turns, namespace, done.keys, behind)
+        self._conversations.finish(done, conversation, prefix)
 
 
 def overridden(config: BlendConfig, ratio: float | None, policy: str | None, controller: str | None) -> BlendConfig:

@@ -61,7 +61,7 @@ class Pipeline:
                 matches = self.lookup.find(prompt.ids, prompt.config.min_run, prompt.namespace, prompt.kept)
             prompt = recovery.open(prompt, matches)
         with closing(prompt):
-            plan = recovery.agree(lambda: self.tuning.plan(prompt.config, prompt))
+            plan, keys = recovery.agree(lambda: self.tuning.plan(prompt.config, prompt)), prompt.keys
             if plan.is_full:
                 prompt = replace(prompt, matches=(), readers={})
             with load(self.backend, prompt, self.codec, trace, self._capacity(prompt)) as layers:
@@ -81,6 +81,7 @@ class Pipeline:
             config=plan.config,
             report=report,
             with_context=prompt.with_context,
+            keys=keys,
         )
 
     def _capacity(self, prompt: Prompt) -> int:

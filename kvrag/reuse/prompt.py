@@ -43,6 +43,11 @@ class Prompt:
         return [match.run for match in self.matches]
 
     @property
+    def keys(self) -> frozenset[str]:
+        """Keys of the chunks that it contains, whether their KV is used or not, with those of the cached prefix."""
+        return frozenset(self.readers) | (self.prefix.conversation.keys if self.prefix else frozenset())
+
+    @property
     def kept(self) -> int:
         """Number of positions in the cached prefix."""
         return self.prefix.length if self.prefix else 0

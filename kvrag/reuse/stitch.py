@@ -17,7 +17,7 @@ from kvrag.store import ChunkReader
 from kvrag.types import BlendReport, Run
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stitched:
     """A prompt with KV at its reused positions; the other positions are computed later.
 
@@ -67,7 +67,7 @@ class Stitched:
         return int(deviating.int().argmax()) if deviating.any() else len(self.ids)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prefilled(Stitched):
     """A prompt with a complete cache, ready for `kvrag.generate.decode`.
 
@@ -77,6 +77,7 @@ class Prefilled(Stitched):
         config: Settings that it was blended with.
         report: Report without `ttft_s`, which the caller sets.
         with_context: Chunk keys of the reused chunks that were encoded with context, by text key.
+        keys: Keys of the chunks that the prompt contains, reused or computed, with those of its cached prefix.
     """
 
     selected: Tensor = field(kw_only=True)
@@ -84,6 +85,7 @@ class Prefilled(Stitched):
     config: BlendConfig = field(kw_only=True)
     report: BlendReport = field(kw_only=True)
     with_context: Mapping[str, str] = field(kw_only=True)
+    keys: frozenset[str] = field(kw_only=True)
 
 
 def stitch(backend: Backend, prompt: Prompt, loader: LayerLoader) -> Stitched:

@@ -17,7 +17,6 @@ from kvrag import BlendEngine, KvragError, RemoteEngine, SettingError, WarmRepor
 from kvrag.vectorstore import Adding, VectorStoreKV, uncancelled
 from langchain_kvrag.listing import adocuments_by_id, documents_by_id, listed_ids
 from langchain_kvrag.settings import BlendSettings, source_name
-from langchain_kvrag.texts import AddsAllTexts
 
 logger = logging.getLogger("kvrag")
 
@@ -57,7 +56,7 @@ class _Search(_PassedOn):
         return asearched if self._name.startswith("a") else searched
 
 
-class KVWarmVectorStore(AddsAllTexts):
+class KVWarmVectorStore(VectorStore):
     """A vector store that pre-encodes its documents for an LLM.
 
     KV is written before the vectors and dropped after them, so that every retrievable document has its KV. A text in
@@ -82,7 +81,7 @@ class KVWarmVectorStore(AddsAllTexts):
 
     Example:
         ```python
-        vectorstore = KVWarmVectorStore(FaissVectorStore(embeddings), llm)
+        vectorstore = KVWarmVectorStore(InMemoryVectorStore(embeddings), llm)
         index(loader, record_manager, vectorstore, cleanup="full", key_encoder="sha256")
         ```
     """
@@ -154,6 +153,30 @@ class KVWarmVectorStore(AddsAllTexts):
         return await self._kv.aadd(
             adding, lambda: self.vectorstore.aadd_documents(documents, **kwargs), self._apresent, self._checked(adding)
         )
+
+    # LangChain's own methods add nothing from a generator, and no more texts than there are ids
+
+    def add_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Add texts as documents; see `add_documents`."""
+        return super().add_texts(_listed(texts, ids), metadatas, ids=ids, **kwargs)
+
+    async def aadd_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Like `add_texts`, off the event loop."""
+        return await super().aadd_texts(_listed(texts, ids), metadatas, ids=ids, **kwargs)
 
     def _plan(self, documents: Sequence[Document], ids: Sequence[str | None] | None) -> Adding:
         return self._kv.plan(*_columns(documents, ids, self.collection))
@@ -407,6 +430,13 @@ def _columns(
         [document.page_content for document in documents],
         [source_name(document, collection) for document in documents],
     )
+
+
+def _listed(texts: Iterable[str], ids: Sequence[str] | None) -> list[str]:
+    listed = list(texts)
+    if ids is not None and len(ids) != len(listed):
+        raise SettingError(f"got {len(ids)} ids for {len(listed)} texts: pass one per text")
+    return listed
 
 
 def _found_texts(found: Iterable[Document | tuple[Document, float]]) -> Iterator[str]:

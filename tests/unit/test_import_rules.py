@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": BASE | ROOMS | {"request", "answer"},
     "client": BASE - {"fingerprint"},
     "llm": BASE | {"backend", "engine", "inspect", "client"},
+    "llm_fields": {"engine", "llm"},
     "vectorstore": BASE | {"llm"},
     "bench": BASE | ROOMS | {"engine", "retrieval", "reader", "reader2"},
     "server": BASE | {"backend", "engine", "retrieval", "sample"},

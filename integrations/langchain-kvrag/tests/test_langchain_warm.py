@@ -660,10 +660,10 @@ async def test_stores_are_made_of_texts_and_documents(engine: BlendEngine, chunk
 
 
 async def test_a_store_that_cannot_be_made_leaves_no_kv(engine: BlendEngine, chunks: list[str]) -> None:
-    class Failing(Fragile):
+    class AlwaysFailing(Fragile):
         failing = True
 
-    settings: dict[str, Any] = {"llm": engine, "vectorstore_class": Failing}
+    settings: dict[str, Any] = {"llm": engine, "vectorstore_class": AlwaysFailing}
     with pytest.raises(ConnectionError, match="lost while adding"):
         KVWarmVectorStore.from_texts(chunks, EMBEDDING, **settings)
     with pytest.raises(ConnectionError, match="lost while adding"):

@@ -24,7 +24,7 @@ T = TypeVar("T")
 Id = str | tuple[str, ...]
 """Id of a document in a vector store; a tuple starts with the names of what contains it."""
 
-Present = Mapping[Id, str] | None
+Present = Mapping[Any, str] | None
 """Texts that a vector store has, by id; None = it cannot return them."""
 
 
@@ -156,7 +156,7 @@ class VectorStoreKV:
 
     # ---------------------------------------------------------------- existing documents and deleting
 
-    def replace(self, pieces: Mapping[Id, tuple[str, str]], before: set[str]) -> WarmReport:
+    def replace(self, pieces: Mapping[Any, tuple[str, str]], before: set[str]) -> WarmReport:
         """Hold exactly these texts, given with their sources, in place of the KV documents `before`."""
         names = [self._name(held, text) for held, (text, _) in pieces.items()]
         report = self._warm([text for text, _ in pieces.values()], names, [source for _, source in pieces.values()])

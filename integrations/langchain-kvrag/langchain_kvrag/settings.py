@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -61,7 +61,7 @@ def chunks(
 
 async def achunks(
     deltas: AsyncGenerator[Delta, None], builder: ChunkBuilder[Chunk], run_manager: AsyncCallbackManagerForLLMRun | None
-) -> AsyncIterator[Chunk]:
+) -> AsyncGenerator[Chunk, None]:
     """Like `chunks`, off the event loop."""
     with langchain_errors():
         async with aclosing(deltas):

@@ -214,11 +214,11 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         except Exception:  # not supported, or it fails: then adding fails, too
             return None
 
-    def _present(self, ids: list[Id]) -> Present:
+    def _present(self, ids: list[tuple[str, str]]) -> Present:
         found = self._found([node_id for _, node_id in ids])
         return None if found is None else {_id(node): self._text(node) for node in found}
 
-    async def _apresent(self, ids: list[Id]) -> Present:
+    async def _apresent(self, ids: list[tuple[str, str]]) -> Present:
         return await asyncio.to_thread(self._present, ids)
 
     def _names(self, node_ids: Sequence[str] | None, found: Sequence[BaseNode] | None) -> set[str]:
@@ -235,5 +235,5 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         )
 
 
-def _id(node: BaseNode) -> Id:
+def _id(node: BaseNode) -> tuple[str, str]:
     return (node.ref_doc_id or "None", node.node_id)

@@ -84,7 +84,7 @@ ONLY_IN: dict[str, set[str]] = {
     "starlette": {"server"},
     "sse_starlette": {"server"},
     "uvicorn": {"server"},
-    "pydantic": {"server"},
+    "pydantic": {"server", "llm_fields.py"},
     "prometheus_client": {"server"},
     "httpx": {"bench/load.py", "bench/vllm.py"},
     "openai": {"client/connection.py"},

@@ -1,23 +1,24 @@
-"""Warm the documents of a FAISS index on disk, and answer from them."""
+"""Warm the documents of LangChain's InMemoryVectorStore, saved in a file, and answer from them."""
 
 from pathlib import Path
 
-from langchain_kvrag import ChatBlend, FaissVectorStore, KVWarmVectorStore, SentenceTransformerEmbeddings
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_kvrag import ChatBlend, KVWarmVectorStore, SentenceTransformerEmbeddings
 
 MODEL = "reader"  # the bundled model; or for example "Qwen/Qwen2.5-1.5B-Instruct"
 
-# your index; a new one gets a few articles
+# your vectors; a new file gets a few articles
 embeddings = SentenceTransformerEmbeddings()
-if not Path("faiss").exists():
+if not Path("vectors.json").exists():
     paths = sorted((Path(__file__).parent / "corpus").glob("*.txt"))
-    FaissVectorStore.from_texts(
+    InMemoryVectorStore.from_texts(
         [path.read_text() for path in paths], embeddings, ids=[path.name for path in paths]
-    ).save("faiss")
-faiss = FaissVectorStore.load("faiss", embeddings)
+    ).dump("vectors.json")
+stored = InMemoryVectorStore.load("vectors.json", embeddings)
 
 # "off": no automatic full prefill, which is faster for a prompt this short
 llm = ChatBlend(model=MODEL, store="kv", max_tokens=32, temperature=0, controller="off")
-vectors = KVWarmVectorStore(faiss, llm)  # encodes documents added from now on, and drops deleted ones
+vectors = KVWarmVectorStore(stored, llm)  # encodes documents added from now on, and drops deleted ones
 report = vectors.warm_existing()
 print(f"{report.chunks} documents: {report.new} encoded now, {report.reused} before")
 

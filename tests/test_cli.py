@@ -25,7 +25,7 @@ from kvrag.cli import demo
 from kvrag.cli.common import human_bytes
 from kvrag.cli.main import _COMMANDS, _parser, main
 from kvrag.config import DEFAULT_POLICY
-from kvrag.reader.corpus import corpus
+from benchmarks.readers.first.corpus import corpus
 from kvrag.sample import ARTICLES
 from kvrag.store import FileStore
 

@@ -445,7 +445,7 @@ def test_the_one_used_longest_ago_goes_first() -> None:
 
 
 def test_the_benchmark(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("kvrag.bench.chat.random_model", lambda *_: model)
+    monkeypatch.setattr("benchmarks.speed.chat.random_model", lambda *_: model)
     sizes = ["--turns", "3", "--chunks", "2", "--chunk-tokens", "20", "--question-tokens", "9", "--answer-tokens", "7"]
     assert main(["bench", "chat", *sizes, "--repeats", "1", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -23,7 +23,7 @@ from kvrag.bench.metrics import Bootstrap, divergence, exact_match, normalise, r
 from kvrag.cli import quality as command
 from kvrag.cli.main import main
 from kvrag.control.calibrate import wilson
-from kvrag.reader.world import KINDS
+from benchmarks.readers.first.world import KINDS
 
 PROSE = [
     "The harbour of Selmunde was built by the engineer Tarvik in those years. It is still used by small boats today.",

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvrag.bench.simulate import DEVICES, MODELS, Shape, speed_of
+from benchmarks.cluster.simulate import DEVICES, MODELS, Shape, speed_of
 from kvrag.config import BlendConfig
 from kvrag.errors import SettingError
 

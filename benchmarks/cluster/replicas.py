@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrag.bench.plan import Plan, Profile
-from kvrag.bench.popularity import Floats, Ints, Zipf, lru_age
+from benchmarks.cluster.plan import Plan, Profile
+from benchmarks.cluster.popularity import Floats, Ints, Zipf, lru_age
 
 if TYPE_CHECKING:
     from simpy import Environment, Event

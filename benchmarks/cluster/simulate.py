@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvrag.config import DEFAULT_POLICY, BlendConfig
+from kvrag.cli.common import at_least, checked
+from kvrag.config import DEFAULT_POLICY, BlendConfig, check_ratio
 from kvrag.control.cost import CostModel, Speed
 from kvrag.types import BlendReport
 
@@ -293,6 +294,40 @@ def _throttled(engine: BlendEngine, bytes_per_s: float | None) -> Iterator[None]
         yield
     finally:
         store.open = opening
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "--devices",
+        nargs="+",
+        default=list(DEVICES),
+        choices=DEVICES,
+        metavar="DEVICE",
+        help=f"devices of the tables: {'; '.join(DEVICES)} (default: all)",
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=list(MODELS),
+        choices=MODELS,
+        metavar="MODEL",
+        help=f"models of the first table: {', '.join(MODELS)} (default: all)",
+    )
+    parser.add_argument(
+        "--context", type=int, default=4000, metavar="N", help="context length of the first table (default: 4000)"
+    )
+    parser.add_argument("--length-model", default="Llama-3.1-8B", choices=MODELS, help="model of the second table")
+    parser.add_argument("--length-load", default="NVMe, 3 GB/s", choices=LOADS, help="bandwidth of the second table")
+    parser.add_argument(
+        "--ratio", type=checked(float, check_ratio), default=0.15, metavar="R", help="recompute ratio (default: 0.15)"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="compare predictions with measurements on this machine; takes minutes"
+    )
+    parser.add_argument("--model", default="qwen2.5-0.5b", help="with --check: shape of the random model")
+    parser.add_argument("--layers", type=at_least(1), help="with --check: use only the first N layers")
+    parser.add_argument("--repeats", type=int, default=3, help="with --check: number of repeats")
 
 
 def run(args: argparse.Namespace) -> int:

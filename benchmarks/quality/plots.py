@@ -17,7 +17,7 @@ _METRICS = (("em", "exact match"), ("f1", "token F1"), ("kl", "KL to full prefil
 def require() -> None:
     """Raise KvragError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
-        raise KvragError("matplotlib is not installed: pip install 'kvrag[bench]'")
+        raise KvragError("matplotlib is not installed: pip install matplotlib")
 
 
 def draw(result: Result, folder: Path) -> list[Path]:

@@ -16,10 +16,10 @@ from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
 
+from benchmarks.readers.first import world as first
+from benchmarks.readers.second import world as second
 from kvrag.bench.datasets import Row
 from kvrag.errors import SettingError
-from kvrag.reader import world as first
-from kvrag.reader2 import world as second
 from kvrag.retrieval.index import ChunkIndex
 
 _ASKED = {1: 42, 2: 30}  # contexts that are asked about: more would use up the names of the test split

@@ -19,6 +19,7 @@ from typing import Any
 
 from kvrag.backend.transformers.shapes import random_model
 from kvrag.bench.ttft import one_token_words, run_settings
+from kvrag.cli.bench import add_number, add_shape
 from kvrag.config import BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.types import Messages
@@ -114,6 +115,17 @@ def measure(setup: ChatSetup, progress: Callable[[str], None] = lambda line: Non
     }
     last, second = rows[-1], rows[1]
     return ChatResult(rows, last.ttft_s / second.ttft_s, last.anew_s / second.anew_s, settings)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_shape(parser)
+    add_number(parser, "--turns", 10, "number of turns, at least 2", least=2)  # growth counts from the second
+    add_number(parser, "--chunks", 4, "new chunks per turn")
+    add_number(parser, "--chunk-tokens", 128, "tokens per chunk")
+    add_number(parser, "--question-tokens", 32, "tokens of a question")
+    add_number(parser, "--answer-tokens", 32, "tokens of an answer")
+    add_number(parser, "--ratio", 0.15, "recompute ratio")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ from torch.nn.functional import kl_div
 
 from kvrag.backend.transformers import Model
 from kvrag.bench.ttft import run_settings
+from kvrag.cli.common import DTYPES, add_setting, at_least, existing_path
 from kvrag.config import CODECS, BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
@@ -142,6 +143,18 @@ def _kl(reference: Tensor, logits: Tensor) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("paths", nargs="+", type=existing_path, metavar="FILE", help="text files, one chunk each")
+    add_setting(parser, "model", default="reader")
+    add_setting(parser, "dtype", choices=DTYPES)
+    parser.add_argument(
+        "--question", default="Question: Who is this about?", metavar="TEXT", help="question of each prompt"
+    )
+    parser.add_argument("--prompts", type=at_least(1), default=50, metavar="N", help="number of prompts (default: 50)")
+    parser.add_argument("--chunks", type=at_least(1), default=6, metavar="N", help="chunks per prompt (default: 6)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrag.cli.bench import add_number
 from kvrag.errors import SettingError
 from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.match import match
@@ -389,6 +390,22 @@ def _peak() -> Iterator[list[int]]:
     finally:
         done.set()
         thread.join()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    for name, default, what in (
+        ("--chunks", 20_000, "in the catalog of the second part"),
+        ("--chunk-tokens", 512, "tokens in each of them"),
+        ("--prompt-tokens", 5_400, "tokens of the prompts matched against it"),
+        ("--prompts", 200, "such prompts; the median counts"),
+        ("--case-tokens", 30_000, "tokens of the adversarial prompts; 0 leaves the first part out"),
+        ("--repeats", 5, "of each of these; the best counts"),
+    ):
+        add_number(parser, name, default, what)
+    parser.add_argument(
+        "--folder", type=Path, help="where the synthetic store is made and kept (default: a temporary folder)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """Time to the first token on the chat page: its sample's questions over HTTP, by blending and by full prefill in turns.
 
-    python scripts/page.py --rounds 5
+    python -m benchmarks.speed.page --rounds 5
 
 Starts `kvrag chat --web` with a new store, and waits until the sample is ready. The times include retrieval, as on the
 page. The first round is left out.

@@ -1,7 +1,7 @@
 """Time to the first token of kvrag and of others that reuse KV on a CPU, with chunks in a new order every time.
 
-    python scripts/peers.py --kvboost PYTHON --llama PYTHON --vllm PYTHON
-    python scripts/peers.py --questions 100 --kvboost PYTHON --llama PYTHON --vllm PYTHON
+    python -m benchmarks.speed.peers --kvboost PYTHON --llama PYTHON --vllm PYTHON
+    python -m benchmarks.speed.peers --questions 100 --kvboost PYTHON --llama PYTHON --vllm PYTHON
 
 Each option names the Python of an environment that has that peer; those not given are left out. How to set them up is
 in docs/benchmarks.md. All get the same weights (a random model of a real shape), the same token ids, and one request at
@@ -300,8 +300,8 @@ def _times(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def _answers(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Ask the bundled reader about its world, passages in random order, and print how the answers compare."""
+    from benchmarks.quality.worlds import world_rows
     from kvrag.backend.transformers import Model
-    from kvrag.bench.datasets import world_rows
     from kvrag.bench.metrics import exact_match
 
     model = Model.from_pretrained("reader", dtype="bfloat16")

@@ -1,6 +1,6 @@
 """Time to first token from a cold disk, with and without `BlendEngine.prefetch` as soon as the chunks are retrieved.
 
-python -m kvrag.bench.prefetch --model qwen2.5-0.5b
+python -m benchmarks.speed.prefetch --model qwen2.5-0.5b
 
 Between retrieval and the prompt, a chain reranks and renders: `--pause` seconds, which are not part of the time. Before
 every answer the chunks are dropped from the RAM tier, and their files from the page cache of the operating system.

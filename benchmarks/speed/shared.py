@@ -1,6 +1,6 @@
 """Time to first token from a shared store, before and after its chunks are copied, relative to a local folder.
 
-python -m kvrag.bench.shared s3://BUCKET/PREFIX valkey://HOST:6379/0/PREFIX --model qwen2.5-0.5b
+python -m benchmarks.speed.shared s3://BUCKET/PREFIX valkey://HOST:6379/0/PREFIX --model qwen2.5-0.5b
 
 The RAM tier is off. The prefixes must be empty, or warmed by this benchmark. Local copies are removed before every
 answer that is read from the place; files are in the page cache of the operating system.

@@ -32,6 +32,7 @@ import httpx
 
 from kvrag.backend.transformers.shapes import random_model
 from kvrag.bench.ttft import one_token_words, run_settings
+from kvrag.cli.bench import add_number, add_shape
 from kvrag.errors import KvragError
 
 _READY_S = 600.0  # for a server to load and compile
@@ -411,6 +412,30 @@ def _last_error(log: Path) -> str:
 
 
 # ---------------------------------------------------------------- command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_shape(parser)
+    parser.set_defaults(repeats=2)  # rounds with many requests each
+    add_number(parser, "--chunks", 6, "chunks per prompt")
+    add_number(parser, "--chunk-tokens", 512, "tokens per chunk")
+    add_number(parser, "--question-tokens", 64, "tokens of the question")
+    add_number(parser, "--corpus", 24, "warmed chunks that prompts choose from")
+    add_number(parser, "--answer-tokens", 24, "tokens per answer")
+    add_number(parser, "--clients", 16, "concurrent clients")
+    add_number(parser, "--requests", 32, "requests per round and server")
+    add_number(parser, "--singles", 5, "requests to an idle server, per method; the medians count")
+    add_number(parser, "--ratio", 0.15, "recompute ratio")
+    parser.add_argument(
+        "--vllm",
+        default="--enforce-eager",
+        metavar="ARGS",
+        help="further arguments of both servers, in one string (default: --enforce-eager)",
+    )
+    parser.add_argument(
+        "--extra", default="{}", type=json.loads, metavar="JSON", help="further kv_connector_extra_config of vllm-kvrag"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvrag.bench import vllm
-from kvrag.bench.vllm import _Answer, _load, _percentile
+from benchmarks.speed import vllm
+from benchmarks.speed.vllm import _Answer, _load, _percentile
 from kvrag.cli.main import main
 
 

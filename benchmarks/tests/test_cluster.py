@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.cluster.plan import LOAD_SPEEDS, SPEEDS, Plan, Profile, profile_of
+from benchmarks.cluster.popularity import Zipf, lru_age
+from benchmarks.cluster.replicas import BLEND, FULL, PREFIX, _draw, _homes, _Job, _play, _route, _tiers, fit, simulate
+from benchmarks.cluster.simulate import DEVICES, MODELS, speed_of
 from kvrag import BlendConfig, SettingError
-from kvrag.bench.plan import LOAD_SPEEDS, SPEEDS, Plan, Profile, profile_of
-from kvrag.bench.popularity import Zipf, lru_age
-from kvrag.bench.replicas import BLEND, FULL, PREFIX, _draw, _homes, _Job, _play, _route, _tiers, fit, simulate
-from kvrag.bench.simulate import DEVICES, MODELS, speed_of
 from kvrag.cli.main import main
 from kvrag.control.controller import Workload, blend_seconds, full_seconds, selecting
 

@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kvrag
+from benchmarks.readers.first import world
+from benchmarks.readers.first.train import LENGTH, Shape, Training, make_batch, predict, save, train_tokenizer
+from benchmarks.readers.first.train import Settings as TrainSettings
+from benchmarks.readers.first.world import KINDS, Question, Sample, draw, gather, sample
 from kvrag import SettingError
-from kvrag.reader import world
 from kvrag.reader.prompts import PLAIN, all_texts, prompt_parts
-from kvrag.reader.train import LENGTH, Shape, Training, make_batch, predict, save, train_tokenizer
-from kvrag.reader.train import Settings as TrainSettings
-from kvrag.reader.world import KINDS, Question, Sample, draw, gather, sample
 
 READER = Path(kvrag.__file__).parent / "reader"
 
@@ -136,7 +136,7 @@ SMALL: dict[str, Any] = {"layers": 2, "hidden": 64}
 
 @pytest.fixture
 def tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.reader.train.STAGES", ((1.0, (Shape((1, 1), 2, 128, 3),)),))
+    monkeypatch.setattr("benchmarks.readers.first.train.STAGES", ((1.0, (Shape((1, 1), 2, 128, 3),)),))
 
 
 def _train(folder: Path, until: int, steps: int = 6) -> Training:

@@ -14,12 +14,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.readers.second.train import STAGES, Settings, Stage, Training, answer_loss, load_net, make_batch
+from benchmarks.readers.second.world import (
+    FULL,
+    KINDS,
+    NOT_STATED,
+    SPLITS,
+    Question,
+    Sample,
+    Scale,
+    count,
+    draw,
+    reserved,
+    sample,
+)
 from kvrag import SettingError
 from kvrag.backend.transformers import Tokenizer
 from kvrag.backend.transformers.loading import reader_path
 from kvrag.bench.datasets import world_of, world_rows
-from kvrag.reader2.train import STAGES, Settings, Stage, Training, answer_loss, load_net, make_batch
-from kvrag.reader2.world import FULL, KINDS, NOT_STATED, SPLITS, Question, Sample, Scale, count, draw, reserved, sample
 
 ENTITY = r"[A-Z]\w+ [A-Z]\w+"
 
@@ -215,7 +227,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = tuple(Stage(until, STAGES[0].scale, 2, 3) for until in (0.5, 1.0))
-    monkeypatch.setattr("kvrag.reader2.train.STAGES", stages)
+    monkeypatch.setattr("benchmarks.readers.second.train.STAGES", stages)
 
 
 def _train(base: Path, folder: Path, until: int, **more: Any) -> Training:

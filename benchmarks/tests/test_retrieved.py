@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 import kvrag.retrieval.index
+from benchmarks.quality.retrieved import Corpus, draw_corpus, open_index, retrieved_rows
+from benchmarks.readers.first import world as first
+from benchmarks.readers.second import world as second
 from kvrag import BlendConfig, BlendEngine, KvragError, Model
 from kvrag.bench import quality
 from kvrag.bench.datasets import ARTICLES, Row, file_rows
 from kvrag.bench.grid import HIDDEN, NOT_RETRIEVED, RETRIEVED, Asking, Setup, make_cells
 from kvrag.bench.quality import make_tasks
-from kvrag.bench.retrieved import Corpus, draw_corpus, open_index, retrieved_rows
 from kvrag.cli.main import main
 from kvrag.fingerprint import text_key
-from kvrag.reader import world as first
-from kvrag.reader2 import world as second
 from kvrag.retrieval.index import ChunkIndex
 from kvrag.store import serve
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from benchmarks.cluster import simulate as bench
+from benchmarks.cluster.simulate import DEVICES, LOADS, MODELS, Point, simulate, speed_of, table
 from kvrag import BlendEngine, Model
-from kvrag.bench import simulate as bench
-from kvrag.bench.simulate import DEVICES, LOADS, MODELS, Point, simulate, speed_of, table
 from kvrag.cli.main import main
 from kvrag.control.controller import full_seconds
 

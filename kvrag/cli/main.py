@@ -27,15 +27,15 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "bench ttft": ("kvrag.bench.ttft", "measure the time to first token"),
     "bench gpu": ("kvrag.bench.gpu", "check a GPU: exactness, time to first token, ingestion, a profile"),
     "bench decode": ("kvrag.bench.decode", "measure decoding: several answers together, and one"),
-    "bench chat": ("kvrag.bench.chat", "measure the time to first token over the turns of a conversation"),
+    "bench chat": ("benchmarks.speed.chat", "measure the time to first token over the turns of a conversation"),
     "bench quality": ("kvrag.cli.quality", "measure answer quality per policy and ratio"),
-    "bench simulate": ("kvrag.bench.simulate", "predict where reuse wins and where it loses, with a cost model"),
-    "bench cluster": ("kvrag.bench.cluster", "plan a cluster: GPUs, hit rates and costs by a simulation"),
+    "bench simulate": ("benchmarks.cluster.simulate", "predict where reuse wins and where it loses, with a cost model"),
+    "bench cluster": ("benchmarks.cluster.command", "plan a cluster: GPUs, hit rates and costs by a simulation"),
     "bench ingest": ("kvrag.bench.ingest", "measure the encoding speed"),
     "bench serve": ("kvrag.bench.load", "load-test a running server"),
-    "bench vllm": ("kvrag.bench.vllm", "measure vLLM with vllm-kvrag against vLLM alone, under load"),
-    "bench match": ("kvrag.bench.match", "measure the speed of matching prompts with stored chunks"),
-    "bench codec": ("kvrag.bench.codec", "measure size and error of the 8- and 4-bit codecs"),
+    "bench vllm": ("benchmarks.speed.vllm", "measure vLLM with vllm-kvrag against vLLM alone, under load"),
+    "bench match": ("benchmarks.speed.match", "measure the speed of matching prompts with stored chunks"),
+    "bench codec": ("benchmarks.speed.codec", "measure size and error of the 8- and 4-bit codecs"),
 }
 _GROUPS = {"bench": "measure speed on random weights of real shapes, and quality on real models"}
 _EPILOG = """\

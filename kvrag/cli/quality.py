@@ -16,9 +16,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.quality.retrieved import check_size, draw_corpus, open_index, retrieved_rows
 from kvrag.bench import grid, plots
 from kvrag.bench.datasets import ARTICLES, WORLDS, Row, document_rows, file_rows, world_of, world_rows
-from kvrag.bench.retrieved import check_size, draw_corpus, open_index, retrieved_rows
 from kvrag.cli.bench import USUAL
 from kvrag.cli.common import encoded_behind, forecast, progress, require_extra, say
 from kvrag.config import CODECS, DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES

@@ -1,4 +1,4 @@
-"""Write articles of the reader's world to files: `python -m kvrag.reader.corpus DIR`.
+"""Write articles of the reader's world to files: `python -m benchmarks.readers.first.corpus DIR`.
 
 Questions with answers are written to stdout as JSON lines.
 """
@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvrag.reader.world import Question, Sample, sample
+from benchmarks.readers.first.world import Question, Sample, sample
 
 
 def articles(drawn: Sample) -> Iterator[tuple[str, str]]:

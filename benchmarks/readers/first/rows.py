@@ -1,4 +1,7 @@
-"""Write questions about long contexts for `kvrag bench quality --data`: `python -m kvrag.reader.rows FILE`."""
+"""Write questions about long contexts to a file for `kvrag bench quality --data`.
+
+python -m benchmarks.readers.first.rows FILE
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvrag.reader.world import draw, gather
+from benchmarks.readers.first.world import draw, gather
 
 
 def rows(number: int, passages: Sequence[str], titles: Sequence[str], questions: Sequence[Any]) -> Iterator[str]:

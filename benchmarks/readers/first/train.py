@@ -1,9 +1,9 @@
-"""Train the reader: `python -m kvrag.reader.train --out DIR`.
+"""Train the reader: `python -m benchmarks.readers.first.train --out DIR`.
 
-A Llama of five million parameters learns to answer questions about the synthetic world (`kvrag.reader.world`). The loss
-covers the answers and, with smaller weights, the questions' own tokens and three auxiliary targets: the subject of a
-passage (`Net.subject_logits`), the answer's first token (`Net.answer_logits`), and the attention of two heads
-(`pointers` of `Net.forward`). The parameters of the first two targets are not saved. Contexts grow from one article to
+A Llama of five million parameters learns to answer questions about the synthetic world (`world`). The loss covers the
+answers and, with smaller weights, the questions' own tokens and three auxiliary targets: the subject of a passage
+(`Net.subject_logits`), the answer's first token (`Net.answer_logits`), and the attention of two heads (`pointers` of
+`Net.forward`). The parameters of the first two targets are not saved. Contexts grow from one article to
 26. An interrupted run resumes from `DIR/checkpoint.pt`. Needs torch 2.9 (for Muon). Reasons: docs/decisions/0009.
 """
 
@@ -29,10 +29,10 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
+from benchmarks.readers.first.net import Net, Size
+from benchmarks.readers.first.world import KINDS, ONSETS, Sample, draw, gather, sample
 from kvrag.errors import SettingError
-from kvrag.reader.net import Net, Size
 from kvrag.reader.prompts import all_texts, prompt_parts
-from kvrag.reader.world import KINDS, ONSETS, Sample, draw, gather, sample
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 TEMPLATE = (

@@ -1,7 +1,9 @@
-"""Write questions about the second world for `kvrag bench quality --data`: `python -m kvrag.reader2.rows FILE`.
+"""Write questions about the second world to a file for `kvrag bench quality --data`.
 
-Several questions about each context: its chunks are encoded once for all of them. `kvrag bench quality --world 2` draws
-longer contexts, with one question each.
+python -m benchmarks.readers.second.rows FILE
+
+Several questions about each context: its chunks are encoded once for all of them. `python -m benchmarks quality --world 2`
+draws longer contexts, with one question each.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ import argparse
 import random
 from pathlib import Path
 
-from kvrag.reader.rows import rows
-from kvrag.reader2.world import Scale, draw, sample
+from benchmarks.readers.first.rows import rows
+from benchmarks.readers.second.world import Scale, draw, sample
 
 
 def main() -> None:

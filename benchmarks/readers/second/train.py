@@ -1,4 +1,4 @@
-"""Fine-tune the second reader: `python -m kvrag.reader2.train --base FOLDER --out DIR`.
+"""Fine-tune the second reader: `python -m benchmarks.readers.second.train --base FOLDER --out DIR`.
 
 The base is a pretrained Llama with a chat template, such as SmolLM2-135M-Instruct. It learns to answer questions about
 the second world with the value alone. The loss covers the answers' tokens and nothing else: no head is shown where to
@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
+from benchmarks.readers.first.net import Net, Size
+from benchmarks.readers.first.train import keep_memory
+from benchmarks.readers.second.world import FULL, KINDS, Question, Scale, draw, sample
 from kvrag.errors import SettingError
-from kvrag.reader.net import Net, Size
 from kvrag.reader.prompts import prompt_parts
-from kvrag.reader.train import keep_memory
-from kvrag.reader2.world import FULL, KINDS, Question, Scale, draw, sample
 
 TAIL = "\n\nAnswer:"  # the end of the first reader's formats; here, the template's generation prompt takes its place
 

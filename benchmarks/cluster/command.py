@@ -1,7 +1,7 @@
 """Plan a cluster: GPUs for a time to first token, hit rates and costs, beside prefix caching and full prefill.
 
-The simulation is `kvrag.bench.replicas`. Speeds come from a profile: derived from the cost model of `kvrag bench
-simulate`, or measured with --calibrate by the functions of `kvrag bench ttft` and `kvrag bench decode`.
+The simulation is `benchmarks.cluster.replicas`. Speeds come from a profile: derived from the cost model of `simulate`, or
+measured with --calibrate by the functions of `kvrag bench ttft` and `benchmarks decode`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
+from pathlib import Path
 
-from kvrag.bench.plan import LOAD_UNITS, ROUTINGS, SHAPES, SPEEDS, Plan, Profile, profile_of
-from kvrag.bench.replicas import BLEND, FULL, PREFIX, Outcome, outcome
+from benchmarks.cluster.plan import LOAD_SPEEDS, LOAD_UNITS, ROUTINGS, SHAPES, SPEEDS, Plan, Profile, profile_of
+from benchmarks.cluster.replicas import BLEND, FULL, PREFIX, Outcome, outcome
+from benchmarks.cluster.simulate import DEVICES
+from kvrag.cli.bench import add_number
+from kvrag.cli.common import at_least, existing_path
+from kvrag.config import CODECS, DEFAULT_POLICY, POLICIES
 from kvrag.errors import KvragError, SettingError
 
 
@@ -140,10 +145,81 @@ def plan_of(args: argparse.Namespace) -> Plan:
     return Plan(**given, kv_bytes=shape.bytes_per_token, stored_bytes=shape.bytes_per_token * packed)
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    default = Plan()
+    parser.add_argument("--model", default="Llama-3.1-8B", choices=SHAPES, help="model (default: Llama-3.1-8B)")
+    parser.add_argument("--device", default="H100", choices=DEVICES, metavar="DEVICE", help="GPU (default: H100)")
+    parser.add_argument("--codec", default="int8", choices=CODECS, help="codec of stored chunks (default: int8)")
+    add_number(parser, "--ratio", 0.15, "recompute ratio")
+    parser.add_argument("--policy", default=DEFAULT_POLICY, choices=POLICIES, help="which tokens are recomputed")
+    parser.add_argument("--profile", type=existing_path, metavar="FILE", help="speeds, as written by --calibrate")
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="measure this machine with --model, write the speeds to FILE and use them; what it cannot measure stays "
+        "as assumed for --device; takes minutes",
+    )
+    parser.add_argument("--repeats", type=at_least(1), default=1, metavar="N", help="with --calibrate: rounds")
+    parser.add_argument(
+        "--replicas", type=at_least(1), metavar="N", help="copies of the model (default: as many as the target needs)"
+    )
+    parser.add_argument(
+        "--controller",
+        default=default.controller,
+        choices=("auto", "off"),
+        help="auto: full prefill where the engine would choose it; off: always blend (default: auto)",
+    )
+    parser.add_argument(
+        "--routing",
+        default=default.routing,
+        choices=ROUTINGS,
+        help="replica of a request: any, or the home of most of its chunks (default: random)",
+    )
+    for name, what, least in (
+        ("chunks", "chunks of the corpus", 1),
+        ("chunk_tokens", "tokens per chunk", 1),
+        ("chunks_per_prompt", "chunks per prompt", 1),
+        ("system_tokens", "tokens of the system prompt, in every cache", 0),
+        ("question_tokens", "tokens of the question", 1),
+        ("answer_tokens", "tokens of the answer", 1),
+        ("exponent", "of Zipf's law, the popularity of chunks", 0),
+        ("rate", "requests per second", 1e-6),
+        ("target_s", "time to first token of 95 %% of the requests", 1e-6),
+        ("gpus_per_replica", "GPUs that hold one copy of the model, by tensor parallelism", 1),
+        ("device_gib", "GiB for chunks in a replica's GPU memory, where kvrag keeps none today", 0),
+        ("ram_gib", "GiB for chunks in a replica's RAM", 0),
+        ("disk_gib", "GiB for chunks on a replica's disk", 0),
+        ("stored", "share of the corpus that is warmed, the most popular chunks", 0),
+        ("prefix_gib", "GiB of a replica's GPU memory that prefix caching uses", 0),
+        ("gpu_hour", "price of a GPU with its host per hour", 0),
+        ("store_gb_month", "price of 10^9 stored bytes per month", 0),
+        ("reads_thousand", "price of 1,000 reads of 4 MiB from the store", 0),
+        ("requests", "requests to simulate", 100),
+        ("seed", "of everything that is drawn", 0),
+    ):
+        add_number(parser, f"--{name.replace('_', '-')}", getattr(default, name), what, least)
+    for option, name, what in (
+        ("--disk-gb-s", "disk_bytes_per_s", "GB/s of a local disk"),
+        ("--store-gb-s", "store_bytes_per_s", "GB/s from the shared store to one machine"),
+        ("--store-total-gb-s", "store_total_bytes_per_s", "GB/s from the shared store to all machines"),
+        ("--store-latency-ms", "store_latency_s", "milliseconds until the shared store sends the first byte"),
+    ):
+        parser.add_argument(
+            option,
+            type=at_least(0 if name == "store_latency_s" else 1e-6, float),
+            dest=name,
+            metavar="N",
+            help=f"{what} (default: the profile's, else {LOAD_SPEEDS[name] / LOAD_UNITS[name]:g}, assumed)",
+        )
+    parser.add_argument("--brief", action="store_true", help="leave out other decisions and other assumptions")
+
+
 def run(args: argparse.Namespace) -> int:
     """Simulate, and print the tables."""
     if find_spec("simpy") is None:
-        raise KvragError("simpy is not installed: pip install 'kvrag[bench]'")
+        raise KvragError("simpy is not installed: pip install simpy")
     if args.profile and args.calibrate:
         raise SettingError("--calibrate writes the profile that --profile reads: give one of them")
     if args.profile and any(getattr(args, name) != args.parser.get_default(name) for name in _PROFILED):

@@ -16,14 +16,13 @@ import torch
 from families import build
 
 from kvrag import KvragError, Model, SettingError
-from kvrag.bench import plots, quality
-from kvrag.bench.datasets import Row, file_rows, rechunk, world_rows
+from kvrag.bench import quality
+from kvrag.bench.datasets import Row, file_rows, rechunk
 from kvrag.bench.grid import RIGHT, Setup, make_cells, split_policies
 from kvrag.bench.metrics import Bootstrap, divergence, exact_match, normalise, rouge_l, token_f1
 from kvrag.cli import quality as command
 from kvrag.cli.main import main
 from kvrag.control.calibrate import wilson
-from benchmarks.readers.first.world import KINDS
 
 PROSE = [
     "The harbour of Selmunde was built by the engineer Tarvik in those years. It is still used by small boats today.",
@@ -121,16 +120,6 @@ def test_what_is_compared_is_paired() -> None:
 # -------------------------------------------------------------------- data
 
 
-def test_the_worlds_rows_are_balanced_and_always_the_same() -> None:
-    rows = world_rows(2 * len(KINDS), seed=3)
-    assert [row.kind for row in rows] == 2 * list(KINDS)
-    assert all(12 <= len(row.passages) <= 20 for row in rows)
-    assert {row.kind for row in rows if not row.across} == {"direct", "inverse"}
-    assert rows[:4] == world_rows(4, seed=3)
-    assert rows[:4] != world_rows(4, seed=4)
-    assert len({row.key for row in rows}) == len(rows)
-
-
 def _words(text: str) -> int:
     return len(text.split())
 
@@ -222,6 +211,11 @@ def test_an_impossible_policy_is_refused(label: str, message: str) -> None:
 Bench = Callable[..., Any]
 
 
+def _with_rows(argv: Sequence[object]) -> list[str]:
+    """Return the arguments, with QUESTIONS as the rows if they name no others."""
+    return [*map(str, argv), *([] if {"--data", "--docs"} & {*argv} else ["--data", str(QUESTIONS)])]
+
+
 @pytest.fixture
 def bench(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bench:
     """Run the command on the tiny random model, with --json; its result."""
@@ -229,7 +223,7 @@ def bench(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
     def call(*argv: object) -> Any:
         capsys.readouterr()
-        assert main(["bench", "quality", *map(str, argv), "--json"]) == 0
+        assert main(["bench", "quality", *_with_rows(argv), "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
     return call
@@ -243,7 +237,7 @@ def fails(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     def call(*argv: object) -> str:
         capsys.readouterr()
         try:
-            code: object = main(["bench", "quality", *map(str, argv)])
+            code: object = main(["bench", "quality", *_with_rows(argv)])
         except SystemExit as end:  # wrong arguments
             code = end.code
         captured = capsys.readouterr()
@@ -254,6 +248,8 @@ def fails(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return call
 
 
+QUESTIONS = Path(__file__).with_name("questions.jsonl")
+"""Four questions about the bundled reader's world."""
 SMALL = ("--samples", 3, "--policies", "seam", "--ratios", 0.3, "--max-tokens", 3)
 
 
@@ -436,7 +432,6 @@ def test_what_is_done_is_not_done_again(bench: Bench, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (("--seed", 1), "data"),
         (("--max-tokens", 4), "max_tokens"),
         (("--ratios", 0.2), "grid"),
         (("--set", "seam_after=9"), "grid"),
@@ -486,7 +481,7 @@ DOCS = ("--samples", 4, "--chunk-tokens", 40, "--ratios", 0.3, 1.0, "--max-token
 
 
 def test_prompts_are_made_of_a_folder(bench: Bench, folder: Path, tmp_path: Path) -> None:
-    result = bench("--docs", folder, *DOCS, "--out", tmp_path / "out", "--plots")
+    result = bench("--docs", folder, *DOCS, "--out", tmp_path / "out")
     assert [(cell["policy"], cell["ratio"]) for cell in result["cells"]] == [
         ("full", None),
         ("none", None),
@@ -504,7 +499,6 @@ def test_prompts_are_made_of_a_folder(bench: Bench, folder: Path, tmp_path: Path
     assert everything["kl"]["value"] < 1e-9 < result["cells"][1]["kl"]["value"]
     assert everything["reused"] > 0.2
     assert {name for name in everything["groups"] if name.startswith("kind")} == {"kind: cloze", "kind: continuation"}
-    assert (tmp_path / "out" / "kept.png").stat().st_size > 5000
     assert _timeless(bench("--docs", folder, *DOCS)) == _timeless(result)
     assert bench("--docs", folder, *DOCS, "--seed", 1)["settings"]["data"]["seed"] == 1
 
@@ -597,7 +591,6 @@ def test_an_interrupted_run_reports_the_prompts_that_are_done(
         (["--docs", "{docs}", "--chunk-tokens", "20,40"], "must be one number of at least 16"),
         (["--docs", "{docs}", "--chunk-tokens", "x"], "--chunk-tokens: invalid literal"),
         (["--docs", "{docs}", "--top-k", "1"], "--top-k with --docs must be at least 2"),
-        (["--docs", "{docs}", "--around", "1"], "--around and --docs exclude each other"),
     ],
 )
 def test_a_folder_that_cannot_be_asked_about(
@@ -631,6 +624,7 @@ def test_a_folder_that_cannot_be_asked_about(
         (["--set", "policy=seam"], "'policy=seam' is not a setting"),
         (["--samples", "0"], "--samples: must be at least 1, got 0"),
         (["--against", "best"], "--against 'best' is not among the measured policies"),
+        (["--top-k", "3"], "--data is asked as it is: leave out --top-k"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
@@ -671,14 +665,11 @@ def test_nan_is_named(
 # -------------------------------------------------------------------- for people
 
 
-def test_the_table_and_the_pictures(
-    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
+def test_the_table(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--policies", "seam", "first_k", "--against", "first_k", "--chunk-tokens", "0,64", "--out", str(tmp_path)]
     result = bench("--samples", 2, "--max-tokens", 2, *argv)
     capsys.readouterr()
-    assert main(["bench", "quality", "--samples", "2", "--max-tokens", "2", *argv, "--plots"]) == 0
+    assert main(["bench", "quality", *_with_rows(["--samples", "2", "--max-tokens", "2", *argv])]) == 0
     text = capsys.readouterr().out
     for part in (
         "passages as they are, preamble on",
@@ -690,17 +681,12 @@ def test_the_table_and_the_pictures(
         assert part in text
     rows = [line for line in text.splitlines() if line.startswith("seam ")]
     assert len(rows) == 2 * 3 * 3, "two chunk lengths, three ratios, three tables"
-    assert {path.name for path in tmp_path.glob("*.png")} == {"ratio.png", "ttft.png", "kinds.png"}
     assert json.loads((tmp_path / "results.json").read_text())["cells"] == result["cells"]
 
 
-def test_pictures_without_matplotlib_say_what_to_install(
-    fails: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    assert "pip install 'kvrag[bench]'" in fails(*SMALL, "--plots", "--out", tmp_path / "out")
-    assert "--plots needs --out" in fails(*SMALL, "--plots")
-    assert not (tmp_path / "out").exists()
+def test_without_rows_it_says_what_to_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "quality"]) == 1
+    assert capsys.readouterr().err == "kvrag: nothing to ask: pass --docs FOLDER, or --data FILE with questions\n"
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

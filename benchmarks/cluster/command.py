@@ -1,7 +1,7 @@
 """Plan a cluster: GPUs for a time to first token, hit rates and costs, beside prefix caching and full prefill.
 
-The simulation is `benchmarks.cluster.replicas`. Speeds come from a profile: derived from the cost model of `simulate`, or
-measured with --calibrate by the functions of `kvrag bench ttft` and `benchmarks decode`.
+The simulation is `replicas`. Speeds come from a profile: derived from the cost model of `simulate`, or measured with
+--calibrate by the functions of `kvrag bench ttft` and `python -m benchmarks decode`.
 """
 
 from __future__ import annotations

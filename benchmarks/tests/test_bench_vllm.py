@@ -1,4 +1,4 @@
-"""`kvrag bench vllm`, but for the servers, which `make test-vllm` has."""
+"""`python -m benchmarks vllm`, but for the servers, which `make test-vllm` has."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import main
 from benchmarks.speed import vllm
 from benchmarks.speed.vllm import _Answer, _load, _percentile
-from kvrag.cli.main import main
 
 
 def test_without_vllm_it_says_what_is_missing(
@@ -17,7 +17,7 @@ def test_without_vllm_it_says_what_is_missing(
 ) -> None:
     for missing in ("vllm", "vllm_kvrag"):
         monkeypatch.setattr(vllm, "find_spec", lambda name, missing=missing: None if name == missing else object())
-        assert main(["bench", "vllm"]) == 1
+        assert main(["vllm"]) == 1
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"kvrag: {missing} cannot be imported")
         assert "pip install vllm" in line

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.__main__ import main
 from benchmarks.cluster.plan import LOAD_SPEEDS, SPEEDS, Plan, Profile, profile_of
 from benchmarks.cluster.popularity import Zipf, lru_age
 from benchmarks.cluster.replicas import BLEND, FULL, PREFIX, _draw, _homes, _Job, _play, _route, _tiers, fit, simulate
 from benchmarks.cluster.simulate import DEVICES, MODELS, speed_of
 from kvrag import BlendConfig, SettingError
-from kvrag.cli.main import main
 from kvrag.control.controller import Workload, blend_seconds, full_seconds, selecting
 
 PLAN = Plan(chunks=1_000_000, requests=1000)
@@ -195,7 +195,7 @@ def test_the_controller_chooses_full_prefill_where_loading_takes_longer(monkeypa
 
 # ---------------------------------------------------------------- the command
 
-SMALL = ["bench", "cluster", "--chunks", "1000000", "--requests", "400"]
+SMALL = ["cluster", "--chunks", "1000000", "--requests", "400"]
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,7 +238,7 @@ def test_a_target_out_of_reach_is_reported(capsys: pytest.CaptureFixture[str]) -
 def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.json").write_text('{"prefill_tokens_per_s": -1}')
     given = [argument.format(bad=tmp_path / "bad.json") for argument in arguments]
-    assert main(["bench", "cluster", *given]) == 1
+    assert main(["cluster", *given]) == 1
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""The reader: its world, its training, and that it reads."""
+"""The bundled reader's world and training."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import kvrag
 from benchmarks.readers.first import world
+from benchmarks.readers.first.corpus import corpus
 from benchmarks.readers.first.train import LENGTH, Shape, Training, make_batch, predict, save, train_tokenizer
 from benchmarks.readers.first.train import Settings as TrainSettings
 from benchmarks.readers.first.world import KINDS, Question, Sample, draw, gather, sample
 from kvrag import SettingError
 from kvrag.reader.prompts import PLAIN, all_texts, prompt_parts
-
-READER = Path(kvrag.__file__).parent / "reader"
+from kvrag.sample import ARTICLES
 
 
 def _samples(split: str, num: int = 150, articles: int = 5) -> list[Sample]:
@@ -129,6 +128,13 @@ def test_half_of_the_prompts_are_plain_and_all_can_be_filled_in() -> None:
     assert all(text.count("{question}") == 1 and text.endswith("Answer:") for text in all_texts())
 
 
+def test_the_corpus_is_of_the_readers_world() -> None:
+    texts, questions = corpus(seed=0, num_articles=30)
+    articles = {file.name: file.read_text() for file in ARTICLES.path.glob("*.txt")}
+    assert articles == {f"{name.lower()}.txt": text + "\n" for name, text in texts.items()}
+    assert set(ARTICLES.questions.items()) <= {(question.text, question.answer) for question in questions}
+
+
 # ---------------------------------------------------------------- the training
 
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 64}
@@ -216,11 +222,3 @@ def test_heads_are_shown_the_facts_and_what_the_answer_is_copied_of() -> None:
     for kind in {"two-hop", "definition", "table"} & {kind for kind, _, _ in shown}:  # one fact after the other
         pairs = zip(shown[kind, 0, 0], shown[kind, 1, 0], strict=True)
         assert all(first[0] != last[0] and first[1:] == last[1:] for first, last in pairs)
-
-
-# ---------------------------------------------------------------- the weights
-
-
-def test_the_weights_are_small_and_come_without_optimiser_state() -> None:
-    assert (READER / "model.safetensors").stat().st_size < 20e6
-    assert not list(READER.glob("*.pt"))

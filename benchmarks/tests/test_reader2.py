@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.quality.worlds import world_of, world_rows
 from benchmarks.readers.second.train import STAGES, Settings, Stage, Training, answer_loss, load_net, make_batch
 from benchmarks.readers.second.world import (
     FULL,
@@ -31,7 +32,6 @@ from benchmarks.readers.second.world import (
 from kvrag import SettingError
 from kvrag.backend.transformers import Tokenizer
 from kvrag.backend.transformers.loading import reader_path
-from kvrag.bench.datasets import world_of, world_rows
 
 ENTITY = r"[A-Z]\w+ [A-Z]\w+"
 

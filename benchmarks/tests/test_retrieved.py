@@ -1,4 +1,4 @@
-"""`kvrag bench quality --top-k`: one answer in the whole index, documents warmed as a whole, and leaked answers."""
+"""`python -m benchmarks quality --top-k`: one answer in the index, documents warmed as a whole, and leaked answers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 
 import kvrag.retrieval.index
+from benchmarks.__main__ import main
 from benchmarks.quality.retrieved import Corpus, draw_corpus, open_index, retrieved_rows
+from benchmarks.quality.worlds import ARTICLES
 from benchmarks.readers.first import world as first
 from benchmarks.readers.second import world as second
 from kvrag import BlendConfig, BlendEngine, KvragError, Model
 from kvrag.bench import quality
-from kvrag.bench.datasets import ARTICLES, Row, file_rows
+from kvrag.bench.datasets import Row, file_rows
 from kvrag.bench.grid import HIDDEN, NOT_RETRIEVED, RETRIEVED, Asking, Setup, make_cells
 from kvrag.bench.quality import make_tasks
-from kvrag.cli.main import main
 from kvrag.fingerprint import text_key
 from kvrag.retrieval.index import ChunkIndex
 from kvrag.store import serve
@@ -234,7 +235,7 @@ def run(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     def call(*argv: object, fails: bool = False) -> str:
         capsys.readouterr()
         try:
-            code: object = main(["bench", "quality", *map(str, argv)])
+            code: object = main(["quality", *map(str, argv)])
         except SystemExit as end:  # wrong arguments
             code = end.code
         assert bool(code) == fails
@@ -276,7 +277,7 @@ def test_a_second_world(run: Callable[..., str]) -> None:
         (["--articles", "5"], "--articles and --around need --top-k K"),
         (["--around", "1"], "--articles and --around need --top-k K"),
         (["--top-k", "3", "--articles", "5", "--around", "-1"], "--around: must be at least 0, got -1"),
-        (["--data", "{rows}", "--top-k", "3"], "--data is asked as it is: leave out --world and --top-k"),
+        (["--data", "{rows}", "--top-k", "3"], "--data is asked as it is: leave out --top-k"),
         (["--data", "{rows}", "--context-tokens", "headings"], "--context-tokens needs rows with `documents`"),
         (["--context-tokens", "headings"], "--context-tokens headings needs documents with titles"),
         (["--context-tokens", "many"], "--context-tokens: must be a number of tokens or headings, got 'many'"),

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from benchmarks.__main__ import main
 from benchmarks.cluster import simulate as bench
 from benchmarks.cluster.simulate import DEVICES, LOADS, MODELS, Point, simulate, speed_of, table
 from kvrag import BlendEngine, Model
-from kvrag.cli.main import main
 from kvrag.control.controller import full_seconds
 
 
@@ -62,11 +62,11 @@ def test_table() -> None:
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "simulate", "--devices", "H100", "--context", "8000"]) == 0
+    assert main(["simulate", "--devices", "H100", "--context", "8000"]) == 0
     out = capsys.readouterr().out
     assert "### H100, 8000 tokens of context" in out
     assert "### Llama-3.1-8B from NVMe, 3 GB/s" in out
-    assert main(["bench", "simulate", "--json", "--models", "Llama-3.1-8B"]) == 0
+    assert main(["simulate", "--json", "--models", "Llama-3.1-8B"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert len(result["cells"]) == len(DEVICES) * len(LOADS) * len(bench.CONTEXTS)
     assert set(result["devices"]) == set(DEVICES)

@@ -6,7 +6,6 @@ import argparse
 import re
 from pathlib import Path
 
-from kvrag.bench.datasets import ARTICLES, WORLDS
 from kvrag.cli.common import DTYPES, add_setting, at_least, checked, encoded_behind, existing_path
 from kvrag.config import CODECS, DEFAULT_POLICY, POLICIES, check_codec, check_policy, check_ratio
 from kvrag.errors import SettingError
@@ -109,10 +108,7 @@ def quality(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=existing_path,
         metavar="FILE",
-        help="JSON lines with passages, question, answers (default: drawn from the reader's world)",
-    )
-    parser.add_argument(
-        "--world", type=int, choices=WORLDS, help="the world to draw from (default: the one the reader was trained on)"
+        help="JSON lines with passages, question, answers",
     )
     parser.add_argument(
         "--docs",
@@ -124,7 +120,7 @@ def quality(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", type=at_least(1), metavar="N", help="number of questions (default: 200; with --docs 100)"
     )
-    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of the drawn questions and of the intervals")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of the drawn prompts and of the intervals")
     parser.add_argument(
         "--policies",
         nargs="+",
@@ -168,26 +164,7 @@ def quality(parser: argparse.ArgumentParser) -> None:
         "(default: as `kvrag warm` if rows name documents, else 0)",
     )
     parser.add_argument(
-        "--top-k",
-        type=at_least(1),
-        metavar="K",
-        help="chunks to retrieve for a prompt: from --docs (default: 4), else from an index of drawn articles, which "
-        "are warmed as a whole (default: prompts of whole articles)",
-    )
-    parser.add_argument(
-        "--around",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="neighbours to retrieve with each chunk of --top-k (default: 0)",
-    )
-    parser.add_argument(
-        "--articles",
-        type=at_least(1),
-        metavar="N",
-        help="number of articles in the index of --top-k (default: "
-        + ", ".join(f"{number} in world {world}" for world, number in ARTICLES.items())
-        + ")",
+        "--top-k", type=at_least(1), metavar="K", help="with --docs: chunks to retrieve for a prompt (default: 4)"
     )
     parser.add_argument(
         "--missing",
@@ -221,7 +198,6 @@ def quality(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="store rows.jsonl and results.json there; run again to resume"
     )
-    parser.add_argument("--plots", action="store_true", help="write plots to --out; needs kvrag[bench]")
 
 
 def serve(parser: argparse.ArgumentParser) -> None:

@@ -2,8 +2,8 @@
 
 python -m benchmarks.readers.second.rows FILE
 
-Several questions about each context: its chunks are encoded once for all of them. `python -m benchmarks quality --world 2`
-draws longer contexts, with one question each.
+Several questions about each context: its chunks are encoded once for all of them. `python -m benchmarks
+quality --world 2` draws longer contexts, with one question each.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Plan:
 def profile_of(
     device: str, model: str, plan: Plan, ratio: float, policy: str, loads: dict[str, Any] | None = None
 ) -> Profile:
-    """Derive a replica's speeds from the tables and the cost model of `kvrag bench simulate`.
+    """Derive a replica's speeds from the tables and the cost model of `python -m benchmarks simulate`.
 
     Args:
         loads: Fields of the profile that do not follow from the device: bandwidths and latency of disk and store.

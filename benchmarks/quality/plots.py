@@ -1,4 +1,4 @@
-"""Plots of the results of `kvrag bench quality`."""
+"""Plots of the results of `quality`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Time to the first token of kvrag and of others that reuse KV on a CPU, with chunks in a new order every time.
 
-    python -m benchmarks.speed.peers --kvboost PYTHON --llama PYTHON --vllm PYTHON
-    python -m benchmarks.speed.peers --questions 100 --kvboost PYTHON --llama PYTHON --vllm PYTHON
+    python -m benchmarks.peers --kvboost PYTHON --llama PYTHON --vllm PYTHON
+    python -m benchmarks.peers --questions 100 --kvboost PYTHON --llama PYTHON --vllm PYTHON
 
 Each option names the Python of an environment that has that peer; those not given are left out. How to set them up is
 in docs/benchmarks.md. All get the same weights (a random model of a real shape), the same token ids, and one request at

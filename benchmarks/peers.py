@@ -391,7 +391,7 @@ def _measure(
                 times[peer].append(taken)
     medians = {peer: statistics.median(taken) for peer, taken in times.items()}
     print(f"{SHAPE}, prompts of {len(prompt)} tokens, {count} chunks, medians of {args.rounds}\n")
-    print(f"{'':36}{'first token':>12}{'kvrag sooner':>14}")
+    print(f"{'':36}{'first token':>12}{'kvrag faster':>14}")
     for peer, seconds in medians.items():
         print(f"{PEERS[peer][1]:36}{seconds:>10.2f} s{seconds / medians['kvrag']:>13.1f}x")
     print()

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_HEAD = 4096  # ranks that are summed one by one; the relative error of the integral behind them is about 1 / _HEAD²
-_BINS = 2000  # of equal ratio, for the ranks behind the head
+_HEAD = 4096  # ranks that are summed one by one; the relative error of the integral after them is about 1 / _HEAD²
+_BINS = 2000  # of equal ratio, for the ranks after the head
 
 
 class Zipf:
     """Zipf's law: the chunk of rank r (1 = the most popular) is asked for in proportion to r ** -exponent.
 
-    The first ranks are exact. Behind them a rank stands for the integral from r - 1/2 to r + 1/2, so that sums and
+    The first ranks are exact. After them a rank stands for the integral from r - 1/2 to r + 1/2, so that sums and
     samples take the same time for a thousand chunks and a hundred million.
     """
 

@@ -41,7 +41,7 @@ class Outcome:
 
     Attributes:
         ttft_s: 50th, 95th and 99th percentile.
-        token_s: Median time per token of an answer behind its first one.
+        token_s: Median time per token of an answer after its first one.
         busy: Share of the time that prefills take on the average replica.
         hits: Share of the chunks asked for by the tier that they came from; "computed" were in none. Empty if nothing
             is stored.

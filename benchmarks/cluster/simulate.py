@@ -136,7 +136,7 @@ def simulate(
     ratio: float = 0.15,
     policy: str = DEFAULT_POLICY,
 ) -> Iterator[Cell]:
-    """Return all combinations: chunks in bf16 fill the context, the first one behind the preamble is not counted."""
+    """Return all combinations: chunks in bf16 fill the context, the first one, after the preamble, is not counted."""
     from kvrag.control.controller import Workload, decide, selecting
 
     for device, model, load, context in itertools.product(devices, models, loads, contexts):

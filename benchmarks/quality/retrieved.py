@@ -107,7 +107,7 @@ def _first_world(rng: random.Random, num_asked: int, num_contexts: int) -> Itera
 
 
 def _support(drawn: first.Sample, question: first.Question) -> tuple[str, ...]:
-    """Return the chunks with the question's facts and, where these say "she", those that say who she is."""
+    """Return the chunks with the question's facts and, where these only have "she", those with her name."""
     needed: dict[str, None] = {}
     for _, sentence in question.facts:
         at = next(number for number, passage in enumerate(drawn.passages) if sentence in passage)

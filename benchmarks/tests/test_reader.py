@@ -209,7 +209,7 @@ def test_heads_are_shown_the_facts_and_what_the_answer_is_copied_of() -> None:
     for row, token, depth, head, place in zip(*batch.pointers.tolist(), batch.places, strict=True):
         number, at = divmod(token, LENGTH)
         ids, answers = batch.questions[row, number], batch.answers[row, number]
-        if head == 1:  # behind the answer's beginning stands what comes next
+        if head == 1:  # after the answer's beginning comes the next token
             assert answers[at]
             assert set(batch.context[row, place].tolist()) == {int(ids[at + 1])}
         found = tokenizer.decode(batch.context[row, place]).strip()

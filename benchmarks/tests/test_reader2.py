@@ -114,7 +114,7 @@ def solve(known: Known, question: str) -> set[str]:
 
 
 def _solved(drawn: Sample, question: Question, numbers: Sequence[int]) -> set[str]:
-    """Answer from some of the passages; behind a gap nothing is known of the passages before."""
+    """Answer from some of the passages; after a gap nothing is known of the passages before."""
     stretches = (f"{drawn.documents[n]} {n - index}" for index, n in enumerate(numbers))
     return solve(read((drawn.passages[n] for n in numbers), stretches), question.text)
 

@@ -112,7 +112,7 @@ def measure(
 def _rate(net: Model, prompts: Sequence[Tensor], num_tokens: int) -> float:
     """Return the tokens per second of all answers, without their first tokens."""
     answers = [_begin(net, ids, num_tokens) for ids in prompts]
-    release_team()  # as the engine does behind a prefill
+    release_team()  # as the engine does after a prefill
     with ThreadPoolExecutor(len(answers)) as pool:
         started = time.perf_counter()
         counts = list(pool.map(lambda answer: sum(1 for _ in answer), answers))

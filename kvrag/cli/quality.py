@@ -40,7 +40,7 @@ _DEFAULTS_DOCS: dict[str, Any] = {
 }
 _NOT_DOCS = ("data", "missing", "instruction", "skip_long")
 _DOCS_TOKENS = 32768  # of the folder at most: minutes of encoding and gigabytes of disk for a model of 7B
-_DOCS_STOP = ("\n", ". ")  # behind the sentence's end nothing is asked
+_DOCS_STOP = ("\n", ". ")  # nothing is asked after the sentence's end
 _KEEPS = 0.95  # share of the answers that must be full prefill's
 _ABLE = 0.3  # share of the sentences that a model must complete as they go on, for the result to mean much
 

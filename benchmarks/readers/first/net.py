@@ -1,7 +1,7 @@
 """The reader's architecture for training: a Llama with many questions per context.
 
 Parameters have the names and meaning of transformers' `LlamaForCausalLM`, which loads the weights unchanged. The layout
-differs: a context is computed once, with many questions behind it that attend to the context and to themselves only.
+differs: a context is computed once, followed by many questions that attend to the context and to themselves only.
 This is several times cheaper than one sequence per question, or one long sequence with a mask.
 """
 
@@ -66,10 +66,10 @@ class Net(nn.Module):
         Returns:
             (B, Q, L, hidden_size) and (B, C, hidden_size) in bfloat16, (P, C) log-probabilities in float32.
         """
-        told = [int(depth * self.size.num_hidden_layers) for depth in POINTING]
-        x, half_way, scores = self._run(context, lengths, questions, told)
+        guided = [int(depth * self.size.num_hidden_layers) for depth in POINTING]
+        x, half_way, scores = self._run(context, lengths, questions, guided)
         rows, tokens, depths, heads = pointers
-        looks = torch.stack([scores[number] for number in told])[depths, rows, tokens, heads].log_softmax(-1)
+        looks = torch.stack([scores[number] for number in guided])[depths, rows, tokens, heads].log_softmax(-1)
         asked = self.model.norm(x[:, context.shape[1] :]).view(*questions.shape, -1)
         return asked, half_way[:, : context.shape[1]].bfloat16(), looks
 
@@ -80,21 +80,21 @@ class Net(nn.Module):
         return x[:, context.shape[1] :].view(*questions.shape, -1), x[:, : context.shape[1]]
 
     def _run(
-        self, context: Tensor, lengths: Tensor, questions: Tensor, told: Sequence[int]
+        self, context: Tensor, lengths: Tensor, questions: Tensor, guided: Sequence[int]
     ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-        """Return the residual stream behind all layers and half-way, and the attention scores of the layers `told`."""
+        """Return the residual stream after all layers and half-way, and the attention scores of the layers `guided`."""
         batch, num_questions, length = questions.shape
         ids = torch.cat([context, questions.flatten(1)], 1)
         before = torch.arange(context.shape[1], device=ids.device).expand(batch, -1)
-        behind = lengths[:, None] + torch.arange(length, device=ids.device).repeat(num_questions)
-        positions = torch.cat([before, behind], 1)
+        after = lengths[:, None] + torch.arange(length, device=ids.device).repeat(num_questions)
+        positions = torch.cat([before, after], 1)
         cos, sin = (table[positions][:, :, None].bfloat16() for table in (self.cos, self.sin))  # (B, T, 1, D)
         padding = torch.zeros(context.shape, device=ids.device).masked_fill_(before >= lengths[:, None], -1e4)
         own = torch.full((length, length), -1e4, device=ids.device).triu(1)
         x = half_way = self.model.embed_tokens(ids)  # the residual stream is float32, because late layers add little
         scores: dict[int, Tensor] = {}
         for number, layer in enumerate(self.model.layers):
-            if number in told and isinstance(layer, Layer):
+            if number in guided and isinstance(layer, Layer):
                 scores[number] = self._look(layer, x, cos, sin, padding)
             x = layer(x, cos, sin, padding.bfloat16(), own.bfloat16(), num_questions)
             if number + 1 == self.size.num_hidden_layers // 2:

@@ -56,7 +56,7 @@ FULL_STAGE = Stage(1.0, replace(FULL, context=(1200, 3500), chunks=(10, 24)), 1,
 
 
 def question_parts(tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
-    """Return what the chat template puts before and behind a user message."""
+    """Return what the chat template puts before and after a user message."""
     message = [{"role": "user", "content": "\x00"}]
     text = str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
     before, after = text.split("\x00")

@@ -169,7 +169,7 @@ class Scale:
         chunks: Chunks of a document.
         documents: Documents of a context.
         near: Share of entities that nearly duplicate another's name.
-        idle: Share of sentences with an idle one behind them.
+        idle: Share of sentences with an idle one after them.
     """
 
     context: tuple[int, int] = (2000, 6000)
@@ -350,7 +350,7 @@ class _Document:
     def split(self, size: int, overlap: int, by_section: bool = False) -> list[range]:
         """Cut the units into chunks of about `size` tokens; `by_section`: at a blank line where half of it is filled.
 
-        A chunk repeats up to `overlap` tokens of the one before it, but nothing before the last name: behind another
+        A chunk repeats up to `overlap` tokens of the one before it, but nothing before the last name: after another
         name, "it" would mean something else.
         """
         chunks: list[range] = []

@@ -8,20 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_shape import TINY
 
 from kvrag.backend.transformers import compiled
 from kvrag.backend.transformers.shapes import SHAPES
 from kvrag.bench import gpu
-
-TINY = SHAPES["llama-3.1-8b"] | {
-    "vocab_size": 2000,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-}
 
 
 def _arguments(**changes: Any) -> argparse.Namespace:

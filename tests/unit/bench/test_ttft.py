@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_bench_gpu import TINY
+from tiny_shape import TINY
 
 from kvrag.backend.transformers.shapes import SHAPES
 from kvrag.bench import ttft

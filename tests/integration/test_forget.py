@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CHUNKS, messages
-from test_two_processes import COMMON, _expect, _start, _tell
+from blending import CHUNKS, messages
+from processes import COMMON, expect, start, tell
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
 from kvrag.control.tuning import Plan
@@ -21,7 +21,8 @@ OTHER: dict[str, Any] = {"max_new_tokens": 1, "policy": "full"}  # of a prompt a
 FORGET = (
     COMMON
     + """
-engine = here.BlendEngine(here.fresh_model(), here.FileStore({folder!r}, min_free_bytes=0))
+import kvrag
+engine = kvrag.BlendEngine(here.fresh_model(), kvrag.FileStore({folder!r}, min_free_bytes=0))
 print("ready", flush=True)
 for line in sys.stdin:
     print(engine.forget(line.strip()), flush=True)
@@ -196,14 +197,14 @@ def test_threads_that_answer_while_documents_come_and_go_leave_nothing(engine: B
 
 
 def test_what_another_process_forgets_is_gone_at_the_next_prompt(engine: BlendEngine, tmp_path: Path) -> None:
-    process = _start(FORGET, tmp_path)
+    process = start(FORGET, tmp_path)
     try:
-        _expect(process, "ready")
+        expect(process, "ready")
         stream, left = (engine.stream(PROMPT, ratio=0.3, max_new_tokens=8) for _ in range(2))
         next(stream)
         next(left)
-        _tell(process, "a")
-        _expect(process, "4")
+        tell(process, "a")
+        expect(process, "4")
         engine.generate("Something else.", **OTHER)
         assert len(list(stream)) == 7
         left.close()

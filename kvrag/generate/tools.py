@@ -22,12 +22,9 @@ from kvrag.types import CallPiece, Delta, InvalidCall, Messages, TokenIds, ToolC
 _NAME, _ARGUMENTS = "NAME", "ARGUMENTS"
 _ABSENT = "\0"  # occurs in no template
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_CALL_MARKS = (
-    "[TOOL_CALLS]",
-    "<|python_tag|>",
-)  # before a call; text in some tokenizers
+_CALL_MARKS = ("[TOOL_CALLS]", "<|python_tag|>")  # in front of a call; text in some tokenizers
 
-# up to the arguments of a call
+# a call up to its arguments
 _HEAD = re.compile(
     r'\s*\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"function"\s*:\s*\{\s*)?'
     r'"name"\s*:\s*"(?P<name>[\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -38,7 +35,7 @@ _BARE = re.compile(r"\[?\s*(\{\s*(\"|\Z)|\Z)")  # a JSON object or a list of the
 
 _HERMES = (_OPEN, '\n{"name": "', _NAME, '", "arguments": ', _ARGUMENTS, "}\n", _CLOSE)
 _DIALECTS = (
-    # in its template, not in its template, form of a call (to force one)
+    # text in the chat template, text not in it, format of a call (to force one)
     ("<tool_call>", "<function=", _HERMES),
     ("[ARGS]", _ABSENT, ("[TOOL_CALLS]", _NAME, "[ARGS]", _ARGUMENTS)),
     ("[TOOL_CALLS]", _ABSENT, ("[TOOL_CALLS]", '[{"name": "', _NAME, '", "arguments": ', _ARGUMENTS, "}]")),
@@ -131,7 +128,7 @@ def prepare(
         return Prepared(prompt, grammar=grammar)
     messages = [_with_parsed_arguments(message) for message in cast(Messages, prompt)]
     template = tokenizer.template_text(known or None)
-    dialect = next((how for has, lacks, how in _DIALECTS if has in template and lacks not in template), None)
+    dialect = next((form for has, lacks, form in _DIALECTS if has in template and lacks not in template), None)
     # a call in an unknown format cannot be forced
     is_known = dialect is not None or (tokenizer.has_response_parser and not forced)
     is_native = is_known and tokenizer.renders_tools()
@@ -143,8 +140,8 @@ def prepare(
     if forced and grammar is not None:
         raise SettingError("a forced tool_choice and a grammar exclude each other: leave out one of them")
     if forced:
-        wanted = [tool for tool in known if tool["function"]["name"] in forced]
-        grammar = _call_grammar(tokenizer, dialect, wanted)
+        allowed = [tool for tool in known if tool["function"]["name"] in forced]
+        grammar = _call_grammar(tokenizer, dialect, allowed)
     elif grammar is not None:
         grammar = _call_grammar(tokenizer, dialect, known, grammar)
     return Prepared(messages, {"tools": list(known)} if is_native else {}, grammar, known, is_native, forced)
@@ -201,7 +198,7 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls") if isinstance(message, dict) else None
     if not calls:
         return message
-    read = []
+    parsed = []
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         arguments = _arguments(function.get("arguments")) if isinstance(function, Mapping) else None
@@ -210,8 +207,8 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
                 'a tool call is {"type": "function", "id": ..., "function": {"name": ..., "arguments": {...}}}, '
                 f"got {call!r:.120}"
             )
-        read.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
-    return {**message, "tool_calls": read}
+        parsed.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": parsed}
 
 
 def _as_text(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
@@ -232,8 +229,8 @@ def _message_as_text(message: dict[str, Any]) -> dict[str, Any]:
         return message  # rendering raises the error
     content = message.get("content")
     if message.get("role") == "tool":
-        if isinstance(content, list):  # line breaks, as the tokenizer puts between the parts of a tool message
-            content = [each for part in content for each in ("\n", part)][1:]
+        if isinstance(content, list):  # the tokenizer joins the parts of a tool message with line breaks, too
+            content = [text for part in content for text in ("\n", part)][1:]
         return {"role": "user", "content": _around("<tool_response>\n", content, "\n</tool_response>")}
     if not message.get("tool_calls"):
         return message
@@ -259,24 +256,24 @@ def _around(before: str, content: Any, after: str) -> Any:
 def _call_grammar(
     tokenizer: Tokenizer, dialect: Sequence[str], tools: Sequence[Mapping[str, Any]], answer: Grammar | None = None
 ) -> Grammar:
-    """Return the grammar of one call of one of these tools, or else the answer."""
+    """Return the grammar of one call of one of these tools, or of the answer."""
     rules = [
         f"call_{number}: " + " ".join(_terms(tokenizer, dialect, tool["function"])) for number, tool in enumerate(tools)
     ]
-    ways = [f"call_{number}" for number in range(len(tools))]
+    alternatives = [f"call_{number}" for number in range(len(tools))]
     if answer is not None:
         if answer.json_schema is None:
             raise SettingError("with tools, a grammar must be a json_schema: convert it, or leave out the tools")
         rules.append(f"answer: %json {json.dumps(guarded(answer.json_schema))}")
-        ways.append("answer")
-    return Grammar(lark="\n".join([f"start: {' | '.join(ways)}", *rules]))
+        alternatives.append("answer")
+    return Grammar(lark="\n".join([f"start: {' | '.join(alternatives)}", *rules]))
 
 
 def _terms(tokenizer: Tokenizer, dialect: Sequence[str], function: Mapping[str, Any]) -> Iterator[str]:
     for piece in dialect:
         control = tokenizer.control_token(piece)
         if piece == _ARGUMENTS:
-            # at the root of its own schema, where its $refs are resolved
+            # a separate schema, so that its $refs are resolved from its root
             yield f"%json {json.dumps(guarded(function['parameters']))}"
         elif control is not None:
             yield f"<[{control}]>"
@@ -288,7 +285,7 @@ def _terms(tokenizer: Tokenizer, dialect: Sequence[str], function: Mapping[str, 
 
 
 class AnswerParser(Protocol):
-    """Protocol: separates the text of one streamed answer from its tool calls.
+    """Separates the text of one streamed answer from its tool calls.
 
     Attributes:
         control_tokens: The parser needs control tokens in the text.
@@ -297,15 +294,15 @@ class AnswerParser(Protocol):
     control_tokens: bool
 
     def parse(self, delta: Delta) -> Delta:
-        """Return the delta with the text that cannot be part of a call, and with the calls."""
+        """Return the delta with its calls and with the text that cannot be part of a call."""
 
 
 class _OpenCall:
-    """A call whose arguments arrive.
+    """A call whose arguments are being generated.
 
     Attributes:
         start: Position of the arguments in the call's text.
-        taken: Number of their characters that were taken.
+        taken: Number of their characters taken so far.
         arguments: These characters, as strict JSON.
     """
 
@@ -319,7 +316,7 @@ class _OpenCall:
         return self.taken > 0 and self._depth == 0
 
     def take(self, text: str) -> str:
-        """Take what belongs to the arguments from the call's text; return what is new."""
+        """Take the arguments from the call's text; return their new part."""
         more = ""
         for letter in text[self.start + self.taken :]:
             if self.is_complete:
@@ -339,7 +336,7 @@ class _OpenCall:
 
 
 class _Calls:
-    """The calls of an answer: those that its next delta begins, continues or ends.
+    """The calls of an answer, and their parts that the next delta sends.
 
     Attributes:
         num: Number of calls so far.
@@ -359,7 +356,7 @@ class _Calls:
         return self._open is not None
 
     def stream(self, text: str, head: re.Match[str] | None) -> None:
-        """Send what the text of a call has of its arguments, once `head` is what precedes them."""
+        """Send the new part of a call's arguments; `head` is the match of the text before them, once complete."""
         if self._open is None and head is not None:
             self._open = _OpenCall(self.num, head["name"], head.end())
             self._begin(self._open.take(text), self._open.name, self._open.id)
@@ -367,7 +364,7 @@ class _Calls:
             self._pieces.append(CallPiece(self._open.index, more))
 
     def end(self, calls: Sequence[ToolCall]) -> None:
-        """End with these calls. The first one is the one that was streamed, if any."""
+        """End these calls. The first is the streamed one, if there is one."""
         for call in calls:
             if self._open is None:
                 self._begin(json.dumps(call.arguments, ensure_ascii=False), call.name, call.id)
@@ -377,7 +374,7 @@ class _Calls:
             self._open = None
 
     def fail(self, text: str) -> None:
-        """End with an invalid call, of which this text exists."""
+        """End an invalid call with this text."""
         if self._open is None:
             name = self._forced[0] if len(self._forced) == 1 else ""
             self._open = _OpenCall(self.num, name, len(text))
@@ -393,7 +390,10 @@ class _Calls:
         self._open = None
 
     def into(self, delta: Delta, text: str) -> Delta:
-        """Return the delta with this text and what is new. Forgets what is new."""
+        """Return the delta with this text and the parts of calls to send, which are removed here."""
+        if delta.finish_reason is not None and self._forced and not self.num:
+            text = ""  # the beginning of a call
+            self.fail("")
         pieces: dict[int, CallPiece] = {}
         for piece in self._pieces:
             before = pieces.get(piece.index)
@@ -416,8 +416,8 @@ class CallParser:
     control_tokens = False
 
     def __init__(self, names: Sequence[str], forced: Sequence[str] = ()) -> None:
-        """Take the names of the tools, and of those of which the answer must be a call."""
-        self._names, self._forced = names, forced
+        """Create a parser for calls of the tools `names`; the answer must call one of `forced`, if any."""
+        self._names = names
         self._held = ""  # possibly a call, or the beginning of one
         self._has_text = False
         self._calls = _Calls(forced)
@@ -427,14 +427,11 @@ class CallParser:
         self._held += delta.text
         is_end = delta.finish_reason is not None
         text = self._split(is_end, is_cut=delta.finish_reason == "length")
-        if is_end and self._forced and not self._calls.num:
-            text = ""  # the beginning of a call
-            self._calls.fail("")
         self._has_text = self._has_text or bool(text.strip())
         return self._calls.into(delta, text)
 
     def _split(self, is_end: bool, is_cut: bool) -> str:
-        """Return the text that is no call; the calls are found in `_calls`."""
+        """Return the text outside calls; adds the calls to `_calls`."""
         if not self._has_text and (self._calls.is_open or not self._calls.num) and self._may_be_bare():
             text = self._without_marks()
             head = _HEAD.match(text) or _MISTRAL_HEAD.match(text)
@@ -458,8 +455,8 @@ class CallParser:
                 solid = before.rstrip()
                 self._held = self._held[len(solid) :]
                 return text + solid
-            if found := _calls(inside):
-                self._calls.end(found)
+            if calls := _calls(inside):
+                self._calls.end(calls)
             elif self._calls.is_open or (is_cut and not closed):
                 self._calls.fail(inside)
             else:
@@ -511,7 +508,7 @@ class _TemplateParser:
     control_tokens = True
 
     def __init__(self, parser: Any, forced: Sequence[str] = ()) -> None:
-        self._parser, self._forced = parser, forced
+        self._parser = parser
         self._open = ""  # text since the last complete event
         self._region: str | None = None  # text of the open call
         self._has_failed = False
@@ -522,9 +519,6 @@ class _TemplateParser:
         text = self._feed(delta.text)
         if is_end:
             text += self._finalize(is_cut)
-            if self._forced and not self._calls.num:
-                text = ""  # the beginning of a call
-                self._calls.fail("")
         return self._calls.into(delta, text)
 
     def _feed(self, text: str) -> str:
@@ -547,7 +541,7 @@ class _TemplateParser:
             return self._fail(is_cut)
 
     def _text_of(self, events: Sequence[dict[str, Any]]) -> str:
-        """Return the text in these events; the calls are found in `_calls`."""
+        """Return the text in these events; adds their calls to `_calls`."""
         if any(event["type"] != "region_open" and not event.get("dirty") for event in events):
             self._open = ""
         text = ""
@@ -569,7 +563,7 @@ class _TemplateParser:
         return text
 
     def _fail(self, is_cut: bool) -> str:
-        """Give up parsing; return the text that is no call."""
+        """Stop parsing; return the text outside calls."""
         self._has_failed = True
         if self._region is None or not (is_cut or self._calls.is_open):
             return self._rest()
@@ -631,7 +625,7 @@ def _new_id() -> str:
 
 
 def _arguments(value: Any) -> dict[str, Any] | None:
-    """Return arguments, a dict or JSON, as a dict; None if they are neither."""
+    """Return arguments, given as a dict or JSON, as a dict; None if they are neither."""
     if isinstance(value, str):
         try:
             value = json.loads(value, strict=False) if value.strip() else {}

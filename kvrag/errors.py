@@ -2,7 +2,7 @@
 
 KvragError
  ├─ SettingError            a setting out of range or an unknown name (also a ValueError)
- ├─ PromptError             a prompt that cannot be answered; no ValueError, which LlamaIndex makes an empty answer
+ ├─ PromptError             a prompt that cannot be answered; no ValueError, which LlamaIndex turns into an empty answer
  │   └─ ContextWindowError  too long for the model; the message gives the excess
  ├─ ModelError
  │   ├─ ModelLoadError         unknown name, no network, damaged files
@@ -82,7 +82,7 @@ class UnsupportedModelError(ModelError):
 
 
 class ServerError(KvragError):
-    """A server cannot be reached, refuses a request, or fails; the message gives the way out.
+    """A server cannot be reached, refuses a request, or fails; the message gives the remedy.
 
     Attributes:
         status: The HTTP status; None without a response.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrag.backend.lock import Shared
 from kvrag.errors import KvragError, SettingError, StoreError, needing, reason_of
 from kvrag.openmp import own_team
 
@@ -109,8 +109,7 @@ class _Embedder:
         return load_embedder(self._name)
 
 
-_embedders: weakref.WeakValueDictionary[str, _Embedder] = weakref.WeakValueDictionary()
-_sharing = threading.Lock()
+_embedders: Shared[_Embedder] = Shared()
 
 
 class ChunkIndex:
@@ -142,8 +141,7 @@ class ChunkIndex:
                 f"{self.path} was built with the embedder {built_with}, not {embedder}: delete it and warm again"
             )
         self.embedder: str = built_with or embedder or DEFAULT_EMBEDDER
-        with _sharing:
-            self._embedder = _embedders.setdefault(self.embedder, _Embedder(self.embedder))
+        self._embedder = _embedders.get(self.embedder, lambda: _Embedder(self.embedder))
 
     def add(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -80,14 +80,13 @@ _usual: dict[int, str] = {}
 """id of a config -> its attention implementation outside of kvrag's passes."""
 
 
-@contextmanager
 def attention_at(
     config: Any,
     rows: Tensor,
     windows: Sequence[int | None],
     observer: AttentionObserver | None = None,
     branches: Sequence[Branch] = (),
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Run one forward pass of (S,) ascending `rows` with kvrag's attention, on layers with these `windows`.
 
     With `branches`, the rows are consecutive, and the branches' tokens follow the last one in the cache.
@@ -103,19 +102,18 @@ def attention_at(
             positions = torch.arange(start, start + length)
             now.branches.append((slice(end, end + length), _Pass(positions, positions.tolist(), windows)))
             end += length
-    with _running(config, now):
-        yield
+    return _running(config, now)
 
 
-@contextmanager
-def attention_of_step(config: Any, cache: StepCache, windows: Sequence[int | None], calls: Calls) -> Iterator[None]:
+def attention_of_step(
+    config: Any, cache: StepCache, windows: Sequence[int | None], calls: Calls
+) -> AbstractContextManager[None]:
     """Like `attention_at`, for a decode step: (B, 1) tokens, each of which attends to the keys of its own row.
 
     Args:
         calls: Filled by a step that is not compiled; compiled ones read it.
     """
-    with _running(config, _Step(cache, windows, calls)):
-        yield
+    return _running(config, _Step(cache, windows, calls))
 
 
 @contextmanager
@@ -222,13 +220,21 @@ def _at_rows(
     if observer:
         softcap = kwargs.get("softcap")
         observer.observe(layer, attention_received(query, key, now, layer, observer.num_queries, scaling, softcap))
-    if on_cpu:
-        return _in_blocks(query, key, value, scaling, now, layer)
     blocks = []
-    for block in now.blocks(layer, ROWS):
-        mask = now.mask(layer, block, 0, query.dtype, query.device)[None, None]
-        rows, keys = slice(block.start, block.end), slice(0, block.stop)
-        blocks.append(attend(module, query[:, :, rows], key[:, :, keys], value[:, :, keys], mask, **kwargs)[0])
+    for block in now.blocks(layer, CPU_ROWS if on_cpu else ROWS):
+        low = block.low if on_cpu else 0
+        mask = now.mask(layer, block, low, query.dtype, query.device)
+        queries = query[:, :, block.start : block.end]
+        keys, values = (part[:, :, low : block.stop] for part in (key, value))
+        if on_cpu:
+            # reads each KV head once for all of its query heads; with a mask, transformers copies keys and values for
+            # each query head, which CUDA kernels need and CPU kernels do not, see docs/decisions/0003
+            attended = scaled_dot_product_attention(
+                queries, keys, values, mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+            ).transpose(1, 2)
+        else:
+            attended = attend(module, queries, keys, values, mask[None, None], **kwargs)[0]
+        blocks.append(attended)
     return torch.cat(blocks, dim=1)
 
 
@@ -256,36 +262,14 @@ def _in_rows(attend: Any, module: nn.Module, query: Tensor, now: _Step, usual: s
     return torch.cat(attended) if len(attended) > 1 else attended[0]
 
 
-def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, now: _Pass, layer: int) -> Tensor:
-    """Attend block by block: each KV head is read once for all of its query heads.
-
-    With a mask, transformers copies keys and values for each query head. CUDA kernels need this, CPU kernels do not.
-    See docs/decisions/0003.
-
-    Returns:
-        (1, S, HG, D).
-    """
-    attended = [
-        scaled_dot_product_attention(
-            query[:, :, block.start : block.end],
-            key[:, :, block.low : block.stop],
-            value[:, :, block.low : block.stop],
-            now.mask(layer, block, block.low, query.dtype, query.device),
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        ).transpose(1, 2)
-        for block in now.blocks(layer, CPU_ROWS)
-    ]
-    return torch.cat(attended, dim=1)
-
-
 def _by_products(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, now: _Pass, layer: int, num_queries: int
 ) -> tuple[Tensor, Tensor]:
-    """Like `_in_blocks`, but with plain matrix products, which in bfloat16 take half as long as torch's CPU kernel.
+    """Attend with plain matrix products, which in bfloat16 on a CPU take half as long as torch's attention kernel.
 
-    They round the scores. An upper bound of each row's scores is therefore subtracted inside the product, which does
-    not change the softmax: the relevant scores are then near zero and keep their precision. See docs/decisions/0003.
+    Products round the scores. An upper bound of each row's scores is therefore subtracted inside the product, which
+    does not change the softmax: the relevant scores are then near zero and keep their precision. See
+    docs/decisions/0003.
 
     Returns:
         (1, S, HG, D), and the input of `AttentionObserver.observe` for the last `num_queries` rows.

@@ -25,10 +25,10 @@ _CUDA_GRAPHS = {"triton.cudagraphs": True, "graph_partition": True}
 
 
 class CompiledForward:
-    """The forward pass of a transformers model for decode steps: the first ones compile it.
+    """The forward pass of a transformers model for decode steps, compiled by the first ones.
 
-    On a GPU it runs in a thread of its own: CUDA graphs can be replayed only by the thread that captured them, and any
-    consumer of an answer may run a step.
+    On a GPU it has its own thread: CUDA graphs can be replayed only by the thread that captured them, but any consumer
+    of an answer may run a step.
     """
 
     def __init__(self, hf: Any, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Text to ids and back, identical to the plain model."""
+"""Text to token ids and back, as the model's own tokenizer does it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvrag.errors import PromptError
 from kvrag.types import Messages, TokenIds
 
 _LONGEST_CHARACTER = 8  # tokens: four bytes, with room for tokens without text
-_TEMPLATES = 64  # kinds of prompts whose generation prompt is remembered
+_TEMPLATES = 64  # kinds of prompts whose generation prompt is kept
 _PREAMBLE_TOKENS = 8  # enough for a sink; longer preambles would include variable text, such as a template's date
 
 _PROBES = (  # conversations, contents by role, whose prompts have only the beginning of the template in common
@@ -43,8 +43,8 @@ class Tokenizer:
 
     Attributes:
         preamble: Token ids in front of every encoded chunk: the common prefix of the chat template, or BOS. Without it,
-            a chunk's first tokens would become an attention sink that stitched prompts do not have. Empty if switched
-            off.
+            a chunk's first tokens would become an attention sink, which they are not in stitched prompts. Empty if
+            switched off.
     """
 
     def __init__(self, hf: Any, model_name: str, preamble: bool = True) -> None:
@@ -66,10 +66,10 @@ class Tokenizer:
     def render(self, prompt: str | Messages | TokenIds, **template: Any) -> list[int]:
         """Return the ids of a prompt, tokenised once.
 
-        Token ids are returned unchanged. A string is used as it is, with the tokenizer's own BOS. Messages are rendered
-        with the chat template, which writes all control tokens itself: control tokens in a message stay text.
-        `template` is passed to it. If the template rejects the messages, they are merged and tried again: first
-        consecutive messages of one role, then the system message into the first user message.
+        Token ids are returned unchanged. A string is encoded unchanged, with the tokenizer's own BOS. Messages are
+        rendered with the chat template, to which `template` is passed. Only the template writes control tokens: those
+        in a message stay text. If the template rejects the messages, they are merged and tried again: first consecutive
+        messages of one role, then the system message into the first user message.
 
         Raises:
             PromptError: The prompt is empty, cannot be encoded, contains anything but text or an unknown token id, or
@@ -270,7 +270,7 @@ class TextStream:
                 return self._fast.step(self._hf.backend_tokenizer, token) or ""
             except Exception:  # "Invalid prefix": bytes that are not UTF-8 changed the earlier text
                 pass
-        self._fast = None  # it would decode an ever longer run of invalid bytes, or keep failing
+        self._fast = None  # it would decode all bytes since the last valid ones again for every token, or keep failing
         text = self.rest()
         is_complete = not text.endswith("\ufffd") or len(self._pending) >= _LONGEST_CHARACTER
         return text if is_complete else ""

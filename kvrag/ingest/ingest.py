@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -63,7 +63,8 @@ class _Piece:
     """A text at its place in a source and a document.
 
     Attributes:
-        context: Token ids that precede it in its source.
+        context: Token ids that precede it in its source; of a chosen variant, those that it is encoded with.
+        chunk_key: Key of the chosen variant; "" before the choice.
     """
 
     document: str
@@ -71,15 +72,7 @@ class _Piece:
     text_key: str
     ids: list[int]
     context: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """The variant that a piece relies on; `context` is empty for the variant encoded alone."""
-
-    piece: _Piece
-    chunk_key: str
-    context: list[int]
+    chunk_key: str = ""
 
 
 @dataclass
@@ -214,7 +207,7 @@ class Choosing:
 
     def _choose(
         self, pieces: Sequence[_Piece], states: Mapping[str, TextState], namespace: str, shared: set[str]
-    ) -> list[_Choice]:
+    ) -> list[_Piece]:
         """Choose the variant of each piece: with context, or encoded alone if the text is held elsewhere too.
 
         Args:
@@ -225,11 +218,9 @@ class Choosing:
             sources[piece.text_key].add(piece.source)
         shared.update(key for key, state in states.items() if "" in state.sources.values())
         several = shared | {key for key, names in sources.items() if len(names) > 1}
-        contexts = [[] if piece.text_key in several else piece.context for piece in pieces]
-        return [
-            _Choice(piece, self._fingerprint.chunk_key(piece.ids, context, namespace), context)
-            for piece, context in zip(pieces, contexts, strict=True)
-        ]
+        variants = [replace(piece, context=[]) if piece.text_key in several else piece for piece in pieces]
+        key = self._fingerprint.chunk_key
+        return [replace(piece, chunk_key=key(piece.ids, piece.context, namespace)) for piece in variants]
 
 
 class Ingestion(Choosing):
@@ -308,47 +299,47 @@ class Ingestion(Choosing):
         check_names(document)
         return self._store.set_document(document, [], namespace)
 
-    def _hold(self, choices: Sequence[_Choice], documents: Iterable[str], namespace: str, mode: Mode) -> None:
+    def _hold(self, choices: Sequence[_Piece], documents: Iterable[str], namespace: str, mode: Mode) -> None:
         """Record each document's holdings durably; chunks that no document relies on any more are removed."""
         held: dict[str, list[Holding]] = {document: [] for document in documents}
         for choice in choices:
-            held[choice.piece.document].append(Holding(choice.piece.text_key, choice.chunk_key, choice.piece.source))
+            held[choice.document].append(Holding(choice.text_key, choice.chunk_key, choice.source))
         for document, holdings in held.items():
             self._store.set_document(document, holdings, namespace, replace=mode == "replace")
 
-    def _has_room(self, missing: Sequence[_Choice], namespace: str) -> bool:
+    def _has_room(self, missing: Sequence[_Piece], namespace: str) -> bool:
         """Return whether the missing chunks fit into the store. If they fit, they were not evicted for lack of room."""
         stats = self._store.stats()
-        needed = sum(len(choice.piece.ids) for choice in missing) * stats.bytes / max(stats.tokens, 1)
+        needed = sum(len(choice.ids) for choice in missing) * stats.bytes / max(stats.tokens, 1)
         rooms = [(stats.bytes, stats.max_bytes)]
         rooms += [(part.bytes, part.max_bytes) for part in stats.namespaces if part.namespace == namespace]
         return all(most is None or used + needed <= most for used, most in rooms)
 
-    def _encode_and_put(self, missing: Sequence[_Choice], namespace: str, tally: _Tally, progress: Progress) -> None:
-        tally.total += sum(len(choice.piece.ids) for choice in missing)
+    def _encode_and_put(self, missing: Sequence[_Piece], namespace: str, tally: _Tally, progress: Progress) -> None:
+        tally.total += sum(len(choice.ids) for choice in missing)
         if missing or not tally.total:
             progress(tally.done, tally.total)
         for portion in _portions(missing, self._model.bytes_per_token):
             # another process may be warming the same corpus
             wanted = set(self._store.missing([choice.chunk_key for choice in portion]))
             new = [choice for choice in portion if choice.chunk_key in wanted]
-            tally.done += sum(len(choice.piece.ids) for choice in portion if choice.chunk_key not in wanted)
+            tally.done += sum(len(choice.ids) for choice in portion if choice.chunk_key not in wanted)
             with reporting_memory():
                 for choices, records in self._encode(new, namespace):
                     tally.bytes += self._store.put(records)
-                    tokens = sum(len(choice.piece.ids) for choice in choices)
-                    tally.text_keys.update(choice.piece.text_key for choice in choices)
+                    tokens = sum(len(choice.ids) for choice in choices)
+                    tally.text_keys.update(choice.text_key for choice in choices)
                     tally.tokens += tokens
                     tally.done += tokens
                     progress(tally.done, tally.total)
             if not new:
                 progress(tally.done, tally.total)
 
-    def _encode(self, choices: Sequence[_Choice], namespace: str) -> Iterator[tuple[list[_Choice], list[ChunkRecord]]]:
+    def _encode(self, choices: Sequence[_Piece], namespace: str) -> Iterator[tuple[list[_Piece], list[ChunkRecord]]]:
         """Encode chunks; yield them in batches to store."""
-        chunks, contexts = [choice.piece.ids for choice in choices], [choice.context for choice in choices]
+        chunks, contexts = [choice.ids for choice in choices], [choice.context for choice in choices]
         encoded, seconds, waits = encode(self._model, chunks, contexts), 0.0, self._model.waits
-        done: list[_Choice] = []
+        done: list[_Piece] = []
         records: list[ChunkRecord] = []
         size, stored = 0, time.perf_counter()
         for left in range(len(choices) - 1, -1, -1):
@@ -370,12 +361,12 @@ class Ingestion(Choosing):
             self._tuning.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds)
 
 
-def _missing(choices: Sequence[_Choice], states: Mapping[str, TextState]) -> list[_Choice]:
+def _missing(choices: Sequence[_Piece], states: Mapping[str, TextState]) -> list[_Piece]:
     """Return the choices whose variant is not stored, each variant once, in reading order."""
     missing = {
         choice.chunk_key: choice
         for choice in reversed(choices)
-        if choice.chunk_key not in states[choice.piece.text_key].variants
+        if choice.chunk_key not in states[choice.text_key].variants
     }
     return list(reversed(missing.values()))
 
@@ -401,18 +392,18 @@ def _overlap(before: list[int], ids: list[int]) -> int:
     return 0
 
 
-def _portions(choices: Sequence[_Choice], bytes_per_token: int) -> Iterator[list[_Choice]]:
+def _portions(choices: Sequence[_Piece], bytes_per_token: int) -> Iterator[list[_Piece]]:
     """Yield the choices in portions of about `_PORTION_BYTES`, in reading order.
 
     Chunks that share a context stay together: otherwise the context would be computed again.
     """
-    portion: list[_Choice] = []
+    portion: list[_Piece] = []
     size = 0
     for choice in choices:
         if size >= _PORTION_BYTES and len(choice.context) <= len(portion[-1].context):
             yield portion
             portion, size = [], 0
         portion.append(choice)
-        size += len(choice.piece.ids) * bytes_per_token
+        size += len(choice.ids) * bytes_per_token
     if portion:
         yield portion

@@ -14,7 +14,7 @@ from kvrag.backend.transformers.tokenizer import Tokenizer
 __all__ = ["READER", "BlendCache", "LoadOptions", "Model", "Tokenizer"]
 
 # On the CPU, oneDNN caches compiled matrix products in half precision: 0.65 MiB for each shape, up to 1,024 shapes for
-# the process and 1,024 for every thread. Each new prompt length adds some, so a server with 16 threads reaches several GiB.
-# torch reads these settings at the first such product. 256 are enough for decoding.
+# the process and 1,024 for every thread. Each new prompt length adds some, so a server with 16 threads reaches several
+# GiB. torch reads these settings at the first such product. 256 are enough for decoding.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "16")

@@ -274,12 +274,9 @@ def _text(content: bytes, parsed: Content, declared: str | None = None) -> str:
     if content.startswith((b"PK\3\4", b"\xd0\xcf\x11\xe0")):
         raise _UnreadableError("it is an archive or an Office document: save it as .docx, .csv or .pdf")
     if b"\0" not in content:
-        try:
-            return content.decode("utf-8")
-        except UnicodeDecodeError:
-            text = None if declared is None else _decode_or_none(content, declared)
-        if text is not None:
-            return text
+        for encoding in filter(None, ("utf-8", declared)):
+            if (text := _decode_or_none(content, encoding)) is not None:
+                return text
         guesses = _guesses(content)
     else:
         # in UTF-16, one half of every ASCII character is 0
@@ -312,7 +309,7 @@ def _guesses(content: bytes) -> Iterator[str]:
     with needing(_EXTRA):
         from charset_normalizer import from_bytes
     high = re.compile(rb"[\x80-\xff]")
-    starts = ((line, match.start()) for line in BytesIO(content) if (match := high.search(line)))
+    starts = ((line, first.start()) for line in BytesIO(content) if (first := high.search(line)))
     sample = b"".join(line[start : start + 4096] for line, start in islice(starts, _SAMPLE))
     for match in from_bytes(sample, cp_isolation=list(_ENCODINGS), enable_fallback=False):
         yield match.encoding

@@ -111,6 +111,7 @@ class Model:
         self.hf, self.config = hf.eval(), hf.config.get_text_config()
         self.name: str = name or getattr(hf, "name_or_path", "") or type(hf).__name__
         self.tokenizer = Tokenizer(tokenizer, self.name, preamble)
+        self.preamble = self.tokenizer.preamble
         self.lock = FairLock()
         self.dtype: torch.dtype = hf.dtype
         self.device: torch.device = hf.get_input_embeddings().weight.device
@@ -128,6 +129,8 @@ class Model:
         with loading.refuse_failures(hf.config):
             self._rotary, self._devices = probe(hf, self.num_layers, shift=min(37, self.stable_length // 4))
             self._check_attention()
+        self.hidden_size: int = self.config.hidden_size
+        self.bytes_per_token = loading.bytes_per_token(self.config, self.dtype)
         if compile_decode:
             self._compile()
         self.fingerprint = fingerprint(self.name, hf, self.tokenizer, hash_weights(hf.state_dict().items()))
@@ -189,24 +192,9 @@ class Model:
             ) from error
 
     @property
-    def preamble(self) -> tuple[int, ...]:
-        """Token ids in front of every encoded chunk."""
-        return self.tokenizer.preamble
-
-    @property
     def waits(self) -> int:
         """See `Backend.waits`."""
         return self.lock.waits
-
-    @property
-    def hidden_size(self) -> int:
-        """Hidden size of the model."""
-        return int(self.config.hidden_size)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """KV bytes per token, all layers."""
-        return loading.bytes_per_token(self.config, self.dtype)
 
     def layer_device(self, number: int) -> torch.device:
         """Return the device of a layer."""

@@ -77,9 +77,8 @@ torture: setup
 release-check:
 	$(PYTHON) scripts/release.py $(if $(TAG),--tag '$(TAG)')
 
-# what is generated of it, and the site, in docs/_build
+# the site, in docs/_build
 docs: setup
-	$(BIN)/python docs/commands.py
 	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build
 
 # those of the docs, from real runs of the reader

@@ -15,7 +15,7 @@ import argparse
 import ast
 import asyncio
 import gc
-import importlib
+import importlib.util
 import inspect
 import re
 import shlex
@@ -47,8 +47,10 @@ from markdown_it.token import Token
 from pydantic import Field
 from sphinx.cmd.build import main as sphinx_build
 
+import benchmarks.__main__
 import kvrag.answer
 import kvrag.engine
+from benchmarks.__main__ import _parser as benchmarks_parser
 from kvrag import Model
 from kvrag.backend.lock import Shared
 from kvrag.cli.main import _COMMANDS, _parser
@@ -58,11 +60,18 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/**/*.md", "integrations/*/README.md", "examples/*.md", "kvrag/reader/README.md")
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "integrations/*/README.md",
+        "examples/*.md",
+        "kvrag/reader/README.md",
+        "benchmarks/**/*.md",
+    )
     for path in ROOT.glob(pattern)
     if "_build" not in path.parts and path != DOCS / "commands.md"  # which is generated with the site
 )
-NOTES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("benchmarks/notes/*.md"))
+LAB = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("benchmarks/**/*.md"))
 
 STAND_INS = {
     "Qwen/Qwen2.5-1.5B-Instruct": "reader",
@@ -279,7 +288,7 @@ def command_lines(page: str) -> Iterator[list[str]]:
         if block.language not in ("", "bash", "sh", "shell", "console") or block.not_run:
             continue
         for line in block.source.replace("\\\n", " ").splitlines():
-            if not re.match(r"\s*(\$ )?(\w+=\S+ )*(kvrag|pip|make) ", line):
+            if not re.match(r"\s*(\$ )?(\w+=\S+ )*(kvrag|pip|make|python -m benchmarks) ", line):
                 continue
             words = shlex.split(line.strip().removeprefix("$ "), comments=True)
             while "=" in words[0]:
@@ -297,12 +306,13 @@ def test_the_commands_of_a_page_exist(
     for module in ("cli.bench", "cli.calibrate", "cli.quality", "config"):  # the first three copy it when imported
         monkeypatch.setattr(f"kvrag.{module}.POLICIES", (*POLICIES, "longest"))
     for program, *words in command_lines(page):
-        if program == "kvrag":
+        if program in ("kvrag", "python"):
+            make_parser, words = (_parser, words) if program == "kvrag" else (benchmarks_parser, words[2:])
             try:
-                _parser(words).parse_args(words)
+                make_parser(words).parse_args(words)
             except SystemExit as end:
                 if end.code:  # not --help
-                    pytest.fail(f"{page}: kvrag {shlex.join(words)}: {capsys.readouterr().err}")
+                    pytest.fail(f"{page}: {program} {shlex.join(words)}: {capsys.readouterr().err}")
         elif program == "pip":
             for name in re.findall(r"[a-z-]*kvrag\[[a-z,-]+\]", " ".join(words)):
                 package, extras = name.rstrip("]").split("[")
@@ -355,7 +365,7 @@ def anchors(page: Path) -> set[str]:
     return set(made)
 
 
-@pytest.mark.parametrize("page", [*PAGES, *NOTES])
+@pytest.mark.parametrize("page", [*PAGES, *LAB])
 def test_links_lead_somewhere(page: str) -> None:
     inline = [part for token in parsed(page) for part in token.children or ()]
     links = [str(part.attrs.get("href") or part.attrs.get("src")) for part in inline if part.type in LINKS]

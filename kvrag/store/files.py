@@ -560,10 +560,17 @@ def read_owner(folder: Path) -> dict[str, str]:
 
 def parse_owner(content: bytes) -> dict[str, str]:
     """Return the parts of the fingerprint in the content of such a file; raises ValueError."""
-    parts = json.loads(content)
-    if not (isinstance(parts, dict) and {"digest", "model"} <= set(parts)):
+    try:
+        parts = json.loads(content)
+        read = {name: json.loads(part) for name, part in parts.items() if name != "digest"}
+        if read.get("format", FORMAT) == FORMAT:
+            Fingerprint.of(parts)
+        is_sound = "model" in read and re.fullmatch(r"[0-9a-f]{32}", parts["digest"])  # it becomes a folder's name
+    except (KeyError, TypeError, AttributeError, RecursionError):
+        is_sound = False
+    if not is_sound:
         raise ValueError("it contains no fingerprint")
-    return parts
+    return dict(parts)
 
 
 def check_owner(theirs: dict[str, str], mine: dict[str, str], name: str, kind: str) -> None:

@@ -18,6 +18,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import xxhash
@@ -139,7 +140,8 @@ class Log:
             for entry in entries:
                 if entry.before != last or entry.operation is None:
                     break
-                removed += [key for key, _ in self._apply(entry.operation).removed]
+                with _noticing_damage(f"{self._remote.url}/{_name(position + 1)}"):
+                    removed += [key for key, _ in self._apply(entry.operation).removed]
                 position, last = position + 1, entry.id
             self._manifest.set_counters({_POSITION: position, _LAST: last})
         self._removed(removed)
@@ -283,7 +285,7 @@ class Log:
     def _snapshots(self) -> list[int]:
         """Return the numbers of complete snapshots, ascending."""
         names = self._remote.names("snapshots/")
-        return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"snapshots/(\d+)/index", name)))
+        return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"snapshots/([0-9]{12})/index", name)))
 
     def _rebuild_from_newest(self) -> None:
         """Make the manifest again, from the newest snapshot, even if that is replaced meanwhile."""
@@ -300,7 +302,7 @@ class Log:
         number = self._snapshot = numbers[-1] if numbers else 0
         position = self.position
         logger.info("%s: starting from snapshot %d", self._remote.url, number)
-        with self._manifest.transaction():
+        with _noticing_damage(f"{self._remote.url}/snapshots/{number:012d}"), self._manifest.transaction():
             if self.position != position:
                 return  # another process has done it
             index: dict[str, Any] = {"last": 0, "damaged": 0, "rows": 0, "holders": 0}
@@ -344,10 +346,10 @@ class Log:
             finally:
                 self._writing_snapshot.release()
 
-    def write_snapshot(self) -> int:
-        """Write a snapshot of the manifest as it is; return its number."""
+    def write_snapshot(self) -> tuple[int, int]:
+        """Write a snapshot of the manifest as it is; return its number and the id of its last operation."""
         number = 0
-        index: dict[str, Any] = {"rows": 0, "holders": 0, "scores": 0, "budgets": {}}
+        index: dict[str, Any] = {"last": 0, "rows": 0, "holders": 0, "scores": 0, "budgets": {}}
         for counters, rows, holders in self._manifest.contents():
             if counters:
                 number = counters.get(_POSITION, 0)
@@ -365,21 +367,26 @@ class Log:
         if number:
             self._remote.write(f"snapshots/{number:012d}/index", _pack(index))
             self._snapshot = number
-        return number
+        return number, index["last"]
 
     def trim(self) -> None:
         """Write a snapshot, erase the operations before it, and delete older snapshots."""
         self.pull()
-        number = self.write_snapshot()
+        number, last = self.write_snapshot()
         (trimmed,) = self._remote.read([_TRIMMED])
-        first = int(trimmed or 0) + 1
-        for at in range(first, number + 1, _BATCH):
+        first = int(trimmed) + 1 if trimmed and re.fullmatch(rb"[0-9]{1,12}", trimmed) else 1
+        for at in range(first if first <= number + 1 else 1, number + 1, _BATCH):
             names = [_name(n) for n in range(at, min(at + _BATCH, number + 1))]
             for name, content in zip(names, self._remote.read(names), strict=True):
-                if content:  # maybe damaged, but this machine has applied it
-                    self._remote.write(name, _encode(*_ids(content, name), None, number))
+                if content:
+                    try:
+                        ids = _ids(content, name)
+                    except StoreError:  # damaged, but this machine has applied it
+                        ids = (last if name == _name(number) else 0), 0
+                    self._remote.write(name, _encode(*ids, None, number))
         self._remote.write(_TRIMMED, str(number).encode())
-        older = [name for name in self._remote.names("snapshots/") if int(name.split("/")[1]) < number]
+        found = (re.match(r"snapshots/([0-9]{12})/", name) for name in self._remote.names("snapshots/"))
+        older = [each.string for each in found if each and int(each[1]) < number]
         self._remote.delete([name for name in older if name.endswith("index")])  # first: a snapshot with it is whole
         self._remote.delete(older)
 
@@ -400,15 +407,17 @@ def _encode(number: int, before: int, operation: Operation | None, snapshot: int
 
 def _decode(content: bytes, where: str) -> _Entry:
     ids, read = _ids(content, where), _unpack(content[34:], where)
+    if not isinstance(read, int | dict):
+        raise _damaged(where)
     return _Entry(*ids, None, read) if isinstance(read, int) else _Entry(*ids, read)
 
 
 def _ids(content: bytes, where: str) -> tuple[int, int]:
     """Return the id of a stored operation, and of the one before it."""
-    try:
-        return int(content[:16], 16), int(content[17:33], 16)
-    except ValueError:
-        raise _damaged(where) from None
+    found = re.match(rb"([0-3][0-9a-f]{15}) ([0-3][0-9a-f]{15}) ", content)
+    if not found:
+        raise _damaged(where)
+    return int(found[1], 16), int(found[2], 16)
 
 
 def _pack(content: Any) -> bytes:
@@ -419,7 +428,17 @@ def _pack(content: Any) -> bytes:
 def _unpack(content: bytes, where: str) -> Any:
     if xxhash.xxh3_64_hexdigest(content[16:]).encode() != content[:16]:
         raise _damaged(where)
-    return json.loads(zlib.decompress(content[16:]))
+    with _noticing_damage(where):
+        return json.loads(zlib.decompress(content[16:]))
+
+
+@contextmanager
+def _noticing_damage(where: str) -> Iterator[None]:
+    """Raise StoreError for content that no operation has written: a digest is no proof of who wrote it."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, zlib.error) as error:
+        raise _damaged(where) from error
 
 
 def _damaged(where: str) -> StoreError:

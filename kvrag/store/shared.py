@@ -131,7 +131,7 @@ class SharedStore:
             parts = parse_owner(content)
         except ValueError as error:
             raise StoreError(f"{self.url}/{OWNER} is damaged ({error}): delete the store and warm again") from error
-        if json.loads(parts.get("format", "0")) != FORMAT:
+        if parts.get("format") != str(FORMAT):
             raise StoreError(f"the store {self.url} has another format: use another prefix, and warm again")
         return parts
 
@@ -152,6 +152,8 @@ class SharedStore:
                     "other: use a newer version of the object store, or another one"
                 )
             self._owner = self._read_owner()
+            if not self._owner:
+                raise StoreError(f"{self.url}/{OWNER} is damaged (no text): delete the store and warm again")
         check_owner(self._owner, self._mine, f"the store {self.url}", "prefix")
 
     def _open_local(self) -> None:

@@ -29,6 +29,7 @@ _VLLM = ROOT / ".venv-vllm"
 COUNTS = {
     "kill": 100,
     "damage": 2000,
+    "records": 500,
     "faults": 500,
     "operations": 500,
     "matching": 2000,
@@ -41,6 +42,7 @@ COUNTS = {
 UNITS = {
     "kill": "kills",
     "damage": "damaged stores",
+    "records": "damaged records",
     "faults": "injected faults",
     "operations": "operations",
     "matching": "prompts",

@@ -3,7 +3,8 @@
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])  # not this folder, whose modules have common names
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:1] = [str(TESTS), str(TESTS / "helpers")]  # not this folder, whose modules have common names
 
 from torture.run import main  # noqa: E402
 

@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 def _in_a_process(name: str, args: argparse.Namespace, out: Path, num_campaigns: int) -> Result:
     """Run a campaign; when its process dies, record that and go on with the next case in a new process."""
     # vLLM has an environment of its own
-    python, folders = sys.executable, [ROOT, ROOT / "tests"]
+    python, folders = sys.executable, [ROOT, ROOT / "tests", ROOT / "tests" / "helpers"]
     if name == "vllm":
         python, vllm = str(_VLLM / "bin" / "python"), ROOT / "integrations" / "vllm-kvrag"
         folders += [vllm, vllm / "tests"]

@@ -24,7 +24,9 @@ else:
     import vllm_environment  # noqa: F401
 
     # for engines in processes of their own
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(_HERE.parents[2]), *sys.path[:2], str(_HERE.parents[2] / "tests")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(_HERE.parents[2]), *sys.path[:2], str(_HERE.parents[2] / "tests" / "helpers")]
+    )
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ FAMILIES = frozenset(
     )
 )
 # fmt: on
-"""Model types whose blending is tested to equal full prefill (tests/test_families.py)."""
+"""Model types whose blending is tested to equal full prefill (tests/integration/test_families.py)."""
 
 ATTENTION_KINDS = {"full_attention": False, "sliding_attention": True}
 """Layer types that can be blended -> has a window."""

@@ -1,0 +1,70 @@
+"""Prompts of a few chunks, and what an engine makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+import torch
+
+from kvrag import BlendConfig, BlendEngine
+from kvrag.answer import overridden
+from kvrag.request import Prefilled, Prompt
+from kvrag.reuse.load import LayerLoader
+from kvrag.reuse.stitch import Stitched, stitch
+from kvrag.reuse.trace import Trace
+
+CHUNKS = [
+    "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",
+    "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror.",
+    "Kan Dror was born in Stelburg. He plays the banjo. He owns a goat and a cat. He studied geology.",
+    "Zel Vinford lives in Stinmouth. She studied music. She likes to eat curry and apples. She owns a snake.",
+]
+QUESTION = "Question: Who likes curry?"
+
+
+def messages(*chunks: str, question: str = QUESTION) -> list[dict[str, str]]:
+    """A chat prompt of these chunks and a question."""
+    return [{"role": "user", "content": "\n\n".join(chunks)}, {"role": "user", "content": question}]
+
+
+def prepare(
+    engine: BlendEngine, ids: list[int], ratio: float | None = None, policy: str | None = None, **changes: Any
+) -> Prefilled:
+    """The engine's way from prompt ids to a complete cache."""
+    config = overridden(engine.config, ratio, policy, None)
+    return engine.prefill(ids, BlendConfig(**{**_fields(config), **changes}))
+
+
+def _fields(config: BlendConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in BlendConfig.__dataclass_fields__}
+
+
+@torch.inference_mode()
+def plain_logits(hf: Any, ids: list[int]) -> torch.Tensor:
+    """(T, V) by the model itself, nothing of ours involved."""
+    return hf(torch.tensor([ids])).logits[0].float()
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference, relative to the largest logit."""
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+LayOut = Callable[..., Stitched]
+"""Chunks, or `ids=`, to a prompt laid out of stored KV, nothing recomputed yet."""
+
+
+@contextmanager
+def laying_out(engine: BlendEngine) -> Iterator[LayOut]:
+    """From this engine's store."""
+    with ExitStack() as stack:
+
+        def lay_out(*chunks: str, ids: list[int] | None = None) -> Stitched:
+            ids = engine.model.tokenizer.render(messages(*chunks)) if ids is None else ids
+            matched = stack.enter_context(closing(engine._pipeline._match(Prompt(ids, engine.config))))
+            loader = LayerLoader(engine.model, matched, engine.codec, Trace(engine.model), len(ids) + 10)
+            return stitch(engine.model, matched, loader, len(ids) + 10, engine.codec)
+
+        yield lay_out

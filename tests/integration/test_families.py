@@ -1,0 +1,359 @@
+"""The gate: for every family that is claimed, blending with everything selected is full prefill."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blending import CHUNKS, messages, plain_logits, prepare, relative
+from families import FAMILIES, SMALL, build
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from kvrag import BlendEngine, Model, ModelLoadError, UnsupportedModelError
+from kvrag.backend.transformers import loading
+from kvrag.types import Messages
+
+TOLERANCE = 1e-5
+
+
+def test_the_families_claimed_are_the_families_tested() -> None:
+    assert {model_type for model_type, _ in FAMILIES.values()} == loading.FAMILIES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gate(family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_type, changes = FAMILIES[family]
+    hf = build(model_type, **changes)
+    model = Model(hf, tokenizer, family)
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+    with BlendEngine(model, tmp_path) as engine:
+        engine.warm(CHUNKS)
+        prompt = messages(*(CHUNKS[number] for number in (2, 0, 3, 1)))
+        ids = model.tokenizer.render(prompt)
+        full = plain_logits(hf, ids)[-1]
+        with torch.inference_mode():
+            generated = hf.generate(
+                torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=2
+            )
+
+        for policy in ("hkvd", "random", "query"):
+            done = prepare(engine, ids, 1.0, policy)
+            report = done.report
+            assert report.exact
+            assert len(report.runs) == 4
+            assert report.recomputed_tokens == len(done.stitched.inexact) > 80
+            assert relative(done.logits[0], full) <= TOLERANCE
+        answer = engine.generate(prompt, ratio=1.0, max_new_tokens=20, temperature=0)
+        assert list(answer.token_ids) == generated[0, len(ids) :].tolist()
+        _the_next_turn_of_the_conversation_is_exact(engine, hf, prompt, answer.text)
+
+        assert relative(prepare(engine, ids, 0.0, "none").logits[0], full) > 1e-3, "reuse alone cannot be exact"
+        _layer_0_keys_are_the_models_own(engine, hf, ids)
+        _single_chunk_behind_its_preamble_is_exact(engine, hf)
+        _a_decode_step_of_unequal_rows_is_exact(engine, hf, ids)
+
+
+def _the_next_turn_of_the_conversation_is_exact(engine: BlendEngine, hf: Any, prompt: Messages, said: str) -> None:
+    model = engine.model
+    question = len(model.tokenizer.render(prompt)) - model.tokenizer.generation_prompt_length()
+    ids = model.tokenizer.render([*prompt, {"role": "assistant", "content": said}, *messages(CHUNKS[2], CHUNKS[0])])
+    done = engine.prefill(ids, replace(engine.config, ratio=1.0), goes_on=True)
+    report = done.report
+    assert report.exact
+    if model.rope_follows_length:
+        assert report.conversation_tokens == 0, "what was computed for a shorter prompt is of no use"
+    else:
+        assert question <= report.conversation_tokens < len(ids)
+        assert len(report.runs) == 2
+    assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= TOLERANCE
+
+
+def _layer_0_keys_are_the_models_own(engine: BlendEngine, hf: Any, ids: list[int]) -> None:
+    done = prepare(engine, ids, 0.0, "none")
+    own = engine.model.new_cache(len(ids))
+    engine.model.forward(torch.tensor([ids]), own)
+    reused = done.stitched.reused
+    for ours, theirs in zip(done.stitched.cache.layer(0), own.layer(0), strict=True):
+        torch.testing.assert_close(ours[:, :, : len(ids)][:, :, reused], theirs[:, :, reused], atol=1e-5, rtol=1e-5)
+
+
+def _a_decode_step_of_unequal_rows_is_exact(engine: BlendEngine, hf: Any, ids: list[int]) -> None:
+    model, rows = engine.model, [ids[:length] for length in (7, 60, 90, 47)]
+    caches = [model.new_cache(len(row)) for row in rows]
+    for row, cache in zip(rows, caches, strict=True):
+        model.forward(torch.tensor([row]), cache)
+    for step in range(4):
+        assert all(model.can_share_steps(len(row)) for row in rows)
+        rows = [[*row, ids[step]] for row in rows]
+        logits = model.forward_each([row[-1] for row in rows], caches)
+        for row, own in zip(rows, logits, strict=True):
+            assert (
+                relative(own, plain_logits(hf, row)[-1]) <= 10 * TOLERANCE
+            )  # products of other shapes round otherwise
+
+
+def _single_chunk_behind_its_preamble_is_exact(engine: BlendEngine, hf: Any) -> None:
+    tokenizer = engine.model.tokenizer
+    ids = [*tokenizer.preamble, *tokenizer.encode(CHUNKS[1]), *tokenizer.encode(" Who?")]
+    done = prepare(engine, ids, 0.0, "none")
+    report = done.report
+    # beyond it, frequencies that follow the length would differ from those the chunk was encoded under
+    assert len(ids) <= engine.model.stable_length
+    assert report.exact
+    assert report.recomputed_tokens == 0
+    assert report.reused_tokens == len(tokenizer.encode(CHUNKS[1]))
+    assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["llama-dynamic", "llama-longrope"])
+def test_a_prefix_of_a_chunk_that_was_encoded_under_other_frequencies_is_not_exact(
+    family: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    model_type, changes = FAMILIES[family]
+    hf = build(model_type, **changes)
+    model = Model(hf, tokenizer, family)
+    with BlendEngine(model, tmp_path) as engine:
+        long_chunk = " ".join(CHUNKS)
+        ids = model.tokenizer.encode(long_chunk)
+        assert len(ids) > model.stable_length
+        engine.warm([long_chunk])
+        ids = [*model.tokenizer.preamble, *ids[:50], *model.tokenizer.encode(" Who?")]
+        done = prepare(engine, ids, 0.0, "none")
+        assert done.report.reused_tokens == 50
+        assert not done.report.exact
+        assert relative(done.logits[0], plain_logits(hf, ids)[-1]) > TOLERANCE
+        assert relative(prepare(engine, ids, 1.0).logits[0], plain_logits(hf, ids)[-1]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["llama-dynamic", "llama-longrope", "phi3-longrope"])
+def test_an_answer_does_not_depend_on_what_was_asked_before(family: str, tokenizer: Any, tmp_path: Path) -> None:
+    model_type, changes = FAMILIES[family]
+    hf = build(model_type, **changes)
+    model = Model(hf, tokenizer, family)
+    with BlendEngine(model, tmp_path) as engine:
+        engine.warm(CHUNKS)
+        short = model.tokenizer.render(messages(CHUNKS[1]))
+        long = model.tokenizer.render(messages(*CHUNKS))
+        assert len(short) <= model.stable_length < len(long)
+        before = prepare(engine, short, 0.3).logits
+        prepare(engine, long, 0.3)
+        torch.testing.assert_close(prepare(engine, short, 0.3).logits, before, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt_oss", "cohere", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_near_full_prefill(
+    family: str, dtype: torch.dtype, tokenizer: Any, tmp_path: Path
+) -> None:
+    model_type, changes = FAMILIES[family]
+    hf = build(model_type, **changes)
+    reference = hf.to(dtype)
+    model = Model(reference, tokenizer, family)
+    with BlendEngine(model, tmp_path) as engine:
+        engine.warm(CHUNKS)
+        ids = model.tokenizer.render(messages(*reversed(CHUNKS)))
+        full = plain_logits(reference, ids)[-1]
+        done = prepare(engine, ids, 1.0, "random")
+        if family != "qwen3_moe":  # a rounding error may send a token to another expert
+            assert relative(done.logits[0], full) < 0.15
+        assert done.stitched.cache.layer(1)[0].dtype == dtype
+        assert torch.isfinite(prepare(engine, ids, 0.2, "query").logits).all()
+
+
+# ---------------------------------------------------------------- what cannot work
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}, "not by a rotary table"),
+    "gpt2": ("gpt2", {}, "not by a rotary table"),
+    "bloom": ("bloom", {}, "no layer applies rotary"),
+    "mpt": ("mpt", {}, "no layer applies rotary"),
+    "gptj": ("gptj", {"rotary_dim": 8}, "not by a rotary table"),
+    "rwkv": ("rwkv", {}, "does not write its keys into the cache"),
+    "mamba": ("mamba", {"state_size": 4, "expand": 2, "time_step_rank": 4}, "which keep no KV per token"),
+    "jamba": (
+        "jamba",
+        {"num_experts": 2, "mamba_d_state": 4, "mamba_expand": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+        "which keep no KV per token",
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+        "which keep no KV per token",
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 48,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 16,
+        },
+        "multi-head latent attention",
+    ),
+    "doge": ("doge", {}, "a trial forward pass with a cache and a mask failed"),
+    "gpt_neox_japanese": ("gpt_neox_japanese", {}, "do not use transformers' attention interface"),
+    "xlstm": ("xlstm", {}, "a trial forward pass with a cache and a mask failed"),
+    "t5": ("t5", {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}, "encoder-decoder"),
+    "bart": (
+        "bart",
+        {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96},
+        "encoder-decoder",
+    ),
+}
+
+
+def _random(model_type: str, changes: dict[str, Any]) -> Any:
+    seq2seq = model_type in ("t5", "bart")
+    base = {"vocab_size": 1536} if seq2seq else SMALL
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **(base | changes))
+    kind = AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM
+    return kind.from_config(config, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_blended_is_refused_and_told_why(name: str, tokenizer: Any) -> None:
+    model_type, changes, reason = REFUSED[name]
+    hf = _random(model_type, changes)
+    with pytest.raises(UnsupportedModelError, match=f"{model_type} models cannot be blended"):
+        Model(hf, tokenizer, name)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        Model(hf, tokenizer, name, allow_unverified=True)
+
+
+def test_alibi_is_refused_from_the_configuration(tokenizer: Any) -> None:
+    config = AutoConfig.for_model("falcon", alibi=True)
+    with pytest.raises(UnsupportedModelError, match="ALiBi"):
+        loading.refuse_unsupported(config, allow_unverified=True)
+
+
+def test_a_family_that_was_never_tested_needs_to_be_asked_for(tokenizer: Any) -> None:
+    hf = _random("diffllama", {})
+    with pytest.raises(UnsupportedModelError, match=r"untested.*allow-unverified"):
+        Model(hf, tokenizer)
+    assert Model(hf, tokenizer, allow_unverified=True).num_layers == 4
+
+
+def test_memory_that_is_full_is_not_blamed_on_the_architecture(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    hf = build("llama")
+    monkeypatch.setattr(hf, "forward", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        Model(hf, tokenizer)
+
+
+def test_weights_that_are_elsewhere_are_refused(tokenizer: Any) -> None:
+    hf = build("llama")
+    hf.model.layers[1].to("meta")  # as accelerate leaves an offloaded layer
+    with pytest.raises(ModelLoadError, match=r"offloaded weights to CPU memory or disk.*device='cpu'"):
+        Model(hf, tokenizer)
+
+
+@pytest.mark.parametrize(("layer_1", "works"), [("cpu", True), ("disk", False)])
+def test_device_map_spreads_a_model_but_does_not_offload_it(
+    layer_1: str, works: bool, tokenizer: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    build("llama").save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    parts = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"]
+    parts += [f"model.layers.{number}" for number in range(4)]
+    device_map = dict.fromkeys(parts, "cpu") | {"model.layers.1": layer_1}
+    hf = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=str(tmp_path / "offload")
+    )
+    if works:
+        assert Model(hf, tokenizer).num_layers == 4
+        assert Model.from_pretrained(tmp_path / "model", device_map={"": "cpu"}).num_layers == 4
+        return
+    with pytest.raises(ModelLoadError, match="offloaded"):
+        Model(hf, tokenizer)
+    with pytest.raises(ModelLoadError, match="offload"):
+        Model.from_pretrained(tmp_path / "model", device_map=device_map)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
+def test_attention_that_takes_no_mask_is_refused(name: str, tokenizer: Any) -> None:
+    hf = build("llama")
+    hf.config._attn_implementation_internal = name
+    with pytest.raises(UnsupportedModelError, match=f"{name}.*attn_implementation='sdpa' or 'eager'"):
+        Model(hf, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex_attention", "paged|sdpa"])
+def test_attention_that_takes_no_mask_is_refused_before_anything_is_loaded(name: str, tmp_path: Path) -> None:
+    import re
+
+    with pytest.raises(UnsupportedModelError, match=f"{re.escape(name)}.*attn_implementation='sdpa' or 'eager'"):
+        Model.from_pretrained("reader", attn_implementation=name)
+    with pytest.raises(UnsupportedModelError):
+        Model.from_pretrained(tmp_path / "nowhere", attn_implementation=name)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_both_attentions_give_full_prefill(attention: str, tokenizer: Any, tmp_path: Path) -> None:
+    hf = build("qwen2", attn_implementation=attention)
+    model = Model(hf, tokenizer)
+    assert model.config._attn_implementation == attention
+    with BlendEngine(model, tmp_path) as engine:
+        engine.warm(CHUNKS)
+        ids = model.tokenizer.render(messages(*CHUNKS))
+        for policy in ("random", "query", "hkvd"):
+            logits = prepare(engine, ids, 1.0, policy).logits[0]
+            assert relative(logits, plain_logits(hf, ids)[-1]) <= TOLERANCE
+        assert model.config._attn_implementation == attention, "listening must leave no trace"
+        prepare(engine, ids, 0.3, "query")
+        assert model.config._attn_implementation == attention
+
+
+# ---------------------------------------------------------------- context window
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({}, 1024),
+        (FAMILIES["llama-linear"][1], 2048),
+        (FAMILIES["llama-yarn"][1], 1024),
+        (FAMILIES["llama-dynamic"][1], 384),
+        (FAMILIES["llama-llama3"][1], 1024),
+    ],
+)
+def test_the_context_window_counts_rope_scaling(changes: dict[str, Any], window: int) -> None:
+    assert loading.context_window(AutoConfig.for_model("llama", **(SMALL | changes))) == window
+
+
+def test_gemma_states_its_window_with_the_scaling_of_its_full_layers_counted_in() -> None:
+    config = AutoConfig.for_model(
+        "gemma3_text",
+        **SMALL
+        | {
+            "max_position_embeddings": 131072,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    )
+    assert loading.context_window(config) == 131072

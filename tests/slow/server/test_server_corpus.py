@@ -1,0 +1,338 @@
+"""The corpus of a server: what is under way, what survives, what fails."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+import pytest
+from blending import CHUNKS
+from serving import make_corpus, until
+
+import kvrag.retrieval.index
+from kvrag import BlendEngine, StoreError, StoreFullError
+from kvrag.cli.main import main
+from kvrag.server import Corpus, ServerSettings
+from kvrag.server.answers import chat_work
+from kvrag.server.errors import ApiError
+from kvrag.server.metrics import Metrics
+from kvrag.server.schemas import ChatRequest
+from kvrag.server.state import Tenant
+
+load_embedder = functools.cache(kvrag.retrieval.index.load_embedder)
+
+
+@pytest.fixture(autouse=True)
+def _embedder_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvrag.retrieval.index, "load_embedder", load_embedder)
+
+
+@pytest.fixture
+def corpus(engine: BlendEngine, tmp_path: Path) -> Iterator[Corpus]:
+    """Not started."""
+    corpus = make_corpus(engine, tmp_path / "corpus")
+    yield corpus
+    corpus.stop(30)
+
+
+def statuses(corpus: Corpus) -> dict[str, str]:
+    return {status.id: status.status for status in corpus.statuses()}
+
+
+def tasks(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "corpus" / "corpus").iterdir())
+
+
+def test_what_was_left_undone_is_done_by_the_next_server(corpus: Corpus, engine: BlendEngine, tmp_path: Path) -> None:
+    for number, text in enumerate(CHUNKS):
+        assert corpus.add(f"{number}", [text]).status == "queued"
+    corpus.add("0", [CHUNKS[0] + " She sings."])  # in place of the first
+    assert len(tasks(tmp_path)) == len(CHUNKS)
+    (tmp_path / "corpus" / "corpus" / "000000000099.part").write_text("{")
+    (tmp_path / "corpus" / "corpus" / "000000000098.json").write_text("{")
+    corpus.stop(30)
+    again = make_corpus(engine, tmp_path / "corpus")
+    again.start()
+    until(lambda: set(statuses(again).values()) == {"ready"})
+    assert sorted(statuses(again)) == sorted(engine.documents()) == ["0", "1", "2", "3"]
+    assert again.search("She sings.", 1, 0)[0].text.endswith("She sings.")
+    assert [path.suffix for path in tasks(tmp_path)] == [".damaged"]
+    again.stop(30)
+
+
+def test_sizes_of_the_engines_memory_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, int] = {}
+
+    def open_engine(args: argparse.Namespace, sizes: Mapping[str, int], **_: Any) -> NoReturn:
+        given.update(sizes)
+        raise StoreError("seen")
+
+    monkeypatch.setattr("kvrag.cli.serve.open_engine", open_engine)
+    assert main(["serve", "--port", "0", "--ram-gib", "0", "--conversation-gib", "0.5"]) == 1
+    assert given == {"ram_bytes": 0, "device_bytes": 0, "conversation_bytes": 1 << 29, "batch_bytes": 4 << 30}
+
+
+def test_retrieved_chunks_that_do_not_fit_into_the_window_are_left_out(corpus: Corpus, engine: BlendEngine) -> None:
+    corpus.add("long", [f"{number}. " + CHUNKS[number % len(CHUNKS)] for number in range(100)])
+    corpus.start()
+    until(lambda: statuses(corpus) == {"long": "ready"})
+    found = corpus.search("Who plays the harp?", 100, 0)
+    assert sum(len(engine.model.tokenizer.encode(hit.text)) for hit in found) > engine.model.context_window
+
+    def hits(question: str) -> Any:
+        asked = ChatRequest.model_validate({"model": "tiny-rag", "messages": [{"role": "user", "content": question}]})
+        settings = ServerSettings(name="tiny", top_k=100)
+        work = chat_work(engine, settings, Tenant("", corpus, Metrics()), asked)()
+        kept = next(work)
+        next(work)  # it can be answered
+        work.close()
+        return kept
+
+    kept = hits("Who plays the harp?")
+    assert 1 < len(kept) < len(found)
+    assert kept == found[: len(kept)]
+    assert len(hits("Who plays the harp? " * 100)) < len(kept)
+
+
+def test_a_document_under_way_is_seen_and_can_be_dropped(
+    corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go, warm = threading.Event(), threading.Event(), engine.warm
+
+    def slow(*args: Any, **settings: Any) -> Any:
+        report = warm(*args, **settings)
+        reached.set()
+        assert go.wait(300)
+        return report
+
+    monkeypatch.setattr(engine, "warm", slow)
+    corpus.add("a", [CHUNKS[0], CHUNKS[1]])
+    corpus.add("b", [CHUNKS[2]])
+    corpus.start()
+    assert reached.wait(300)
+    under_way = corpus.status("a")
+    assert under_way.status == "encoding"
+    assert under_way.tokens_done == under_way.tokens > 40
+    assert corpus.status("b").status == "queued"
+    assert corpus.count_pending() == 2
+    corpus.remove("a")
+    corpus.remove("b")
+    assert statuses(corpus) == {}
+    for document in "ab":
+        with pytest.raises(ApiError, match=f"unknown document '{document}'"):
+            corpus.remove(document)
+    go.set()
+    until(lambda: not corpus.count_pending())
+    assert (corpus.num_chunks, engine.documents(), engine.store.stats().chunks) == (0, [], 0)
+    assert tasks(tmp_path) == []
+
+
+def test_a_stopped_server_goes_on_with_the_document_it_was_at(
+    corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go, warm = threading.Event(), threading.Event(), engine.warm
+
+    def slow(texts: Any, document: str, namespace: str, progress: Any) -> Any:
+        def moved(done: int, total: int) -> None:
+            reached.set()
+            assert go.wait(300)
+            progress(done, total)
+
+        return warm(texts, document=document, progress=moved)
+
+    monkeypatch.setattr(engine, "warm", slow)
+    corpus.add("a", [CHUNKS[0]])
+    corpus.start()
+    assert reached.wait(300)
+    corpus.stop(0)
+    go.set()
+    corpus.stop(30)
+    assert engine.documents() == []
+    monkeypatch.undo()
+    again = make_corpus(engine, tmp_path / "corpus")
+    assert statuses(again) == {"a": "queued"}
+    again.start()
+    until(lambda: statuses(again) == {"a": "ready"})
+    again.stop(30)
+
+
+def test_a_document_that_fails_says_why_and_does_not_stop_the_others(
+    corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = engine.store.put
+
+    def full(records: Any) -> int:
+        monkeypatch.setattr(engine.store, "put", put)
+        raise StoreFullError("no room")
+
+    monkeypatch.setattr(engine.store, "put", full)
+    corpus.add("a", [CHUNKS[0]])
+    corpus.add("b", [CHUNKS[1]])
+    corpus.start()
+    until(lambda: not corpus.count_pending())
+    assert statuses(corpus) == {"a": "failed", "b": "ready"}
+    assert corpus.status("a").error == "no room"
+    corpus.stop(30)
+    again = make_corpus(engine, tmp_path / "corpus")
+    assert statuses(again) == {"a": "failed", "b": "ready"}
+    again.add("a", [CHUNKS[0]])
+    assert statuses(again) == {"a": "queued", "b": "ready"}
+    again.remove("a")
+    assert statuses(again) == {"b": "ready"}
+    again.stop(30)
+
+
+def test_a_document_that_was_replaced_in_time_has_not_failed(
+    corpus: Corpus, engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go = threading.Event(), threading.Event()
+
+    def full(records: Any) -> int:
+        monkeypatch.undo()
+        reached.set()
+        assert go.wait(300)
+        raise StoreFullError("no room")
+
+    monkeypatch.setattr(engine.store, "put", full)
+    corpus.add("a", [CHUNKS[0]])
+    corpus.start()
+    assert reached.wait(300)
+    corpus.add("a", [CHUNKS[1]])
+    go.set()
+    until(lambda: not corpus.count_pending())
+    assert corpus.status("a").status == statuses(corpus)["a"] == "ready"
+    assert corpus.search("Who?", 1, 0)[0].text == CHUNKS[1]
+    assert tasks(tmp_path) == []
+
+
+def test_what_cannot_be_kept_changes_nothing(
+    corpus: Corpus, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    corpus.add("a", [CHUNKS[0]])
+    monkeypatch.setattr(os, "fsync", full)
+    for change in (lambda: corpus.add("a", [CHUNKS[1]]), lambda: corpus.remove("a")):
+        with pytest.raises(StoreFullError, match="No space left"):
+            change()
+    monkeypatch.undo()
+    corpus.start()
+    until(lambda: not corpus.count_pending())
+    assert corpus.status("a").status == "ready"
+    assert corpus.search("Who?", 1, 0)[0].text == CHUNKS[0]
+
+
+def test_two_servers_do_not_share_a_corpus(corpus: Corpus, engine: BlendEngine, tmp_path: Path) -> None:
+    """Each would do the other's tasks."""
+    with pytest.raises(StoreError, match="--no-corpus"):
+        make_corpus(engine, tmp_path / "corpus")
+    corpus.stop(30)
+    make_corpus(engine, tmp_path / "corpus").stop(30)
+
+
+def test_not_too_many_documents_wait(engine: BlendEngine, corpus: Corpus) -> None:
+    corpus._max_pending = 1
+    corpus.add("a", [CHUNKS[0]])
+    with pytest.raises(ApiError) as refused:
+        corpus.add("b", [CHUNKS[1]])
+    assert refused.value.status == 429
+    with pytest.raises(ApiError, match="corpus is empty"):
+        corpus.search("Who?", 1, 0)
+
+
+# -------------------------------------------------------------------- the command
+
+
+@contextmanager
+def started(*argv: object) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """`kvrag serve` in a process of its own, and what it prints when it is ready."""
+    command = [sys.executable, "-m", "kvrag.cli.main", "serve", "--port", "0", "--json", *map(str, argv)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "KVRAG_API_KEY": "one:a,two:b"}
+    )
+    assert process.stdout is not None
+    try:
+        yield process, json.loads(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    command = ("--store", tmp_path / "kv", "--chunk-tokens", 40, "--served-model-name", "mine")
+    body = {"model": "mine-rag", "messages": [{"role": "user", "content": "Who?"}], "stream": True, "max_tokens": 40}
+    with started(*command) as (process, ready):
+        with httpx.Client(base_url=ready["url"], headers={"Authorization": "Bearer b"}, timeout=300) as http:
+            empty = http.post("/v1/chat/completions", json=body)
+            assert (empty.status_code, empty.json()["error"]["code"]) == (400, "corpus_empty")
+            assert http.put("/v1/corpus/a.txt", content=CHUNKS[0].encode()).status_code == 202
+            until(lambda: http.get("/v1/corpus/a.txt").json()["status"] == "ready")
+            with http.stream("POST", "/v1/chat/completions", json=body) as response:
+                lines = response.iter_lines()
+                assert '"citations"' in next(lines)
+                process.send_signal(signal.SIGTERM)
+                assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.wait(300) == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--concurrency", "0"], "concurrency must be at least 1"),
+        (["--ratio", "2"], "ratio must be"),
+        (["--chunk-overlap", "300"], "--chunk-tokens"),
+        (["--store-gib", "0"], "--store-gib"),
+        (["--store-gib", "inf"], "--store-gib"),
+        (["--ram-gib", "-1"], "--ram-gib"),
+        (["--batch-gib", "0"], "--batch-gib"),
+        (["--max-body-mib", "nan"], "--max-body-mib"),
+        (["--max-upload-mib", "-1"], "--max-upload-mib"),
+        (["--shutdown-timeout", "nan"], "--shutdown-timeout"),
+        (["--api-key", "a b"], "API key"),
+        (["--api-key", "a", "--api-key", "b"], "--api-key NAME:KEY"),
+        (["--api-key", "one:a", "--api-key", "two:a"], "two API keys are equal"),
+        (["--namespace", "a\0b"], "namespace"),
+        (["--host", "192.0.2.1"], "cannot listen"),
+        (["--port", "99999"], "--port: must be from 0 to 65535"),
+        (["--prompt-template", "/nowhere"], "/nowhere"),
+        (["--prompt-template", sys.executable], "not UTF-8"),
+    ],
+)
+def test_wrong_settings_are_told_in_one_line(argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = main(["serve", *argv])
+    except SystemExit as end:  # 2 = wrong arguments
+        code = end.code
+    assert code in (1, 2)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvrag")
+    assert reason in line
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port), "--model", "nobody/nothing"]) == 1
+    assert f"kvrag: port {port} of 127.0.0.1 is in use: choose another with --port" in capsys.readouterr().err
+
+
+def test_a_store_of_another_model_is_refused(
+    engine: BlendEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.warm(CHUNKS)  # of the tiny llama
+    assert main(["serve", "--port", "0", "--store", str(tmp_path / "kv")]) == 1
+    assert "holds KV of tiny, not of reader" in capsys.readouterr().err

@@ -1,0 +1,556 @@
+"""OpenAI's interface in full, by the clients that people have: sampling features, responses, uploads, keep-alives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from blending import CHUNKS
+from langchain_core.messages import HumanMessage
+from langchain_openai import ChatOpenAI
+from openai import OpenAI
+from serving import NAME, Served, make_corpus, serving, until
+from transformers import AutoModelForCausalLM
+
+import kvrag
+import kvrag.server.answers
+from kvrag import BlendConfig, BlendEngine, FileStore, Model
+from kvrag.server import ApiKey, Corpus
+
+QUESTION = "Who likes curry?"
+MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
+PLAIN: dict[str, Any] = {"temperature": 0, "max_new_tokens": 8}
+CALL: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 8}
+PARAMETERS = {"type": "object", "properties": {"far": {"type": "boolean"}}, "required": ["far"]}
+TOOL: Any = {"type": "function", "name": "look", "description": "Look.", "parameters": PARAMETERS, "strict": False}
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    """The bundled reader, without an end token: its answers are as long as they may be."""
+    hf = AutoModelForCausalLM.from_pretrained(Path(kvrag.__file__).parent / "reader")
+    hf.generation_config.suppress_tokens = [hf.generation_config.eos_token_id]
+    store = FileStore(tmp_path_factory.mktemp("served") / "kv", min_free_bytes=0)
+    with BlendEngine(Model(hf, tokenizer, NAME), store, BlendConfig(controller="off")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def corpus(engine: BlendEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
+    corpus = make_corpus(engine, tmp_path_factory.mktemp("corpus"))
+    engine.warm(CHUNKS, document="all.txt")
+    corpus._index.add(CHUNKS, document="all.txt")
+    yield corpus
+    corpus._index.close()
+
+
+@pytest.fixture(scope="module")
+def served(engine: BlendEngine, corpus: Corpus) -> Iterator[Served]:
+    with serving(engine, corpus, top_k=2, max_tokens=16) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> OpenAI:
+    return OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+# -------------------------------------------------------------------- sampling features
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_reports_log_probabilities(client: OpenAI, engine: BlendEngine, stream: bool) -> None:
+    expected = engine.generate(MESSAGES, logprobs=2, **PLAIN)
+    said: Any = client.chat.completions.create(
+        **CALL, messages=MESSAGES, logprobs=True, top_logprobs=2, seed=1, stream=stream
+    )
+    choices = [piece.choices[0] for piece in said] if stream else said.choices
+    found = [each for choice in choices if choice.logprobs for each in choice.logprobs.content]
+    assert [each.logprob for each in found] == pytest.approx([each.logprob for each in expected.logprobs], abs=1e-3)
+    assert bytes(byte for each in found for byte in each.bytes).decode() == expected.text
+    assert all(len(each.top_logprobs) == 2 for each in found)
+    assert all(each.top_logprobs[0].logprob >= each.logprob for each in found)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_reports_log_probabilities(client: OpenAI, stream: bool) -> None:
+    said: Any = client.completions.create(**CALL, prompt="Mira Brel was", logprobs=3, stream=stream)
+    choices = [piece.choices[0] for piece in said] if stream else said.choices
+    text = "".join(choice.text for choice in choices)
+    parts = [choice.logprobs for choice in choices if choice.logprobs]
+    tokens = [token for part in parts for token in part.tokens]
+    offsets = [offset for part in parts for offset in part.text_offset]
+    assert "".join(tokens) == text
+    assert [text[start:][: len(token)] for start, token in zip(offsets, tokens, strict=True)] == tokens
+    assert {len(top) for part in parts for top in part.top_logprobs} == {3}
+
+
+def test_penalties_and_biases_change_the_answer_as_in_the_engine(client: OpenAI, engine: BlendEngine) -> None:
+    first = engine.generate(MESSAGES, **PLAIN).token_ids[0]
+    changes: dict[str, Any] = {"frequency_penalty": 1.5, "presence_penalty": 0.5}
+    expected = engine.generate(MESSAGES, **PLAIN, **changes, logit_bias={first: -100})
+    said = client.chat.completions.create(**CALL, messages=MESSAGES, **changes, logit_bias={str(first): -100})
+    assert said.choices[0].message.content == expected.text.lstrip() != engine.generate(MESSAGES, **PLAIN).text.lstrip()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_answers_have_seeds_of_their_own(client: OpenAI, engine: BlendEngine, stream: bool) -> None:
+    settings: dict[str, Any] = {"temperature": 2.0, "top_p": 0.99}
+    expected = [engine.generate(MESSAGES, seed=seed, max_new_tokens=8, **settings).text.lstrip() for seed in (5, 6, 7)]
+    assert len(set(expected)) == 3
+    said: Any = client.chat.completions.create(
+        model=NAME,
+        messages=MESSAGES,
+        n=3,
+        seed=5,
+        max_tokens=8,
+        stream=stream,
+        **settings,
+        **({"stream_options": {"include_usage": True}} if stream else {}),
+    )
+    if stream:
+        pieces = list(said)
+        texts, usage = ["", "", ""], pieces[-1].usage
+        for piece in pieces[:-1]:
+            texts[piece.choices[0].index] += piece.choices[0].delta.content or ""
+    else:
+        texts, usage = [choice.message.content for choice in said.choices], said.usage
+        assert all(choice.model_extra["kvrag"]["prompt_tokens"] == usage.prompt_tokens for choice in said.choices)
+    assert texts == expected
+    prompt = len(engine.tokenize(MESSAGES))
+    assert (usage.prompt_tokens, usage.completion_tokens) == (prompt, 24)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_are_lists_of_texts_or_of_token_ids(client: OpenAI, engine: BlendEngine, stream: bool) -> None:
+    texts = ["Mira Brel was", "Kan Dror owns"]
+    ids = [engine.tokenize(text) for text in texts]
+    expected = [engine.generate(text, **PLAIN).text for text in texts]
+    for prompt, wanted in ((texts, expected), (ids, expected), (ids[1], expected[1:])):
+        said: Any = client.completions.create(**CALL, prompt=prompt, stream=stream)
+        answers = [""] * len(wanted)
+        for piece in said if stream else [said]:
+            for choice in piece.choices:
+                answers[choice.index] += choice.text
+        assert answers == wanted
+        if not stream:
+            assert said.usage.prompt_tokens == sum(map(len, ids[-len(wanted) :]))
+
+
+def test_what_the_sdks_send_without_effect_is_accepted(client: OpenAI) -> None:
+    plain = client.chat.completions.create(**CALL, messages=MESSAGES)
+    said = client.chat.completions.create(
+        **CALL,
+        messages=MESSAGES,
+        reasoning_effort="low",
+        verbosity="low",
+        modalities=["text"],
+        service_tier="auto",
+        prompt_cache_key="a",
+        store=False,
+        n=1,
+        logit_bias={},
+        frequency_penalty=0,
+    )
+    assert said.choices[0].message.content == plain.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="Supported values are: 'text'"):
+        client.chat.completions.create(**CALL, messages=MESSAGES, modalities=["text", "audio"])
+
+
+# -------------------------------------------------------------------- responses
+
+
+def test_a_response_says_what_a_chat_says(client: OpenAI, engine: BlendEngine) -> None:
+    history: list[Any] = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+    expected = engine.generate(history, **PLAIN)
+    said = client.responses.create(
+        model=NAME, input=QUESTION, instructions="Be brief.", temperature=0, max_output_tokens=8, store=True
+    )
+    assert said.output_text == expected.text.lstrip()
+    assert (said.status, said.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
+    usage = said.usage
+    assert usage is not None
+    assert (usage.input_tokens, usage.output_tokens) == (expected.report.prompt_tokens, 8)
+    assert usage.total_tokens == usage.input_tokens + 8
+    assert said.model_extra is not None
+    assert said.model_extra["kvrag"]["prompt_tokens"] == usage.input_tokens
+    listed = client.responses.create(
+        model=NAME,
+        input=[
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]},
+        ],
+        temperature=0,
+        max_output_tokens=8,
+        include=["message.output_text.logprobs"],
+        top_logprobs=1,
+    )
+    assert listed.output_text == said.output_text
+    [part] = listed.output[0].content  # type: ignore[union-attr]
+    assert len(part.logprobs) == 8  # type: ignore[union-attr, arg-type]
+
+
+def test_a_streamed_response_has_openais_events(client: OpenAI, served: Served) -> None:
+    whole = client.responses.create(model=f"{NAME}-rag", input=QUESTION, temperature=0, max_output_tokens=8)
+    body = {"model": f"{NAME}-rag", "input": QUESTION, "temperature": 0, "max_output_tokens": 8}
+    with client.responses.stream(**body) as stream:  # checks the order of the events
+        events: list[Any] = list(stream)
+    final = events[-1].response
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert final.output_text == whole.output_text
+    assert [each["document"] for each in final.model_extra["citations"]] == ["all.txt", "all.txt"]
+    raw = served.http.post("/v1/responses", json={**body, "stream": True}).text
+    assert raw.startswith("event: response.created\ndata: {")
+    assert "[DONE]" not in raw
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_calls_functions(client: OpenAI, engine: BlendEngine, stream: bool) -> None:
+    settings: dict[str, Any] = {"model": NAME, "tools": [TOOL], "temperature": 0, "max_output_tokens": 64}
+    said: Any = client.responses.create(**settings, input=QUESTION, tool_choice="required", stream=stream)
+    if stream:
+        events = list(said)
+        deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        said = events[-1].response
+        assert len(deltas) > 3
+        assert "".join(deltas) == said.output[0].arguments
+    [call] = said.output
+    assert (call.type, call.name, said.status) == ("function_call", "look", "completed")
+    assert isinstance(json.loads(call.arguments)["far"], bool)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "A bird."}
+    again = client.responses.create(**settings, input=[*MESSAGES, call, result], tool_choice="none")
+    function = {"name": "look", "arguments": json.loads(call.arguments)}
+    history = [
+        *MESSAGES,
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "id": call.call_id, "function": function}],
+        },
+        {"role": "tool", "tool_call_id": call.call_id, "content": "A bird."},
+    ]
+    assert again.output_text == engine.generate(history, temperature=0, max_new_tokens=64).text.lstrip()
+
+
+def test_a_call_of_a_response_that_is_cut_off_is_incomplete(client: OpenAI) -> None:
+    settings: dict[str, Any] = {"model": NAME, "tools": [TOOL], "temperature": 0, "tool_choice": "required"}
+    sizes = []
+    for limit in range(1, 64):
+        *events, last = client.responses.create(**settings, input=QUESTION, max_output_tokens=limit, stream=True)
+        if last.type == "response.completed":
+            break
+        assert last.type == "response.incomplete"
+        [call] = last.response.output
+        is_whole = call.arguments.endswith("}")  # only the closing marks are missing
+        assert (call.name, call.status) == ("look", "completed" if is_whole else "incomplete")
+        assert [event.item for event in events if event.type == "response.output_item.done"] == [call]
+        deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        assert "".join(deltas) == call.arguments
+        sizes.append(len(call.arguments))
+    assert sizes[0] == 0 < sizes[-1]
+
+
+def test_a_response_keeps_to_a_schema(client: OpenAI) -> None:
+    text: Any = {"format": {"type": "json_schema", "name": "place", "schema": PARAMETERS}, "verbosity": "low"}
+    said = client.responses.create(model=NAME, input=QUESTION, text=text, temperature=0, max_output_tokens=64)
+    assert list(json.loads(said.output_text)) == ["far"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "responses are not stored, send the whole conversation as input"),
+        ({"tools": [{"type": "web_search"}]}, "for 'tools[0].type': 'web_search'. Supported values are: 'function'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image'. Supported values"),
+        ({"input": [{"role": "user"}]}, "Missing required parameter: 'input[0].content'."),
+        ({"input": [{"type": "function_call", "name": "a"}]}, "Missing required parameter: 'input[0].arguments'."),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "contains no message"),
+        ({"background": True}, "'background'"),
+        ({"max_output_tokens": 5000}, "limit of 4096"),
+        ({"colour": "red"}, "Unknown parameter: 'colour'."),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
+)
+def test_what_responses_do_not_support_is_refused_in_one_line(
+    served: Served, changes: dict[str, Any], words: str
+) -> None:
+    said = served.http.post("/v1/responses", json={"model": NAME, "input": QUESTION, **changes})
+    assert said.status_code == 400
+    assert words in said.json()["error"]["message"]
+
+
+def test_a_response_that_fails_in_mid_stream_says_so(engine: BlendEngine) -> None:
+    with serving(engine, timeout=0.5, token_limit=100_000) as served:
+        body = {"model": NAME, "input": QUESTION, "max_output_tokens": 100_000, "stream": True}
+        lines = served.http.post("/v1/responses", json=body).text.splitlines()
+    kinds = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    assert kinds[-2:] == ["error", "response.failed"]
+    assert "longer than" in json.loads(lines[-2].removeprefix("data: "))["response"]["error"]["message"]
+
+
+# -------------------------------------------------------------------- documents, embeddings, pages
+
+
+def test_files_are_uploaded_as_forms(served: Served, engine: BlendEngine, tmp_path: Path) -> None:
+    (tmp_path / "zorb.txt").write_text("The zorb of Wintle is a glass ball that whistles at noon in front of the mill.")
+    (tmp_path / "page.html").write_text(
+        "<p>The gromp of Wintle is a bell that nobody in the whole valley has heard.</p>"
+    )
+    curl = ["curl", "-sS", f"{served.url}/v1/corpus", "-F", f"file=@{tmp_path / 'zorb.txt'}"]
+    one = json.loads(subprocess.run([*curl, "-F", "id=notes/z"], capture_output=True, check=True).stdout)
+    assert (one["id"], one["status"]) == ("notes/z", "queued")
+    two = json.loads(
+        subprocess.run([*curl, "-F", f"file=@{tmp_path / 'page.html'}"], capture_output=True, check=True).stdout
+    )
+    assert [each["id"] for each in two["data"]] == ["zorb.txt", "page.html"]
+    for name in ("notes/z", "zorb.txt", "page.html"):
+        until(lambda name=name: served.http.get(f"/v1/corpus/{name}").json()["status"] == "ready")
+    listed = {each["id"]: each for each in served.http.get("/v1/corpus").json()["data"]}
+    assert listed["all.txt"]["tokens"] == listed["all.txt"]["tokens_done"] == sum(len(engine.encode(c)) for c in CHUNKS)
+    shown = served.http.get("/v1/corpus/page.html").json()
+    assert shown == listed["page.html"]
+    assert shown["tokens"] == len(
+        engine.encode("The gromp of Wintle is a bell that nobody in the whole valley has heard.")
+    )
+    for name in ("notes/z", "zorb.txt", "page.html"):
+        served.http.delete(f"/v1/corpus/{name}")
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"files": {"other": b"x"}}, "a field `file`"),
+        (
+            {"files": [("file", ("a.txt", b"x")), ("file", ("b.txt", b"x"))], "data": {"id": "c"}},
+            "without the field `id`",
+        ),
+        ({"files": {"file": ("a.pdf", b"no")}}, "a.pdf: skipped: it is a broken or protected PDF"),
+        ({"files": {"file": ("../a.txt", b"x")}}, "document id"),
+        ({"content": b"x", "headers": {"Content-Type": "multipart/form-data; boundary=a"}}, "form"),
+        ({"content": b"{"}, "must be JSON, or a form"),
+        ({"json": {"id": "a"}}, "Missing required parameter: 'text'."),
+    ],
+    ids=range(7),
+)
+def test_forms_without_documents_are_refused(served: Served, request_: dict[str, Any], words: str) -> None:
+    said = served.http.post("/v1/corpus", **request_)
+    assert said.status_code == 400
+    assert words in said.json()["error"]["message"]
+    assert served.http.get("/v1/corpus").json()["total"] == 1
+
+
+def test_a_form_sent_to_a_files_path_is_not_taken_for_the_file(served: Served) -> None:
+    said = served.http.put("/v1/corpus/a.txt", files={"file": b"x"})
+    assert (said.status_code, "POST /v1/corpus" in said.text) == (400, True)
+
+
+def test_token_ids_are_embedded_as_their_texts(client: OpenAI, corpus: Corpus) -> None:
+    tokenizer = corpus._index._embedder._loaded().tokenizer
+    texts = [CHUNKS[0], "Don't stop."]
+    ids = [tokenizer(text)["input_ids"] for text in texts]  # with its control tokens
+    by_text = client.embeddings.create(model=corpus.embedder, input=texts)
+    by_ids = client.embeddings.create(model=corpus.embedder, input=ids)
+    alone = client.embeddings.create(model=corpus.embedder, input=ids[1])
+    for one, other in (
+        (by_text.data[0], by_ids.data[0]),
+        (by_text.data[1], by_ids.data[1]),
+        (by_text.data[1], alone.data[0]),
+    ):
+        assert one.embedding == pytest.approx(other.embedding, abs=1e-5)
+    assert by_ids.usage == by_text.usage
+
+
+def test_the_documentation_page_works_with_keys(engine: BlendEngine) -> None:
+    with serving(engine, api_keys=(ApiKey("one"),)) as served:
+        assert "swagger" in httpx.get(f"{served.url}/docs").text
+        described = httpx.get(f"{served.url}/openapi.json").json()
+    assert described["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"
+    assert {"/v1/responses", "/v1/chat/completions"} <= set(described["paths"])
+    assert "multipart/form-data" in described["paths"]["/v1/corpus"]["post"]["requestBody"]["content"]
+
+
+def test_the_limit_of_a_body_names_its_option(engine: BlendEngine, tmp_path: Path) -> None:
+    corpus = make_corpus(engine, tmp_path / "small", namespace="small")
+    with serving(engine, corpus, namespace="small", max_body=1 << 20, max_upload=3 << 20) as served:
+        long = served.ask("x" * (2 << 20))
+        upload = served.http.post("/v1/corpus", files={"file": ("a.txt", b"x" * (4 << 20))})
+        allowed = served.http.post("/v1/corpus", files={"file": ("a.txt", b"x " * (1 << 20))})
+        served.http.delete("/v1/corpus/a.txt")
+    corpus._index.close()
+    assert long.status_code == upload.status_code == 413
+    assert "limit of 1 MiB (--max-body-mib)" in long.json()["error"]["message"]
+    assert "limit of 3 MiB (--max-upload-mib)" in upload.json()["error"]["message"]
+    assert allowed.status_code == 202
+
+
+# -------------------------------------------------------------------- keep-alives
+
+
+def test_a_stream_without_events_is_kept_alive(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvrag.server.answers, "KEEP_ALIVE_S", 0.05)
+    forward = engine.model.forward
+
+    def slow(*args: Any, **settings: Any) -> Any:
+        time.sleep(0.3)
+        return forward(*args, **settings)
+
+    with serving(engine) as served:
+        expected = served.ask(QUESTION, max_tokens=2).json()["choices"][0]["message"]["content"]
+        monkeypatch.setattr(engine.model, "forward", slow)
+        lines = served.ask(QUESTION, max_tokens=2, stream=True).text.splitlines()
+        client = OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+        pieces = client.chat.completions.create(**{**CALL, "max_tokens": 2}, messages=MESSAGES, stream=True)
+        said = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    first = next(number for number, line in enumerate(lines) if line.startswith("data: "))
+    assert lines[:first].count(": waiting") >= 1
+    assert said == expected
+
+
+def test_an_error_after_the_first_keep_alive_is_an_event(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvrag.server.answers, "KEEP_ALIVE_S", 0.05)
+
+    def fails(*args: Any, **settings: Any) -> Any:
+        time.sleep(0.3)
+        raise MemoryError
+
+    monkeypatch.setattr(engine.model.hf, "forward", fails)
+    with serving(engine) as served:
+        said = served.ask(QUESTION, stream=True)
+        until(lambda: served.running() == (0, 0))
+    assert (said.status_code, "out_of_memory" in said.text, "[DONE]" in said.text) == (200, True, False)
+
+
+def test_a_client_that_leaves_before_the_first_event_ends_the_work(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvrag.server.answers, "KEEP_ALIVE_S", 0.05)
+    forward, calls = engine.model.forward, [0]
+
+    def slow(*args: Any, **settings: Any) -> Any:
+        calls[0] += 1
+        time.sleep(0.5)
+        return forward(*args, **settings)
+
+    monkeypatch.setattr(engine.model, "forward", slow)
+    body = {**CALL, "max_tokens": 500, "messages": MESSAGES, "stream": True}
+    with serving(engine) as served:
+        with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            assert next(response.iter_lines()) == ": waiting"
+        until(lambda: served.running() == (0, 0))
+    assert calls[0] < 20
+
+
+# -------------------------------------------------------------------- what other clients send
+
+
+def test_langchain_uses_the_responses_interface(served: Served, engine: BlendEngine) -> None:
+    llm = ChatOpenAI(
+        base_url=f"{served.url}/v1", api_key="none", model=NAME, temperature=0, max_tokens=8, use_responses_api=True
+    )
+    expected = engine.generate(MESSAGES, **PLAIN).text.lstrip()
+    said = llm.invoke(QUESTION)
+    assert said.text == expected
+    assert said.usage_metadata is not None
+    assert said.usage_metadata["output_tokens"] == 8
+    assert "".join(piece.text for piece in llm.stream(QUESTION)) == expected
+    tool = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": PARAMETERS}}
+    llm.max_tokens = 64
+    called = llm.bind_tools([tool], tool_choice="look").invoke(QUESTION)
+    assert [call["name"] for call in called.tool_calls] == ["look"]
+
+
+def test_langchain_reads_log_probabilities_and_several_answers(served: Served) -> None:
+    llm = ChatOpenAI(
+        base_url=f"{served.url}/v1",
+        api_key="none",
+        model=NAME,
+        max_tokens=4,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+        n=2,
+        frequency_penalty=0.5,
+        presence_penalty=0.5,
+        logit_bias={"5": -1},
+    )
+    generations = llm.generate([[HumanMessage(QUESTION)]]).generations[0]
+    assert len(generations) == 2
+    assert len(generations[0].message.response_metadata["logprobs"]["content"]) == 4  # type: ignore[union-attr]
+
+
+def test_llama_indexs_class_for_such_servers(served: Served, engine: BlendEngine) -> None:
+    """It needs openai<3: skipped where a newer one is installed."""
+    module = pytest.importorskip("llama_index.llms.openai_like")
+    llm = module.OpenAILike(
+        api_base=f"{served.url}/v1", api_key="none", model=NAME, is_chat_model=True, temperature=0, max_tokens=8
+    )
+    assert llm.complete(QUESTION).text == engine.generate(MESSAGES, **PLAIN).text.lstrip()
+    assert "".join(piece.delta or "" for piece in llm.stream_complete(QUESTION)).strip()
+
+
+OPEN_WEBUI = {
+    "stream": True,
+    "model": NAME,
+    "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}],
+    "stream_options": {"include_usage": True},
+    "temperature": 0.0,
+    "top_p": 0.9,
+    "max_tokens": 8,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "reasoning_effort": "medium",
+    "seed": 1,
+    "stop": ["###"],
+    "logit_bias": {"5": -1},
+}
+"""A chat with every parameter of its settings that OpenAI knows."""
+OPEN_WEBUI_TITLE = {
+    "model": NAME,
+    "messages": [{"role": "user", "content": "### Task:\nGenerate a concise title."}],
+    "stream": False,
+    "max_completion_tokens": 8,
+}
+LIBRECHAT = {
+    "model": NAME,
+    "temperature": 1,
+    "top_p": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "user": "662f1f77bcf86cd799439011",
+    "stream": True,
+    "messages": [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}],
+}
+
+
+@pytest.mark.parametrize("body", [OPEN_WEBUI, OPEN_WEBUI_TITLE, LIBRECHAT], ids=["open-webui", "title", "librechat"])
+def test_chat_interfaces_are_answered(served: Served, body: dict[str, Any]) -> None:
+    said = served.http.post("/v1/chat/completions", json=body)
+    assert said.status_code == 200, said.text
+    if not body["stream"]:
+        assert said.json()["choices"][0]["message"]["content"]
+        return
+    *events, done = [line.removeprefix("data: ") for line in said.text.splitlines() if line.startswith("data: ")]
+    assert done == "[DONE]"
+    text = "".join(choice["delta"].get("content", "") for event in events for choice in json.loads(event)["choices"])
+    assert text == text.lstrip() != ""

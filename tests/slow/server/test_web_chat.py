@@ -1,0 +1,168 @@
+"""The chat page in a real browser: sample documents, a race, a second turn, upload and deletion; without a server."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import pytest
+import torch
+from families import build
+from pdf import pdf
+from run_script import start
+
+from kvrag import sample
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'kvrag[dev]'")
+
+BROWSER = next(filter(None, map(which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt-get install chromium, as .ci/run does")
+
+KVRAG = Path(sys.executable).with_name("kvrag")
+FLAGS = [
+    "--no-sandbox",  # CI is root
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+# every text that the newest answer has had
+WATCH = """() => {
+    window.heard = [];
+    new MutationObserver(() => {
+        const text = [...document.querySelectorAll('.lane:first-child .answer')].at(-1)?.innerText ?? '';
+        if (text && text !== window.heard.at(-1)) window.heard.push(text);
+    }).observe(document.body, {childList: true, subtree: true, characterData: true});
+}"""
+
+
+@pytest.fixture(scope="module")
+def model_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that says words until the limit is reached: a piece of the stream for each."""
+    folder = tmp_path_factory.mktemp("model")
+    hf = build("llama", max_position_embeddings=2048)
+    words = [re.fullmatch(" ?[a-z]+", tokenizer.decode([number])) is not None for number in range(len(tokenizer))]
+    with torch.no_grad():
+        others = [number for number in range(hf.vocab_size) if number >= len(words) or not words[number]]
+        hf.lm_head.weight[others] = 0  # some word's logit is above
+    hf.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def server(model_folder: Path, tmp_path: Path) -> Iterator[Any]:
+    """A process of `kvrag chat --web`, with its `url`."""
+    arguments = ["--model", str(model_folder), "--store", "kv", "--top-k", "5", "--max-tokens", "12", "--json"]
+    process = start(KVRAG, "chat", "--web", *arguments, folder=tmp_path)
+    try:
+        while not (said := tmp_path / "stdout").exists() or "\n" not in said.read_text():
+            assert process.is_alive(), (tmp_path / "stderr").read_text()
+            time.sleep(0.1)
+        process.url = json.loads(said.read_text())["url"]
+        yield process
+    finally:
+        process.terminate()
+        process.join(60)
+
+
+@pytest.fixture
+def page(server: Any) -> Iterator[Any]:
+    """The page, open."""
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1366, "height": 768})
+        page.set_default_timeout(120_000)
+        yield page
+        browser.close()
+
+
+def ask(page: Any, question: str, turn: int) -> None:
+    page.fill("#question", question)
+    page.press("#question", "Enter")
+    page.locator(".verdict:not([hidden])").nth(turn - 1).wait_for()
+
+
+def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
+    addresses: list[str] = []
+    asked: list[dict[str, Any]] = []
+    failed: list[Any] = []
+    page.on("request", lambda request: addresses.append(request.url))
+    page.on("request", lambda request: asked.append(request.post_data_json) if "chat/" in request.url else None)
+    page.on("pageerror", lambda error: failed.append(error))
+    page.goto(server.url)
+    page.evaluate(WATCH)
+
+    # the sample documents are there; a question waits for them
+    ask(page, "Who is the cook?", 1)
+    heard = [text for text in page.evaluate("window.heard") if not text.startswith("Waiting: ")]
+    assert len(heard) > 2  # not all at once
+    assert all(later.startswith(earlier) for earlier, later in pairwise(heard))
+    assert page.locator("#documents li").count() == len(sample.HANDBOOK.documents())
+    lanes = page.locator(".lane")
+    assert lanes.locator(".name").all_inner_texts() == ["kvrag", "Full prefill"]
+    assert all(re.fullmatch(r"\d+ ms|\d+\.\d\d s", text) for text in lanes.locator(".time").all_inner_texts())
+    assert re.search(r"[1-9]\d* reused, [1-9]\d* of them recomputed", lanes.first.inner_text())
+    assert "median of 1 question:" in page.inner_text("#score")
+    page.click(".sources > summary")
+    page.click(".sources li:first-child summary")
+    assert page.locator(".sources li").count() == 5
+    named = page.inner_text(".sources > summary")
+    assert re.fullmatch(r"5 passages from \S+, \S+, \S+ and 2 other documents", named)
+    assert page.is_hidden("#tiny")  # the note about the bundled model
+    assert page.inner_text(".sources li:first-child p") in "".join(sample.HANDBOOK.documents().values())
+    assert [body.get("policy") for body in asked] == [None, "full"]
+    assert asked[0]["messages"] == asked[1]["messages"]
+
+    # a second turn knows the first
+    said = lanes.first.locator(".answer").inner_text()
+    ask(page, "Where does he work?", 2)
+    roles = [(message["role"], message["content"]) for message in asked[2]["messages"]]
+    assert roles == [("user", "Question: Who is the cook?"), ("assistant", said), ("user", "Where does he work?")]
+
+    # upload, and deletion
+    (tmp_path / "note.md").write_text("Yusuf Demir works in the canteen, and he sings while he cooks fish soup.")
+    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 no more than this")
+    (tmp_path / "lines.jsonl").write_text('{"text": "Ada Holm works in the archive."}\nno JSON\n')
+    page.set_input_files("#files", [tmp_path / name for name in ("note.md", "broken.pdf", "lines.jsonl")])
+    page.locator("#documents li", has_text="it is a broken or protected PDF").wait_for()
+    page.locator("#documents li", has_text="lines.jsonl").get_by_text("line 2: skipped: it is not JSON").wait_for()
+    page.locator("#documents li", has_text="note.md").get_by_text("1 chunk").wait_for()
+    page.get_by_label("Delete handbook/petrel.md").click()
+    page.get_by_label("Delete handbook/petrel.md").wait_for(state="detached")
+    page.get_by_label("Delete broken.pdf").click()
+    page.get_by_text("it is a broken or protected PDF").wait_for(state="detached")
+    page.get_by_text("17 documents").wait_for()
+
+    # a chunk over two pages
+    (tmp_path / "choir.pdf").write_bytes(pdf("The choir meets on Mondays", "in the old fire station."))
+    page.set_input_files("#files", [tmp_path / "choir.pdf"])
+    page.get_by_text("18 documents").wait_for()
+    page.locator("#documents li", has_text="choir.pdf").get_by_text("1 chunk").wait_for()
+    ask(page, "Where does the choir meet?", 3)
+    page.locator(".sources").last.locator("> summary").click()
+    page.locator(".sources li summary", has_text="choir.pdf (pages 1-2)").wait_for()
+
+    # small and dark
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.click("#theme")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+
+    # a lost server is reported in words
+    server.terminate()
+    server.join(60)
+    page.fill("#question", "Is anybody there?")
+    page.press("#question", "Enter")
+    page.locator(".problem", has_text="The server does not answer").wait_for()
+    assert failed == []
+    assert [address for address in addresses if not address.startswith((server.url, "data:"))] == []  # works offline

@@ -1,0 +1,252 @@
+"""What is shipped, and the workflows that ship it."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from email import message_from_bytes
+from email.message import Message
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import kvrag
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "kvrag": (ROOT, "kvrag"),
+    "langchain-kvrag": (ROOT / "integrations" / "langchain-kvrag", "langchain_kvrag"),
+    "llama-index-llms-kvrag": (ROOT / "integrations" / "llama-index-llms-kvrag", "llama_index"),
+    "vllm-kvrag": (ROOT / "integrations" / "vllm-kvrag", "vllm_kvrag"),
+}
+LARGEST = 20 << 20
+REPOSITORY = "https://github.com/kvrag/kvrag"
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+release = runpy.run_path(str(ROOT / "scripts" / "release.py"))
+
+
+@dataclass(frozen=True)
+class Built:
+    """A package's files as they are shipped, name -> content; the sdist's without its folder.
+
+    `files` are those that lay in the package's folder when it was built.
+    """
+
+    project: Path
+    package: str
+    files: set[str]
+    wheel: dict[str, bytes]
+    sdist: dict[str, bytes]
+    wheel_of_sdist: dict[str, bytes]
+
+    @property
+    def metadata(self) -> Message:
+        (name,) = (name for name in self.wheel if name.endswith(".dist-info/METADATA"))
+        return message_from_bytes(self.wheel[name])
+
+
+@pytest.fixture(scope="module", params=PACKAGES)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Built here, and once more out of the sdist, as `build` and pip do it."""
+    project, package = PACKAGES[request.param]
+    files = {path.relative_to(project).as_posix() for path in _files(project / package)}
+    out = tmp_path_factory.mktemp("built")
+    (sdist,) = SdistBuilder(str(project)).build(directory=str(out), versions=["standard"])
+    with tarfile.open(sdist) as archive:
+        archive.extractall(out / "unpacked", filter="data")
+        members = [member for member in archive if member.isfile()]
+        contents = {member.name.partition("/")[2]: archive.extractfile(member).read() for member in members}
+    (unpacked,) = (out / "unpacked").iterdir()
+    return Built(project, package, files, _wheel(project, out / "direct"), contents, _wheel(unpacked, out / "again"))
+
+
+def _wheel(project: Path, out: Path) -> dict[str, bytes]:
+    (path,) = WheelBuilder(str(project)).build(directory=str(out), versions=["standard"])
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def _extras(project: Path) -> tuple[str, set[str]]:
+    described = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    return described["name"], set(described.get("optional-dependencies", {}))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+
+
+# ---------------------------------------------------------------- wheels and sdists
+
+
+def test_a_wheel_has_the_package_and_nothing_else(built: Built) -> None:
+    code = set(built.files)
+    if built.package == "kvrag":
+        for folder in ("corpus", "handbook"):
+            code |= {f"kvrag/{folder}/{path.name}" for path in (ROOT / "examples" / folder).iterdir()}
+    shipped = {name for name in built.wheel if ".dist-info/" not in name}
+    assert shipped == code
+    typed = {name.removesuffix("py.typed") for name in shipped if name.endswith("/py.typed")}
+    assert all(any(name.startswith(folder) for folder in typed) for name in shipped)
+    assert len(code) > 4
+
+
+def test_the_wheel_out_of_the_sdist_is_the_wheel(built: Built) -> None:
+    assert built.wheel_of_sdist == built.wheel
+
+
+def test_the_reader_and_the_handbook_are_shipped(built: Built) -> None:
+    if built.package != "kvrag":
+        pytest.skip("has none")
+    assert len([name for name in built.wheel if re.fullmatch(r"kvrag/handbook/[a-z-]+\.md", name)]) == 16
+    reader = {name.removeprefix("kvrag/reader/") for name in built.wheel if name.startswith("kvrag/reader/")}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"} <= reader
+
+
+def test_every_package_has_its_licence_and_readme(built: Built) -> None:
+    licence = (ROOT / "LICENSE").read_bytes()
+    assert [content for name, content in built.wheel.items() if name.endswith("/licenses/LICENSE")] == [licence]
+    assert built.sdist["LICENSE"] == licence
+    assert built.metadata["License-Expression"] == "Apache-2.0"
+    assert built.metadata["Description-Content-Type"] == "text/markdown"
+    assert built.metadata.get_payload(decode=True).decode().strip() == (built.project / "README.md").read_text().strip()
+
+
+def test_pypi_gets_what_it_shows(built: Built) -> None:
+    metadata = built.metadata
+    assert metadata["Author"] == "the kvrag authors"
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
+    assert {*urls} == {"Documentation", "Source", "Changelog", "Issues"}
+    readme = metadata.get_payload(decode=True).decode()
+    links = {*re.findall(r"\]\(([^)]+)\)", readme)}
+    if built.package != "kvrag":  # PyPI does not know where a relative link starts
+        assert all(link.startswith("https://") for link in links)
+    there = [link for link in {*links, *urls.values()} if link.startswith(REPOSITORY)]
+    assert there
+    for link in there:
+        path = re.sub(r"^/(blob|tree)/main/", "", link.removeprefix(REPOSITORY)).partition("#")[0]
+        assert path in ("", "/issues") or (ROOT / path).exists(), link
+
+
+def test_llamahub_knows_every_class() -> None:
+    project, _ = PACKAGES["llama-index-llms-kvrag"]
+    described = tomllib.loads((project / "pyproject.toml").read_text())["tool"]["llamahub"]
+    packages = [import_module(name) for name in (described["import_path"], "llama_index.vector_stores.kvrag")]
+    assert {*described["class_authors"]} == {name for package in packages for name in package.__all__}
+
+
+def test_nothing_shipped_or_kept_is_large(built: Built) -> None:
+    sizes = {name: len(content) for files in (built.wheel, built.sdist) for name, content in files.items()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    sizes |= {name: (ROOT / name).stat().st_size for name in tracked.splitlines() if (ROOT / name).is_file()}
+    assert {name: size for name, size in sizes.items() if size > LARGEST} == {}
+
+
+# ---------------------------------------------------------------- versions and requirements
+
+
+def test_one_version_everywhere() -> None:
+    assert release["check_versions"]("") == release["check_versions"](f"v{kvrag.__version__}") == kvrag.__version__
+    with pytest.raises(SystemExit, match=r"the tag v9\.9\.9 is not"):
+        release["check_versions"]("v9.9.9")
+
+
+def test_the_packages_allow_each_other(built: Built) -> None:
+    assert built.metadata["Version"] == kvrag.__version__
+    needed = [Requirement(text) for text in built.metadata.get_all("Requires-Dist")]
+    for requirement in needed:
+        if requirement.name in PACKAGES:
+            assert requirement.specifier.contains(kvrag.__version__)
+            assert requirement.extras <= _extras(PACKAGES[requirement.name][0])[1]
+    assert (built.package == "kvrag") != ("kvrag" in [requirement.name for requirement in needed])
+
+
+def test_what_was_tested_with_is_allowed(built: Built) -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for text in built.metadata.get_all("Requires-Dist"):
+        requirement = Requirement(text)
+        if pinned := pins.get(canonicalize_name(requirement.name)):
+            assert requirement.specifier.contains(pinned), text
+
+
+def test_extras_that_messages_name_exist() -> None:
+    known = dict(_extras(project) for project, _ in PACKAGES.values())
+    sources = [path for project, package in PACKAGES.values() for path in (project / package).rglob("*.py")]
+    named = {match for path in sources for match in re.findall(r"\b([a-z-]*kvrag)\[([a-z,-]+)\]", path.read_text())}
+    assert ("kvrag", "cli") in named
+    for package, extras in named:
+        assert set(extras.split(",")) <= known[package], f"{package}[{extras}]"
+
+
+def test_a_python_that_is_claimed_is_tested(built: Built) -> None:
+    if built.package != "kvrag":
+        pytest.skip("kvrag's say it")
+    claimed = [line.rpartition(" ")[2] for line in built.metadata.get_all("Classifier") if ":: Python :: 3." in line]
+    matrix = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text())["jobs"]["check"]["strategy"]["matrix"]
+    assert matrix["python"] == claimed
+    assert built.metadata["Requires-Python"] == f">={claimed[0]}"
+
+
+# ---------------------------------------------------------------- workflows and templates
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_may_do_no_more_than_it_must(path: Path) -> None:
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] in ({}, {"contents": "read"})
+    for name, job in workflow["jobs"].items():
+        allowed = job.get("permissions", {})
+        assert allowed in ({}, {"contents": "read"}) or (name, allowed) == ("publish", {"id-token": "write"})
+        assert "uses" in job or job["timeout-minutes"] <= 60
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_calls_what_exists(path: Path) -> None:
+    goals = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    jobs: dict[str, Any] = yaml.safe_load(path.read_text())["jobs"]
+    for job in jobs.values():
+        assert (ROOT / job.get("uses", "")).exists()
+        assert job.get("needs", next(iter(jobs))) in jobs
+        for step in job.get("steps", ()):
+            if "uses" in step:
+                assert re.fullmatch(r"[\w-]+/[\w-]+@(release/)?v\d+", step["uses"])
+            else:
+                program, goal = step["run"].split()
+                assert (program, goal) == ("make", goal)
+                assert goal in goals
+
+
+def test_ci_does_what_make_does() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text())["jobs"]
+    for job, target in (("check", "check"), ("vllm", "test-vllm")):
+        assert [step["run"] for step in jobs[job]["steps"] if "run" in step] == [f"make {target}"]
+    run = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [line for line in run if line.startswith("make ")] == ['make test-vllm >"$log" 2>&1 &', "make check"]
+    assert any(line.startswith('wait "$vllm" || ') for line in run)  # a failure beside the other tests is one, too
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda p: p.stem)
+def test_an_issue_form_asks_for_what_is_needed(path: Path) -> None:
+    form = yaml.safe_load(path.read_text())
+    assert form["name"]
+    assert form["description"]
+    asked = [part for part in form["body"] if part["type"] != "markdown"]
+    assert len({part["id"] for part in asked}) == len(asked) > 0
+    for part in asked:
+        assert part["attributes"]["label"]
+        assert part["validations"] == {"required": True}

@@ -1,0 +1,138 @@
+"""Text of single tokens, joined, is the text of all of them; and no token is decoded with the whole answer."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from blending import CHUNKS
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from kvrag.backend.transformers.control_tokens import _apply_marked, apply_chat_template
+from kvrag.backend.transformers.tokenizer import TextStream
+
+SAID = "The café's “crème brûlée” costs 3 €; 東京から 🍮🍮 and more."
+
+
+def _sentencepiece() -> Any:
+    """A tokenizer in the manner of Llama 2: spaces as ▁, none at the start, unknown characters as bytes."""
+    words = ["<unk>", "<s>", "</s>", "▁He", "llo", "▁wor", "ld", "▁", "▁\ufffd"]
+    words += [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = {word: number for number, word in enumerate(words)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+class _Slow:
+    """A tokenizer without a Rust backend: decodes as another one does."""
+
+    def __init__(self, hf: Any) -> None:
+        self._hf, self.added_tokens_decoder, self.num_decoded = hf, hf.added_tokens_decoder, 0
+
+    def decode(self, ids: list[int], **settings: Any) -> str:
+        self.num_decoded += len(ids)
+        return str(self._hf.decode(ids, **settings))
+
+
+@pytest.fixture(params=["byte-level", "sentencepiece", "slow byte-level", "slow sentencepiece"])
+def hf(request: pytest.FixtureRequest, tokenizer: Any) -> Any:
+    fast = tokenizer if "byte-level" in request.param else _sentencepiece()
+    return _Slow(fast) if "slow" in request.param else fast
+
+
+def _bytes(text: bytes) -> list[int]:
+    vocab = _sentencepiece().get_vocab()
+    return [vocab[f"<0x{byte:02X}>"] for byte in text]
+
+
+def _joined(hf: Any, ids: list[int], control_tokens: bool = False) -> str:
+    stream = TextStream(hf, control_tokens)
+    return "".join([*map(stream.push, ids), stream.rest()])
+
+
+def _whole(hf: Any, ids: list[int], control_tokens: bool = False) -> str:
+    return str(hf.decode(ids, skip_special_tokens=not control_tokens, clean_up_tokenization_spaces=False))
+
+
+@pytest.mark.parametrize("control_tokens", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_joined_pieces_are_the_whole_text(hf: Any, seed: int, control_tokens: bool) -> None:
+    """Of any tokens; also of words, characters in pieces and control tokens that a model may well write."""
+    chance = random.Random(seed)
+    if hf.decode([3]) == "He":
+        parts = [[3], [4], [5], [7], [8], [1], [2], *([_bytes("東".encode()), _bytes("🍮".encode())] * 2)]
+        ids = [token for _ in range(60) for token in chance.choice(parts)]
+    else:
+        ids = [chance.randrange(1418) for _ in range(200)]
+    assert _joined(hf, ids, control_tokens) == _whole(hf, ids, control_tokens)
+
+
+def test_the_first_space_is_dropped_and_no_other() -> None:
+    hf = _sentencepiece()
+    stream = TextStream(hf)
+    assert [stream.push(token) for token in (3, 4, 5, 6, 3)] == ["He", "llo", " wor", "ld", " He"]
+    stream = TextStream(hf)
+    assert [stream.push(token) for token in (1, 3, 1, 5)] == ["", "He", "", " wor"], "control tokens leave no trace"
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ([3, *_bytes("東".encode())[:2]], "He\ufffd\ufffd"),  # breaks off inside of a character
+        ([3, *_bytes("東".encode())[:1], 5], "He\ufffd wor"),
+        ([*_bytes(b"\xff"), 5], "\ufffd wor"),
+        ([3, 8, 5], "He \ufffd wor"),  # the replacement character itself
+    ],
+)
+def test_bytes_that_are_not_utf8_are_replacement_characters(said: list[int], text: str) -> None:
+    assert _joined(_sentencepiece(), said) == text
+    assert _joined(_Slow(_sentencepiece()), said) == text
+
+
+def test_bytes_that_make_those_before_them_invalid_do_not_end_the_answer() -> None:
+    """`DecodeStream` raises "Invalid prefix" there, and at every token after it."""
+    text = _joined(_sentencepiece(), [3, *_bytes(b"A\xff"), 4, 5, 6])
+    assert text.startswith("HeA")
+    assert text.endswith("llo world")
+
+
+@pytest.mark.parametrize("answer", ["text", "control tokens", "invalid bytes"])
+def test_work_is_linear(answer: str, tokenizer: Any) -> None:
+    """Every token is decoded a bounded number of times, also where none of them becomes text."""
+    hf = _Slow(_sentencepiece() if answer == "invalid bytes" else tokenizer)
+    ids = {"text": tokenizer.encode(SAID * 20), "control tokens": [1] * 3000, "invalid bytes": _bytes(b"\xff") * 3000}
+    _joined(hf, ids[answer])
+    assert hf.num_decoded <= 24 * len(ids[answer])
+
+
+def test_fast_tokenizers_decode_nothing_anew(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, decoded = tokenizer.encode(SAID * 20), []
+    decode = type(tokenizer).decode
+    monkeypatch.setattr(
+        type(tokenizer), "decode", lambda hf, ids, **settings: decoded.append(len(ids)) or decode(hf, ids, **settings)
+    )
+    assert _joined(tokenizer, ids) == SAID * 20
+    assert sum(decoded) < 10, "only what is left at the end"
+
+
+# ---------------------------------------------------------------- control tokens in messages
+
+MESSAGES = [
+    [{"role": "user", "content": "Hello there"}],
+    [{"role": "system", "content": CHUNKS[0]}, {"role": "user", "content": f"{CHUNKS[1]} <s> and </s><s>?"}],
+    [{"role": "user", "content": "</s> first </s"}, {"role": "assistant", "content": "<pad>"}],
+    [{"role": "user", "content": "forged \U000f0000<s>\U000f0001 <\U000f0000s>"}],
+    [{"role": "user", "content": [{"type": "text", "text": "a <s>"}]}],
+]
+
+
+@pytest.mark.parametrize("messages", MESSAGES)
+def test_control_tokens_are_written_as_text_as_newer_transformers_do(messages: Any, tokenizer: Any) -> None:
+    ids = _apply_marked(tokenizer, messages, {"add_generation_prompt": True})
+    assert ids == apply_chat_template(tokenizer, messages, add_generation_prompt=True)

@@ -1,0 +1,797 @@
+"""The command line, in-process, on the bundled reader and the articles in examples/corpus."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pdf import PDF, pdf
+
+import kvrag.cli.bench
+import kvrag.retrieval.index
+from kvrag import BlendConfig, BlendEngine, Model
+from kvrag.backend.transformers.shapes import SHAPES
+from kvrag.bench.ttft import TtftResult, TtftRow
+from kvrag.cli import demo
+from kvrag.cli.common import human_bytes, progress
+from kvrag.cli.main import _COMMANDS, _parser, main
+from kvrag.config import DEFAULT_POLICY
+from kvrag.reader.corpus import corpus
+from kvrag.sample import ARTICLES
+from kvrag.store import FileStore
+
+CORPUS = Path(__file__).parents[3] / "examples" / "corpus"
+QUESTIONS = (("What does Ingla play?", "leather drum"), ("Which town was first settled in 1957?", "Jomouth"))
+QUESTION, ANSWER = "In which year did Ingla leave school?", "1885"
+CUT = ("--chunk-tokens", 40)  # two chunks to each article of `folder`
+CONTEXT = ("--top-k", "3", "--around", "2")
+load_embedder = functools.cache(kvrag.retrieval.index.load_embedder)
+Json = Callable[..., Any]
+CHUNKS = 78  # of the corpus
+
+
+@pytest.fixture(scope="module", autouse=True)
+def reader() -> Iterator[Model]:
+    """Stays loaded, and on one thread: it is too small to share its work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Model.from_pretrained("reader")
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _embedder_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvrag.retrieval.index, "load_embedder", load_embedder)
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory: pytest.TempPathFactory, reader: Model) -> Path:
+    """A store with the corpus; not to be changed."""
+    store = tmp_path_factory.mktemp("warmed")
+    kvrag.retrieval.index.load_embedder, original = load_embedder, kvrag.retrieval.index.load_embedder
+    try:
+        assert main(["warm", str(CORPUS), "--store", str(store), *map(str, CUT), "--json"]) == 0
+    finally:
+        kvrag.retrieval.index.load_embedder = original
+    return store
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three articles of the corpus, to be changed at will."""
+    inside = tmp_path / "docs"
+    inside.mkdir()
+    for name in ("ingla.txt", "holra.txt", "jomouth.txt"):
+        shutil.copy(CORPUS / name, inside)
+    return inside
+
+
+@pytest.fixture
+def as_json(capsys: pytest.CaptureFixture[str]) -> Json:
+    """Run a command with --json; its result, which must be all there is on stdout."""
+
+    def call(*argv: object, code: int = 0) -> Any:
+        capsys.readouterr()
+        assert main([*map(str, argv), "--json"]) == code
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that must fail with one line on stderr, which is returned."""
+
+    def call(*argv: object, code: int = 1) -> str:
+        capsys.readouterr()
+        try:
+            ended: object = main([*map(str, argv)])
+        except SystemExit as end:  # 2 = wrong arguments
+            ended = end.code
+        assert ended in (code, 2)
+        captured = capsys.readouterr()
+        lines = captured.err.splitlines()
+        assert captured.out == ""
+        assert lines[-1].startswith("kvrag")
+        assert not any("Traceback" in line for line in lines)
+        return lines[-1]
+
+    return call
+
+
+def keys(store: Path) -> set[str]:
+    return {path.name for path in (store / "chunks").glob("*/*.safetensors")}
+
+
+# -------------------------------------------------------------------- help and usage
+
+
+NEEDED = {"ask": ["x"], "explain": ["x"], "warm": [__file__], "store": ["stats"], "bench codec": [__file__]}
+"""Arguments without which a command is wrong anyway."""
+WRONG = [
+    *([*command.split(), *NEEDED.get(command, []), "--wrong-flag"] for command in _COMMANDS),
+    *(["ask", "x", *wrong] for wrong in (["--ratio", "2"], ["--policy", "no"], ["--codec", "no"], ["--top-k", "0"])),
+    *(["ask", "x", *wrong] for wrong in (["--model", "./missing"], ["--store", "missing"], ["--max-tokens", "0"])),
+    *(["serve", *wrong] for wrong in (["--port", "65536"], ["--concurrency", "0"], ["--prompt-template", "missing"])),
+    *(["serve", *wrong] for wrong in (["--api-key", "a b"], ["--temperature", "3"], ["--chunk-overlap", "256"])),
+    ["warm", "missing"],
+    ["warm", __file__, "--chunk-overlap", "256"],
+    ["chat", "--store", "missing"],
+    ["chat", "--web", "--port", "65536"],
+    ["store", "stats", "--store", "missing"],
+    ["estimate", "missing"],
+    ["explain", "missing.txt"],
+    ["calibrate", "--questions", "missing"],
+    ["verify", "--chunk-tokens", "0"],
+    ["bench", "ttft", "--ratio", "2"],
+    ["bench", "match", "--chunks", "-1"],
+    ["bench", "codec", "missing"],
+    *(["bench", "quality", *wrong] for wrong in (["--policies", "no"], ["--ratios", "2"], ["--codec", "no"])),
+    *(["bench", "quality", *wrong] for wrong in (["--docs", "missing"], ["--top-k", "0"], ["--around", "-1"])),
+    *(["bench", "quality", *wrong] for wrong in (["--around", "1"], ["--samples", "0"], ["--max-tokens", "0"])),
+    *(["bench", "quality", *wrong] for wrong in (["--seed", "-1"], ["--missing", "1"], ["--dtype", "float8"])),
+    *(["bench", "quality", *wrong] for wrong in (["--plots"], ["--preamble", "maybe"], ["--set", "policy=seam"])),
+    *(["bench", "quality", *wrong] for wrong in (["--chunk-tokens", "4"], ["--policies", "seam", "--against", "no"])),
+    *(["bench", "quality", *wrong] for wrong in (["--context-tokens", "headings"], ["--context-tokens", "many"])),
+    *(["bench", "quality", "--top-k", *wrong] for wrong in (["5000", "--articles", "5"], ["3", "--samples", "90000"])),
+    *(["bench", "quality", "--data", __file__, *wrong] for wrong in ([], ["--top-k", "3"], ["--docs", "."])),
+    *(["bench", "quality", "--docs", ".", *wrong] for wrong in (["--top-k", "1"], ["--around", "1"], ["--world", "1"])),
+    ["bench", "chat", "--turns", "1"],
+    ["bench", "ingest", "--document-chunks", "0"],
+    ["bench", "codec", __file__, "--chunks", "0"],
+]
+
+
+def test_arguments_are_checked_before_torch_is_imported() -> None:
+    """All in one process: what one command imports, the next ones would show."""
+    program = """
+import json, sys
+from kvrag.cli.main import main
+for argv in json.loads(sys.argv[1]):
+    try:
+        code = main(argv)
+    except SystemExit as end:
+        code = end.code
+    assert code == 0 if "--help" in argv else code in (1, 2), argv
+    found = {"torch", "transformers", "sentence_transformers"} & set(sys.modules)
+    assert not found, (argv, found)
+"""
+    every = [*([*command.split(), "--help"] for command in _COMMANDS), ["--help"], *WRONG]
+    command = [sys.executable, "-c", program, json.dumps(every)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name in ("demo", "warm", "ask", "chat", "calibrate", "estimate", "store", "verify", "bench"):
+        assert f"\n    {name} " in done.stdout
+
+
+def test_the_shapes_of_benchmarks_are_those_that_exist() -> None:
+    assert tuple(SHAPES) == kvrag.cli.bench._SHAPES
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["demo", "warm", "ask", "chat", "calibrate", "estimate", "store", "verify", "bench ttft", "bench simulate"],
+    ids=str,
+)
+def test_every_command_has_help_and_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*command.split(), "--help"])
+    assert caught.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["nope"], ["warm"], ["ask", "x", "--policy", "nope"], ["store", "nope"]], ids=str)
+def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("", "kvrag: the following arguments are required: COMMAND; see `kvrag --help`"),
+        ("wram docs", "invalid choice: 'wram' (choose from"),
+        ("ask", "kvrag ask: the following arguments are required: QUESTION; see `kvrag ask --help`"),
+        ("ask Who founded it?", "unexpected 'founded it?': quote arguments that contain spaces"),
+        ("ask Who? --modle x", "unknown option --modle: did you mean --model?"),
+        ("bench ttft --chunk-token=9 --reapeats=2", "unknown option --reapeats: did you mean --repeats?"),
+        ("warm docs --xyz", "kvrag warm: unknown option --xyz; see `kvrag warm --help`"),
+        ("ask Who? --ratio high", "--ratio: invalid float value: 'high'"),
+        ("ask Who? --dtype float8", "--dtype: invalid choice: 'float8' (choose from"),
+    ],
+)
+def test_wrong_usage_is_one_line(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(command.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+@pytest.mark.parametrize("command", [["warm", "README.md"], ["ask", "Who?"], ["chat"]], ids=lambda c: c[0])
+@pytest.mark.parametrize("missing", ["rich", "faiss", "sentence_transformers", "langchain_text_splitters"])
+def test_without_its_extra_a_command_says_so_before_it_loads_a_model(
+    missing: str, command: list[str], fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    message = fails(*command, "--model", "nobody/nothing")
+    assert message == f"kvrag: {missing} is not installed: pip install 'kvrag[cli]'"
+
+
+def test_out_of_memory_is_one_line(fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> Any:
+        raise error
+
+    monkeypatch.setattr(Model, "from_pretrained", full)
+    for error in (MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), RuntimeError("other")):
+        if "other" in str(error):
+            with pytest.raises(RuntimeError, match="other"):
+                main(["store", "stats"])
+        else:
+            assert "use a smaller model" in fails("store", "stats")
+
+
+# -------------------------------------------------------------------- warm
+
+
+def test_warming_twice_encodes_nothing_twice(folder: Path, tmp_path: Path, reader: Model, as_json: Json) -> None:
+    command = ("warm", folder, "--store", tmp_path / "kv", *CUT)
+    first, second = as_json(*command), as_json(*command)
+    assert first["files"] == 3
+    assert first["new"] == first["chunks"] == first["indexed"] == 6
+    assert first["bytes"] > first["tokens"] * reader.bytes_per_token  # the chunk files' headers come on top
+    assert (second["new"], second["reused"], second["bytes"], second["indexed"]) == (0, 6, 0, 0)
+
+
+def test_warm_says_beforehand_what_it_needs(
+    folder: Path, tmp_path: Path, reader: Model, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["warm", str(folder), "--store", str(tmp_path / "kv"), *map(str, CUT)]) == 0
+    captured = capsys.readouterr()
+    tokens = int(captured.err.split(" tokens, ")[0].split()[-1])
+    assert f"needs {human_bytes(tokens * reader.bytes_per_token)} in" in captured.err
+    assert captured.out.startswith("6 chunks: 6 new, 0 reused; " + str(tokens))
+
+
+@pytest.mark.parametrize(
+    ("option", "behind"),
+    [((), "# Pay\n\nThe salary"), (("--context-tokens", "headings"), "pay\n\n# Pay"), (("--context-tokens", 0), "")],
+)
+def test_what_chunks_are_encoded_behind(
+    option: tuple[object, ...], behind: str, tmp_path: Path, reader: Model, as_json: Json
+) -> None:
+    last = "Bonuses are paid in March, if the manager has agreed to them in writing before the year ends."
+    (tmp_path / "pay.md").write_text(f"# Pay\n\nThe salary comes on the last working day of the month.\n\n{last}")
+    as_json("warm", tmp_path / "pay.md", "--store", tmp_path / "kv", *CUT, *option)
+    with BlendEngine(reader, tmp_path / "kv") as engine:
+        [run] = engine.generate(last, max_new_tokens=1).report.runs
+        assert isinstance(engine.store, FileStore)
+        context = reader.tokenizer.decode(engine.store.open(run.key).context)
+    assert context.strip().startswith(behind)
+    assert bool(context.strip()) == bool(behind)
+
+
+def test_the_server_encodes_chunks_behind_the_same() -> None:
+    from kvrag.cli import serve
+
+    args = _parser(["serve"]).parse_args(["serve", "--context-tokens", "headings"])
+    assert BlendConfig(**serve.read_config(args)).context == "headings"
+
+
+def test_documents_whose_files_are_gone_are_told_and_dropped_if_one_says_so(
+    folder: Path, tmp_path: Path, as_json: Json, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, other = tmp_path / "kv", tmp_path / "docs2"
+    other.mkdir()
+    shutil.copy(CORPUS / "alla.txt", other / "gone.txt")
+    shutil.copy(CORPUS / "harfield.txt", other)
+    for place in (folder, other):
+        as_json("warm", place, "--store", store, *CUT)
+    encoded = keys(store)
+    (other / "gone.txt").unlink()
+    (folder / "ingla.txt").unlink()
+    (folder / "holra.txt").rename(folder / "moved.txt")
+    gone = [str(folder / "holra.txt"), str(folder / "ingla.txt")]
+
+    kept = as_json("warm", folder, "--store", store, *CUT)
+    assert (kept["gone"], kept["dropped"]) == (gone, 0)
+    assert keys(store) >= encoded
+    assert main(["warm", str(folder), "--store", str(store), *map(str, CUT)]) == 0
+    assert (
+        f"the files of 2 documents no longer exist ({gone[0]}, {gone[1]}): pass --prune to drop them"
+        in capsys.readouterr().err
+    )
+
+    pruned = as_json("warm", folder, "--store", store, "--prune", *CUT)
+    assert (pruned["gone"], pruned["dropped"]) == (gone, 3), "two chunks, and a variant that only holra.txt relied on"
+    assert len(keys(store)) == len(encoded) - 2
+    assert as_json("warm", folder, "--store", store, "--prune", *CUT)["gone"] == []
+    sources = {hit["document"] for hit in as_json("ask", QUESTION, "--top-k", 99, "--store", store)["context"]}
+    assert sources == {*map(str, folder.iterdir()), str(other / "gone.txt"), str(other / "harfield.txt")}
+
+
+def test_progress_begins_at_nothing_and_tells_the_speed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter((0.0, 0.1, 5.0, 10.2, 25.0))
+    monkeypatch.setattr("kvrag.cli.common.time.monotonic", lambda: next(times))
+    with progress("encoding", unit="tokens") as report:
+        for done in (0, 400, 1020, 2000):
+            report(done, 4000)
+    assert capsys.readouterr().err.splitlines() == [
+        "encoding: 0%",
+        "encoding: 26%, 100 tokens/s, about 30 s left",
+        "encoding: 50%, 80 tokens/s, about 25 s left",
+    ]
+
+
+def test_documents_that_cannot_be_seen_are_not_pruned(
+    folder: Path, tmp_path: Path, as_json: Json, capsys: pytest.CaptureFixture[str], forbid: Callable[[Path], None]
+) -> None:
+    (folder / "closed").mkdir()
+    (folder / "ingla.txt").rename(folder / "closed" / "ingla.txt")
+    command = ("warm", folder, "--store", tmp_path / "kv", *CUT)
+    as_json(*command)
+    encoded = keys(tmp_path / "kv")
+    forbid(folder / "closed")
+    pruned = as_json(*command, "--prune", code=1)
+    assert (pruned["gone"], pruned["dropped"]) == ([], 0)
+    [problem] = pruned["problems"]
+    assert (problem["file"], problem["message"]) == (str(folder / "closed"), "skipped: Permission denied")
+    assert keys(tmp_path / "kv") == encoded
+    assert main([*map(str, command), "--prune"]) == 1
+    assert f"{folder / 'closed'}: skipped: Permission denied" in capsys.readouterr().err
+    (folder / "holra.txt").unlink()
+    assert as_json(*command, "--prune", code=1)["gone"] == [str(folder / "holra.txt")], "others are pruned"
+
+
+def test_a_file_that_cannot_be_read_keeps_its_chunks(
+    folder: Path, tmp_path: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("warm", folder, "--store", tmp_path / "kv", "--prune", *CUT)
+    as_json(*command)
+    encoded, read = keys(tmp_path / "kv"), Path.read_bytes
+
+    def reading(path: Path) -> bytes:
+        if path.name == "ingla.txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", reading)
+    again = as_json(*command, code=1)
+    assert (again["gone"], again["dropped"]) == ([], 0)
+    assert [problem["file"] for problem in again["problems"]] == [str(folder / "ingla.txt")]
+    assert keys(tmp_path / "kv") == encoded
+
+
+def test_namespaces_have_documents_of_their_own(
+    folder: Path, tmp_path: Path, as_json: Json, fails: Callable[..., str]
+) -> None:
+    store = ("--store", tmp_path / "kv")
+    as_json("warm", folder, "--namespace", "alice", *store, *CUT)
+    assert "and --namespace" in fails("ask", QUESTION, *store)
+    (folder / "holra.txt").unlink()
+    first = as_json("warm", folder, "--namespace", "bob", *store, *CUT)
+    assert (first["indexed"], first["gone"]) == (first["chunks"], []), "nothing of the other namespace counts"
+    for namespace, count in (("alice", 3), ("bob", 2)):
+        found = as_json("ask", QUESTION, "--top-k", 99, "--namespace", namespace, *store)["context"]
+        assert len({hit["document"] for hit in found}) == count
+    for command in ("ask", "chat", "explain"):
+        argv = ["chat"] if command == "chat" else [command, QUESTION]
+        assert "namespace" in fails(*argv, "--namespace", "a\0b", *store)
+
+
+def test_an_interrupted_ingestion_goes_on_where_it_stopped(
+    folder: Path, tmp_path: Path, as_json: Json, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("warm", folder, "--store", tmp_path / "kv", *CUT)
+    warm, calls = BlendEngine.warm, []
+
+    def interrupted(self: BlendEngine, *args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["document"])
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return warm(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlendEngine, "warm", interrupted)
+        assert "run the command again" in fails(*command, code=130)
+    again = as_json(*command)
+    assert (again["new"], again["reused"]) == (2, 4)
+
+
+def test_an_edited_file_drops_its_old_chunks(folder: Path, tmp_path: Path, as_json: Json) -> None:
+    store = tmp_path / "kv"
+    command = ("warm", folder, "--store", store, *CUT)
+    as_json(*command)
+    before = keys(store)
+    file = folder / "ingla.txt"
+    file.write_text(file.read_text().replace(ANSWER, "1999"))
+    edited = as_json(*command)
+    assert (edited["new"], edited["reused"]) == (1, 5)
+    assert len(keys(store)) == 6
+    assert len(keys(store) - before) == 1
+    context = as_json("ask", QUESTION, "--store", store, "--top-k", 6, "--policy", "full")["context"]
+    assert len(context) == 6
+    assert "1999" in " ".join(hit["text"] for hit in context)
+    assert ANSWER not in " ".join(hit["text"] for hit in context)
+
+
+def test_every_kind_of_file_is_read(tmp_path: Path, as_json: Json) -> None:
+    docs = tmp_path / "docs"
+    (docs / "deep").mkdir(parents=True)
+    (docs / "a.html").write_text("<style>p {}</style><p>Mira plays the harp.</p><script>run()</script>")
+    (docs / "b.jsonl").write_text('{"body": "Kan owns a goat."}\n\n{"body": "Kan likes soup."}\n')
+    (docs / "deep" / "c.md").write_text("Tran was born in Florton.")
+    (docs / "d.pdf").write_bytes(PDF)
+    (docs / ".hidden.txt").write_text("nobody reads this")
+    (docs / "e.bin").write_bytes(b"\0\1")
+    warmed = as_json("warm", docs, "--store", tmp_path / "kv", "--text-field", "body")
+    assert warmed["files"] == 4
+    [others] = warmed["problems"]
+    assert others == {"file": str(docs), "line": None, "message": others["message"]}
+    assert "1 .bin" in others["message"]
+    context = as_json("ask", "What?", "--store", tmp_path / "kv", "--top-k", 9, "--max-tokens", 1)["context"]
+    assert {hit["text"] for hit in context} == {
+        "Mira plays the harp.",
+        "Kan owns a goat.",
+        "Kan likes soup.",
+        "Tran was born in Florton.",
+        "Zel owns a snake.",
+    }
+
+
+def test_sources_in_a_pdf_have_pages(tmp_path: Path, as_json: Json, capsys: pytest.CaptureFixture[str]) -> None:
+    drum = "In 1885 Ingla left school and learned to play the leather drum."
+    (tmp_path / "report.pdf").write_bytes(pdf(drum, "", "Zel owns", "a snake."))
+    store = ("--store", str(tmp_path / "kv"))
+    as_json("warm", tmp_path / "report.pdf", *store, "--chunk-tokens", 18)
+    command = ("ask", "Who owns a snake?", "--top-k", "2", "--max-tokens", "1", *store)
+    context = as_json(*command)["context"]
+    assert {hit["text"]: hit["pages"] for hit in context} == {
+        drum: [1, 1],
+        "Zel owns\n\na snake.": [3, 4],
+    }
+    assert main([*command]) == 0
+    said = capsys.readouterr().err
+    assert "report.pdf (pages 3-4), " in said
+    assert "report.pdf (page 1)\n" in said
+
+
+def test_files_that_are_not_text_are_named_and_skipped(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: Callable[..., str]
+) -> None:
+    broken = {"bin.txt": b"\0\1\2", "latin.txt": "caf\xe9 \xfc".encode("latin-1"), "bad.pdf": b"%PDF-1.7 nothing"}
+    broken |= {"bad.jsonl": b'{"text": 5}\n[1]\n', "empty.md": b" \n"}
+    broken["latin.txt"] = b"\xff\0\xff\0\xfe"
+    (folder / "lines.jsonl").write_bytes(b'{"text": "A line of its own."}\n[1]\n')
+    for name, content in broken.items():
+        (folder / name).write_bytes(content)
+    assert main(["warm", str(folder), "--store", str(tmp_path / "kv"), "--json"]) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    problems = {(Path(problem["file"]).name, problem["line"]) for problem in result["problems"]}
+    whole = {(name, None) for name in broken if name != "bad.jsonl"}
+    assert problems == whole | {("bad.jsonl", 1), ("bad.jsonl", 2), ("lines.jsonl", 2)}
+    assert result["files"] == 4
+    for problem in result["problems"]:
+        line = "" if problem["line"] is None else f", line {problem['line']}"
+        assert f"{problem['file']}{line}: skipped: " in captured.err
+    with (folder / "huge.txt").open("wb") as huge:
+        huge.truncate(2 << 30)  # holes take no room
+    assert main(["warm", str(folder / "huge.txt"), str(folder / "ingla.txt"), "--store", str(tmp_path / "kv")]) == 0
+    assert "huge.txt: skipped: the file is larger than 1 GiB: split it" in capsys.readouterr().err
+    only = fails("warm", folder / "bin.txt", folder / "bad.pdf", "--store", tmp_path / "kv")
+    assert "none of 2 files could be read" in only
+    assert "no files with text in" in fails("estimate", tmp_path / "kv" / "chunks")
+
+
+def test_warm_refuses_what_the_disk_cannot_hold(
+    folder: Path, tmp_path: Path, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=(1 << 30) + 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    message = fails("warm", folder, "--store", tmp_path / "kv")
+    assert "are needed and" in message
+    assert "1.0 GiB free" in message
+    assert keys(tmp_path / "kv") == set()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nowhere.txt"], "nowhere.txt does not exist"),
+        (["{empty}"], "no files with text in"),
+        (["{docs}", "--chunk-tokens", "8", "--chunk-overlap", "8"], "--chunk-tokens"),
+        (["{docs}", "--embedder", "nobody/nothing"], "cannot load the embedder 'nobody/nothing'"),
+    ],
+    ids=["missing", "empty", "overlap", "embedder"],
+)
+def test_what_warm_cannot_do_is_one_line(
+    argv: list[str],
+    message: str,
+    folder: Path,
+    tmp_path: Path,
+    fails: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kvrag.retrieval.index, "load_embedder", load_embedder.__wrapped__)
+    (tmp_path / "empty").mkdir()
+    argv = [part.format(docs=folder, empty=tmp_path / "empty") for part in argv]
+    assert message in fails("warm", *argv, "--store", tmp_path / "kv")
+
+
+# -------------------------------------------------------------------- ask and chat
+
+
+def test_ask_finds_the_chunk_and_answers(warmed: Path, as_json: Json) -> None:
+    result = as_json("ask", QUESTION, "--store", warmed, *CONTEXT, "--policy", "full")
+    assert result["answer"] == ANSWER
+    assert any(ANSWER in hit["text"] and hit["document"].endswith("ingla.txt") for hit in result["context"])
+    assert result["report"]["reused_tokens"] == 0
+
+
+def test_ask_reuses_what_was_warmed(warmed: Path, as_json: Json) -> None:
+    report = as_json("ask", QUESTION, "--store", warmed, "--ratio", 0.2, "--policy", "seam")["report"]
+    assert report["reused_tokens"] > report["fresh_tokens"] > 0
+    assert (report["policy"], report["ratio"]) == ("seam", 0.2)
+
+
+def test_the_answer_is_all_there_is_on_stdout(warmed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ask", QUESTION, "--store", str(warmed), *CONTEXT, "--policy", "full"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ANSWER + "\n"
+    assert "0 reused (0 of them recomputed)" in captured.err
+    assert "first token after" in captured.err
+    assert f"sources: {(CORPUS / 'ingla.txt').resolve()}" in captured.err
+
+
+def test_ask_before_warm_says_what_to_do(
+    tmp_path: Path, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f"`kvrag warm PATH --store {tmp_path / 'kv'}`" in fails("ask", QUESTION, "--store", tmp_path / "kv")
+    assert "kvrag warm PATH" in fails("chat", "--store", tmp_path / "kv")
+    assert "question is empty" in fails("ask", " ", "--store", tmp_path / "kv")
+    assert not (tmp_path / "kv").exists()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for command in (["ask", QUESTION], ["chat"], ["calibrate"], ["store", "stats"]):
+        assert "run `kvrag warm PATH` first, with the same --model, --store and --namespace" in fails(*command)
+    assert not (tmp_path / ".cache" / "kvrag").exists()  # none of them made a store
+
+
+def test_a_store_that_cannot_be_made_is_one_line(folder: Path, fails: Callable[..., str]) -> None:
+    assert "(Not a directory): choose another one" in fails("warm", folder, "--store", folder / "ingla.txt" / "kv")
+
+
+def test_a_store_of_another_model_is_refused(warmed: Path, fails: Callable[..., str]) -> None:
+    message = fails("ask", QUESTION, "--store", warmed, "--dtype", "float32")
+    assert "dtype" in message
+    assert "load the model with the same settings, use another store folder" in message
+
+
+def test_a_device_that_is_not_there_is_one_line(fails: Callable[..., str]) -> None:
+    assert "unknown device 'gpu'" in fails("ask", "What?", "--device", "gpu")
+    if not torch.cuda.is_available():
+        assert "torch finds no GPU for device 'cuda'" in fails("ask", "What?", "--device", "cuda")
+
+
+@pytest.mark.parametrize("command", [["ask", "What?"], ["estimate"], ["warm", "pyproject.toml"]], ids=lambda c: c[0])
+def test_an_unknown_model_is_one_line(command: list[str], fails: Callable[..., str]) -> None:
+    message = fails(*command, "--model", "nobody/nothing")
+    assert "cannot load model 'nobody/nothing'" in message
+    assert "HF_HUB_OFFLINE" in message
+
+
+def test_chat_answers_line_by_line(
+    warmed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"/report\n\n{QUESTION}\n{QUESTION}\n/report\n/quit\nWhat?\n"))
+    argv = ["chat", "--store", str(warmed), *CONTEXT, "--policy", "full", "--json"]
+    assert main(argv) == 0
+    captured = capsys.readouterr()
+    turns = [json.loads(line) for line in captured.out.splitlines()]
+    assert [turn["question"] for turn in turns] == [QUESTION, QUESTION]
+    assert turns[0]["answer"] == ANSWER
+    assert turns[1]["report"]["prompt_tokens"] > turns[0]["report"]["prompt_tokens"]  # the first turn is in it
+    assert "there is no answer yet" in captured.err
+    assert '"prompt_tokens"' in captured.err
+
+
+def test_a_long_chat_forgets_its_oldest_turns_and_says_so(
+    warmed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question = "Which company makes golden pens? " * 40
+    monkeypatch.setattr(sys, "stdin", io.StringIO((question + "\n") * 4 + question * 9 + "\n" + QUESTION + "\n"))
+    assert main(["chat", "--store", str(warmed), "--max-tokens", "2", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "the oldest turn was dropped" in captured.err
+    assert "too many for the window" in captured.err  # the one that fits in no conversation
+    assert len(captured.out.splitlines()) == 5
+
+
+# -------------------------------------------------------------------- estimate and store
+
+
+def test_estimate_is_the_models_own_number(reader: Model, as_json: Json) -> None:
+    result = as_json("estimate", "--tokens", 1000, "--chunk-tokens", 100)
+    assert result["bytes_per_token"] == reader.bytes_per_token == 2 * 8 * 4 * 64 * 2
+    assert result["bytes"] == 1000 * reader.bytes_per_token
+    assert result["chunk_bytes"] == 100 * reader.bytes_per_token
+    for row in result["loading"]:
+        assert row["break_even_tokens_per_s"] * reader.bytes_per_token == pytest.approx(row["bytes_per_s"])
+
+
+def test_estimate_needs_no_weights_and_counts_a_corpus(tmp_path: Path, folder: Path, as_json: Json) -> None:
+    source = Path(kvrag.__file__).parent / "reader"
+    for file in source.iterdir():
+        if file.suffix == ".json":
+            shutil.copy(file, tmp_path)
+    (folder / "bin.txt").write_bytes(b"\0")
+    model = Model.from_pretrained("reader")
+    tokens = sum(len(model.tokenizer.encode(file.read_text())) for file in folder.iterdir() if file.name != "bin.txt")
+    result = as_json("estimate", folder, "--model", tmp_path, "--dtype", "float32")
+    assert result["tokens"] == tokens
+    assert result["bytes_per_token"] == 2 * model.bytes_per_token
+
+
+def test_store_stats_and_gc(warmed: Path, as_json: Json) -> None:
+    stats = as_json("store", "stats", "--store", warmed)
+    assert stats["chunks"] == len(keys(warmed)) == CHUNKS
+    assert stats["documents"] == 30
+    assert stats["model"] == "reader"
+    assert as_json("store", "gc", "--store", warmed) == {"chunks": 0, "files": 0}
+
+
+CHECKED = {"sound": 0, "damaged": 0, "adopted": 0, "repaired": 0, "unreadable": 0}
+
+
+def test_store_check_finds_damage_once(folder: Path, tmp_path: Path, as_json: Json) -> None:
+    store = tmp_path / "kv"
+    command = ("warm", folder, "--store", store, *CUT)
+    as_json(*command)
+    assert as_json("store", "check", "--store", store) == {**CHECKED, "sound": 6}
+    victim = next((store / "chunks").glob("*/*.safetensors"))
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    assert as_json("store", "check", "--store", store, code=1) == {**CHECKED, "sound": 5, "damaged": 1}
+    assert as_json(*command)["new"] == 1
+    assert as_json("store", "check", "--store", store) == {**CHECKED, "sound": 6}
+
+
+def test_looking_at_a_store_makes_none(tmp_path: Path, fails: Callable[..., str]) -> None:
+    assert "has no store" in fails("store", "stats", "--store", tmp_path / "kv")
+    assert not (tmp_path / "kv").exists()
+
+
+# -------------------------------------------------------------------- demo
+
+
+def test_the_corpus_is_of_the_readers_world() -> None:
+    texts, questions = corpus(seed=0, num_articles=30)
+    articles = {file.name: file.read_text() for file in CORPUS.glob("*.txt")}
+    assert articles == {f"{name.lower()}.txt": text + "\n" for name, text in texts.items()}
+    assert set(ARTICLES.questions.items()) <= {(question.text, question.answer) for question in questions}
+
+
+def test_the_demo_is_right_by_full_prefill_and_honest_about_the_rest(tmp_path: Path, as_json: Json) -> None:
+    pytest.importorskip("langchain_kvrag")
+    result = as_json("demo", "--no-speed", "--store", tmp_path / "kv")
+    outcomes = result["questions"]
+    assert len(outcomes) == 15
+    for outcome in outcomes:
+        assert outcome["correct"] == (outcome["answer"] == outcome["expected"])
+        full = outcome["way"] == "full prefill"
+        assert full == (outcome["reused_tokens"] == 0)
+        assert (outcome["way"] == "blending") == (outcome["recomputed_tokens"] > 0)
+        assert outcome["correct"] or not full
+    assert len(keys(tmp_path / "kv")) == result["warm"]["new"] == result["warm"]["chunks"]
+
+
+def test_the_demo_begins_with_its_number_and_fits_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("langchain_kvrag")
+    settings = {
+        "threads": 2,
+        "processor": "Intel(R) Xeon(R) Platinum 8488C, a name that does not fit into a line",
+    }
+    rows = [TtftRow("full prefill", 11.12, 1.0), TtftRow("query", 2.02, 5.5, 6.9, 0.8, 500)]
+    monkeypatch.setattr(demo, "_measure", lambda chain: TtftResult(rows, 3146, settings))
+    assert main(["demo", "--store", str(tmp_path / "kv")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"\d+\.\dx (sooner|later): first token after \d+ ms instead of \d+ ms", lines[0])
+    assert lines[1] == "5 of 5 answers are full prefill's"
+    assert "A larger model: 5.5x sooner: first token after 2020 ms instead of 11120 ms" in lines
+    assert max(map(len, lines)) <= 80
+    slow = TtftResult([rows[0], TtftRow("query", 22.24, 0.5, 6.9)], 3146, settings)
+    assert demo.speed_lines(slow)[0].startswith("A larger model: 2.0x later: first token after 22240 ms")
+
+
+def test_the_demos_columns_stay_apart_on_a_slow_machine() -> None:
+    settings = {"answer": "dried bread", "correct": True, "reused_tokens": 1821, "recomputed_tokens": 264}
+    outcomes = [demo.Outcome("What?", "dried bread", way.name, ttft_s=114.943, **settings) for way in demo.WAYS]
+    warmed = {"files": 1, "chunks": 1, "new": 1, "tokens": 1, "bytes": 1}
+    (line,) = [line for line in demo.outcome_lines(outcomes, warmed) if "blending  " in line]
+    assert line.split()[-5:] == ["264", "of", "1821", "114943", "ms"]
+
+
+def test_the_demo_without_langchain_says_what_to_install(
+    fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "langchain_kvrag", None)
+    assert "pip install langchain-kvrag" in fails("demo")
+
+
+# -------------------------------------------------------------------- calibrate
+
+
+@pytest.fixture
+def own(warmed: Path, tmp_path: Path) -> Path:
+    """A copy of the warmed store, to be changed at will."""
+    return Path(shutil.copytree(warmed, tmp_path / "own"))
+
+
+def test_calibrate_by_questions(own: Path, tmp_path: Path, as_json: Json) -> None:
+    questions = tmp_path / "questions.txt"
+    questions.write_text("\n".join([question for question, _ in QUESTIONS] + ["", QUESTIONS[0][0]]))
+    wanted = ("--questions", questions, "--ratios", "0.6", "--target", "0.1", *CONTEXT)
+    result = as_json("calibrate", "--store", own, *wanted)
+    assert [(point["ratio"], point["prompts"]) for point in result["curve"]] == [(0.6, len(QUESTIONS))]
+    assert result["ratio"] == 0.6
+    assert result["verdict"].startswith("ratio 0.6 reaches 10.0%")
+    assert result["store"] == str(own)
+    assert json.loads((own / "calibration.json").read_text())["ratio"] == 0.6
+    assert as_json("ask", QUESTION, "--store", own)["report"]["ratio"] == 0.6
+    assert as_json("ask", QUESTION, "--store", own, "--ratio", "0.3")["report"]["ratio"] == 0.3
+
+
+def test_calibrate_for_chunks_encoded_alone(tmp_path: Path, reader: Model, as_json: Json) -> None:
+    alone = ("--store", tmp_path / "alone", "--context-tokens", "0")
+    as_json("warm", CORPUS, *CUT, *alone)
+    as_json("calibrate", *alone, "--prompts", "8", "--ratios", "0.6", "--target", "0.1")
+    for context_tokens, ratio in ((0, 0.6), (256, 0.15)):
+        config = BlendConfig(context_tokens=context_tokens, controller="off")
+        with BlendEngine(reader, tmp_path / "alone", config) as engine:
+            report = engine.generate(QUESTION, max_new_tokens=1).report
+            assert (report.ratio, bool(report.notes)) == (ratio, context_tokens > 0)
+
+
+def test_calibrate_without_questions(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--store", str(own), "--prompts", "8", "--ratios", "0.0", "0.2", "--target", "1"]) == 0
+    captured = capsys.readouterr()
+    assert "policy query, 5 prompts" in captured.out  # full prefill completes no others as the articles do
+    assert len([line for line in captured.out.splitlines() if "%" in line]) >= 3
+    assert "--questions FILE" in captured.err
+    assert "only 5 prompts" in captured.err
+
+
+def test_calibrate_says_what_is_missing(own: Path, tmp_path: Path, fails: Callable[..., str]) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n \n")
+    assert "contains no questions" in fails("calibrate", "--store", own, "--questions", empty)
+    assert "has no store: create one with" in fails("calibrate", "--store", tmp_path / "new")
+    assert "--target: must be from 0 to 1" in fails("calibrate", "--store", own, "--target", "2")
+    assert "nowhere.txt" in fails("calibrate", "--store", own, "--questions", tmp_path / "nowhere.txt")
+    assert not (own / "calibration.json").exists()
+
+
+def test_the_controller_can_be_switched_off(own: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):  # by now all is measured
+        as_json("ask", QUESTION, "--store", own)
+    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("-inf"))
+    report = as_json("ask", QUESTION, "--store", own)["report"]
+    assert (report["policy"], report["decision"].split(":")[0]) == ("full", "full prefill")
+    report = as_json("ask", QUESTION, "--store", own, "--controller", "off")["report"]
+    assert (report["policy"], report["decision"]) == (DEFAULT_POLICY, "")

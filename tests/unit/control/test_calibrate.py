@@ -1,0 +1,328 @@
+"""Calibration: the choice, the interval, what is kept, and what the engine makes of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blending import CHUNKS, messages
+
+from kvrag import BlendConfig, BlendEngine, FileStore, KvragError, Model, ModelError, SettingError, StoreError
+from kvrag.config import DEFAULT_POLICY
+from kvrag.control.calibrate import FILE, Agreement, Calibration, choose, settings_of, wilson
+from kvrag.control.prompts import first_word, make_prompts, search_by_words
+from kvrag.errors import PromptError
+
+PROMPT = messages(*CHUNKS)
+PROMPTS = [messages(*CHUNKS[i:], *CHUNKS[:i], question=f"Question {i}: who likes curry?") for i in range(4)]
+
+
+def _curve(*first: int, prompts: int = 100) -> tuple[Agreement, ...]:
+    ratios = (0.02, 0.05, 0.1, 0.2, 0.4)
+    return tuple(Agreement(r, n, prompts, *wilson(n, prompts), 0, 0) for r, n in zip(ratios, first, strict=False))
+
+
+def test_wilson() -> None:
+    assert wilson(99, 100) == pytest.approx((0.9455, 0.9982), abs=5e-4)  # by hand
+    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=5e-4)
+    assert wilson(10, 10)[1] == 1.0
+    assert wilson(381, 381)[0] >= 0.99 > wilson(380, 380)[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "wanted"),
+    [
+        ((80, 90, 99, 100, 100), 0.1),
+        ((99, 90, 99, 100, 100), 0.1),  # the first was luck
+        ((80, 90, 95, 98, 99), 0.4),
+        ((80, 90, 95, 98, 98), None),
+        ((100,), 0.02),
+    ],
+)
+def test_choose(first: tuple[int, ...], wanted: float | None) -> None:
+    assert choose(_curve(*first), 0.99) == wanted
+
+
+def test_choose_by_the_lower_end_of_the_interval() -> None:
+    assert choose(_curve(95, 99, 100, 100), 0.95) == 0.02
+    assert choose(_curve(95, 99, 100, 100), 0.95, sure=True) == 0.1
+
+
+@pytest.fixture
+def warmed(engine: BlendEngine) -> Iterator[BlendEngine]:
+    engine.warm(CHUNKS)
+    return engine
+
+
+def test_a_calibration_counts_what_it_says(warmed: BlendEngine, endless: Model) -> None:
+    steps: list[tuple[int, int]] = []
+    found = warmed.calibrate(PROMPTS, ratios=(0.5, 0.1), tokens=3, progress=lambda *step: steps.append(step))
+    assert [point.ratio for point in found.curve] == [0.1, 0.5]
+    assert steps == [(done, 12) for done in range(13)]
+    for point in found.curve:
+        assert (point.prompts, point.tokens) == (4, 8)
+        same = 0
+        following = 0
+        for prompt in PROMPTS:
+            full = warmed.generate(prompt, policy="full", max_new_tokens=3, temperature=0).token_ids
+            ours = warmed.generate(prompt, ratio=point.ratio, max_new_tokens=1, temperature=0).token_ids
+            same += ours[0] == full[0]
+            cache = warmed.prefill(endless.tokenizer.render(prompt), BlendConfig(ratio=point.ratio)).stitched.cache
+            for given, wanted in pairwise(full):
+                following += int(endless.forward(torch.tensor([[given]]), cache).argmax()) == wanted
+        assert (point.first, point.following) == (same, following)
+    assert found.notes == ("only 4 prompts: the interval is wide, give more prompts",)
+
+
+def test_everything_recomputed_agrees_always(warmed: BlendEngine) -> None:
+    found = warmed.calibrate(PROMPTS, ratios=(0.0, 0.999999), target=1.0)
+    assert found.curve[1].share == 1.0
+    assert found.curve[1].following == found.curve[1].tokens
+
+
+def test_the_ratio_found_is_the_default_from_now_on(warmed: BlendEngine, model: Model) -> None:
+    assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.15
+    found = warmed.calibrate(PROMPTS, ratios=(0.91,), target=0.01)
+    assert found.ratio == 0.91
+    assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.91
+    assert warmed.generate(PROMPT, ratio=0.5, max_new_tokens=1).report.ratio == 0.5
+    folder = Path(warmed.store.stats().path)
+    assert not list(folder.rglob("*.tmp"))
+    with BlendEngine(model, FileStore(folder, min_free_bytes=0)) as other:
+        report = other.generate(PROMPT, max_new_tokens=1).report
+        assert (report.ratio, report.notes) == (0.91, ())
+        assert report.recomputed_tokens == round(0.91 * sum(len(run) for run in report.runs[1:]))
+    with BlendEngine(model, FileStore(folder, min_free_bytes=0), BlendConfig(ratio=0.4)) as other:
+        assert other.generate(PROMPT, max_new_tokens=1).report.ratio == 0.4
+
+
+def _kept(engine: BlendEngine, **changes: Any) -> None:
+    config = BlendConfig()
+    made: dict[str, Any] = {
+        "fingerprint": engine.model.fingerprint.digest,
+        "policy": config.policy,
+        "settings": settings_of(config),
+        "target": 0.99,
+        "sure": False,
+        "curve": _curve(90, 95),
+        "ratio": 0.05,
+        "made": "2026-01-01T00:00:00+00:00",
+    }
+    engine.store.write_text(FILE, Calibration(**(made | changes)).to_json())  # type: ignore[attr-defined]
+
+
+def test_where_nothing_holds_there_is_full_prefill(warmed: BlendEngine) -> None:
+    _kept(warmed, ratio=None)
+    report = warmed.generate(PROMPT, max_new_tokens=1).report
+    assert (report.policy, report.ratio, report.exact) == ("full", 1.0, True)
+    assert report.notes == ("calibration: no ratio up to 0.05 reaches the target, so full prefill is used",)
+    for settings in ({"policy": DEFAULT_POLICY}, {"controller": "off"}):
+        report = warmed.generate(PROMPT, max_new_tokens=1, **settings).report
+        assert (report.policy, report.ratio) == (DEFAULT_POLICY, 0.15)
+        assert "no ratio up to 0.05 reaches" in report.notes[0]
+    report = warmed.generate(PROMPT, max_new_tokens=1, ratio=0.2).report
+    assert (report.policy, report.ratio, report.notes) == (DEFAULT_POLICY, 0.2, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"fingerprint": "0" * 32}, "another model or other load settings"),
+        ({"policy": "seam"}, "policy seam, not query"),
+        ({"settings": settings_of(BlendConfig(seam_after=2))}, "other settings (seam_after)"),
+    ],
+)
+def test_a_calibration_for_something_else_is_ignored(changes: dict[str, Any], why: str, warmed: BlendEngine) -> None:
+    _kept(warmed, **changes)
+    report = warmed.generate(PROMPT, max_new_tokens=1).report
+    assert report.ratio == 0.15
+    assert report.notes == (f"the store's calibration is ignored: it was made for {why}",)
+    assert warmed.generate(PROMPT, max_new_tokens=1, policy="none").report.notes == ()
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b'{"ratio": 3}', b"null"])
+def test_a_damaged_calibration_costs_no_answer(content: bytes, warmed: BlendEngine) -> None:
+    path = Path(warmed.store.stats().path) / FILE
+    path.write_bytes(content)
+    report = warmed.generate(PROMPT, max_new_tokens=1).report
+    assert report.ratio == 0.15
+    (note,) = report.notes
+    assert str(path) in note
+    assert "kvrag calibrate" in note
+    assert warmed.calibrate(PROMPTS, ratios=(0.9,), target=0.01).ratio == 0.9
+    assert warmed.generate(PROMPT, max_new_tokens=1).report.notes == ()
+
+
+def test_a_ratio_out_of_range_is_damage(warmed: BlendEngine) -> None:
+    _kept(warmed, ratio=7.0)
+    assert "is damaged" in warmed.generate(PROMPT, max_new_tokens=1).report.notes[0]
+
+
+def test_json_there_and_back(warmed: BlendEngine) -> None:
+    found = warmed.calibrate(PROMPTS, ratios=(0.1, 0.2))
+    assert Calibration.from_json(found.to_json()) == found
+    assert json.loads(found.to_json())["curve"][0]["prompts"] == 4
+
+
+def test_a_store_that_cannot_be_written_costs_no_work(warmed: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: Any) -> None:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(warmed.store, "write_text", full_disk)
+    found = warmed.calibrate(PROMPTS, ratios=(0.9,), target=0.01)
+    assert found.notes[-1] == "valid for this process only: the disk is full"
+    assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.9
+
+
+class _Plain:
+    """A store without `read_text` and `write_text`."""
+
+    def __init__(self, store: FileStore) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("read_text", "write_text"):
+            raise AttributeError(name)
+        return getattr(self._store, name)
+
+
+def test_a_store_that_keeps_no_texts_is_calibrated_for_one_engine(model: Model, tmp_path: Path) -> None:
+    store: Any = _Plain(FileStore(tmp_path, min_free_bytes=0))
+    with BlendEngine(model, store) as engine:
+        engine.warm(CHUNKS)
+        engine.calibrate(PROMPTS, ratios=(0.9,), target=0.01)
+        assert engine.generate(PROMPT, max_new_tokens=1).report.ratio == 0.9
+    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / "speed.json").exists()
+
+
+# ---------------------------------------------------------------- prompts of its own
+
+
+def test_prompts_are_made_of_the_chunks_and_guesses_are_left_out(
+    warmed: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_prompts(warmed.model, CHUNKS, search_by_words(CHUNKS), 6)
+    words = []
+    for prompt in made:
+        done = warmed.prefill(prompt.ids, BlendConfig(policy="full", controller="off"))
+        answer, logits = [], done.logits
+        for _ in range(8):
+            answer.append(int(logits.argmax()))
+            logits = warmed.model.forward(torch.tensor([answer[-1:]]), done.stitched.cache)
+        words.append(first_word(warmed.model.tokenizer.decode(answer)))
+    wanted = [words[0], "never", words[2], *words[3:]]
+    changed = [replace(one, gap=replace(one.gap, word=word)) for one, word in zip(made, wanted, strict=True)]
+    asked: list[int] = []
+
+    def remade(model: Model, texts: list[str], search: object, count: int, *_: object) -> list[Any]:
+        asked.append(count)
+        return changed
+
+    monkeypatch.setattr("kvrag.engine.make_prompts", remade)
+    steps: list[tuple[int, int]] = []
+    found = warmed.calibrate(count=2, ratios=(0.2,), progress=lambda *step: steps.append(step))
+    assert asked == [6]
+    assert found.curve[0].prompts == 2
+    assert "1 prompts were left out: full prefill continues them differently" in found.notes[0]
+    assert steps == [(done, 4) for done in range(5)]
+    changed = [replace(one, gap=replace(one.gap, word="never")) for one in made]
+    with pytest.raises(PromptError, match="completes none of 6 sentences"):
+        warmed.calibrate(count=2)
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target": 1.5}, "target must be in"),
+        ({"target": 0}, "target must be in"),
+        ({"ratios": ()}, "ratios must be"),
+        ({"ratios": (0.1, 1.0)}, "ratios must be"),
+        ({"ratios": (0.1, -1.0)}, "ratio must be"),
+        ({"policy": "full"}, "no ratio"),
+        ({"policy": "none"}, "no ratio"),
+        ({"tokens": 0}, "tokens"),
+        ({"count": 0}, "count"),
+        ({"chunks": 1}, "chunks"),
+        ({"prompts": "one string"}, "not one string"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], message: str, warmed: BlendEngine) -> None:
+    with pytest.raises(SettingError, match=message):
+        warmed.calibrate(**({"prompts": PROMPTS} | settings))
+    assert not (Path(warmed.store.stats().path) / FILE).exists()
+
+
+def test_an_empty_store(engine: BlendEngine) -> None:
+    with pytest.raises(StoreError, match="there are none: warm the corpus"):
+        engine.calibrate()
+    with pytest.raises(StoreError, match="nothing to recompute"):
+        engine.calibrate(PROMPTS)
+    engine.warm(CHUNKS[:1])
+    with pytest.raises(StoreError, match="there is one: warm the corpus"):
+        engine.calibrate()
+    with pytest.raises(StoreError, match="nothing to recompute"):
+        engine.calibrate([messages(CHUNKS[0])])
+
+
+def test_chunks_without_sentences(engine: BlendEngine) -> None:
+    engine.warm(["==".join(f"{n}{i}" for i in range(40)) for n in "ab"])
+    with pytest.raises(KvragError, match="none of 2 chunks has a complete sentence"):
+        engine.calibrate()
+
+
+def test_prompts_with_nothing_to_recompute_are_left_out_and_said(warmed: BlendEngine) -> None:
+    found = warmed.calibrate([*PROMPTS, messages("Never warmed.")], ratios=(0.2,))
+    assert found.curve[0].prompts == 4
+    assert found.notes[0] == "1 prompts had nothing to recompute and were left out"
+
+
+@pytest.mark.parametrize("policy", ["full", DEFAULT_POLICY])
+def test_logits_that_are_nan(policy: str, warmed: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = warmed.prefill
+
+    def overflowing(ids: list[int], config: BlendConfig, **_: Any) -> Any:
+        done = prefill(ids, config)
+        return replace(done, logits=done.logits * math.nan) if config.policy == policy else done
+
+    monkeypatch.setattr(warmed, "prefill", overflowing)
+    with pytest.raises(ModelError, match="dtype='bfloat16'"):
+        warmed.calibrate(PROMPTS)
+    assert not (Path(warmed.store.stats().path) / FILE).exists()
+
+
+def _interrupt_at(step: int) -> Callable[[int, int], None]:
+    def interrupt(done: int, total: int) -> None:
+        if done == step:
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
+def test_an_interrupted_calibration_reports_the_prompts_that_are_done(warmed: BlendEngine) -> None:
+    _kept(warmed)
+    whole = warmed.calibrate(PROMPTS[:2], ratios=(0.1, 0.5)).curve
+    _kept(warmed)
+    again = BlendEngine(warmed.model, Path(warmed.store.stats().path))
+    with again:
+        found = again.calibrate(PROMPTS, ratios=(0.1, 0.5), progress=_interrupt_at(8))  # in the third prompt
+        assert (found.curve, found.interrupted, found.is_usable) == (whole, True, False)
+        assert found.notes[0] == "interrupted after 2 of 4 prompts"
+        assert again.generate(PROMPT, max_new_tokens=1).report.ratio == 0.05, "too few: the old one stays"
+        with pytest.raises(KeyboardInterrupt):
+            again.calibrate(PROMPTS, progress=_interrupt_at(3))
+        many = [*PROMPTS, *PROMPTS, *PROMPTS]
+        found = again.calibrate(many, ratios=(0.9,), target=0.01, progress=_interrupt_at(21))
+        assert (found.curve[0].prompts, found.is_usable) == (10, True)
+        assert again.generate(PROMPT, max_new_tokens=1).report.ratio == 0.9

@@ -1,0 +1,355 @@
+"""What the controller decides, by made-up numbers; what the speedometer makes of passes; and both inside an engine."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from blending import CHUNKS, messages
+
+import kvrag.control.tuning
+from kvrag import BlendConfig, BlendEngine, FileStore, Model, SettingError
+from kvrag.config import DEFAULT_POLICY
+from kvrag.control.controller import Workload, blend_seconds, decide, full_seconds, selecting
+from kvrag.control.cost import CostModel, Speed, fit, read, write
+from kvrag.reuse.trace import Trace
+
+PROMPT = messages(*CHUNKS)
+KIB = 1024
+# about an 8B model on a fast GPU: 25 ms a pass, 40 µs a token, PCIe
+GPU = Speed(pass_s=0.025, row_s=4e-5, pair_s=1e-9, stitch_s=1e-6, load=6e9)
+
+
+@pytest.fixture(autouse=True)
+def _by_the_clock(_not_by_the_clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", 0.01)
+    monkeypatch.setattr("kvrag.control.controller.STEP", 0.05)
+
+
+def _request(context: int, kib_per_token: int = 128, **changes: Any) -> Workload:
+    return replace(Workload(context + 64, context, context, context * kib_per_token * KIB), **changes)
+
+
+def test_a_long_context_is_blended_at_the_ratio_asked_for() -> None:
+    decision = decide(replace(GPU, load=2e10), _request(16_000), 0.15)
+    assert (decision.full, decision.ratio) == (False, 0.15)
+    assert decision.blend_s is not None
+    assert decision.full_s is not None
+    assert decision.blend_s < decision.full_s / 2
+    assert decision.reason.startswith("blend at 0.15: predicted ")
+    assert "full prefill" in decision.reason
+
+
+def test_reuse_loses_where_a_token_takes_longer_to_load_than_to_compute() -> None:
+    for load in (0.15e9, 0.5e9, 1.25e9):
+        decision = decide(replace(GPU, load=load), _request(16_000), 0.15)
+        assert decision.full
+        assert 128 * KIB / load > GPU.row_s
+        assert f"at {load / 1e9:.3g} GB/s" in decision.reason
+        assert decision.reason.startswith("full prefill: predicted ")
+    assert not decide(replace(GPU, load=7e9), _request(16_000), 0.15).full
+
+
+def test_short_contexts_are_not_worth_it() -> None:
+    listening = {"query_pass": 0.9, "kib_per_token": 12}
+    decision = decide(GPU, _request(100, **listening), 0.15)
+    assert decision.full
+    assert decision.reason.endswith("the context is short")
+    assert not decide(GPU, _request(8_000, **listening), 0.15).full
+
+
+def test_nobody_notices_a_little() -> None:
+    request = _request(100, 12, query_pass=0.9)
+    slower = blend_seconds(GPU, request, 0.15) - full_seconds(GPU, request.prompt)
+    assert slower > 0.01
+    assert not decide(replace(GPU, pass_s=GPU.pass_s / 4), request, 0.15).full
+
+
+def test_recompute_grows_to_where_it_hides_the_load_and_no_further() -> None:
+    slow = replace(GPU, load=5.2e9)
+    request = _request(16_000)
+    decision = decide(slow, request, 0.15)
+    assert not decision.full
+    assert decision.ratio > 0.15
+    assert round(decision.ratio / 0.05, 6).is_integer()
+    assert blend_seconds(slow, request, decision.ratio) == blend_seconds(slow, request, 0.15)
+    assert blend_seconds(slow, request, decision.ratio + 0.05) > blend_seconds(slow, request, 0.15)
+    assert f"{decision.ratio:g} instead of 0.15" in decision.reason
+    assert decide(replace(slow, load=1e12), request, 0.15).ratio == 0.15
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.02, 0.15, 0.6])
+@pytest.mark.parametrize("load", [1e8, 1e9, 4e9, 1e11])
+def test_never_below_the_ratio_asked_for(ratio: float, load: float) -> None:
+    for context in (100, 1000, 30_000):
+        assert decide(replace(GPU, load=load), _request(context), ratio).ratio >= ratio
+
+
+def test_what_is_in_memory_needs_no_loading() -> None:
+    slow = replace(GPU, load=1e6)
+    assert decide(slow, _request(16_000), 0.15).full
+    assert not decide(slow, _request(16_000, bytes=0), 0.15).full
+
+
+def test_nothing_measured_is_blended() -> None:
+    decision = decide(None, _request(100), 0.2)
+    assert (decision.full, decision.ratio, decision.blend_s) == (False, 0.2, None)
+    assert "no measurements" in decision.reason
+
+
+def test_selecting_costs_what_the_policy_looks_at() -> None:
+    assert selecting(BlendConfig(policy="query", band=(0.34, 0.52)), 28) == (15 / 28, 0.0, 0.0)
+    assert selecting(BlendConfig(policy="hkvd", check_layer=3), 6) == (0.0, 0.5, 0.0)
+    assert selecting(BlendConfig(policy="first_k"), 6) == (0.0, 0.0, 0.0)
+    assert selecting(BlendConfig(policy="query_hkvd", band=(0.5, 1.0)), 28) == (1.0, 0.0, 0.5)
+    request = _request(4_000, bytes=0)
+    plain = blend_seconds(GPU, request, 0.15)
+    assert blend_seconds(GPU, replace(request, query_pass=0.5), 0.15) > plain + GPU.pass_s / 3
+    assert blend_seconds(GPU, replace(request, detection_pass=0.5), 0.15) > plain + full_seconds(GPU, 4_000) / 3
+    more = blend_seconds(GPU, request, 0.30) - plain
+    assert blend_seconds(GPU, replace(request, candidate_pass=0.5), 0.15) > plain + more / 2, "twice the rows"
+    assert blend_seconds(GPU, replace(request, query_pass=0.5), 0.0) == blend_seconds(GPU, request, 0.0), "no budget"
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def _seen(speed: Speed, rows: list[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.array([(1, r, r * r / 2, full_seconds(speed, r)) for r in rows])
+
+
+def test_fit_finds_what_made_the_times() -> None:
+    a, b, c = fit(_seen(GPU, [50, 500, 2000, 8000, 30_000]), 1 / (6 * 4096))
+    assert (a, b, c) == pytest.approx((GPU.pass_s, GPU.row_s, GPU.pair_s), rel=0.03)
+
+
+def test_fit_is_never_negative_and_survives_little() -> None:
+    rng = np.random.default_rng(0)
+    noisy = _seen(GPU, [400, 450, 500] * 5)
+    noisy[:, 3] *= rng.uniform(0.5, 2, 15)
+    for seen in (noisy, noisy[:1], _seen(replace(GPU, pass_s=0, pair_s=0), [512, 512])):
+        a, b, c = fit(seen, 1 / 6000)
+        assert min(a, b, c) >= 0
+        assert a + b + c > 0
+        middle = a + b * seen[:, 1] + c * seen[:, 2]
+        assert 0.4 < float(np.median(middle / seen[:, 3])) < 2.5
+
+
+def test_costs_needs_a_pass_and_a_load() -> None:
+    meter = CostModel(4096)
+    meter.observe_pass("full", 100, 5_000, 9.0)
+    assert not meter.knows_passes(), "a process's first pass pays for more than itself"
+    for rows in (100, 1000, 4000):
+        meter.observe_pass("full", rows, rows**2 / 2, full_seconds(GPU, rows))
+    assert meter.knows_passes()
+    assert meter.speed() is None
+    assert meter.bytes_per_token(7.0) == 7.0
+    meter.observe_load(10**9, 8_000, 0.5)
+    meter.observe_stitch(1000, 0.001)
+    speed = meter.speed()
+    assert speed is not None
+    assert speed.load == 2e9
+    assert speed.stitch_s == pytest.approx(1e-6)
+    assert full_seconds(speed, 2000) == pytest.approx(full_seconds(GPU, 2000), rel=0.1)
+    assert meter.bytes_per_token(7.0) == 125_000
+
+
+def test_a_change_is_noticed_within_a_few_loads() -> None:
+    meter = CostModel(64)
+    meter.observe_pass("blend", 5000, 1, 1.0)
+    for _ in range(20):
+        meter.observe_load(10**9, 1000, 0.1)
+    for _ in range(12):
+        meter.observe_load(10**6, 1, 0.01)
+    speed = meter.speed()
+    assert speed is not None
+    assert speed.load < 0.3e9
+
+
+def test_what_was_measured_survives_a_restart() -> None:
+    meter = CostModel(4096)
+    for rows in (2000, 4000):
+        meter.observe_pass("full", rows, rows**2 / 2, full_seconds(GPU, rows))
+    meter.observe_load(10**9, 8_000, 0.5)
+    text = write(None, "here", meter.to_dict())
+    text = write(text, "there", {"made": 0})
+    again = CostModel(4096)
+    kept = read(text, "here")
+    assert kept is not None
+    again.take(kept)
+    assert again.speed() == meter.speed()
+    assert read(text, "elsewhere") is None
+    assert read(None, "here") is None
+    stale = CostModel(4096)
+    stale.take({**kept, "made": time.time() - 40 * 86400})
+    assert stale.speed() is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"passes": {"full": [[1, 2, 3]]}},
+        {"passes": {"full": [[1, -2, 3, 4]]}},
+        {"passes": []},
+        {"load": [1]},
+        {"load": "x"},
+        {"stitch": [1, float("nan")]},
+        {"made": None},
+    ],
+    ids=str,
+)
+def test_damaged_measurements_are_refused_whole(damage: dict[str, Any]) -> None:
+    meter = CostModel(64)
+    good = CostModel(64)
+    good.observe_pass("full", 2000, 1, 1.0)
+    good.observe_load(10**6, 10, 0.1)
+    with pytest.raises(ValueError, match="Error"):
+        meter.take({**good.to_dict(), **damage})
+    assert meter.speed() is None
+    meter.take(good.to_dict())
+    assert meter.speed() == good.speed()
+
+
+def test_reads_that_overlap_count_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([1.0, 5.0, 10.0, 12.0])
+    monkeypatch.setattr("kvrag.reuse.trace.time.perf_counter", lambda: next(now))
+    trace = Trace(model)
+    with trace.reading(), trace.reading():
+        pass
+    with trace.reading():
+        pass
+    assert trace.seconds["read"] == 6.0
+
+
+# ---------------------------------------------------------------- inside an engine
+
+
+def _knows(engine: BlendEngine, speed: Speed) -> None:
+    meter = engine._tuning._costs
+    for rows in (1000, 4000):
+        meter.observe_pass("full", rows, rows**2 / 2, full_seconds(speed, rows))
+    meter.observe_load(round(speed.load), speed.load / engine.model.bytes_per_token, 1.0)
+    meter.observe_pass = lambda *_, **__: None  # type: ignore[method-assign]
+    meter.observe_load = lambda *_, **__: None  # type: ignore[method-assign]
+    meter.observe_stitch = lambda *_, **__: None  # type: ignore[method-assign]
+
+
+SLOW_DISK = Speed(1e-4, 1e-3, 1e-9, 0.0, 1e4)
+SLOW_MODEL = Speed(1e-4, 1.0, 1e-9, 0.0, 1e12)
+SHORT = Speed(1.0, 1e-6, 0.0, 0.0, 1e12)
+
+
+def test_a_slow_disk_makes_full_prefill(engine: BlendEngine) -> None:
+    engine.warm(CHUNKS)
+    _knows(engine, SLOW_DISK)
+    answer = engine.generate(PROMPT, max_new_tokens=3, temperature=0)
+    report = answer.report
+    assert (report.policy, report.ratio, report.runs, report.exact) == ("full", 1.0, (), True)
+    assert "loading alone takes" in report.decision
+    assert "1e-05 GB/s" in report.decision
+    assert answer.token_ids == engine.generate(PROMPT, policy="full", max_new_tokens=3, temperature=0).token_ids
+
+
+def test_a_short_context_makes_full_prefill(engine: BlendEngine) -> None:
+    engine.warm(CHUNKS)
+    _knows(engine, SHORT)
+    report = engine.generate(PROMPT, max_new_tokens=1).report
+    assert report.policy == "full"
+    assert report.decision.endswith("the context is short")
+
+
+def test_a_slow_model_is_blended(engine: BlendEngine) -> None:
+    engine.warm(CHUNKS)
+    _knows(engine, SLOW_MODEL)
+    report = engine.generate(PROMPT, max_new_tokens=1).report
+    assert (report.policy, report.ratio, len(report.runs)) == (DEFAULT_POLICY, 0.15, 4)
+    assert report.decision.startswith("blend at 0.15: predicted ")
+    assert report.to_dict()["decision"] == report.decision
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"ratio": 0.15}, {"policy": "query_hkvd"}, {"policy": "first_k"}, {"policy": "none"}, {"controller": "off"}],
+    ids=str,
+)
+def test_what_is_given_is_obeyed(settings: dict[str, Any], engine: BlendEngine) -> None:
+    engine.warm(CHUNKS)
+    _knows(engine, SLOW_DISK)
+    report = engine.generate(PROMPT, max_new_tokens=1, **settings).report
+    assert report.policy == settings.get("policy", DEFAULT_POLICY)
+    assert report.ratio == (0.0 if report.policy == "none" else 0.15)
+    assert len(report.runs) == 4
+    assert report.decision == ""
+
+
+@pytest.mark.parametrize(
+    "config", [BlendConfig(ratio=0.3), BlendConfig(policy="seam"), BlendConfig(controller="off")], ids=str
+)
+def test_what_the_config_gives_is_obeyed(config: BlendConfig, model: Model, tmp_path: Path) -> None:
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0), config) as engine:
+        engine.warm(CHUNKS)
+        _knows(engine, SLOW_DISK)
+        report = engine.generate(PROMPT, max_new_tokens=1).report
+        assert (report.policy, len(report.runs), report.decision) == (config.policy, 4, "")
+        assert report.ratio == (config.ratio or 0.15)
+
+
+def test_nothing_found_is_nothing_to_decide(engine: BlendEngine) -> None:
+    _knows(engine, SLOW_DISK)
+    assert engine.generate(PROMPT, max_new_tokens=1).report.decision == ""
+
+
+def test_a_disk_that_has_become_quick_is_found_out(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.warm(CHUNKS)
+    meter = engine._tuning._costs
+    for rows in (1000, 4000):
+        meter.observe_pass("full", rows, 1, rows * 1.0)
+    meter.observe_load(1000, 10, 1e6)
+    assert engine.generate(PROMPT, max_new_tokens=1).report.policy == "full"
+    monkeypatch.setattr(kvrag.control.tuning, "_KEEP_S", 0.0)
+    assert engine.generate(PROMPT, max_new_tokens=1).report.policy == DEFAULT_POLICY
+
+
+def test_a_decision_needs_no_request_before_it(model: Model, tmp_path: Path) -> None:
+    """Ingestion has measured the passes, one look at the disk measures the rest."""
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS[:2])
+        engine.warm(CHUNKS[2:])
+        assert engine.generate(PROMPT, max_new_tokens=1).report.decision.count("predicted") == 1
+
+
+def test_measurements_are_kept_beside_the_chunks(model: Model, tmp_path: Path) -> None:
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS)
+        engine.generate(PROMPT, max_new_tokens=1)
+        engine.generate(PROMPT, max_new_tokens=1)
+        speed = engine._tuning._costs.speed()
+    assert speed is not None
+    (machine,) = json.loads((tmp_path / "speed.json").read_text())
+    assert model.fingerprint.digest in machine
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        assert engine._tuning._costs.speed() == speed
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"%s": {"made": 1}}'])
+def test_damaged_measurements_cost_no_answer(content: bytes, model: Model, tmp_path: Path) -> None:
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS)
+        machine = engine._tuning._machine
+    (tmp_path / "speed.json").write_bytes(content.replace(b"%s", machine.encode()))
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        for _ in range(2):
+            assert len(engine.generate(PROMPT, max_new_tokens=1).report.runs) == 4
+    assert machine in json.loads((tmp_path / "speed.json").read_text())
+
+
+def test_wrong_settings_are_refused(engine: BlendEngine) -> None:
+    with pytest.raises(SettingError, match="controller must be auto or off"):
+        BlendConfig(controller="on")
+    with pytest.raises(SettingError, match="controller must be auto or off"):
+        engine.generate(PROMPT, controller="maybe")

@@ -1,0 +1,486 @@
+"""Tools: what the model reads about them, and the calls in what it says."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blending import CHUNKS
+
+from kvrag import BlendEngine, Delta, FileStore, Grammar, InvalidCall, Model, PromptError, SettingError, ToolCall
+from kvrag.answer import join
+from kvrag.generate.tools import CallParser, prepare
+from kvrag.types import FinishReason
+
+HELLO = [{"role": "user", "content": "Hello."}]
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": "Useful.", "parameters": parameters}}
+
+
+LOOK = tool("look", where={"type": "string", "maxLength": 6}, far={"type": "boolean"})
+COUNT = tool("count", number={"type": "integer", "minimum": 0, "maximum": 9})
+NOTHING = {"type": "function", "function": {"name": "rest"}}
+TOOLS = [LOOK, COUNT, NOTHING]
+
+CALLED = {
+    "type": "function",
+    "id": "abcdefghi",
+    "function": {"name": "look", "arguments": {"where": "up", "far": True}},
+}
+HISTORY = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is up?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALLED]},
+    {"role": "tool", "content": "A bird.", "tool_call_id": "abcdefghi", "name": "look"},
+]
+
+
+def template(tools: str, call: str) -> str:
+    """A chat template with the parts about tools of a well-known one."""
+    return (
+        f"{{% if tools %}}{tools}{{% endif %}}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
+        f"{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}\n"
+        "{% endfor %}assistant:"
+    )
+
+
+_SIGNATURES = "{% for t in tools %}{{ t | tojson }}{% endfor %}"
+_LLAMAS = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
+TEMPLATES = {
+    "qwen": template(_SIGNATURES, "<tool_call>\n{{ c.function | tojson }}\n</tool_call>"),
+    "llama": template(
+        f"{{{{ '{_LLAMAS}' }}}}{_SIGNATURES}",
+        '{{ \'{"name": "\' + c.function.name + \'", "parameters": \' + c.function.arguments | tojson + "}" }}',
+    ),
+    "mistral": template("[AVAILABLE_TOOLS]{{ tools | tojson }}", "[TOOL_CALLS][{{ c.function | tojson }}]"),
+    "mistral-args": template(
+        "[AVAILABLE_TOOLS]{{ tools | tojson }}",
+        "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}",
+    ),
+}
+
+
+@pytest.fixture(params=["reader", *TEMPLATES])
+def talker(request: pytest.FixtureRequest, tokenizer: Any, hf: Any, tmp_path: Path) -> Iterator[BlendEngine]:
+    """An engine of the tiny llama that speaks like a model of this kind."""
+    theirs = copy.deepcopy(tokenizer)
+    if request.param in TEMPLATES:
+        theirs.chat_template = TEMPLATES[request.param]
+    if request.param.startswith("mistral"):
+        theirs.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]"]})
+    with BlendEngine(Model(hf, theirs, request.param), FileStore(tmp_path, min_free_bytes=0)) as engine:
+        yield engine
+
+
+def check(call: ToolCall) -> bool:
+    """Whether its arguments are those of its tool."""
+    if call.name == "look":
+        assert list(call.arguments) == ["where", "far"]
+        assert isinstance(call.arguments["where"], str)
+        return isinstance(call.arguments["far"], bool)
+    if call.name == "count":
+        return list(call.arguments) == ["number"] and call.arguments["number"] in range(10)
+    return call.name == "rest" and call.arguments == {}
+
+
+# ---------------------------------------------------------------- forced calls
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", "any", "look", "count", "rest", {"type": "function", "function": {"name": "count"}}]
+)
+def test_a_forced_call_comes_whatever_the_model_and_its_dialect(talker: BlendEngine, choice: Any) -> None:
+    settings = {"tools": TOOLS, "tool_choice": choice, "temperature": 1.5, "seed": 7, "max_new_tokens": 100}
+    answer = talker.generate(HELLO, **settings)
+    [call] = answer.tool_calls
+    assert check(call)
+    assert choice in ("required", "any") or call.name in str(choice)
+    assert len(call.id) == 9
+    assert call.id.isalnum()
+    assert (answer.text, answer.finish_reason) == ("", "stop")
+    deltas = list(talker.stream(HELLO, **settings))
+    assert [(c.name, c.arguments) for delta in deltas for c in delta.tool_calls] == [(call.name, call.arguments)]
+    assert sum(len(delta.token_ids) for delta in deltas) == len(answer.token_ids)
+    assert not any(delta.text for delta in deltas)
+
+
+def test_a_forced_call_can_have_nested_types(talker: BlendEngine) -> None:
+    nested = tool("keep", places={"type": "array", "items": {"$ref": "#/$defs/Place"}, "minItems": 1, "maxItems": 1})
+    place = {"type": "object", "properties": {"row": {"enum": [1, 2]}}, "required": ["row"]}
+    nested["function"]["parameters"]["$defs"] = {"Place": place}
+    answer = talker.generate(HELLO, tools=[LOOK, nested], tool_choice="keep", temperature=0, max_new_tokens=100)
+    [call] = answer.tool_calls
+    assert call.arguments in ({"places": [{"row": 1}]}, {"places": [{"row": 2}]})
+
+
+def test_what_answers_without_a_call_must_keep_to_can_be_said(talker: BlendEngine) -> None:
+    answers = [
+        talker.generate(
+            HELLO, tools=[COUNT], grammar=Grammar(json_schema={"enum": ["yes", "no"]}), seed=seed, temperature=3.0
+        )
+        for seed in range(12)
+    ]
+    said = {answer.text for answer in answers}
+    assert said <= {'"yes"', '"no"', ""}
+    assert all(check(answer.tool_calls[0]) for answer in answers if not answer.text)
+    assert all(not answer.tool_calls for answer in answers if answer.text)
+
+
+def test_unforced_answers_are_what_the_prompt_makes_of_them(talker: BlendEngine) -> None:
+    prepared = prepare(talker.model.tokenizer, HELLO, TOOLS)
+    ids = talker.model.tokenizer.render(prepared.prompt, **prepared.template)
+    told = talker.model.tokenizer.decode(ids)
+    for name in ("look", "count", "rest"):
+        assert f'"name": "{name}"' in told
+    answer = talker.generate(HELLO, tools=TOOLS, temperature=0, max_new_tokens=10)
+    assert answer.report.prompt_tokens == len(ids)
+    free = talker.generate(prepared.prompt, template=prepared.template, temperature=0, max_new_tokens=10)
+    assert (answer.text, answer.token_ids) == (free.text, free.token_ids)
+
+
+def test_no_tools_are_told_of_if_none_may_be_called(talker: BlendEngine) -> None:
+    plain = talker.generate(HELLO, temperature=0, max_new_tokens=3)
+    none = talker.generate(HELLO, tools=TOOLS, tool_choice="none", temperature=0, max_new_tokens=3)
+    assert none.report.prompt_tokens == plain.report.prompt_tokens
+
+
+# ---------------------------------------------------------------- what the model reads
+
+
+def test_calls_and_their_results_reach_the_model(talker: BlendEngine) -> None:
+    prepared = prepare(talker.model.tokenizer, HISTORY, TOOLS)
+    told = talker.model.tokenizer.decode(talker.model.tokenizer.render(prepared.prompt, **prepared.template))
+    assert "A bird." in told
+    assert '{"where": "up", "far": true}' in told
+    as_text = copy.deepcopy(HISTORY)
+    as_text[2]["tool_calls"][0]["function"]["arguments"] = '{"where": "up", "far": true}'  # type: ignore[index]
+    assert prepare(talker.model.tokenizer, as_text, TOOLS) == prepared
+    assert HISTORY[2]["tool_calls"] == [CALLED]
+
+
+def test_a_template_that_knows_no_tools_gets_them_in_words(model: Model) -> None:
+    prepared = prepare(model.tokenizer, HISTORY, TOOLS)
+    assert prepared.template == {}
+    system, user, assistant, result = prepared.prompt
+    assert isinstance(system, dict)
+    assert system["content"].startswith("Be brief.\n\n# Tools")  # type: ignore[index]
+    assert system["content"].count('{"type": "function"') == 3  # type: ignore[index]
+    assert user == HISTORY[1]
+    call = '{"name": "look", "arguments": {"where": "up", "far": true}}'
+    assert assistant == {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"}
+    assert result == {"role": "user", "content": "<tool_response>\nA bird.\n</tool_response>"}
+    [system, _] = prepare(model.tokenizer, HELLO, [COUNT]).prompt
+    assert system["role"] == "system"  # type: ignore[index]
+    parts = [{"role": "tool", "content": [{"type": "text", "text": "A bird."}]}, *HELLO]
+    told = model.tokenizer.decode(model.tokenizer.render(prepare(model.tokenizer, parts).prompt))
+    assert "<tool_response>\nA bird.\n</tool_response>" in told
+
+
+def test_a_template_that_takes_its_tools_by_another_name_gets_them_in_words(tokenizer: Any, hf: Any) -> None:
+    theirs = copy.deepcopy(tokenizer)
+    theirs.chat_template = TEMPLATES["mistral"].replace("if tools", "if xml_tools")
+    prepared = prepare(Model(hf, theirs, "other").tokenizer, HELLO, TOOLS, "look")
+    assert prepared.template == {}
+    assert "# Tools" in prepared.prompt[0]["content"]  # type: ignore[index]
+    assert prepared.grammar is not None
+    assert "<tool_call>" in str(prepared.grammar.lark)
+
+
+def test_chunks_in_a_tools_result_are_reused(talker: BlendEngine) -> None:
+    talker.warm(CHUNKS)
+    found = {**HISTORY[3], "content": "\n\n".join(CHUNKS)}
+    answer = talker.generate([*HISTORY[:3], found], tools=TOOLS, max_new_tokens=2)
+    stored = sum(len(talker.model.tokenizer.encode(chunk)) for chunk in CHUNKS)
+    assert answer.report.reused_tokens >= 0.95 * stored
+
+
+# ---------------------------------------------------------------- what it says
+
+
+def listen(
+    text: str, size: int = 3, names: tuple[str, ...] = ("look", "count")
+) -> tuple[str, list[tuple[str, Any]], list[str]]:
+    """What a parser makes of the text, in pieces of this size: the text, the calls, and the pieces said."""
+    parser = CallParser(names)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    heard = [parser.parse(Delta(piece, (1,))) for piece in pieces] + [parser.parse(Delta("", (), "stop"))]
+    calls = [(call.name, call.arguments) for delta in heard for call in delta.tool_calls]
+    return "".join(delta.text for delta in heard), calls, [delta.text for delta in heard if delta.text]
+
+
+UP = ("look", {"where": "up"})
+ONE = ("count", {"number": 1})
+HERMES_UP = '<tool_call>\n{"name": "look", "arguments": {"where": "up"}}\n</tool_call>'
+HERMES_ONE = '<tool_call>{"name": "count", "arguments": "{\\"number\\": 1}"}</tool_call>'
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("text", "said", "calls"),
+    [
+        (HERMES_UP, "", [UP]),
+        (f"{HERMES_UP}\n{HERMES_ONE}\n", "", [UP, ONE]),
+        (f"Let me look.\n\n{HERMES_UP}", "Let me look.", [UP]),
+        (f"First\n{HERMES_UP}\nthen\n{HERMES_ONE}\n.\n", "First\nthen\n.", [UP, ONE]),
+        (HERMES_UP.removesuffix("</tool_call>"), "", [UP]),
+        (HERMES_UP.replace("up", "a </tool_call> b"), "", [("look", {"where": "a </tool_call> b"})]),
+        ('<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', "", [("unknown", {})]),
+        ('{"name": "look", "parameters": {"where": "up"}}', "", [UP]),
+        ('{"type": "function", "function": {"name": "look", "parameters": {"where": "up"}}}', "", [UP]),
+        ('{"name": "look", "parameters": {"where": "up"}}; {"name": "count"}', "", [UP, ("count", {})]),
+        ('<|python_tag|>{"name": "look", "parameters": {"where": "up"}}', "", [UP]),
+        ('[TOOL_CALLS] [{"name": "look", "arguments": {"where": "up"}}]', "", [UP]),
+        (' [{"name": "look", "arguments": {"where": "up"}}, {"name": "count"}]', "", [UP, ("count", {})]),
+        ('[TOOL_CALLS]look[ARGS]{"where": "up"}', "", [UP]),
+        ('look{"where": "up"}', "", [UP]),
+        ('{"name": "look"}', "", [("look", {})]),
+    ],
+)  # fmt: skip
+def test_calls_are_found(text: str, said: str, calls: list[Any], size: int) -> None:
+    assert listen(text, size)[:2] == (said, calls)
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Nothing to do.\n",
+        "  spaces  ",
+        "look at this",
+        "lo",
+        "a <tool_ b <tool_call",
+        '{"name": "Mira", "age": 3}',
+        '{"name": "unknown", "parameters": {}}',
+        "[1, 2, 3]",
+        "[]",
+        "{ }",
+        '{"a": 1}',
+        '{"name": "look", "parameters": ',
+        "<tool_call>\nlook up\n</tool_call> is how",
+        '<tool_call>{"name": "look", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "look", "args": "</tool_call>',
+        'Use {"name": "look", "parameters": {}}',
+    ],
+)
+def test_what_is_no_call_is_said_as_it_is(text: str, size: int) -> None:
+    assert listen(text, size)[:2] == (text, [])
+
+
+def test_text_is_said_as_soon_as_it_is_certainly_no_call() -> None:
+    _, _, pieces = listen("one two <three four", size=1)
+    assert listen("[1] so", size=1)[2] == ["[1", "]", " s", "o"]
+    assert pieces == [*"one", " t", *"wo", " <th", *"ree", " f", *"our"]
+
+
+def spell(text: str, size: int, finish: FinishReason) -> list[Delta]:
+    """What a parser makes of an answer that arrives in pieces of this size."""
+    parser = CallParser(("look", "count"))
+    pieces = [Delta(text[at : at + size], (1,)) for at in range(0, len(text), size)]
+    return [parser.parse(piece) for piece in [*pieces, Delta("", (), finish)]]
+
+
+def put_together(deltas: list[Delta]) -> list[tuple[str, str, str]]:
+    """Name, id and arguments of the calls, from their pieces."""
+    calls: dict[int, tuple[str, str, str]] = {}
+    for delta in deltas:
+        assert len({piece.index for piece in delta.call_pieces}) == len(delta.call_pieces)
+        for piece in delta.call_pieces:
+            name, number, arguments = calls.get(piece.index, ("", "", ""))
+            calls[piece.index] = (name + piece.name, number + piece.id, arguments + piece.arguments)
+    assert list(calls) == list(range(len(calls)))
+    return list(calls.values())
+
+
+LONG = '{"where": "</tool_call> up \\"{ and\ndown", "far": [{"a": 1}, "}"]}'
+FORMATS = {
+    "hermes": 'Well.\n<tool_call>\n{"name": "look", "arguments": %s}\n</tool_call>\n' + HERMES_ONE,
+    "llama": '{"name": "look", "parameters": %s}; {"name": "count", "parameters": {"number": 1}}',
+    "llama-function": '{"type": "function", "function": {"name": "look", "parameters": %s}}',
+    "mistral": '[TOOL_CALLS] [{"name": "look", "arguments": %s}, {"name": "count", "arguments": {"number": 1}}]',
+    "mistral-args": "[TOOL_CALLS]look[ARGS]%s",
+}
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("form", FORMATS)
+def test_arguments_come_in_pieces_that_make_up_the_calls(form: str, size: int) -> None:
+    deltas = spell(FORMATS[form] % LONG, size, "stop")
+    calls = [call for delta in deltas for call in delta.tool_calls]
+    assert not any(delta.invalid_calls for delta in deltas)
+    assert calls[0].arguments == json.loads(LONG, strict=False)
+    assert [(name, number, json.loads(text)) for name, number, text in put_together(deltas)] == [
+        (call.name, call.id, call.arguments) for call in calls
+    ]
+    if size == 1:
+        assert sum(bool(delta.call_pieces) for delta in deltas) > 40  # they come while the model writes
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_call_cut_off_is_invalid_wherever_it_is_cut(form: str, size: int) -> None:
+    text = FORMATS[form] % LONG
+    start = text.index(LONG)
+    for end in range(start + 1, start + len(LONG)):
+        deltas = spell(text[:end], size, "length")
+        [(name, number, arguments)] = put_together(deltas)
+        [call] = deltas[-1].invalid_calls
+        assert (call.name, call.id, call.arguments) == (name, number, arguments)
+        assert name == "look"
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(arguments)
+        assert not any(delta.tool_calls for delta in deltas)
+        assert "".join(delta.text for delta in deltas) == ("Well." if form == "hermes" else "")
+    for end in range(start + len(LONG), start + len(LONG) + 2):  # only closing marks are missing
+        [call] = (call for delta in spell(text[:end], size, "length") for call in delta.tool_calls)  # type: ignore[assignment]
+        assert call.arguments == json.loads(LONG, strict=False)
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('<tool_call>{"name": "look", "arguments": {"where": "</tool_call>', '{"where": "</tool_call>'),
+        ('<tool_call>{"name": "look", "arguments": {"a": 1} or}</tool_call>', '{"a": 1} or}'),
+        ('look{"a": 1} is what I would say', '{"a": 1} is what I would say'),
+    ],
+)
+def test_a_call_that_is_malformed_after_its_arguments_began_is_invalid(text: str, arguments: str, size: int) -> None:
+    deltas = spell(text, size, "stop")
+    [call] = (call for delta in deltas for call in delta.invalid_calls)
+    assert (call.name, call.arguments) == ("look", arguments)
+    assert put_together(deltas) == [("look", call.id, arguments)]
+    assert not any(delta.text or delta.tool_calls for delta in deltas)
+
+
+def test_an_answer_that_only_resembles_a_call_is_text_when_cut() -> None:
+    assert [delta.text for delta in spell('{"name": "lo', 1000, "length")] == ["", '{"name": "lo']
+    [call] = spell('<tool_call>\n{"name": "lo', 3, "length")[-1].invalid_calls
+    assert (call.name, call.arguments) == ("", "")
+
+
+def test_a_forced_call_cut_off_is_never_text(talker: BlendEngine) -> None:
+    settings = {"tools": TOOLS, "temperature": 1.5, "seed": 7}
+    whole = len(talker.generate(HELLO, tool_choice="look", max_new_tokens=100, **settings).token_ids)
+    for length in range(1, whole):
+        deltas = list(talker.stream(HELLO, tool_choice="look", max_new_tokens=length, **settings))
+        answer = join(deltas)
+        assert answer.finish_reason == "length"
+        assert answer.text == ""
+        [(name, number, arguments)] = put_together(deltas)
+        assert name == "look"
+        if answer.tool_calls:  # only closing marks are missing
+            assert check(answer.tool_calls[0])
+        else:
+            assert answer.invalid_calls == (InvalidCall("look", arguments, number),)
+    [unknown] = talker.generate(HELLO, tool_choice="any", max_new_tokens=1, **settings).invalid_calls
+    assert (unknown.name, unknown.arguments) == ("", "")
+    stopped = talker.generate(HELLO, tool_choice="look", stop=['"'], max_new_tokens=100, **settings)
+    assert (stopped.text, len(stopped.invalid_calls), stopped.finish_reason) == ("", 1, "stop")
+
+
+CALLS_FIELD = {"open": "<call>", "close": "</call>", "content": "json", "repeats": True}
+TRANSFORM = {"type": "function", "function": {"name": "{content.tool}", "arguments": "{content.with}"}}
+RESPONSES = {
+    "start_anchor": "assistant:",
+    "defaults": {"role": "assistant"},
+    "fields": {"content": {"close": "<eot>"}, "tool_calls": {**CALLS_FIELD, "transform": TRANSFORM}},
+}
+
+
+def test_a_tokenizer_that_says_how_its_answers_look_is_believed(tokenizer: Any, hf: Any) -> None:
+    theirs = copy.deepcopy(tokenizer)
+    theirs.chat_template = template("{{ tools | tojson }}", "{{ c.function | tojson }}")
+    theirs.response_template = RESPONSES
+    model = Model(hf, theirs, "templated")
+    prepared = prepare(model.tokenizer, HELLO, TOOLS)
+    assert prepared.template == {"tools": [LOOK, COUNT, tool_without_arguments()]}
+
+    def hear(text: str) -> tuple[str, list[tuple[str, Any]]]:
+        parser = prepared.parser(model.tokenizer, model.tokenizer.render(HELLO))
+        assert parser is not None
+        assert parser.control_tokens
+        heard = [parser.parse(Delta(letter, (1,))) for letter in text] + [parser.parse(Delta("", (), "stop"))]
+        calls = [(call.name, call.arguments) for delta in heard for call in delta.tool_calls]
+        return "".join(delta.text for delta in heard), calls
+
+    call = '<call>{"tool": "look", "with": {"where": "up"}}</call>'
+    assert hear(f"Let me see. {call}") == ("Let me see. ", [UP])
+    assert hear("Nothing.") == ("Nothing.", [])
+    broken = '<call>{"tool": look}</call>'
+    assert hear(f"So: {broken} or not") == (f"So: {broken.removeprefix('<call>')} or not", [])
+    theirs.response_template = {**RESPONSES, "fields": {"content": {"close": "<eot>"}, "tool_calls": CALLS_FIELD}}
+    parser = prepared.parser(model.tokenizer, model.tokenizer.render(HELLO))
+    assert parser is not None
+    text = '<call>{"name": "look", "arguments": {"where": "up"}}</call>'
+    deltas = [parser.parse(Delta(letter, (1,))) for letter in text] + [parser.parse(Delta("", (), "stop"))]
+    assert [(call.name, call.arguments) for delta in deltas for call in delta.tool_calls] == [UP]
+    assert [(name, json.loads(arguments)) for name, _, arguments in put_together(deltas)] == [UP]
+    assert sum(bool(delta.call_pieces) for delta in deltas) > 10
+    for cut in ('<call>{"tool": "lo', text[:-20]):
+        parser = prepared.parser(model.tokenizer, model.tokenizer.render(HELLO))
+        assert parser is not None
+        deltas = [parser.parse(Delta(letter, (1,))) for letter in cut] + [parser.parse(Delta("", (), "length"))]
+        assert not any(delta.text or delta.tool_calls for delta in deltas)
+        assert [len(delta.invalid_calls) for delta in deltas] == [0] * len(cut) + [1]
+    forced = prepare(model.tokenizer, HELLO, TOOLS, "look")
+    assert forced.template == {}
+    assert isinstance(forced.parser(model.tokenizer, []), CallParser)
+
+
+def tool_without_arguments() -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "rest", "parameters": {"type": "object", "properties": {}}}}
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"tools": LOOK}, "tools must be a list"),
+        ({"tools": ["look"]}, "a tool is .*got 'look'"),
+        ({"tools": [{"name": "look"}]}, "a tool is"),
+        ({"tools": [tool("look up")]}, "a tool's name may have letters"),
+        ({"tools": [tool("look", where={1, 2})]}, "tool look is not JSON"),
+        ({"tools": [{"type": "function", "function": {"name": "look", "parameters": [1]}}]}, "must be a JSON schema"),
+        ({"tools": TOOLS, "tool_choice": "smell"}, r"a tool's name \(look, count, rest\), got 'smell'"),
+        ({"tools": TOOLS, "tool_choice": {"type": "any"}}, "tool_choice must be"),
+        ({"tool_choice": "any"}, "no tools given"),
+        ({"tools": TOOLS, "tool_choice": "any", "grammar": Grammar(regex="a")}, "exclude each other"),
+        ({"tools": TOOLS, "grammar": Grammar(regex="a")}, "must be a json_schema"),
+    ],
+)
+def test_wrong_tools_are_refused(engine: BlendEngine, wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(SettingError, match=why):
+        engine.generate(HELLO, **wrong)
+
+
+def test_a_schema_that_cannot_be_guaranteed_is_refused_when_it_must_be(engine: BlendEngine) -> None:
+    unique = tool("look", where={"type": "array", "uniqueItems": True})
+    with pytest.raises(SettingError, match="uniqueItems"):
+        engine.generate(HELLO, tools=[unique], tool_choice="any")
+    assert engine.generate(HELLO, tools=[unique], max_new_tokens=1).token_ids
+
+
+def test_messages_that_are_not_tool_talk_are_refused(engine: BlendEngine) -> None:
+    with pytest.raises(PromptError, match="tools need a chat prompt"):
+        engine.generate("Hello.", tools=TOOLS)
+    for wrong in ("look", {"function": "look"}, {"function": {"name": "look", "arguments": "{"}}):
+        with pytest.raises(PromptError, match="a tool call is"):
+            engine.generate([*HELLO, {"role": "assistant", "tool_calls": [wrong]}])
+    with pytest.raises(PromptError, match="a message must be a dict"):
+        engine.generate(["Hello."], tools=TOOLS)
+
+
+def test_tools_are_left_as_they_were(engine: BlendEngine) -> None:
+    before = json.dumps(TOOLS)
+    engine.generate(HELLO, tools=TOOLS, tool_choice="any", max_new_tokens=2)
+    assert json.dumps(TOOLS) == before

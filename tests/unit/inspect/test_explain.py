@@ -1,0 +1,562 @@
+"""What is said about a prompt is what happened to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import io
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blending import CHUNKS, QUESTION, messages, prepare
+from bs4 import BeautifulSoup
+
+from kvrag import BlendEngine, Explanation, FileStore, Model, PromptError, SettingError
+from kvrag.cli.main import main
+from kvrag.inspect.changes import pieces, unquoted
+from kvrag.inspect.explain import _texts
+
+TEXT = (
+    'The museum\'s "quiet room" opens at ten & closes at <six>; children & dogs pay <nothing>.\n'
+    'Its keeper, Orla Finch, says: "Don\'t touch the glass."\n\n'
+    "- The harp in the hall was built in Stelburg.\n- The clock above it runs 4 minutes fast.\n"
+    "- The bridge is closed.\n- The goats may be fed.\n- Dogs stay outside.\n\n"
+    'On Mondays the hall stays shut, for "the dust must settle", as her father used to say when he kept the keys.'
+)
+OTHER = (
+    "Grelville lies on two rivers that meet below the castle. The older bridge was built of wood and burned twice. "
+    "The newer one carries the road to Florton, along which the salt was brought until the railway came to the valley."
+)
+CYRILLIC = "Музей открыт весь день. Дети до двенадцати лет входят бесплатно. Часы спешат на четыре минуты. " * 2
+
+
+def told(engine: BlendEngine, *chunks: str, **settings: Any) -> Explanation:
+    return engine.explain(messages(*chunks), **settings)
+
+
+def answered(engine: BlendEngine, *chunks: str, **settings: Any) -> Any:
+    return engine.generate(messages(*chunks), max_new_tokens=1, **settings)
+
+
+# -------------------------------------------------------------------- the prompt
+
+
+@pytest.mark.parametrize(("policy", "ratio"), [("query", 0.2), ("seam", 0.3), ("none", None), ("full", None)])
+def test_every_token_is_told_with_what_really_happened_to_it(
+    engine: BlendEngine, policy: str, ratio: float | None
+) -> None:
+    engine.warm(CHUNKS[:2], document="a.txt")
+    engine.warm(CHUNKS[1:3], document="b.txt")
+    ids = engine.model.tokenizer.render(messages(*CHUNKS))
+    explanation = told(engine, *CHUNKS, policy=policy, ratio=ratio)
+    done = prepare(engine, ids, ratio, policy)
+    stretches = explanation.stretches
+    assert [stretch.start for stretch in stretches] == [0, *(stretch.stop for stretch in stretches[:-1])]
+    assert stretches[-1].stop == len(ids)
+    assert "".join(stretch.text for stretch in stretches) == engine.model.tokenizer.decode(ids, control_tokens=True)
+    reused = [stretch for stretch in stretches if stretch.kind == "reused"]
+    positions = {position for stretch in reused for position in range(stretch.start, stretch.stop)}
+    assert positions == set(done.stitched.reused.nonzero().flatten().tolist())
+    assert sum(stretch.recomputed for stretch in stretches) == done.report.recomputed_tokens
+    assert (len(reused) >= 3) == (policy != "full")
+    for stretch in reused:
+        again = "".join(text for text, recomputed in stretch.pieces if recomputed)
+        chosen = [position for position in done.selected.tolist() if stretch.start <= position < stretch.stop]
+        assert again == "".join(engine.model.tokenizer.decode([ids[position]]) for position in chosen)
+        number = next(number for number, chunk in enumerate(CHUNKS) if stretch.text.strip() in chunk)
+        assert stretch.documents == (("a.txt",), ("a.txt", "b.txt"), ("b.txt",))[number]
+
+
+def test_a_character_of_several_tokens_stays_whole(model: Model) -> None:
+    text = "Ab 東京 — 🎻🎻 ü."
+    ids = model.tokenizer.encode(text)
+    assert len(ids) > len(text)
+    pieces = list(_texts(model.tokenizer, ids, list(range(len(ids) + 1))))
+    assert "".join(pieces) == text
+    assert set("".join(pieces)) == {character for piece in pieces for character in piece}
+    assert "🎻" in pieces
+    assert "\ufffd" not in "".join(pieces)
+
+
+def test_the_last_answer_is_explained_without_computing_it_again(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.warm(CHUNKS)
+    with pytest.raises(PromptError, match="there is no answer"):
+        engine.explain()
+    report = answered(engine, *CHUNKS[:2], policy="seam", ratio=0.25).report
+    monkeypatch.setattr(engine.model, "forward", None)
+    explanation = engine.explain()
+    assert explanation.report == report
+    assert report.recomputed_tokens == sum(stretch.recomputed for stretch in explanation.stretches) > 0
+    assert {chunk.reason for chunk in explanation.chunks} == {"reused"}
+    assert {chunk.text for chunk in explanation.chunks} == set(CHUNKS[:2])
+
+
+def test_another_namespaces_answers_are_not_explained(engine: BlendEngine) -> None:
+    engine.warm(CHUNKS)
+    mine = answered(engine, CHUNKS[0]).report
+    with pytest.raises(PromptError, match="there is no answer"):
+        engine.explain(namespace="bob")
+    theirs = answered(engine, CHUNKS[1], namespace="bob").report
+    assert engine.explain().report == engine.explain(mine).report == mine
+    assert engine.explain(namespace="bob").report == theirs
+    for report in (mine, mine.to_dict()):
+        with pytest.raises(PromptError, match="not among the last"):
+            engine.explain(report, namespace="bob")
+
+
+def test_another_namespaces_chunks_are_not_named(engine: BlendEngine) -> None:
+    engine.warm([OTHER], document="secret.txt")
+    for retrieved in (None, [OTHER]):
+        explanation = told(engine, OTHER, namespace="bob", retrieved=retrieved)
+        assert {chunk.reason for chunk in explanation.chunks} == {"never warmed"}
+        assert "secret.txt" not in explanation.html()
+
+
+def test_the_stores_beside_are_not_written(engine: BlendEngine, tmp_path: Path) -> None:
+    beside = tmp_path / "beside"
+    with BlendEngine(engine.model, FileStore(beside, min_free_bytes=0)) as other:
+        other.warm([TEXT])
+
+    def state() -> dict[str, tuple[int, bytes]]:
+        files = (path for path in sorted(beside.rglob("*")) if path.is_file())
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = state()
+    for retrieved in (None, [TEXT]):
+        assert [chunk.reason for chunk in told(engine, TEXT, retrieved=retrieved).chunks] == ["warmed elsewhere"]
+    assert state() == before
+
+
+def test_a_stream_that_nobody_heard_to_the_end_is_explained_too(engine: BlendEngine) -> None:
+    engine.warm(CHUNKS)
+    deltas = engine.stream(messages(CHUNKS[3]), max_new_tokens=5, ratio=0.1)
+    next(deltas)
+    deltas.close()
+    assert CHUNKS[3] in "".join(stretch.text for stretch in engine.explain().stretches)
+
+
+def test_an_answer_is_explained_by_its_report_of_whatever_has_been_answered_since(engine: BlendEngine) -> None:
+    engine.warm(CHUNKS)
+    first, second = (answered(engine, chunk).report for chunk in CHUNKS[:2])
+    as_json = json.loads(json.dumps(first.to_dict()))
+    for given, chunk, report in ((first, CHUNKS[0], first), (second, CHUNKS[1], second), (as_json, CHUNKS[0], first)):
+        explanation = engine.explain(given)
+        assert chunk in "".join(stretch.text for stretch in explanation.stretches)
+        assert explanation.report == report
+    with pytest.raises(PromptError, match="not among the last"):
+        engine.explain(dataclasses.replace(first, ttft_s=-1.0))
+    for _ in range(32):
+        answered(engine, CHUNKS[2])
+    with pytest.raises(PromptError, match="not among the last"):
+        engine.explain(first)
+
+
+@pytest.mark.parametrize(
+    "name", ["langchain_kvrag:ChatBlend", "langchain_kvrag:BlendLLM", "llama_index.llms.kvrag:BlendLLM"]
+)
+def test_the_framework_classes_explain_their_last_call_or_a_prompt(name: str, engine: BlendEngine) -> None:
+    module, _, class_name = name.partition(":")
+    llm = getattr(pytest.importorskip(module), class_name)(engine=engine, max_tokens=1, ratio=0.2, policy="seam")
+    llm.warm(CHUNKS, document="people.txt")
+    prompt = "\n\n".join([*CHUNKS[1:3], QUESTION])
+    said = llm.complete(prompt) if module.startswith("llama") else llm.invoke(prompt)
+    last, again = llm.explain(), llm.explain(prompt)
+    if not isinstance(said, str):
+        llm.invoke(QUESTION) if module.startswith("langchain") else llm.complete(QUESTION)
+        report = said.response_metadata["kvrag"] if module.startswith("langchain") else said.raw["kvrag"]
+        assert llm.explain(report) == last
+        llm.invoke(prompt) if module.startswith("langchain") else llm.complete(prompt)
+    assert last.report.ttft_s > 0
+    assert last.stretches == again.stretches
+    assert sum(stretch.recomputed for stretch in last.stretches) > 0
+    (told,) = llm.explain(retrieved=[CHUNKS[1]]).chunks
+    assert (told.reason, told.documents) == ("reused", ("people.txt",))
+
+
+# -------------------------------------------------------------------- chunks
+
+WAYS: dict[str, tuple[Callable[[str], str], str, str]] = {
+    "html": (html.escape, "escaped", "for HTML"),
+    "xml": (lambda text: html.escape(text, quote=False), "escaped", "for HTML"),
+    "jinja": (
+        lambda text: html.escape(text, quote=False).replace('"', "&#34;").replace("'", "&#39;"),
+        "escaped",
+        "for HTML",
+    ),
+    "json": (json.dumps, "escaped", "as JSON"),
+    "list": (lambda text: str([text, "..."]), "escaped", "Python's repr"),
+    "one line": (lambda text: " ".join(text.split()), "rewritten", "white space"),
+    "small": (lambda text: text.lower(), "rewritten", "its case differs"),
+    "cut": (lambda text: text[: len(text) // 2], "cut", "cut off"),
+    "edited": (
+        lambda text: text.replace("Orla Finch", "Mr Ben Dror, who is new").replace("built", "strung"),
+        "rewritten",
+        "other words",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_chain_did_to_a_chunk_is_recognised(engine: BlendEngine, way: str) -> None:
+    """From the prompt alone, and the same for what was retrieved."""
+    change, reason, detail = WAYS[way]
+    engine.warm([TEXT, OTHER], document="museum.txt")
+    changed = change(TEXT)
+    explanation = told(engine, OTHER, changed)
+    assert [chunk.text for chunk in explanation.chunks if chunk.reason == "reused"] == [OTHER]
+    (found,) = [chunk for chunk in explanation.chunks if chunk.reason != "reused"]
+    assert (found.text, found.reason) == (TEXT, reason)
+    assert detail in found.detail
+    assert found.documents == ("museum.txt",)
+    assert 0 <= found.reused < found.tokens - 4
+    (judged,) = told(engine, OTHER, changed, retrieved=[TEXT]).chunks
+    assert (judged.reason, judged.detail, judged.key) == (found.reason, found.detail, found.key)
+
+
+def test_a_chunk_that_a_prompt_contains_twice_has_no_more_tokens_than_it_has(engine: BlendEngine) -> None:
+    engine.warm([OTHER])
+    explanation = told(engine, OTHER, OTHER[OTHER.index("The newer") :])
+    (found,) = explanation.chunks
+    assert sum(stretch.kind == "reused" for stretch in explanation.stretches) == 2
+    assert found.tokens - 4 <= found.reused <= found.tokens
+
+
+def test_retrieved_texts_that_are_not_in_the_prompt_or_not_in_the_store(engine: BlendEngine) -> None:
+    engine.warm([OTHER, *CHUNKS])
+    with_metadata = f"source: a.txt\n\n{CHUNKS[1]}"
+    retrieved = [OTHER, TEXT, "A cat.", with_metadata, CHUNKS[0]]
+    found = told(engine, CHUNKS[0], with_metadata, TEXT, "A cat.", retrieved=retrieved).chunks
+    reasons = {chunk.text: chunk.reason for chunk in found}
+    assert reasons == {
+        OTHER: "not in the prompt",
+        TEXT: "never warmed",
+        "A cat.": "too short",
+        with_metadata: "never warmed",
+        CHUNKS[0]: "reused",
+    }
+    assert found[-1].text == CHUNKS[0], "what went wrong comes first"
+    part = next(chunk for chunk in found if chunk.text == with_metadata)
+    assert part.reused >= len(engine.model.tokenizer.encode(CHUNKS[1])) - 2
+    assert f"{part.reused} of its tokens are in stored chunks" in part.detail
+    for wrong in ("a text", [OTHER, 3]):
+        with pytest.raises(SettingError, match="list of strings"):
+            told(engine, OTHER, retrieved=wrong)
+
+
+def test_a_retrieved_text_that_was_warmed_in_pieces_is_no_stranger(engine: BlendEngine, tmp_path: Path) -> None:
+    whole = f"{OTHER}\n\n{CHUNKS[0]}\n\n{CHUNKS[1]}"
+    with BlendEngine(engine.model, FileStore(tmp_path / "beside", min_free_bytes=0)) as beside:
+        beside.warm([whole])
+    engine.warm([OTHER, *CHUNKS])
+    (cut,) = told(engine, OTHER, retrieved=[whole]).chunks
+    assert (cut.reason, cut.key) == ("cut", "")
+    (reused,) = told(engine, whole, retrieved=[whole]).chunks
+    assert (reused.reason, reused.detail) == ("reused", "")
+
+
+def test_a_text_that_was_warmed_into_another_folder_is_found_there(
+    engine: BlendEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, owner in {"broken": "{", "strange": "[]"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "fingerprint.json").write_text(owner)
+    with BlendEngine(engine.model, FileStore(tmp_path / "beside", min_free_bytes=0)) as beside:
+        beside.warm([TEXT])
+    (found,) = told(engine, TEXT).chunks
+    assert found.reason == "warmed elsewhere"
+    assert f"in {tmp_path / 'beside'}, for tiny as it is loaded now: open" in found.detail
+    left_out = {record.args[0] for record in caplog.records if isinstance(record.args, tuple) and record.args}
+    assert left_out == {tmp_path / "broken", tmp_path / "strange"}
+
+
+def test_what_was_never_warmed_is_told_without_being_asked(engine: BlendEngine) -> None:
+    engine.warm(CHUNKS)
+    (known, strange) = sorted(told(engine, CHUNKS[0], TEXT).chunks, key=lambda chunk: chunk.text != CHUNKS[0])
+    assert (known.text, known.reason) == (CHUNKS[0], "reused")
+    assert (strange.reason, strange.reused, strange.key) == ("never warmed", 0, "")
+    assert TEXT in strange.text
+
+
+def test_full_prefill_and_chunks_that_came_later_are_told_apart(engine: BlendEngine) -> None:
+    engine.warm([OTHER])
+    assert [chunk.reason for chunk in told(engine, OTHER, policy="full").chunks] == ["full prefill"]
+    assert [chunk.reason for chunk in told(engine, OTHER, policy="full", retrieved=[OTHER]).chunks] == ["full prefill"]
+    answered(engine, OTHER, TEXT)
+    engine.warm([TEXT])
+    later = {chunk.text: chunk.reason for chunk in engine.explain().chunks}
+    assert later == {OTHER: "reused", TEXT: "not stored then"}
+    assert {chunk.text: chunk.reason for chunk in engine.explain(retrieved=[OTHER, TEXT]).chunks} == later
+
+
+def test_a_text_that_was_warmed_for_another_codec_is_found_there(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("first", "second"):
+        with BlendEngine(model, FileStore(tmp_path / name, min_free_bytes=0), codec="int8") as other:
+            other.warm([TEXT] if name == "first" else CHUNKS)
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    parts = json.loads((tmp_path / "first" / "fingerprint.json").read_text())
+    (strange / "fingerprint.json").write_text(json.dumps({**parts, "tokenizer": '"another"'}))
+    with BlendEngine(model, FileStore(tmp_path / "kv", min_free_bytes=0)) as engine:
+        for retrieved in (None, [TEXT]):
+            (found,) = told(engine, TEXT, retrieved=retrieved).chunks
+            assert found.reason == "warmed elsewhere"
+            assert str(tmp_path / "first") in found.detail
+            assert "codec int8" in found.detail
+        (nowhere,) = told(engine, OTHER, retrieved=[OTHER]).chunks
+        assert nowhere.reason == "never warmed"
+        assert f"another tokenizer: {strange}" in nowhere.detail
+
+
+@pytest.mark.parametrize(
+    ("quoted", "plain"),
+    [(r"a \"b\"\n\tc\\d", 'a "b"\n\tc\\d'), (r"\u6771\u4eac", "東京"), (r"\ud83c\udfbb!", "🎻!"), ("a \\", "a \\")],
+)
+def test_json_and_python_strings_are_read(quoted: str, plain: str) -> None:
+    assert unquoted(quoted) == plain
+
+
+def test_pieces_are_never_none() -> None:
+    assert pieces("short") == ["short"]
+    assert [len(piece) for piece in pieces("x" * 70)] == [32, 32]
+
+
+# -------------------------------------------------------------------- how it looks
+
+
+def test_the_page_is_whole_and_says_the_prompt_and_nothing_else_runs(engine: BlendEngine) -> None:
+    evil = "<script>alert('1')</script> & <mark>no</mark> </pre></span> " + OTHER
+    engine.warm([evil], document='"><img src=x onerror=alert(1)>')
+    explanation = told(engine, TEXT, evil, ratio=0.3, policy="random")
+    page = explanation.html()
+    assert page.startswith("<!doctype html>")
+    soup = BeautifulSoup(page, "html.parser")
+    pre = soup.find("pre")
+    assert pre is not None
+    assert pre.get_text() == "".join(stretch.text for stretch in explanation.stretches)
+    again = "".join(text for stretch in explanation.stretches for text, recomputed in stretch.pieces if recomputed)
+    assert "".join(mark.get_text() for mark in pre.find_all("mark")) == again != ""
+    assert not soup.find_all(["script", "img", "link"])
+    assert explanation._repr_html_() in page
+
+
+def test_the_text_and_the_json_say_the_same(engine: BlendEngine) -> None:
+    engine.warm([OTHER], document="grelville.txt")
+    explanation = told(engine, OTHER, TEXT, ratio=0.2)
+    report = explanation.report
+    said, plain = str(explanation), json.loads(json.dumps(explanation.to_dict()))
+    assert f"{report.prompt_tokens} prompt tokens: {report.reused_tokens} reused" in said
+    assert "grelville.txt" in said
+    assert "never warmed" in said
+    assert plain["report"]["reused_tokens"] == report.reused_tokens
+    assert [part["kind"] for part in plain["stretches"]] == [part.kind for part in explanation.stretches]
+    assert {chunk["reason"] for chunk in plain["chunks"]} == {"reused", "never warmed"}
+    pieces = [piece for part in plain["stretches"] for piece in part["pieces"]]
+    assert "".join(piece["text"] for piece in pieces) == "".join(part.text for part in explanation.stretches)
+
+
+def test_an_empty_store_is_told_first_of_all(engine: BlendEngine) -> None:
+    assert any("is empty" in line for line in told(engine, OTHER).summary)
+
+
+# -------------------------------------------------------------------- the one warning
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What the engine has warned of since the last look."""
+    caplog.set_level(logging.WARNING, "kvrag")
+
+    def said() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if "of a prompt were reused" in record.getMessage()]
+        caplog.clear()
+        return found
+
+    return said
+
+
+LONG = [f"{number}. {OTHER[number:]}" for number in range(8)]
+
+
+def test_a_changed_chunk_is_warned_of_at_once_and_once(engine: BlendEngine, warnings: Callable[[], list[str]]) -> None:
+    engine.warm([CYRILLIC, *CHUNKS])
+    answered(engine, json.dumps(CYRILLIC))
+    (warning,) = warnings()
+    assert "escaped, as JSON" in warning
+    assert "explain()" in warning
+    assert "`kvrag explain PROMPT`" in warning
+    answered(engine, json.dumps(CYRILLIC))
+    assert warnings() == []
+
+
+def test_text_that_was_never_warmed_is_warned_of_when_it_happens_twice_in_a_row(
+    engine: BlendEngine, warnings: Callable[[], list[str]]
+) -> None:
+    engine.warm(CHUNKS)
+    answered(engine, *LONG)
+    answered(engine, *CHUNKS, *CHUNKS, *CHUNKS, *CHUNKS)  # reuse works: what came before was no retrieved text
+    answered(engine, *LONG)
+    assert warnings() == []
+    answered(engine, *LONG)
+    (warning,) = warnings()
+    assert "it contains no warmed chunk" in warning
+    answered(engine, *LONG)
+    assert warnings() == []
+
+
+def test_the_warning_does_not_deny_the_chunk_that_was_reused(
+    engine: BlendEngine, warnings: Callable[[], list[str]]
+) -> None:
+    engine.warm(CHUNKS)
+    prompt = [*LONG[:4], CHUNKS[0], *LONG[4:]]
+    for _ in range(2):
+        report = answered(engine, *prompt).report
+        assert 0 < report.reused_tokens < 0.1 * report.prompt_tokens
+    (warning,) = warnings()
+    assert f"only {report.reused_tokens} of {report.prompt_tokens} tokens" in warning
+    assert "the rest of it is in no warmed chunk" in warning
+
+
+def test_an_empty_store_is_warned_of(engine: BlendEngine, warnings: Callable[[], list[str]]) -> None:
+    for _ in range(2):
+        answered(engine, *LONG)
+    (warning,) = warnings()
+    assert f"{engine.store.stats().path} is empty" in warning
+
+
+def test_nothing_is_warned_of_that_may_be_meant(engine: BlendEngine, warnings: Callable[[], list[str]]) -> None:
+    engine.warm([CYRILLIC, *CHUNKS])
+    for _ in range(3):
+        answered(engine, TEXT)  # short
+        answered(engine, json.dumps(CYRILLIC), policy="full")
+        answered(engine, *CHUNKS, *CHUNKS, *CHUNKS, *CHUNKS)
+    assert warnings() == []
+
+
+# -------------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="module")
+def reader() -> Model:
+    """Stays loaded."""
+    return Model.from_pretrained("reader")
+
+
+@pytest.fixture(scope="module")
+def store(reader: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """OTHER and CHUNKS, warmed for the reader."""
+    path = tmp_path_factory.mktemp("warmed") / "kv"
+    with BlendEngine(reader, path) as engine:
+        engine.warm([OTHER], document="grelville.txt")
+        engine.warm(CHUNKS, document="people.txt")
+    return path
+
+
+@pytest.fixture
+def explained(store: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Run `kvrag explain --json`; its result."""
+
+    def call(*argv: object) -> Any:
+        assert main(["explain", *map(str, argv), "--store", str(store), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+def test_a_prompt_may_be_a_text_a_file_messages_a_request_or_stdin(
+    explained: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"{OTHER}\n\n{QUESTION}"
+    spoken = [{"role": "user", "content": text}]
+    plain = f"{text}\n\nAnswer:"  # what the reader's template makes of it, without the BOS
+    forms = {"a.txt": text, "b.json": json.dumps(spoken), "c.json": json.dumps({"messages": spoken, "model": "x"})}
+    forms["d.json"] = json.dumps({"prompt": plain, "max_tokens": 1})
+    results = [explained(text)]
+    for name, content in forms.items():
+        (tmp_path / name).write_text(content)
+        results.append(explained(tmp_path / name))
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    results.append(explained("-"))
+    for result in results:
+        assert [chunk["reason"] for chunk in result["chunks"]] == ["reused"]
+        assert result["chunks"][0]["documents"] == ["grelville.txt"]
+        assert result["stretches"] == results[0]["stretches"]
+
+
+def test_the_settings_and_what_was_retrieved_are_heeded(explained: Callable[..., Any], tmp_path: Path) -> None:
+    chunks, single = tmp_path / "chunks.json", tmp_path / "single.txt"
+    chunks.write_text(json.dumps([OTHER, TEXT]))
+    single.write_text(CHUNKS[0])
+    result = explained(f"Hello.\n\n{OTHER}\n\nWho?", "--retrieved", chunks, single, "--ratio", 0.5, "--policy", "seam")
+    assert result["report"]["policy"] == "seam"
+    assert result["report"]["recomputed_tokens"] == round(0.5 * result["report"]["reused_tokens"])
+    assert {chunk["text"]: chunk["reason"] for chunk in result["chunks"]} == {
+        OTHER: "reused",
+        TEXT: "not in the prompt",
+        CHUNKS[0]: "not in the prompt",
+    }
+
+
+def test_text_colours_and_a_page(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "why.html"
+    command = ["explain", f"{OTHER} [bold]{TEXT}", "--store", str(store), "--html", str(page), "--ratio", "0.3"]
+    assert main(command) == 0
+    said = capsys.readouterr()
+    assert "prompt tokens:" in said.out
+    assert "never warmed" in said.out
+    assert str(page) in said.err
+    assert "grelville.txt" in page.read_text("utf-8")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(command[:4]) == 0
+    coloured = capsys.readouterr().out
+    assert "\x1b[" in coloured
+    assert "[bold]" in coloured, "the prompt's brackets are no markup"
+    assert "[grelville.txt]" in coloured
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["  "], "the prompt is empty"),
+        (["[]"], "at least one message"),
+        (["text", "--retrieved", "missing.json"], "missing.json"),
+        (["text", "--retrieved", "object.json"], "list of strings"),
+        (["text", "--retrieved", "broken.json"], "not JSON"),
+        (["nothing.txt"], "nothing.txt does not exist"),
+        (["documents.json"], "documents"),
+        (["prompts.json"], "one string"),
+        (["message.json"], "must be a list"),
+        (["binary.txt"], "not UTF-8"),
+        (["text", "--html", "no/such/folder/why.html"], "no/such/folder"),
+    ],
+)
+def test_mistakes_are_one_line(
+    argv: list[str],
+    reason: str,
+    store: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "object.json").write_text('{"chunks": []}')
+    (tmp_path / "broken.json").write_text("[")
+    (tmp_path / "documents.json").write_text('{"messages": [{"role": "user", "content": "Who?"}], "documents": ["A."]}')
+    (tmp_path / "message.json").write_text('{"messages": {"role": "user", "content": "Who?"}}')
+    (tmp_path / "prompts.json").write_text('{"prompt": ["Who?", "What?"]}')
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    assert main(["explain", *argv, "--store", str(store)]) == 1
+    captured = capsys.readouterr()
+    assert reason in captured.err.splitlines()[-1]
+    assert captured.err.splitlines()[-1].startswith("kvrag: ")
+    assert captured.out == ""

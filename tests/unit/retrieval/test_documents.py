@@ -1,0 +1,253 @@
+"""Reading files: every kind, every encoding, and what is listed of files that nobody should have to read."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from docx import Document
+
+from kvrag import KvragError
+from kvrag.retrieval import documents
+from kvrag.retrieval.documents import Content, find, page_numbers, parse, read
+
+GERMAN = "Die Straße nach München führt über Österreich."
+OTHERS = {
+    "cp1251": "Привет, мир! Это обычный русский текст о погоде.",  # noqa: RUF001
+    "koi8_r": "Привет, мир! Это обычный русский текст о погоде.",  # noqa: RUF001
+    "cp1250": "Zażółć gęślą jaźń. Łódź i Kraków są piękne.",
+    "cp932": "吾輩は猫である。名前はまだ無い。どこで生れたか",
+    "gb18030": "今天天气很好,我们去公园散步吧。",
+    "latin-1": "café ü",
+}
+
+
+def said(found: Content) -> list[str]:
+    return [str(problem) for problem in found.problems]
+
+
+def a_docx() -> bytes:
+    document = Document()
+    document.add_paragraph("Mira plays the harp.")
+    table = document.add_table(2, 2)
+    for row, texts in zip(table.rows, (("name", "owns"), ("Kan", "a goat")), strict=True):
+        row.cells[0].text, row.cells[1].text = texts
+    wide = document.add_table(1, 2)
+    wide.cell(0, 0).merge(wide.cell(0, 1)).text = "merged"
+    document.add_paragraph("The end.")
+    written = io.BytesIO()
+    document.save(written)
+    return written.getvalue()
+
+
+# ---------------------------------------------------------------- encodings
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("kind", [".txt", ".csv", ".jsonl", ".html"])
+def test_unicode_is_read(encoding: str, kind: str) -> None:
+    content = {".csv": "a,b\nx,ä\n", ".jsonl": '{"text": "ä"}', ".html": "<p>ä</p>"}.get(kind, "ä")
+    found = parse("a", kind, content.encode(encoding))
+    assert found.texts == [{".csv": "a: x\nb: ä"}.get(kind, "ä")]
+    assert not found.problems
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", *OTHERS])
+def test_a_guessed_encoding_is_told(encoding: str) -> None:
+    text = OTHERS.get(encoding, GERMAN)
+    found = parse("a.txt", ".txt", text.encode(encoding))
+    assert found.texts == [text]
+    [problem] = said(found)
+    assert problem.startswith("a.txt: not in UTF-8: read as ")
+
+
+def test_a_page_that_names_its_encoding_needs_no_guess() -> None:
+    page = f'<meta charset="iso-8859-2"><p>{OTHERS["cp1250"]}</p>'
+    found = parse("a.html", ".html", page.encode("iso-8859-2"))
+    assert found == Content("a.html", [OTHERS["cp1250"]])
+    wrong = f'<meta charset="no-such"><p>{GERMAN}</p>'.encode("cp1252")
+    assert parse("a.html", ".html", wrong).texts == [GERMAN]
+
+
+def test_a_guess_does_not_read_all_of_a_large_file() -> None:
+    text = "word\n" * 200_000 + OTHERS["cp1251"]
+    assert parse("a.txt", ".txt", text.encode("cp1251")).texts == [text]
+
+
+# ---------------------------------------------------------------- kinds of files
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_a_csv_is_read_row_by_row(delimiter: str) -> None:
+    quoted = '"two\n\nlines and ""quotes"""'
+    rows = [["name", "note", ""], ["Mira", '"a, b; c"', "more"], ["Kan", quoted], [""], ["Zel"]]
+    content = "\r\n".join(delimiter.join(row) for row in rows).encode()
+    found = parse("a.csv", ".csv", content)
+    assert found.texts == ['name: Mira\nnote: a, b; c\nmore\n\nname: Kan\nnote: two\n\nlines and "quotes"\n\nname: Zel']
+    assert not found.problems
+    assert parse("a.csv", ".csv", b"a,b\rc,d\re,f\r").texts == ["a: c\nb: d\n\na: e\nb: f"]
+
+
+def test_a_quote_that_is_not_closed_costs_one_field() -> None:
+    content = b'a,b\n1,2\n3,"' + b"x,\n" * 60_000 + b"4,5\n"
+    found = parse("a.csv", ".csv", content)
+    assert found.texts[0].startswith("a: 1\nb: 2")
+    assert found.texts[0].endswith("a: 4\nb: 5")
+    assert said(found) == [
+        "a.csv, line 3: skipped: the row cannot be read (field larger than field limit (131072)): check its quotes"
+    ]
+
+
+def test_a_bad_line_costs_a_line() -> None:
+    bad = ["broken", "[1]", '{"body": "x"}', '{"text": 5}', "[" * 100_000]
+    lines = ['{"text": "a\u2028b"}', "", *bad, '{"text": "c"}']
+    found = parse("a.jsonl", ".jsonl", "\n".join(lines).encode())
+    assert found.texts == ["a\u2028b", "c"]  # a line separator is part of a string
+    assert [problem.line for problem in found.problems] == [3, 4, 5, 6, 7]
+    reasons = [problem.message for problem in found.problems]
+    assert "not JSON" in reasons[0]
+    assert "must be a JSON object, got list" in reasons[1]
+    assert "no field 'text', but 'body' (see --text-field)" in reasons[2]
+    assert "'text' must be a string, got int" in reasons[3]
+    assert "nested too deeply" in reasons[4]
+    many = parse("a.jsonl", ".jsonl", b"[]\n" * 5000)
+    assert not many.texts
+    assert len(many.problems) == 101
+    assert many.problems[-1].message == "skipped: 4900 more lines"
+
+
+def test_lone_surrogates_do_not_reach_the_tokenizer() -> None:
+    [text] = parse("a.jsonl", ".jsonl", rb'{"text": "a \ud800 b \ud83d\ude00"}').texts
+    assert text == "a \ufffd b \U0001f600"
+
+
+def test_a_word_document_is_read_with_its_tables() -> None:
+    found = parse("a.docx", ".docx", a_docx())
+    assert found == Content("a.docx", ["Mira plays the harp.\n\nname | owns\nKan | a goat\n\nmerged\n\nThe end."])
+
+
+def test_chunks_of_a_pdf_have_pages() -> None:
+    texts, pages = ["7\n\nZel owns\n\na snake.\n\n7\n\nZel plays."], [0, 3, 13, 23, 26]
+    assert page_numbers(["7", "Zel owns\n\na snake.", "7\n\nZel plays."], texts, pages) == {
+        "7": (1, 1),
+        "Zel owns\n\na snake.": (2, 3),
+        "7\n\nZel plays.": (4, 5),
+    }
+    overlapping = ["7\n\nZel owns", "owns\n\na snake.", "snake.\n\n7", "7\n\nZel plays."]
+    assert list(page_numbers(overlapping, texts, pages).values()) == [(1, 2), (2, 3), (3, 4), (4, 5)]
+    assert page_numbers(["Zel owns"], texts, []) == {}
+
+
+# ---------------------------------------------------------------- hostile files
+
+
+def zipped(name: str, size: int) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive, archive.open(name, "w") as file:
+        for _ in range(size >> 20):
+            file.write(b" " * (1 << 20))
+    return made.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.txt", b"\x89PNG\r\n\x1a\n\0\0", "it is an image (PNG), and only text is read: extract its text with OCR"),
+        ("a.pdf", b"\xff\xd8\xff\xe0\0\x10JFIF", "it is an image (JPEG)"),
+        ("a.docx", b"RIFF\0\0\0\0WEBPVP8 ", "it is an image (WebP)"),
+        ("a.txt", b"\0\1\2", "the file is binary"),
+        ("a.csv", b"a,b\nx,\0y\n", "the file is binary"),
+        ("a.txt", b"%PDF-1.4\n\0\xff\xfe", "it is a PDF: give its name the suffix .pdf"),
+        ("a.txt", zipped("word/document.xml", 1 << 20), "it is an archive or an Office document"),
+        ("a.txt", b"\xff\xfe\0", "begins as utf-16 but is not"),
+        ("a.txt", b"\x7fELF\2\1\1\0\1\2\3\4\5\6\7\x08", "the file is binary"),
+        ("a.txt", bytes(range(1, 256)), "the file is binary"),
+        ("a.txt", b"", "the file contains no text"),
+        ("a.csv", b"", "the file contains no text"),
+        ("a.csv", b"only,a,header\n", "the file contains no text"),
+        ("a.jsonl", b"\n\n", "the file contains no text"),
+        ("a.html", b"<p></p>", "the file contains no text"),
+        ("a.docx", b"", "it is a broken Word document (BadZipFile"),
+        ("a.docx", b"no zip at all", "it is a broken Word document (BadZipFile"),
+        ("a.docx", a_docx()[:-200], "it is a broken Word document"),
+        ("a.docx", zipped("a.txt", 1 << 20), "it is a broken Word document"),
+        ("a.docx", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "save it as .docx without a password"),
+        ("a.docx", zipped("word/document.xml", 100 << 20), "larger than 64 MiB of text"),
+    ],
+)
+def test_what_cannot_be_read_is_told_with_the_way_out(name: str, content: bytes, reason: str) -> None:
+    found = parse(name, Path(name).suffix, content)
+    assert not found.texts
+    [problem] = said(found)
+    assert problem.startswith(f"{name}: skipped: ")
+    assert reason in problem
+    assert "iconv" not in problem
+
+
+def test_a_text_that_begins_like_an_image_is_text() -> None:
+    assert parse("a.txt", ".txt", b"BMW and GIF89 are names.").texts == ["BMW and GIF89 are names."]
+
+
+def test_folders_list_what_they_leave_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "photo.png").write_bytes(b"\x89PNG")
+    (tmp_path / "photo.jpeg").write_bytes(b"\xff\xd8\xff")
+    (tmp_path / "other.png").write_bytes(b"\x89PNG")
+    (tmp_path / ".hidden.png").write_bytes(b"\x89PNG")
+    (tmp_path / "broken.md").symlink_to(tmp_path / "nowhere.md")
+    (tmp_path / "loop.md").symlink_to(tmp_path / "loop.md")
+    os.mkfifo(tmp_path / "pipe.txt")
+    found, problems = find([tmp_path])
+    assert found == [tmp_path / "a.txt", tmp_path / "pipe.txt"]
+    assert [str(problem) for problem in problems] == [
+        f"{tmp_path / 'broken.md'}: skipped: the link is broken",
+        f"{tmp_path / 'loop.md'}: skipped: the link is broken",
+        f"{tmp_path}: skipped: files of other kinds (2 .png, 1 .jpeg): to read one as text, name the file itself",
+    ]
+    assert said(read(tmp_path / "pipe.txt")) == [f"{tmp_path / 'pipe.txt'}: skipped: it is not a regular file"]
+    with pytest.raises(KvragError, match="is a broken link"):
+        find([tmp_path / "broken.md"])
+    with pytest.raises(KvragError, match="does not exist"):
+        find([tmp_path / "nowhere.md"])
+
+
+def test_a_file_without_read_permission_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("text")
+
+    def forbidden(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", forbidden)  # tests may run as root
+    assert said(read(secret)) == [f"{secret}: skipped: Permission denied"]
+
+
+def test_folders_and_files_that_cannot_be_seen_are_told(tmp_path: Path, forbid: Callable[[Path], None]) -> None:
+    for name in ("a.txt", "closed/b.txt", "listed/c.txt", ".hidden/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    for name in ("closed", "listed/c.txt", ".hidden"):
+        forbid(tmp_path / name)
+    found, problems = find([tmp_path])
+    assert found == [tmp_path / "a.txt"]
+    assert {(str(problem), problem.is_unreadable) for problem in problems} == {
+        (f"{tmp_path / 'closed'}: skipped: Permission denied", True),
+        (f"{tmp_path / 'listed' / 'c.txt'}: skipped: Permission denied", True),
+    }
+    assert "is_unreadable" not in problems[0].to_dict()
+    with pytest.raises(KvragError, match="closed: skipped: Permission denied"):
+        find([tmp_path / "closed"])
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "docx", None)
+    with pytest.raises(KvragError, match=r"docx is not installed: pip install 'kvrag\[cli\]'"):
+        parse("a.docx", ".docx", a_docx())
+
+
+def test_suffixes_are_those_that_are_read() -> None:
+    assert set(documents.SUFFIXES) >= {".csv", ".docx", ".jsonl", ".pdf"}

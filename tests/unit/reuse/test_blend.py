@@ -1,0 +1,219 @@
+"""Selective recompute: causal by true position, exact where everything is recomputed, careful with memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blending import CHUNKS, LayOut, messages, plain_logits, prepare, relative
+from families import FAMILIES, build
+
+import kvrag.backend.protocol
+import kvrag.reuse.blend
+import kvrag.reuse.load
+from kvrag import BlendEngine, FileStore, Model
+from kvrag.reuse.blend import blend, prefill
+from kvrag.reuse.select import Selection
+from kvrag.reuse.stitch import Stitched
+
+WINDOWS = ["llama", "mistral-window", "gemma3", "qwen2-window", "gpt_oss", "llama-dynamic", "phi3-longrope"]
+
+
+def test_full_prefill_is_the_models_own(model: Model, hf: Any) -> None:
+    ids = torch.arange(3, 200)
+    logits, stitched = prefill(model, ids, 256)
+    assert relative(logits[0], plain_logits(hf, ids.tolist())[-1]) <= 1e-6
+    assert not stitched.reused.any()
+    assert stitched.runs == ()
+    assert stitched.cache.get_seq_length() == len(ids)
+
+
+def test_a_later_chunk_cannot_change_what_stands_before_it(model: Model, lay_out: LayOut) -> None:
+    """With a mask aligned to the last rows instead, selected tokens would see what comes after them."""
+    one, other = lay_out(*CHUNKS[:3]), lay_out(CHUNKS[0], CHUNKS[1], CHUNKS[3])
+    border = one.runs[2].start
+    assert other.runs[2].start == border
+    assert torch.equal(one.ids[:border], other.ids[:border])
+    for stitched in (one, other):
+        early = stitched.inexact[stitched.inexact < border][::3]
+        late = stitched.inexact[stitched.inexact >= border][::2]
+        blend(model, stitched, Selection(torch.cat([early, late])))
+    for layer in range(model.num_layers):
+        for a, b in zip(one.cache.layer(layer), other.cache.layer(layer), strict=True):
+            torch.testing.assert_close(a[:, :, :border], b[:, :, :border], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(one.cache.layer(1)[0][:, :, border + 5], other.cache.layer(1)[0][:, :, border + 5])
+
+
+def test_only_fresh_and_selected_positions_change(model: Model, lay_out: LayOut) -> None:
+    stitched, untouched = lay_out(*CHUNKS), lay_out(*CHUNKS)
+    selected = stitched.inexact[5:25]
+    blend(model, stitched, Selection(selected))
+    kept = stitched.reused.clone()
+    kept[selected] = False
+    for layer in range(model.num_layers):
+        for a, b in zip(stitched.cache.layer(layer), untouched.cache.layer(layer), strict=True):
+            a, b = a[:, :, : len(kept)], b[:, :, : len(kept)]
+            assert torch.equal(a[:, :, kept], b[:, :, kept])
+            if layer > 0:
+                assert not torch.isclose(a[:, :, selected], b[:, :, selected], rtol=1e-4).all(dim=(0, 1, 3)).any()
+
+
+def test_selected_positions_may_come_in_any_order(model: Model, lay_out: LayOut) -> None:
+    selected = lay_out(*CHUNKS).inexact[::2]
+    logits = [blend(model, lay_out(*CHUNKS), Selection(chosen)) for chosen in (selected, selected.flip(0))]
+    assert torch.equal(*logits)
+
+
+def test_more_recomputed_is_nearer_to_full_prefill(model: Model, hf: Any, engine: BlendEngine) -> None:
+    engine.warm(CHUNKS)
+    ids = model.tokenizer.render(messages(*CHUNKS))
+    full = plain_logits(hf, ids)[-1]
+    errors = [relative(prepare(engine, ids, ratio, "random").logits[0], full) for ratio in (0.0, 0.5, 0.95, 1.0)]
+    assert errors[-1] <= 1e-5 < errors[2]
+    assert errors[2] < errors[0]
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+@pytest.mark.parametrize("policy", ["query", "query_hkvd"])
+def test_what_listening_has_computed_for_good_is_not_computed_again(
+    policy: str, family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands before the chunks, if the listening went as far as to the last layer."""
+    model_type, changes = FAMILIES[family]
+    model = Model(build(model_type, **changes), tokenizer, family)
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS)
+        ids = model.tokenizer.render(messages("You are asked by someone who knows nothing of them.", *CHUNKS[1:]))
+        done = prepare(engine, ids, 0.3, policy)
+        before = int(done.stitched.inexact[0])
+        assert before > 20
+        rows: list[int] = []
+        forward = model.forward
+
+        def counted(*args: Any) -> torch.Tensor:
+            rows.append(args[0].shape[1])
+            return forward(*args)
+
+        monkeypatch.setattr(model, "forward", counted)
+        report = prepare(engine, ids, 0.3, policy).report
+        assert rows[-1] == report.fresh_tokens + report.recomputed_tokens - before
+        prepare(engine, ids, 0.3, policy, band=(0.25, 0.5))
+        assert rows[-1] == report.fresh_tokens + report.recomputed_tokens
+        monkeypatch.setattr(kvrag.reuse.blend, "uncomputed", _all_rows)
+        again = prepare(engine, ids, 0.3, policy)
+        assert rows[-1] == report.fresh_tokens + report.recomputed_tokens
+        assert torch.equal(again.selected, done.selected)
+        assert relative(again.logits, done.logits) <= 1e-5
+
+
+def _all_rows(stitched: Stitched, selection: Selection) -> torch.Tensor:
+    return torch.cat([stitched.fresh, selection.positions]).sort().values
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+def test_blocks_give_what_one_pass_gives(
+    family: str, ratio: float, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, changes = FAMILIES[family]
+    model = Model(build(model_type, **changes), tokenizer, family)
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS)
+        ids = model.tokenizer.render(messages(*CHUNKS))
+        once = prepare(engine, ids, ratio, "random").logits
+        passes: list[int] = []
+        forward = model.forward
+
+        def counted(*args: Any) -> torch.Tensor:
+            passes.append(args[0].shape[1])
+            return forward(*args)
+
+        monkeypatch.setattr(model, "forward", counted)
+        monkeypatch.setattr(kvrag.backend.protocol, "PREFILL_BLOCK", 7)
+        blocks = prepare(engine, ids, ratio, "random").logits
+        assert relative(blocks, once) <= 1e-5
+        assert (len(passes) == 1) == model.rope_follows_length
+        assert all(rows <= 7 for rows in passes) or model.rope_follows_length
+
+
+@pytest.mark.parametrize("family", [*WINDOWS, "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("policy", ["none", "hkvd", "query", "seam"])
+def test_memory_that_was_never_written_is_never_read(
+    family: str, policy: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, changes = FAMILIES[family]
+    model = Model(build(model_type, **changes), tokenizer, family)
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS)
+        prompt = messages(*CHUNKS)
+        before = engine.generate(prompt, ratio=0.2, policy=policy, max_new_tokens=5, temperature=0)
+        plain = kvrag.reuse.load._empty
+
+        def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return plain(*args, **kwargs).fill_(torch.nan)
+
+        monkeypatch.setattr(kvrag.reuse.load, "_empty", poisoned)
+        monkeypatch.setattr(kvrag.backend.protocol, "PREFILL_BLOCK", 50)
+        after = engine.generate(prompt, ratio=0.2, policy=policy, max_new_tokens=5, temperature=0)
+        assert after.token_ids == before.token_ids
+
+
+def test_the_cache_goes_on_like_the_models_own(model: Model, hf: Any, lay_out: LayOut) -> None:
+    """Token by token after the prompt, also past the room it was given."""
+    stitched = lay_out(*CHUNKS)
+    blend(model, stitched, Selection(stitched.inexact))
+    more = list(range(40, 340))
+    wanted = plain_logits(hf, [*stitched.ids.tolist(), *more])
+    assert stitched.cache.layer(0)[0].shape[2] == len(stitched.ids) + 10
+    for count, token in enumerate(more):
+        logits = model.forward(torch.tensor([[token]]), stitched.cache)
+        if count % 60 == 0 or count in (8, 9, 10, 11, 299):
+            assert relative(logits[0], wanted[len(stitched.ids) + count]) <= 1e-5
+    assert stitched.cache.get_seq_length() == len(stitched.ids) + 300
+
+
+def test_the_last_position_is_computed_even_if_it_is_known(model: Model, hf: Any, lay_out: LayOut) -> None:
+    ids = [*model.tokenizer.preamble, *model.tokenizer.encode(CHUNKS[0])]
+    stitched = lay_out(ids=ids)
+    assert stitched.fresh.tolist() == [*range(len(model.tokenizer.preamble)), len(ids) - 1]
+    logits = blend(model, stitched, Selection(stitched.inexact))
+    assert relative(logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
+
+
+def test_bfloat16_blends_to_full_prefill_within_its_precision(tokenizer: Any, tmp_path: Path) -> None:
+    hf = build("llama").bfloat16()
+    model = Model(hf, tokenizer)
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS)
+        ids = model.tokenizer.render(messages(*CHUNKS))
+        full = plain_logits(hf, ids)[-1]
+        errors = {ratio: relative(prepare(engine, ids, ratio, "hkvd").logits[0], full) for ratio in (0.0, 1.0)}
+        assert errors[1.0] < 0.1 < errors[0.0]
+
+
+@pytest.mark.parametrize("offset", [0, 1, 5])
+def test_a_part_of_a_chunk_is_laid_out_from_where_it_begins(offset: int, model: Model, lay_out: LayOut) -> None:
+    """Layer 0 knows nothing of the context: there, stitched keys and values are the model's own."""
+    encode = model.tokenizer.encode
+    ids = [*model.tokenizer.preamble, *encode(CHUNKS[1])[offset:], *encode(CHUNKS[2])[offset:-3], *encode(" Who?")]
+    stitched = lay_out(ids=ids)
+    assert [run.offset for run in stitched.runs] == [offset, offset]
+    own = model.new_cache(len(ids))
+    model.forward(torch.tensor([ids]), own)
+    at = stitched.reused
+    for ours, theirs in zip(stitched.cache.layer(0), own.layer(0), strict=True):
+        torch.testing.assert_close(ours[:, :, : len(ids)][:, :, at], theirs[:, :, at], atol=1e-5, rtol=1e-5)
+    assert bool(stitched.exact.any()) == (offset == 0), "only a chunk's beginning knows nothing but the preamble"
+
+
+@pytest.mark.parametrize("between", ["\n", "Another word. "])
+def test_a_chunk_behind_anything_else_than_its_preamble_is_not_exact(
+    between: str, model: Model, lay_out: LayOut
+) -> None:
+    encode = model.tokenizer.encode
+    ids = [*model.tokenizer.preamble, *encode(between), *encode(CHUNKS[1]), *encode(" Who?")]
+    assert not lay_out(ids=ids).exact.any()
+    assert not lay_out(ids=ids[len(model.tokenizer.preamble) + len(encode(between)) :]).exact.any()

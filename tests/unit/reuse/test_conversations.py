@@ -1,0 +1,507 @@
+"""Conversations: what the next turn takes over, from whom, and what it must never take over."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import json
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from blending import CHUNKS, messages, plain_logits, relative
+
+import kvrag.answer
+import kvrag.reuse.conversation
+from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError
+from kvrag.backend.transformers import BlendCache
+from kvrag.cli.main import main
+from kvrag.control.controller import Decision
+from kvrag.request import Prefilled
+from kvrag.reuse.blend import prefill
+from kvrag.reuse.conversation import Conversation, Conversations, Turn
+from kvrag.reuse.load import Matched
+from kvrag.types import Answer, Delta, Messages
+
+FIRST = messages(*CHUNKS[:3], question="Question: Who likes to eat curry and apples?")
+
+
+@pytest.fixture
+def talk(engine: BlendEngine, endless: Model) -> Talk:
+    """Questions to an engine that has the chunks."""
+    engine.warm(CHUNKS)
+    return Talk(engine)
+
+
+class Talk:
+    """Answers, each with the logits it begins with; greedy, as long as asked for."""
+
+    def __init__(self, engine: BlendEngine) -> None:
+        self.engine, self.done = engine, []
+        prefill = engine._answering.prefill
+
+        def watched(*args: Any, **settings: Any) -> Prefilled:
+            self.done.append(prefill(*args, **settings))
+            return self.done[-1]
+
+        engine._answering.prefill = watched  # type: ignore[method-assign]
+
+    def __call__(self, prompt: str | Messages, **settings: Any) -> Answer:
+        return self.engine.generate(prompt, **{"max_new_tokens": 8, "temperature": 0, **settings})
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return self.done[-1].logits[0]
+
+    @property
+    def kept(self) -> int:
+        return len(self.engine._answering._conversations)
+
+
+def _next(prompt: Messages, answer: Answer | str, *chunks: str, question: str = "Question: And who is it?") -> Messages:
+    text = answer if isinstance(answer, str) else answer.text
+    return [*prompt, {"role": "assistant", "content": text}, *messages(*chunks, question=question)]
+
+
+def _ids(engine: BlendEngine, prompt: Messages) -> list[int]:
+    return engine.model.tokenizer.render(prompt)
+
+
+# ---------------------------------------------------------------- the next turn
+
+
+@pytest.mark.parametrize("policy", ["query", "hkvd", "hkvd_gradual", "seam"])
+def test_at_ratio_1_the_next_turn_has_full_prefills_logits(policy: str, talk: Talk, hf: Any) -> None:
+    said = talk(FIRST, ratio=1.0, policy=policy)
+    assert said.report.conversation_tokens == 0
+    prompt = _next(FIRST, said, CHUNKS[3], CHUNKS[1])
+    report = talk(prompt, ratio=1.0, policy=policy).report
+    ids = _ids(talk.engine, prompt)
+    assert relative(talk.logits, plain_logits(hf, ids)[-1]) <= 1e-5
+    assert report.exact
+    assert (
+        report.conversation_tokens
+        >= len(_ids(talk.engine, FIRST)) - talk.engine.model.tokenizer.generation_prompt_length()
+    )
+    assert [run.start >= report.conversation_tokens for run in report.runs] == [True, True]
+    assert report.reused_tokens == report.conversation_tokens + sum(map(len, report.runs))
+    assert report.reused_tokens + report.fresh_tokens == len(ids)
+    assert report.recomputed_tokens == sum(map(len, report.runs)), "what the conversation has is not computed again"
+
+
+@pytest.mark.parametrize("policy", ["query", "hkvd", "hkvd_gradual", "first_k", "random", "none"])
+def test_below_ratio_1_the_blended_chunks_and_the_answer_are_taken_over(policy: str, talk: Talk) -> None:
+    said = talk(FIRST, ratio=0.3, policy=policy)
+    before = talk.done[-1].stitched.cache
+    prompt = _next(FIRST, said, CHUNKS[3])
+    report = talk(prompt, ratio=0.3, policy=policy).report
+    done = talk.done[-1]
+    assert report.conversation_tokens > len(_ids(talk.engine, FIRST)) - 5
+    assert not report.exact
+    assert len(report.runs) == 1
+    for number in range(talk.engine.model.num_layers):
+        for old, new in zip(before.layer(number), done.stitched.cache.layer(number), strict=True):
+            assert torch.equal(old[:, :, : report.conversation_tokens], new[:, :, : report.conversation_tokens]), (
+                "as blended, and as decoded"
+            )
+            assert old.data_ptr() != new.data_ptr()
+
+
+def test_a_conversation_of_ten_turns_takes_over_all_but_the_last_question(talk: Talk) -> None:
+    prompt, texts = FIRST, [f"{CHUNKS[i % 4]} This is the story number {i} of them all." for i in range(10)]
+    talk.engine.warm(texts)
+    for number in range(10):
+        said = talk(prompt, ratio=0.3, max_new_tokens=4)
+        if number:
+            left = said.report.prompt_tokens - said.report.conversation_tokens
+            assert left < 80, "a turn costs as much as the first"
+            assert len(said.report.runs) == 1
+        assert talk.kept == 1, "a turn takes the place of the one before"
+        prompt = _next(prompt, said, texts[number], question=f"Question {number}: who?")
+
+
+def test_the_answer_as_it_was_decoded_is_what_full_prefill_would_make_of_it(talk: Talk, hf: Any) -> None:
+    said = talk("Mira Brel was born in Florton. Question: where? Answer:", ratio=1.0, max_new_tokens=12)
+    (conversation,) = talk.engine._answering._conversations._kept
+    assert len(conversation.ids) == said.report.prompt_tokens + 11, "of the last token there is no KV"
+    assert conversation.exact == len(conversation.ids)
+    own = talk.engine.model.new_cache(len(conversation.ids))
+    talk.engine.model.forward(torch.tensor(conversation.ids)[None], own)
+    for number in range(talk.engine.model.num_layers):
+        for ours, theirs in zip(conversation.cache.layer(number), own.layer(number), strict=True):
+            torch.testing.assert_close(
+                ours[:, :, : len(conversation.ids)], theirs[:, :, : len(conversation.ids)], atol=1e-4, rtol=1e-4
+            )
+
+
+def test_a_text_goes_on_as_messages_do(talk: Talk, hf: Any) -> None:
+    prompt = "\n\n".join(CHUNKS[:2]) + "\n\nQuestion: Who was born in Florton?\n\nAnswer:"
+    said = talk(prompt, ratio=1.0)
+    longer = prompt + said.text + "\n\nQuestion: And where does she live?\n\nAnswer:"
+    report = talk(longer, ratio=1.0).report
+    assert report.conversation_tokens >= said.report.prompt_tokens - 1
+    ids = talk.engine.model.tokenizer.render(longer)
+    assert relative(talk.logits, plain_logits(hf, ids)[-1]) <= 1e-5
+
+
+def test_an_answer_that_the_history_has_otherwise_is_cropped(talk: Talk, hf: Any) -> None:
+    """Thinking is left out, calls of tools are written anew, text is tokenised otherwise."""
+    said = talk(FIRST, ratio=1.0)
+    for other in ("No, something else entirely.", said.text[: len(said.text) // 2], ""):
+        prompt = _next(FIRST, other, CHUNKS[3])
+        report = talk(prompt, ratio=1.0).report
+        question = len(_ids(talk.engine, FIRST)) - talk.engine.model.tokenizer.generation_prompt_length()
+        assert report.conversation_tokens >= question
+        assert relative(talk.logits, plain_logits(talk.engine.model.hf, _ids(talk.engine, prompt))[-1]) <= 1e-5
+
+
+_TEMPLATE = """{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}\
+{% if add_generation_prompt %}<assistant>{% if no_thoughts %}<no thoughts here>{% endif %}{% endif %}"""
+
+
+@pytest.mark.parametrize("template", [{}, {"no_thoughts": True}])
+def test_what_a_template_writes_for_the_answer_to_begin_may_be_gone(
+    template: dict[str, Any], hf: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """As `enable_thinking=False` does with Qwen3's."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = _TEMPLATE
+    model = Model(hf, tokenizer, "other template")
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        engine.warm(CHUNKS)
+        talk = Talk(engine)
+        question = tokenizer.apply_chat_template(FIRST, add_generation_prompt=False, return_dict=False)
+        said = talk(FIRST, template=template, ratio=0.3)
+        assert said.report.prompt_tokens == len(question) + model.tokenizer.generation_prompt_length(**template)
+        report = talk(_next(FIRST, "Nobody does.", CHUNKS[3]), template=template, ratio=0.3).report
+        opened = model.tokenizer.generation_prompt_length()
+        assert report.conversation_tokens == len(question) + opened, "up to the answer, which is another"
+
+
+def test_a_stream_that_was_dropped_can_be_gone_on_with(talk: Talk) -> None:
+    deltas = talk.engine.stream(FIRST, ratio=0.3, max_new_tokens=50, temperature=0)
+    heard = [next(deltas) for _ in range(5)]
+    deltas.close()
+    report = talk(_next(FIRST, "".join(delta.text for delta in heard))).report
+    assert report.conversation_tokens > len(_ids(talk.engine, FIRST)) - 5
+
+
+def test_a_stream_that_garbage_collection_ends_waits_for_nothing(talk: Talk) -> None:
+    """It may run anywhere, in a thread that is just matching as well."""
+    deltas = talk.engine.stream("Nothing of this was warmed. " * 100, max_new_tokens=50)
+    next(deltas)
+    cycle: list[Any] = [deltas]
+    cycle.append(cycle)
+    del deltas, cycle
+
+    def match() -> None:
+        with talk.engine._answering._conversations._lock:
+            gc.collect()
+
+    thread = threading.Thread(target=match, daemon=True)
+    thread.start()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    assert talk.kept == 1
+
+
+# ---------------------------------------------------------------- what must not be taken over
+
+
+def test_ratio_1_takes_over_nothing_that_was_made_at_less(talk: Talk, hf: Any) -> None:
+    said = talk(FIRST, ratio=0.3)
+    prompt = _next(FIRST, said, CHUNKS[3])
+    report = talk(prompt, ratio=1.0).report
+    exact = next(c.exact for c in talk.engine._answering._conversations._kept if len(c.ids) < report.prompt_tokens)
+    assert 0 < report.conversation_tokens <= exact < report.prompt_tokens - 60
+    assert relative(talk.logits, plain_logits(hf, _ids(talk.engine, prompt))[-1]) <= 1e-5
+    assert report.exact
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "taken"),
+    [
+        ({"ratio": 0.3}, {"ratio": 0.3}, True),
+        ({"ratio": 0.5}, {"ratio": 0.3}, True),
+        ({"ratio": 0.3}, {"ratio": 0.5}, False),
+        ({"ratio": 0.3}, {"ratio": 0.3, "policy": "first_k"}, False),
+        ({"ratio": 0.3, "policy": "first_k"}, {"ratio": 0.1}, False),
+        ({"ratio": 1.0}, {"ratio": 0.3, "policy": "first_k"}, True),
+        ({"ratio": 1.0}, {}, True),
+        ({"ratio": 0.0}, {"policy": "none"}, False),
+    ],
+)
+def test_what_is_taken_over_is_as_good_as_what_was_asked_for(
+    made: dict[str, Any], asked: dict[str, Any], taken: bool, talk: Talk
+) -> None:
+    said = talk(FIRST, **made)
+    report = talk(_next(FIRST, said, CHUNKS[3]), **asked).report
+    assert (report.conversation_tokens >= len(_ids(talk.engine, FIRST)) - 5) == taken
+
+
+def test_another_question_about_the_same_chunks_is_another_conversation(talk: Talk) -> None:
+    """Chunks are blended for their question: an answer must not depend on what others have asked."""
+    other = messages(*CHUNKS[:3], question="Question: Who likes to eat curry and bread?")
+    alone = talk(other, ratio=0.3)
+    talk.engine._answering._conversations._kept.clear()
+    talk(FIRST, ratio=0.3)
+    for prompt in (other, FIRST):
+        report = talk(prompt, ratio=0.3).report
+        assert (report.conversation_tokens, len(report.runs)) == (0, 3)
+        if prompt is other:
+            assert torch.equal(talk.logits, talk.done[0].logits[0])
+            assert report.runs == alone.report.runs
+
+
+def test_a_question_that_was_changed_goes_on_from_the_turn_before(talk: Talk, hf: Any) -> None:
+    said = talk(FIRST, ratio=0.3)
+    second = _next(FIRST, said, CHUNKS[3], question="Question: Who likes to eat curry and apples?")
+    first = talk(second, ratio=0.3).report
+    changed = _next(FIRST, said, CHUNKS[3], question="Question: Who likes to eat curry and bread?")
+    report = talk(changed, ratio=0.3).report
+    assert report.conversation_tokens == first.conversation_tokens > 0
+    assert report.runs == first.runs
+    assert talk.kept == 2, "both can be gone on with"
+
+
+@pytest.mark.parametrize("policy", ["full", "query"])
+def test_full_prefill_as_the_reference_stays_out_of_it(policy: str, talk: Talk, hf: Any) -> None:
+    said = talk(FIRST, policy=policy, ratio=1.0)
+    assert talk.kept == (policy != "full")
+    prompt = _next(FIRST, said, CHUNKS[3])
+    report = talk(prompt, policy="full").report
+    assert (report.conversation_tokens, report.reused_tokens) == (0, 0)
+    ids = torch.tensor(_ids(talk.engine, prompt))
+    assert torch.equal(talk.logits, prefill(talk.engine.model, ids, 600)[0][0])
+
+
+def test_what_only_asks_for_a_cache_has_nothing_to_do_with_conversations(talk: Talk) -> None:
+    """Calibration and benchmarks."""
+    said = talk(FIRST, ratio=1.0)
+    done = talk.engine.prefill(_ids(talk.engine, _next(FIRST, said)), BlendConfig(ratio=0.3))
+    assert done.report.conversation_tokens == 0
+    assert talk.kept == 1
+
+
+def test_an_answer_that_failed_leaves_nothing(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Iterator[Delta]:
+        yield Delta("a", (5,))
+        raise ModelError("the model's logits are NaN")
+
+    monkeypatch.setattr(kvrag.answer, "decode", fail)
+    with pytest.raises(ModelError):
+        talk(FIRST)
+    assert talk.kept == 0
+
+
+# ---------------------------------------------------------------- the controller
+
+
+def test_full_prefill_that_the_controller_chooses_goes_on_from_the_conversation(
+    talk: Talk, hf: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = talk(FIRST, ratio=1.0)
+    prompt = _next(FIRST, said, CHUNKS[3])
+    ids = _ids(talk.engine, prompt)
+    asked: list[int] = []
+
+    def decide(config: Any, matched: Matched) -> Any:
+        asked.append(matched.kept)
+        return Decision(True, 1.0, "full prefill: it is sooner")
+
+    monkeypatch.setattr(talk.engine._tuning, "decide", decide)
+    report = talk(prompt).report
+    assert asked == [report.conversation_tokens]
+    assert (report.policy, report.ratio, report.runs, report.exact) == ("full", 1.0, (), True)
+    assert report.reused_tokens == report.conversation_tokens >= len(_ids(talk.engine, FIRST)) - 5
+    assert relative(talk.logits, plain_logits(hf, ids)[-1]) <= 1e-5
+    report = talk(_next(prompt, "Nobody."), ratio=1.0).report
+    assert report.conversation_tokens >= len(ids) - 5, "and it is as good as any"
+
+
+def test_copying_a_conversation_is_not_measured_as_rotating(talk: Talk) -> None:
+    seen: list[int] = []
+    meter = talk.engine._tuning._costs
+    meter.observe_stitch = lambda tokens, seconds: seen.append(tokens)  # type: ignore[method-assign]
+    said = talk(FIRST, ratio=1.0)
+    talk(_next(FIRST, said, CHUNKS[3]), ratio=1.0)
+    assert seen == [said.report.reused_tokens]
+
+
+# ---------------------------------------------------------------- side by side
+
+
+def test_two_turns_of_one_conversation_at_once_do_not_disturb_each_other(talk: Talk) -> None:
+    said = talk(FIRST, ratio=0.3)
+    prompts = [_next(FIRST, said, CHUNKS[3], question=f"Question {i}: who is it then?") for i in range(8)]
+    engine = talk.engine
+    origin = engine._answering._conversations._kept[0]
+    before = [tensor.clone() for number in range(engine.model.num_layers) for tensor in origin.cache.layer(number)]
+    alone = []
+    for prompt in prompts:
+        engine._answering._conversations._kept[:] = [origin]
+        alone.append(talk(prompt, ratio=0.3))
+    engine._answering._conversations._kept[:] = [origin]
+    streams = [engine.stream(prompt, ratio=0.3, max_new_tokens=8, temperature=0) for prompt in prompts[:4]]
+    begun = [[next(stream)] for stream in streams]  # all have begun before any ends
+    together: dict[int, tuple[int, ...]] = {}
+
+    def work(number: int) -> None:
+        deltas = begun[number] + list(streams[number])
+        together[number] = tuple(token for delta in deltas for token in delta.token_ids)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(4):
+        assert together[number] == alone[number].token_ids
+    after = [tensor for number in range(engine.model.num_layers) for tensor in origin.cache.layer(number)]
+    length = len(origin.ids)
+    assert all(torch.equal(a[:, :, :length], b[:, :, :length]) for a, b in zip(before, after, strict=True))
+    assert talk.kept == 4, "each can be gone on with"
+    for number in range(4):
+        report = talk(_next(prompts[number], alone[number]), ratio=0.3).report
+        assert report.conversation_tokens >= len(_ids(engine, prompts[number])) - 5
+
+
+# ---------------------------------------------------------------- bounds
+
+
+def _kept(engine: BlendEngine) -> int:
+    return engine._answering._conversations.num_bytes
+
+
+def test_the_bound_in_bytes_is_kept(endless: Model, tmp_path: Path) -> None:
+    token = endless.bytes_per_token
+    with BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0), conversation_bytes=1200 * token) as engine:
+        for number in range(6):
+            engine.generate(messages(*CHUNKS, question=f"Question {number}?"), max_new_tokens=2)
+            assert 0 < _kept(engine) <= 1200 * token
+        assert 2 <= len(engine._answering._conversations) < 6
+        last = engine._answering._conversations._kept[-1]
+        engine.generate(messages(*CHUNKS * 12), max_new_tokens=2)
+        assert engine._answering._conversations._kept[-1] is last, "one that is too large pushes nobody out"
+
+
+def test_none_are_kept_where_none_are_wanted(endless: Model, tmp_path: Path) -> None:
+    with BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0), conversation_bytes=0) as engine:
+        said = engine.generate(FIRST, max_new_tokens=4)
+        assert engine.generate(_next(FIRST, said), max_new_tokens=4).report.conversation_tokens == 0
+        assert _kept(engine) == 0
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "1GB", None, True])
+def test_a_bound_that_is_none(wrong: Any, model: Model, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="conversation_bytes must be an integer of at least 0"):
+        BlendEngine(model, tmp_path / "kv", conversation_bytes=wrong)
+
+
+def test_closing_lets_go_of_all(endless: Model, tmp_path: Path) -> None:
+    engine = BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0))
+    engine.generate(FIRST, max_new_tokens=2)
+    under_way = engine.stream(FIRST, max_new_tokens=3)
+    next(under_way)
+    engine.close()
+    assert len(list(under_way)) == 2
+    assert (len(engine._answering._conversations), _kept(engine)) == (0, 0)
+
+
+def test_a_turn_holds_on_to_nothing_of_the_turns_before(talk: Talk) -> None:
+    said = talk(FIRST, ratio=0.3)
+    old = weakref.ref(talk.done.pop().stitched.cache)
+    assert old() is not None
+    talk(_next(FIRST, said, CHUNKS[3]), ratio=0.3)
+    talk.done.clear()
+    assert talk.kept == 1
+    assert old() is None
+
+
+def _conversation(tokens: range, size: int = 4) -> Conversation:
+    """With KV of `size` times 8 bytes."""
+    cache = BlendCache(1, size)
+    cache.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 0)
+    turns = (Turn(0, len(tokens) - 5, len(tokens) - 3),)
+    return Conversation(np.array(tokens), cache, 0, BlendConfig(ratio=0.3), turns)
+
+
+def test_the_one_used_longest_ago_goes_first() -> None:
+    three = [_conversation(range(start, start + 40)) for start in (0, 100, 200)]
+    conversations = Conversations(2 * three[0].num_bytes, 1000)
+    for conversation in three[:2]:
+        conversations.keep(conversation, None)
+    found = conversations.find([*range(40), 7, 7], BlendConfig(ratio=0.3))
+    assert found is not None
+    assert (found.conversation, found.length) == (three[0], 40)
+    conversations.keep(three[2], None)
+    assert conversations._kept == [three[0], three[2]]
+
+
+def test_the_benchmark(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("kvrag.bench.chat.random_model", lambda *_: model)
+    sizes = ["--turns", "3", "--chunks", "2", "--chunk-tokens", "20", "--question-tokens", "9", "--answer-tokens", "7"]
+    assert main(["bench", "chat", *sizes, "--repeats", "1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    prompts = [row["prompt_tokens"] for row in result["rows"]]
+    assert [later - earlier for earlier, later in itertools.pairwise(prompts)] == pytest.approx([60, 60], abs=5)
+    kept = [row["conversation_tokens"] for row in result["rows"]]
+    assert kept[0] == 0
+    assert all(prompt - 5 < later < prompt for prompt, later in zip(prompts, kept[1:], strict=False))
+    assert result["growth"] > 0
+    assert result["growth"] == result["rows"][2]["ttft_s"] / result["rows"][1]["ttft_s"]
+    with pytest.raises(SystemExit):
+        main(["bench", "chat", "--turns", "1"])
+    assert "at least 2" in capsys.readouterr().err
+
+
+def test_the_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvrag.reuse.conversation, "_MOST", 3)
+    conversations = Conversations(1 << 20, 1000)
+    for start in range(5):
+        conversations.keep(_conversation(range(start, start + 40)), None)
+    assert [conversation.ids[0] for conversation in conversations._kept] == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "length"),
+    [
+        ([*range(40), 7, 7], 40),
+        ([*range(36), 7, 7, 7], 36),
+        ([*range(35), 7, 7, 7], 35),
+        ([*range(34), 7, 7, 7, 7, 7, 7], None),  # another question
+        ([*range(37)], None),  # the same prompt again
+        ([*range(38)], 37),
+        ([7, *range(40), 7, 7], None),
+        ([0], None),
+    ],
+)
+def test_what_counts_as_going_on(prompt: list[int], length: int | None) -> None:
+    conversations = Conversations(1 << 20, 1000)
+    conversations.keep(_conversation(range(40)), None)
+    found = conversations.find(prompt, BlendConfig(ratio=0.3))
+    assert (found and found.length) == length
+
+
+def test_the_longest_is_taken() -> None:
+    conversations = Conversations(1 << 20, 1000)
+    for stop in (60, 80, 70):
+        conversations.keep(_conversation(range(stop)), None)
+    found = conversations.find(list(range(100)), BlendConfig(ratio=0.3))
+    assert found is not None
+    assert found.length == 80
+
+
+def test_where_rope_follows_the_length_nothing_longer_is_kept_or_taken() -> None:
+    conversations = Conversations(1 << 20, 50)
+    conversations.keep(_conversation(range(51)), None)
+    assert len(conversations) == 0
+    conversations.keep(_conversation(range(40)), None)
+    assert conversations.find(list(range(50)), BlendConfig(ratio=0.3)) is not None
+    assert conversations.find(list(range(51)), BlendConfig(ratio=0.3)) is None

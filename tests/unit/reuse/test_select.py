@@ -1,0 +1,325 @@
+"""What makes each policy that policy, and the rules that hold for all."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blending import CHUNKS, QUESTION, LayOut, laying_out
+from families import FAMILIES, build
+from torch import Tensor
+
+from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model, SettingError
+from kvrag.reuse.blend import blend
+from kvrag.reuse.select import Selection, select
+from kvrag.reuse.stitch import Stitched
+
+INFORMED = ("hkvd", "hkvd_gradual", "seam", "first_k", "query", "query_hkvd", "random")
+
+
+def _pick(model: Model, stitched: Stitched, policy: str, ratio: float, **changes: Any) -> list[int]:
+    config = BlendConfig(policy=policy, ratio=ratio, **{"first_tokens": 0, "band": (0.5, 1.0), **changes})
+    return select(model, stitched, config).positions.tolist()
+
+
+@pytest.mark.parametrize("policy", INFORMED)
+@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.15, 0.5, 0.99, 1.0])
+def test_the_budget_is_filled_with_inexact_reused_positions(
+    policy: str, ratio: float, model: Model, lay_out: LayOut
+) -> None:
+    stitched = lay_out(*CHUNKS)
+    inexact = stitched.inexact.tolist()
+    picked = _pick(model, stitched, policy, ratio)
+    budget = round(ratio * len(inexact))
+    # hkvd_gradual spends part of its budget on the first layers of tokens that it then drops
+    thinned = policy == "hkvd_gradual" and budget < len(inexact)
+    assert len(picked) == (round(0.6 * budget) if thinned else budget)
+    assert picked == sorted(set(picked))
+    assert set(picked) <= set(inexact)
+    assert not stitched.exact[picked].any()
+    assert stitched.reused[picked].all()
+    assert stitched.exact.sum() > 20, "the run behind the preamble is exact"
+    assert len(inexact) > 60
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_none_picks_nothing(ratio: float, model: Model, lay_out: LayOut) -> None:
+    assert _pick(model, lay_out(*CHUNKS), "none", ratio) == []
+
+
+@pytest.mark.parametrize("policy", INFORMED)
+def test_nothing_to_choose_from(policy: str, model: Model, lay_out: LayOut) -> None:
+    assert _pick(model, lay_out("Something that was never warmed."), policy, 0.5) == []
+    assert _pick(model, lay_out(CHUNKS[0]), policy, 0.5) == [], "one chunk behind the preamble is exact"
+
+
+def test_every_policy_is_known_to_the_settings() -> None:
+    from kvrag.reuse.select import _SCORES
+
+    assert set(_SCORES) == set(INFORMED) == set(POLICIES) - {"none", "full"}
+    with pytest.raises(SettingError, match="unknown policy"):
+        BlendConfig(policy="best")
+
+
+# ---------------------------------------------------------------- hkvd
+
+
+def _deviations(model: Model, stitched: Stitched, layer: int, of: str, metric: str) -> Tensor:
+    """(T,) by the definition: stitched KV against full prefill's."""
+    num_tokens = len(stitched.ids)
+    full = model.new_cache(num_tokens)
+    model.forward(stitched.ids[None], full)
+    total = torch.zeros(num_tokens)
+    for name, index in (("k", 0), ("v", 1)):
+        if name in of:
+            ours, theirs = stitched.cache.layer(layer)[index][:, :, :num_tokens], full.layer(layer)[index]
+            if metric == "l2":
+                total += (ours - theirs).square().sum(dim=(0, 1, 3))
+            else:
+                total += 1 - torch.cosine_similarity(ours, theirs, dim=-1).mean(dim=(0, 1))
+    return total
+
+
+@pytest.mark.parametrize("of", ["k", "v", "kv"])
+@pytest.mark.parametrize("metric", ["l2", "cosine"])
+@pytest.mark.parametrize("check_layer", [1, 2, 3])
+def test_hkvd_picks_the_highest_deviations(
+    of: str, metric: str, check_layer: int, model: Model, lay_out: LayOut
+) -> None:
+    stitched, other = lay_out(*CHUNKS), lay_out(*CHUNKS)
+    inexact = stitched.inexact
+    deviations = _deviations(model, other, check_layer, of, metric)[inexact]
+    wanted = inexact[deviations.topk(20).indices].sort().values.tolist()
+    ratio = 20 / len(inexact)
+    picked = _pick(model, stitched, "hkvd", ratio, check_layer=check_layer, deviation_of=of, metric=metric)
+    assert picked == wanted
+    assert picked != _pick(
+        model, lay_out(*CHUNKS), "hkvd", ratio, check_layer=4 - check_layer if check_layer != 2 else 1
+    )
+
+
+def test_hkvd_leaves_what_it_computed_exact_and_the_rest_alone(model: Model, lay_out: LayOut) -> None:
+    stitched, untouched = lay_out(*CHUNKS), lay_out(*CHUNKS)
+    _pick(model, stitched, "hkvd", 0.2, check_layer=2)
+    num_tokens = len(stitched.ids)
+    full = model.new_cache(num_tokens)
+    model.forward(stitched.ids[None], full)
+    for layer in range(3):
+        for ours, theirs in zip(stitched.cache.layer(layer), full.layer(layer), strict=True):
+            torch.testing.assert_close(ours[:, :, :num_tokens], theirs, atol=1e-5, rtol=1e-4)
+    reused = stitched.reused
+    for ours, theirs in zip(stitched.cache.layer(3), untouched.cache.layer(3), strict=True):
+        assert torch.equal(ours[:, :, :num_tokens][:, :, reused], theirs[:, :, :num_tokens][:, :, reused])
+
+
+def test_hkvd_gradual_measures_again_deeper_down_and_thins_out(model: Model, lay_out: LayOut) -> None:
+    stitched, other, untouched = lay_out(*CHUNKS), lay_out(*CHUNKS), lay_out(*CHUNKS)
+    ratio = 1 / len(stitched.inexact)
+    wanted = torch.tensor(_pick(model, other, "hkvd", 28 * ratio))
+    for layer, num in ((2, 20), (3, 12)):  # of 4 layers
+        blend(model, other, Selection(wanted))
+        pairs = zip(other.cache.layer(layer), untouched.cache.layer(layer), strict=True)
+        deviations = sum((ours - theirs)[:, :, wanted].square().sum(dim=(0, 1, 3)) for ours, theirs in pairs)
+        wanted = wanted[torch.as_tensor(deviations).topk(num).indices].sort().values
+    assert _pick(model, stitched, "hkvd_gradual", 20 * ratio) == wanted.tolist()
+    assert wanted.tolist() != _pick(model, lay_out(*CHUNKS), "hkvd", 12 * ratio)
+
+
+@pytest.mark.parametrize("ratio", [0.72, 0.9, 0.99])
+def test_hkvd_gradual_measures_again_when_nothing_is_exact_and_its_first_stage_takes_everything(
+    ratio: float, model: Model, engine: BlendEngine, lay_out: LayOut
+) -> None:
+    ids = model.tokenizer.encode(" " + " ".join(CHUNKS[1:]) + " Who?")
+    stitched = lay_out(ids=ids)
+    assert len(stitched.inexact) > 60
+    assert not stitched.exact.any()
+    picked = _pick(model, stitched, "hkvd_gradual", ratio)
+    assert len(picked) == round(0.6 * round(ratio * len(stitched.inexact)))
+    assert torch.isfinite(blend(model, stitched, Selection(torch.tensor(picked)))).all()
+
+
+def test_layer_0_does_not_deviate_and_layer_1_does(model: Model, lay_out: LayOut) -> None:
+    stitched = lay_out(*CHUNKS)
+    assert _deviations(model, stitched, 0, "kv", "l2")[stitched.reused].max() < 1e-6
+    assert _deviations(model, stitched, 1, "kv", "l2")[stitched.inexact].mean() > 1e-3
+    assert _deviations(model, stitched, 3, "kv", "l2")[stitched.exact].max() < 1e-6
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+def test_nothing_under_the_minimum_deviation_is_recomputed(ratio: float, model: Model, lay_out: LayOut) -> None:
+    stitched = lay_out(*CHUNKS)
+    inexact = stitched.inexact
+    deviations = _deviations(model, lay_out(*CHUNKS), 1, "kv", "l2")
+    least = float(deviations[inexact].sort(descending=True).values[11:13].mean())
+    picked = _pick(model, stitched, "hkvd", ratio, min_deviation=least)
+    assert len(picked) == 12
+    assert all(deviations[position] >= least for position in picked)
+    assert _pick(model, lay_out(*CHUNKS), "hkvd", ratio, min_deviation=1e9) == []
+
+
+def test_a_check_layer_below_the_last_one_is_the_last_one(model: Model, lay_out: LayOut) -> None:
+    picked = [_pick(model, lay_out(*CHUNKS), "hkvd", 0.2, check_layer=layer) for layer in (3, 99)]
+    assert picked[0] == picked[1]
+
+
+# ---------------------------------------------------------------- query
+
+BANDS = [(0.25, 0.75), (0.0, 1.0), (0.5, 0.6), (0.9, 1.0)]
+
+
+def _mask(model: Model, rows: Tensor, stop: int) -> Tensor | dict[str, Tensor]:
+    """(1, 1, S, stop) additive, one for each kind of layer."""
+    ago = rows[:, None] - torch.arange(stop)
+    kinds = getattr(model.config, "layer_types", None) or [""] * model.num_layers
+    masks = {
+        kind: torch.where((ago >= 0) & (ago < (window or stop)), 0.0, torch.finfo(torch.float32).min)[None, None]
+        for kind, window in zip(kinds, model.windows, strict=True)
+    }
+    return masks if len(masks) > 1 else masks[kinds[0]]
+
+
+def _attention(model: Model, stitched: Stitched, layers: list[int], num_queries: int) -> Tensor:
+    """(T,) by transformers' eager attention over the stitched cache."""
+    fresh = stitched.fresh
+    cache, before = stitched.cache, model.config._attn_implementation
+    cache.rows, cache.stop = fresh, len(stitched.ids)
+    model.hf.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            output = model.hf(
+                input_ids=stitched.ids[fresh][None],
+                position_ids=fresh[None],
+                attention_mask=_mask(model, fresh, len(stitched.ids)),
+                past_key_values=cache,
+                output_attentions=True,
+            )
+    finally:
+        model.hf.set_attn_implementation(before)
+    attentions = torch.stack([output.attentions[layer][0, :, -num_queries:] for layer in layers])
+    return attentions.square().mean(dim=(0, 1, 2)).sqrt()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mistral-window", "granite", "gemma3", "glm4"])
+def test_query_picks_what_the_question_attends_to(family: str, tokenizer: Any, tmp_path: Path) -> None:
+    model_type, changes = FAMILIES[family]
+    model = Model(build(model_type, **changes), tokenizer, family)
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine, ExitStack() as stack:
+        engine.warm(CHUNKS)
+        lay_out = stack.enter_context(laying_out(engine))
+        stitched, other = lay_out(*CHUNKS), lay_out(*CHUNKS)
+        num_queries = int((other.fresh > int(other.reused.nonzero()[-1])).sum())
+        assert num_queries >= len(model.tokenizer.encode(QUESTION))
+        scores = _attention(model, other, [1, 2], num_queries)
+        # one by one, the window of 5 cut off at the borders of the prompt
+        padded = [float(scores[max(0, i - 2) : i + 3].mean()) for i in range(len(scores))]
+        for smoothing, smooth in ((1, scores), (5, torch.tensor(padded))):
+            inexact = stitched.inexact
+            wanted = inexact[smooth[inexact].topk(15).indices].sort().values.tolist()
+            picked = _pick(model, lay_out(*CHUNKS), "query", 15 / len(inexact), smoothing=smoothing, band=(0.25, 0.75))
+            assert picked == wanted
+
+
+def test_query_hkvd_weighs_attention_by_deviation(model: Model, lay_out: LayOut) -> None:
+    stitched, other, untouched = lay_out(*CHUNKS), lay_out(*CHUNKS), lay_out(*CHUNKS)
+    inexact = stitched.inexact
+    num_queries = int((other.fresh > int(other.reused.nonzero()[-1])).sum())
+    attention = _attention(model, lay_out(*CHUNKS), [2, 3], num_queries)
+    candidates = inexact[attention[inexact].topk(20).indices].sort().values
+    blend(model, other, Selection(candidates))
+    pairs = zip(other.cache.layer(2), untouched.cache.layer(2), strict=True)  # of 4 layers
+    deviation = sum((ours - theirs)[:, :, candidates].square().sum(dim=(0, 1, 3)) for ours, theirs in pairs)
+    wanted = candidates[(attention[candidates] * deviation).topk(10).indices].sort().values.tolist()
+    assert _pick(model, stitched, "query_hkvd", 10 / len(inexact)) == wanted
+    assert wanted != _pick(model, lay_out(*CHUNKS), "query", 10 / len(inexact))
+
+
+@pytest.mark.parametrize("band", BANDS)
+def test_the_band_says_which_layers_are_listened_to(band: tuple[float, float], model: Model, lay_out: LayOut) -> None:
+    layers = {(0.25, 0.75): [1, 2], (0.0, 1.0): [1, 2, 3], (0.5, 0.6): [2], (0.9, 1.0): [3]}[band]
+    stitched = lay_out(*CHUNKS)
+    scores = _attention(
+        model, lay_out(*CHUNKS), layers, int((stitched.fresh > int(stitched.reused.nonzero()[-1])).sum())
+    )
+    inexact = stitched.inexact
+    wanted = inexact[scores[inexact].topk(15).indices].sort().values.tolist()
+    assert _pick(model, stitched, "query", 15 / len(inexact), band=band, smoothing=1) == wanted
+
+
+def test_a_question_before_the_chunks_is_no_obstacle(model: Model, lay_out: LayOut) -> None:
+    """The last fresh tokens ask then, however few there are."""
+    encode = model.tokenizer.encode
+    ids = [*model.tokenizer.preamble, *encode(QUESTION), *encode(CHUNKS[0]), *encode(CHUNKS[1])]
+    stitched = lay_out(ids=ids)
+    assert not stitched.reused[-1], "the last position is always computed"
+    assert len(_pick(model, stitched, "query", 0.2)) == round(0.2 * len(stitched.inexact))
+
+
+# ---------------------------------------------------------------- the others
+
+
+def test_first_k_takes_the_beginning_of_every_run_equally(model: Model, lay_out: LayOut) -> None:
+    stitched = lay_out(*CHUNKS)
+    inexact_runs = [run for run in stitched.runs if not stitched.exact[run.start]]
+    assert len(inexact_runs) == 3
+    picked = set(_pick(model, stitched, "first_k", 12 / len(stitched.inexact)))
+    assert picked == {run.start + i for run in inexact_runs for i in range(4)}
+
+
+def test_seam_takes_what_is_nearest_to_a_seam(model: Model, lay_out: LayOut) -> None:
+    def picked(count: int, before: int, after: int) -> set[int]:
+        stitched = lay_out(*CHUNKS)
+        ratio = count / len(stitched.inexact)
+        return set(_pick(model, stitched, "seam", ratio, seam_before=before, seam_after=after))
+
+    stitched = lay_out(*CHUNKS)
+    runs = [run for run in stitched.runs if not stitched.exact[run.start]]
+    starts = {run.start + i for run in runs for i in range(4)}
+    ends = {run.stop - 1 - i for run in runs for i in range(4)}
+    assert picked(12, before=0, after=8) == starts, "nothing before a seam when nothing is asked for there"
+    assert picked(12, before=8, after=0) == ends
+    assert picked(24, before=8, after=8) == starts | ends
+    both = picked(9, before=8, after=4)  # two at the end for every one at the beginning
+    assert both == {run.start for run in runs} | {run.stop - 1 - i for run in runs for i in range(2)}
+
+
+def test_the_first_tokens_of_runs_come_before_what_the_question_attends_to(model: Model, lay_out: LayOut) -> None:
+    stitched = lay_out(*CHUNKS)
+    runs, num = [run for run in stitched.runs if not stitched.exact[run.start]], len(stitched.inexact)
+
+    def picked(budget: int, first_tokens: int, policy: str = "query") -> set[int]:
+        return set(_pick(model, lay_out(*CHUNKS), policy, budget / num, first_tokens=first_tokens))
+
+    assert len(runs) == 3
+    first = {run.start + i for run in runs for i in range(2)}
+    for policy in ("query", "query_hkvd"):
+        both = picked(20, 2, policy)
+        assert len(both) == 20
+        assert first <= both
+        assert not first <= picked(20, 0, policy), "otherwise this test shows nothing"
+    assert both != picked(20, 0)
+    assert picked(20, 2) - first <= picked(20, 0)
+    few = picked(6, 2)  # half of six are one token of every run
+    assert {run.start for run in runs} <= few
+    assert few - {run.start for run in runs} <= picked(6, 0)
+    assert picked(5, 2) == picked(5, 0), "not one of every run would fit"
+
+
+def test_random_is_repeatable_and_its_own(model: Model, lay_out: LayOut) -> None:
+    picks = [_pick(model, lay_out(*CHUNKS), "random", 0.3, seed=seed) for seed in (0, 0, 1)]
+    assert picks[0] == picks[1] != picks[2]
+    state = torch.random.get_rng_state()
+    _pick(model, lay_out(*CHUNKS), "random", 0.3)
+    assert torch.equal(torch.random.get_rng_state(), state), "nobody else's random numbers change"
+
+
+@pytest.mark.parametrize("policy", INFORMED)
+def test_choosing_never_makes_kv_worse(policy: str, model: Model, lay_out: LayOut) -> None:
+    """Whatever a policy writes into the cache, blending everything afterwards is still full prefill."""
+    stitched = lay_out(*CHUNKS)
+    _pick(model, stitched, policy, 0.2)
+    logits = blend(model, stitched, Selection(stitched.inexact))
+    full = model.new_cache(len(stitched.ids))
+    torch.testing.assert_close(logits, model.forward(stitched.ids[None], full), atol=1e-4, rtol=1e-4)

@@ -24,9 +24,12 @@ from typing import Any, NamedTuple
 import xxhash
 
 from kvrag.errors import StoreError
-from kvrag.store.manifest import CLOCK, Holder, Manifest, Row, budgets_in
+from kvrag.store.chunkfile import key_of
+from kvrag.store.eviction import budgets_in
+from kvrag.store.manifest import Holder, Manifest, Row
 from kvrag.store.protocol import Holding
 from kvrag.store.remote import Remote
+from kvrag.store.schema import CLOCK
 
 logger = logging.getLogger("kvrag")
 
@@ -39,8 +42,7 @@ _SNAPSHOT_EVERY = 1000  # operations
 _REPLACED = 5  # times that a snapshot may be replaced while it is read
 _CHECK_EVERY_S = 30.0
 _PAGE = 200  # chunks per operation ...
-_EVICT = 500  # ... if they are only removed ...
-_USES = 5000  # ... or were used
+_USES = 5000  # ... that counts their uses
 
 Operation = Mapping[str, Any]
 """JSON; `op` says which of the methods of `Log` made it."""
@@ -80,15 +82,17 @@ class Log:
         manifest: Manifest,
         removed: Callable[[Sequence[str]], None],
         rebuilding: Callable[[], None],
+        appended: Callable[[], None],
     ) -> None:
         """Read nothing yet.
 
         Args:
             removed: Called with the keys of chunks that operations have removed.
             rebuilding: Called before the manifest is made again; may raise StoreError to prevent it.
+            appended: Called when an operation has been appended, and the manifest has all before it.
         """
         self._remote, self._manifest = remote, manifest
-        self._removed, self._rebuilding = removed, rebuilding
+        self._removed, self._rebuilding, self._appended = removed, rebuilding, appended
         self._pulling, self._writing_snapshot = threading.Lock(), threading.Lock()
         self._checked = float("-inf")
         self._snapshot: int | None = None  # number of the newest snapshot; None = unknown
@@ -158,9 +162,9 @@ class Log:
             return Outcome(removed=manifest.hold(*names, operation["replace"]))
         if op == "remove":
             files = manifest.remove(operation["keys"], operation["counter"], operation["file"])
-            return Outcome(removed=[(file.partition("-")[0], file) for file in files])
+            return Outcome(removed=[(key_of(file), file) for file in files])
         if op == "release":
-            manifest.release([(namespace, text) for namespace, text in operation["requests"]])
+            manifest.release([(namespace, text_key) for namespace, text_key in operation["requests"]])
         elif op == "used":
             keys = operation["keys"]
             manifest.touch(dict(zip(keys, operation.get("uses", [1] * len(keys)), strict=True)))
@@ -218,6 +222,7 @@ class Log:
                 outcome = self._apply(operation)
                 self._manifest.set_counters({_POSITION: position + 1, _LAST: mine})
             self._removed([key for key, _ in outcome.removed])
+            self._appended()
             return outcome
         raise StoreError(f"{self._remote.url} has too many writers at the moment: try again")
 
@@ -227,19 +232,19 @@ class Log:
         beginning = self._remote.peek(name)  # mine, if the answer to a first attempt was lost
         return beginning is not None and beginning[:16] == content[:16]
 
-    def put(self, rows: Sequence[Row]) -> list[str]:
-        """Record stored chunks; return the files of those that had been stored already."""
-        files = []
+    def add(self, rows: Sequence[Row]) -> list[Row]:
+        """See Manifest.add."""
+        known: list[Row] = []
         for i in range(0, len(rows), _PAGE):
             page = [[*row[:3], base64.b64encode(row.ids).decode(), *row[4:]] for row in rows[i : i + _PAGE]]
-            files += [row.file for row in self.append({"op": "put", "rows": page}).known]
-        return files
+            known += self.append({"op": "put", "rows": page}).known
+        return known
 
     def hold(
         self, document: str, holdings: Sequence[Holding], namespace: str, replace: bool
     ) -> Sequence[tuple[str, str]]:
         """See Manifest.hold."""
-        listed = [[holding.text, holding.key, holding.source] for holding in holdings]
+        listed = [[holding.text_key, holding.key, holding.source] for holding in holdings]
         names = {"document": document, "namespace": namespace}
         return self.append({"op": "hold", **names, "holdings": listed, "replace": replace}).removed
 
@@ -248,18 +253,18 @@ class Log:
         removed = self.append({"op": "remove", "keys": list(keys), "counter": counter, "file": file}).removed
         return [file for _, file in removed]
 
-    def evict(self, limit: int, namespace: str) -> list[tuple[str, str]]:
-        """Remove some of the chunks of Manifest.coldest; return their (key, file), and none if nothing is left to do.
+    def evict(self, limit: int, most: int, namespace: str | None = None) -> list[str]:
+        """See Manifest.evict.
 
-        They are chosen from the manifest that has all operations before this one. So of two machines that evict at the
-        same time, the second finds that there is room.
+        Chunks are chosen from the manifest with all operations before this one: of two machines that evict at the same
+        time, the second finds that there is room.
         """
 
         def make() -> Operation | None:
-            keys = self._manifest.coldest(limit, _EVICT, namespace)
+            keys = self._manifest.coldest(limit, most, namespace)
             return {"op": "remove", "keys": keys, "counter": None, "file": None} if keys else None
 
-        return list(self._append(make).removed)
+        return [file for _, file in self._append(make).removed]
 
     def set_budget(self, namespace: str, max_bytes: int | None) -> None:
         """See Manifest.set_budget."""
@@ -270,7 +275,7 @@ class Log:
         self.append({"op": "release", "requests": requests})
 
     def touch(self, uses: Mapping[str, int]) -> None:
-        """See Manifest.touch. The time is that of each machine, when it hears of it."""
+        """See Manifest.touch. The time is that at which each machine applies it."""
         keys = list(uses)
         for i in range(0, len(keys), _USES):
             page = keys[i : i + _USES]

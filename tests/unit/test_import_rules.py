@@ -62,7 +62,7 @@ ONLY_IN: dict[str, set[str]] = {
     },
     "obstore": {"store/objects.py"},
     "redis": {"store/valkey.py"},
-    "sqlite3": {"store/manifest.py", "retrieval"},
+    "sqlite3": {"store/schema.py", "store/eviction.py", "retrieval"},
     "pickle": set(),
     "langchain": set(),
     "langchain_core": {"cli"},

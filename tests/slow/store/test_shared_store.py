@@ -202,7 +202,7 @@ def test_snapshots_are_written_now_and_then(machine: Machine, monkeypatch: pytes
     one = machine("one")
     for number in range(30, 36):
         one.put([record(number)])
-    one._workers.submit(lambda: None).result()
+    one._writers.submit(lambda: None).result()
     assert soon(lambda: one._log._snapshots() != [])
     new = machine("new")
     assert new._log.rebuilt == 1
@@ -473,7 +473,7 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_served(machine: Machine,
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(one._log, "put", die)
+        patch.setattr(one._log, "add", die)
         patch.setattr(one, "_delete", lambda names: None)
         with pytest.raises(KeyboardInterrupt):
             one.put([A])

@@ -103,16 +103,16 @@ class ManifestStore(ABC):
     def _check_open(self) -> None:  # noqa: B027
         """Raise StoreError if the store cannot be used."""
 
-    def _catch_up(self) -> None:  # noqa: B027
-        """Bring the manifest up to date if that takes only a moment."""
+    @property
+    def _current(self) -> Manifest:
+        """Return the manifest; of a shared store, up to date if that takes only a moment."""
+        return self._manifest
 
     # ---------------------------------------------------------------- chunks
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         """See KVStore.missing."""
-        self._check_open()
-        self._catch_up()
-        known = self._manifest.known(keys)
+        known = self._current.known(keys)
         return [key for key in keys if key not in known]
 
     def put(self, records: Sequence[ChunkRecord]) -> int:
@@ -160,9 +160,7 @@ class ManifestStore(ABC):
 
     def look_up(self, text_keys: Sequence[str]) -> dict[str, TextState]:
         """See KVStore.look_up."""
-        self._check_open()
-        self._catch_up()
-        return self._manifest.look_up(text_keys)
+        return self._current.look_up(text_keys)
 
     def entries(self, after: int) -> Iterator[Entry]:
         """See KVStore.entries. Numbers are this machine's."""
@@ -176,9 +174,7 @@ class ManifestStore(ABC):
 
     def removals(self) -> int:
         """See KVStore.removals."""
-        self._check_open()
-        self._catch_up()
-        return self._manifest.counter("removals")
+        return self._current.counter("removals")
 
     def set_document(
         self, document: str, holdings: Sequence[Holding], namespace: str = "", replace: bool = True
@@ -191,23 +187,17 @@ class ManifestStore(ABC):
 
     def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:
         """See KVStore.documents."""
-        self._check_open()
-        self._catch_up()
-        return self._manifest.documents(prefix, namespace)
+        return self._current.documents(prefix, namespace)
 
     def count_tokens(self, prefix: str = "", namespace: str = "") -> dict[str, int]:
         """See KVStore.count_tokens."""
-        self._check_open()
-        self._catch_up()
-        return self._manifest.count_tokens(prefix, namespace)
+        return self._current.count_tokens(prefix, namespace)
 
     # ---------------------------------------------------------------- budgets
 
     def budgets(self) -> dict[str, int]:
         """Return the byte budget of each namespace that has one."""
-        self._check_open()
-        self._catch_up()
-        return self._manifest.budgets()
+        return self._current.budgets()
 
     def set_budget(self, namespace: str, max_bytes: int | None) -> int:
         """Set the byte budget of a namespace, for all processes and machines; None = none.
@@ -263,9 +253,7 @@ class ManifestStore(ABC):
 
     def stats(self) -> StoreStats:
         """See KVStore.stats."""
-        self._check_open()
-        self._catch_up()
-        parts, namespaces = self.owner(), tuple(self._manifest.namespaces())
+        parts, namespaces = self.owner(), tuple(self._current.namespaces())
         return StoreStats(
             path=str(self.path),
             fingerprint=parts.get("digest", ""),

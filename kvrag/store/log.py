@@ -236,8 +236,7 @@ class Log:
         """See Manifest.add."""
         known: list[Row] = []
         for i in range(0, len(rows), _PAGE):
-            page = [[*row[:3], base64.b64encode(row.ids).decode(), *row[4:]] for row in rows[i : i + _PAGE]]
-            known += self.append({"op": "put", "rows": page}).known
+            known += self.append({"op": "put", "rows": _listed(rows[i : i + _PAGE])}).known
         return known
 
     def hold(
@@ -361,10 +360,9 @@ class Log:
                 index |= {"last": counters.get(_LAST, 0), "damaged": counters.get("damaged", 0)}
                 index |= {"clock": counters.get(CLOCK, 0), "budgets": budgets_in(counters)}
             kind: str = "rows" if rows else "holders"
-            page: list[Any] = [[*row[:3], base64.b64encode(row.ids).decode(), *row[4:]] for row in rows]
-            if page or holders:
+            if page := _listed(rows) or holders:
                 name = f"snapshots/{number:012d}/{kind}-{index[kind]:06d}"
-                self._remote.write(name, _pack(page or holders))
+                self._remote.write(name, _pack(page))
                 index[kind] += 1
         for scores in self._manifest.scores():
             self._remote.write(f"snapshots/{number:012d}/scores-{index['scores']:06d}", _pack(scores))
@@ -398,6 +396,11 @@ class Log:
 
 def _name(number: int) -> str:
     return f"log/{number:012d}"
+
+
+def _listed(rows: Sequence[Row]) -> list[Any]:
+    """Return rows as JSON; see `_row`."""
+    return [[*row[:3], base64.b64encode(row.ids).decode(), *row[4:]] for row in rows]
 
 
 def _row(listed: Sequence[Any]) -> Row:

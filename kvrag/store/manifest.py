@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,17 +61,15 @@ class Manifest(Eviction):
         variants: dict[str, dict[str, int]] = {text_key: {} for text_key in text_keys}
         sources: dict[str, dict[str, str]] = {text_key: {} for text_key in text_keys}
         with self._reading() as connection:
-            for part, marks in _parts(list(variants)):
-                rows = connection.execute(f"SELECT text, key, context_tokens FROM chunks WHERE text IN ({marks})", part)
-                for text_key, key, context_tokens in rows:
-                    if text_key in variants:  # an index that is damaged leads anywhere
-                        variants[text_key][key] = context_tokens
-            for part, marks in _parts(list(variants)):
-                rows = connection.execute(f"SELECT text, source, key FROM holders WHERE text IN ({marks})", part)
-                for text_key, source, key in rows:
-                    if text_key in sources:  # one source, two contexts: anybody can name a source: neither is trusted
-                        known = sources[text_key]
-                        known[source] = key if known.get(source, key) == key else ""
+            query = "SELECT text, key, context_tokens FROM chunks WHERE text IN"
+            for text_key, key, context_tokens in _select(connection, query, list(variants)):
+                if text_key in variants:  # an index that is damaged leads anywhere
+                    variants[text_key][key] = context_tokens
+            query = "SELECT text, source, key FROM holders WHERE text IN"
+            for text_key, source, key in _select(connection, query, list(variants)):
+                if text_key in sources:  # one source, two contexts: anybody can name a source, so neither is trusted
+                    known = sources[text_key]
+                    known[source] = key if known.get(source, key) == key else ""
         return {text_key: TextState(variants[text_key], sources[text_key]) for text_key in variants}
 
     def file(self, key: str) -> str | None:
@@ -80,13 +79,8 @@ class Manifest(Eviction):
 
     def known(self, keys: Sequence[str]) -> set[str]:
         """Return the keys that have a row."""
-        found: set[str] = set()
         with self._reading() as connection:
-            for part, marks in _parts(keys):
-                found.update(
-                    row[0] for row in connection.execute(f"SELECT key FROM chunks WHERE key IN ({marks})", part)
-                )
-        return found
+            return {row[0] for row in _select(connection, "SELECT key FROM chunks WHERE key IN", keys)}
 
     def counter(self, name: str) -> int:
         """Return the value of a counter."""
@@ -320,12 +314,9 @@ class Manifest(Eviction):
 
     def held_by_requests(self, keys: Sequence[str]) -> list[str]:
         """Return those of the chunks that texts of requests rely on."""
-        found: list[str] = []
+        query = "SELECT DISTINCT key FROM holders WHERE document = ? AND key IN"
         with self._reading() as connection:
-            for part, marks in _parts(keys):
-                query = f"SELECT DISTINCT key FROM holders WHERE key IN ({marks}) AND document = ?"
-                found += [row[0] for row in connection.execute(query, (*part, ON_REQUEST))]
-        return found
+            return [row[0] for row in _select(connection, query, keys, ON_REQUEST)]
 
     def contents(self) -> Iterator[tuple[dict[str, int], list[Row], list[Holder]]]:
         """Yield everything from one snapshot: first the counters, then pages of chunks, then pages of holders."""
@@ -351,8 +342,8 @@ class Manifest(Eviction):
         return {row[0] for row in self._all("SELECT file FROM chunks")}
 
 
-def _parts(keys: Sequence[str]) -> Iterator[tuple[Sequence[str], str]]:
-    """Split keys into parts, each with its SQL placeholders: SQLite limits the number of parameters."""
+def _select(connection: sqlite3.Connection, query: str, keys: Sequence[str], *values: str) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows of a query that ends with IN, for all keys: SQLite limits the number of parameters."""
     for i in range(0, len(keys), 500):
         part = keys[i : i + 500]
-        yield part, ",".join("?" * len(part))
+        yield from connection.execute(f"{query} ({','.join('?' * len(part))})", (*values, *part))

@@ -190,8 +190,11 @@ class SharedStore(ManifestStore):
         if not self._is_open:
             raise StoreError(f"{self.url} has no store: create one with `kvrag warm PATH --store {self.url}`")
 
-    def _catch_up(self) -> None:
+    @property
+    def _current(self) -> Manifest:
+        self._check_open()
         self._follower.glance()
+        return self._manifest
 
     def _pull(self) -> None:
         self._log.pull()
@@ -448,9 +451,7 @@ class SharedStore(ManifestStore):
 
     def publications(self) -> int:
         """Return a number that changes when any machine publishes or withdraws something."""
-        self._check_open()
-        self._follower.glance()
-        return self._manifest.counter(PUBLICATIONS)
+        return self._current.counter(PUBLICATIONS)
 
     def published(self, folder: str) -> list[str]:
         """Return the names of what was published in a folder."""

@@ -215,12 +215,12 @@ class SharedStore(ManifestStore):
         return self._owner["digest"]
 
     @property
-    def max_bytes(self) -> int | None:  # type: ignore[override]
+    def max_bytes(self) -> int | None:
         """Byte budget of the local copies."""
         return self._local.max_bytes
 
     @max_bytes.setter
-    def max_bytes(self, size: int) -> None:
+    def max_bytes(self, size: int | None) -> None:
         self._local.max_bytes = size
 
     def sync(self) -> None:

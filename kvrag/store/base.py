@@ -6,13 +6,14 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrag.errors import StoreReadOnlyError
-from kvrag.store import budget, chunkfile
+from kvrag.errors import SettingError, StoreFullError, StoreReadOnlyError
+from kvrag.store import chunkfile
 from kvrag.store.chunkfile import SUFFIX, PackedChunk
 from kvrag.store.log import Log
 from kvrag.store.manifest import EVICT, Holder, Manifest, Row
@@ -20,6 +21,7 @@ from kvrag.store.owner import codec_of
 from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
 
 MANIFEST = "manifest.sqlite"
+_LOW_WATERMARK = 0.8  # share of a budget that eviction leaves
 
 UNUSED_DAYS = 7.0
 """Days after which unused texts of requests are collected."""
@@ -125,7 +127,9 @@ class ManifestStore(ABC):
             raise StoreReadOnlyError(f"{self.path} is not writable: choose another store folder")
         new = {record.key: record for record in records}
         wanted = [new[key] for key in self.missing(list(new))]
-        sizes = budget.sizes(wanted)
+        sizes: Counter[str] = Counter()
+        for record in wanted:
+            sizes[record.namespace] += chunkfile.estimate(record)
         self._make_room(sizes)
         writing = [self._writers.submit(self._write, record) for record in wanted]
         wait(writing)  # wait for all of them, so that no writer is still running after an error
@@ -211,7 +215,8 @@ class ManifestStore(ABC):
             SettingError: The budget is not positive.
             StoreReadOnlyError: The store is not writable.
         """
-        budget.check_budget(max_bytes)
+        if max_bytes is not None and not 0 < max_bytes < 1 << 63:
+            raise SettingError(f"a budget must be positive, got {max_bytes} bytes")
         self._check_open()
         self._changes.set_budget(namespace, max_bytes)
         return 0 if max_bytes is None else self._evict(max_bytes, namespace)
@@ -224,15 +229,21 @@ class ManifestStore(ABC):
 
     def _make_room(self, sizes: Mapping[str, int]) -> None:
         """Evict what has to go for this many bytes of each namespace."""
-        budgets = self._manifest.budgets()
-        budget.check_portion(sizes, budgets)
-        for namespace in sizes.keys() & budgets.keys():
-            self._evict_for(sizes[namespace], budgets[namespace], namespace)
+        budgets = {name: size for name, size in self._manifest.budgets().items() if name in sizes}
+        for namespace, max_bytes in budgets.items():
+            if sizes[namespace] > max_bytes:
+                name = f"the namespace {namespace!r}" if namespace else "the default namespace"
+                raise StoreFullError(
+                    f"{sizes[namespace]} bytes exceed the budget of {max_bytes} bytes of {name}: "
+                    "raise it with `kvrag store budget`"
+                )
+        for namespace, max_bytes in budgets.items():
+            self._evict_for(sizes[namespace], max_bytes, namespace)
 
     def _evict_for(self, needed: int, max_bytes: int, namespace: str | None = None) -> None:
-        limit = budget.limit_for(needed, self._manifest.num_bytes(namespace), max_bytes)
-        if limit is not None:
-            self._evict(limit, namespace)
+        """Evict down to less than a budget for `needed` bytes, so that not every `put` evicts."""
+        if self._manifest.num_bytes(namespace) + needed > max_bytes:
+            self._evict(max(0, int(max_bytes * _LOW_WATERMARK) - needed), namespace)
 
     def _evict(self, limit: int, namespace: str | None = None) -> int:
         """Remove the chunks that save least until those of a namespace, None = all, take at most `limit` bytes.

@@ -192,7 +192,7 @@ class ValkeyStore:
 
     def delete_chunks(self, names: Sequence[str]) -> None:
         """See Remote.delete_chunks."""
-        self.delete([self._chunk(name).removeprefix(self._prefix) for name in names])
+        self.delete([name if "/" in name else f"chunks/{name}" for name in names])
 
     def rename_chunk(self, name: str, other: str) -> None:
         """See Remote.rename_chunk."""

@@ -41,7 +41,7 @@ from kvrag import (
 from kvrag.cli.main import main
 from kvrag.fingerprint import text_key
 from kvrag.retrieval.mirror import SharedIndex
-from kvrag.store import Holding, log, open_store, serve, shared
+from kvrag.store import Holding, log, open_store, shared, visible_variant
 from kvrag.store import follower as following
 from kvrag.store.objects import ObjectStore
 from kvrag.store.urls import connect
@@ -702,7 +702,7 @@ def test_while_the_place_is_away_only_what_was_encoded_alone_is_served(
     names = [text(behind), text(alone)]
 
     def served() -> list[str | None]:
-        return [serve(state, alone_only=False) for state in one.look_up(names).values()]
+        return [visible_variant(state, alone_only=False) for state in one.look_up(names).values()]
 
     assert served() == [behind.key, alone.key]
     monkeypatch.setattr(shared, "_TRUST_S", 0.2)
@@ -989,7 +989,7 @@ def test_two_machines_that_warm_a_shared_text_leave_it_alone(engines: list[Blend
             engine.store._log.pull()  # type: ignore[attr-defined]
             ids = engine.encode(common)
             state = engine.store.look_up([text_key("", ids)])[text_key("", ids)]
-            assert serve(state, alone_only=False) == engine.fingerprint.chunk_key(ids)
+            assert visible_variant(state, alone_only=False) == engine.fingerprint.chunk_key(ids)
 
 
 def test_prompts_go_on_without_the_place(engines: list[BlendEngine], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ from kvrag.store import (
     TextState,
     files,
     other_stores,
-    serve,
+    visible_variant,
 )
 from kvrag.store.chunkfile import ChunkFile
 from kvrag.store.durable import write_file
@@ -981,8 +981,8 @@ B0, B1, B2 = "alone", "behind a", "behind b"
 def test_one_documents_words_never_reach_the_readers_of_another(
     variants: dict[str, int], sources: dict[str, str], wanted: str | None, wanted_alone: str | None
 ) -> None:
-    assert serve(TextState(variants, sources), alone_only=False) == wanted
-    assert serve(TextState(variants, sources), alone_only=True) == wanted_alone
+    assert visible_variant(TextState(variants, sources), alone_only=False) == wanted
+    assert visible_variant(TextState(variants, sources), alone_only=True) == wanted_alone
 
 
 def test_what_is_recorded_of_a_text(store: FileStore) -> None:

@@ -116,7 +116,7 @@ def warm(capsys: pytest.CaptureFixture[str], folder: Path, *words: object) -> di
 def catalog(store: FileStore | SharedStore) -> tuple[Any, ...]:
     """What a store has: the documents with their chunks, and how every text is served."""
     documents = store.documents()
-    entries = {entry.text for entry in store.entries(0)}
+    entries = {entry.text_key for entry in store.entries(0)}
     states = store.look_up(sorted(entries))
     return documents, entries, {text: (dict(state.variants), dict(state.sources)) for text, state in states.items()}
 

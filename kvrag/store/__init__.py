@@ -17,7 +17,6 @@ from kvrag.store.protocol import (
     StoreStats,
     Texts,
     TextState,
-    serve,
     visible_variant,
 )
 from kvrag.store.shared import SharedStore, open_store
@@ -44,6 +43,5 @@ __all__ = [
     "is_shared",
     "open_store",
     "other_stores",
-    "serve",
     "visible_variant",
 ]

@@ -45,11 +45,6 @@ class Entry:
     namespace: str
     ids: NDArray[np.uint32]
 
-    @property
-    def text(self) -> str:
-        """Return `text_key`: its name until all callers use the new one."""
-        return self.text_key
-
 
 @dataclass(frozen=True, slots=True)
 class Holding:
@@ -85,9 +80,6 @@ def visible_variant(state: TextState, alone_only: bool) -> str | None:
         if source and key in state.variants:
             return key
     return next((key for key, context_tokens in state.variants.items() if context_tokens == 0), None)
-
-
-serve = visible_variant  # its name until all callers use the new one
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def test_a_machine_finds_what_another_has_stored_and_copies_what_it_reads(machin
     one.put([A, B])
     one.set_document("doc", held("doc", A, B))
     assert soon(lambda: two.documents() == {"doc": sorted([A.key, B.key])})
-    assert [entry.text for entry in two.entries(0)] == [text(A), text(B)]
+    assert [entry.text_key for entry in two.entries(0)] == [text(A), text(B)]
     reader = two.open(A.key)
     assert reader is not None
     assert reader.tier == "shared"
@@ -519,7 +519,7 @@ def test_a_store_that_was_deleted_starts_again(machine: Machine, monkeypatch: py
     assert one.documents() == {}
     one.put([C])
     two._pull()
-    assert [entry.text for entry in two.entries(0)] == [text(C)]
+    assert [entry.text_key for entry in two.entries(0)] == [text(C)]
     assert has(two, C)
 
 

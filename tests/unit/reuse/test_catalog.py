@@ -44,7 +44,7 @@ class Store:
         return text
 
     def remove(self, text: str) -> None:
-        for number in [number for number, entry in self.texts.items() if entry.text == text]:
+        for number in [number for number, entry in self.texts.items() if entry.text_key == text]:
             del self.texts[number]
             self.log.append(number)
 

@@ -74,7 +74,7 @@ def test_round_trip(store: FileStore, dtype: torch.dtype, layers: int) -> None:
     assert size == file_of(store, wanted).stat().st_size == store.stats().bytes
     assert same(store, wanted)
     (entry,) = store.entries(0)
-    assert (entry.text, entry.ids.tolist(), entry.namespace) == (text(wanted), wanted.ids.tolist(), "")
+    assert (entry.text_key, entry.ids.tolist(), entry.namespace) == (text(wanted), wanted.ids.tolist(), "")
 
 
 def test_the_file_is_a_safetensors_file_with_each_layer_in_one_piece(store: FileStore) -> None:
@@ -119,7 +119,7 @@ def test_a_restart_loses_nothing(tmp_path: Path) -> None:
     first.close()
     second = opened(tmp_path)
     assert all(same(second, record(i)) for i in range(5))
-    assert [entry.text for entry in second.entries(0)] == [text(record(i)) for i in range(5)]
+    assert [entry.text_key for entry in second.entries(0)] == [text(record(i)) for i in range(5)]
     second.close()
 
 
@@ -514,7 +514,7 @@ def test_a_damaged_manifest_is_rebuilt_from_the_chunk_files(how: str, tmp_path: 
     assert again.stats().chunks == 40
     assert again.stats().bytes == sum(path.stat().st_size for path in tmp_path.glob("chunks/*/*"))
     assert all(same(again, record(i)) for i in range(40))
-    entries = {entry.text: entry.ids.tolist() for entry in again.entries(0)}
+    entries = {entry.text_key: entry.ids.tolist() for entry in again.entries(0)}
     assert entries == {text(record(i)): record(i).ids.tolist() for i in range(40)}
     assert again.missing([record(i).key for i in range(41)]) == [record(40).key]
     if how in ("garbage", "header", "truncated"):
@@ -534,7 +534,7 @@ def test_a_damaged_chunk_is_not_adopted_when_the_manifest_is_rebuilt(tmp_path: P
     store.close()
     _spoil(tmp_path / "manifest.sqlite", "garbage")
     again = opened(tmp_path)
-    assert sorted(entry.text for entry in again.entries(0)) == sorted(text(record(i)) for i in (3, 4, 5))
+    assert sorted(entry.text_key for entry in again.entries(0)) == sorted(text(record(i)) for i in (3, 4, 5))
     assert len(list(tmp_path.glob("quarantine/*"))) == 3
     again.close()
 
@@ -567,7 +567,7 @@ def test_random_damage_to_the_manifest_is_repaired_or_named(tmp_path: Path) -> N
         broken.check()
         broken.put([record(100)])
         assert broken.missing([record(i).key for i in range(60)]) == [], trial
-        entries = {entry.text: entry.ids.tolist() for entry in broken.entries(0)}
+        entries = {entry.text_key: entry.ids.tolist() for entry in broken.entries(0)}
         for i in range(60):
             assert entries[text(record(i))] == record(i).ids.tolist(), trial
             assert same(broken, record(i))
@@ -952,7 +952,7 @@ def test_a_variant_that_nobody_relies_on_any_more_is_removed(store: FileStore) -
     assert served(store, alone) == behind.key
     store.put([alone])
     assert store.set_document("a", [holding(alone, "a")]) == [behind.key]
-    assert [entry.text for entry in store.entries(0)] == [text(alone)], "the text has been there all the time"
+    assert [entry.text_key for entry in store.entries(0)] == [text(alone)], "the text has been there all the time"
     assert served(store, alone) == alone.key
 
 
@@ -1124,7 +1124,7 @@ def test_a_namespace_sees_nothing_of_another(store: FileStore) -> None:
     assert store.look_up([text(mine)]) == {text(mine): TextState({mine.key: 0}, {"report": mine.key})}
     assert store.documents(namespace="me") == {"report": [mine.key]}
     assert store.documents() == {}
-    assert {entry.namespace: entry.text for entry in store.entries(0)} == {"me": text(mine), "them": text(theirs)}
+    assert {entry.namespace: entry.text_key for entry in store.entries(0)} == {"me": text(mine), "them": text(theirs)}
     counted = {
         part.namespace: (part.texts, part.chunks, part.tokens, part.documents) for part in store.stats().namespaces
     }
@@ -1257,7 +1257,7 @@ def test_check_adopts_whole_files_and_quarantines_damaged_ones(store: FileStore)
     assert found == StoreCheck(sound=3, damaged=3, adopted=1, repaired=0, unreadable=0)
     assert seen[-1] == (6, 6)
     assert same(store, orphan)
-    assert {entry.text for entry in store.entries(0)} == {text(wanted) for wanted in (record(0), record(3), orphan)}
+    assert {entry.text_key for entry in store.entries(0)} == {text(wanted) for wanted in (record(0), record(3), orphan)}
     assert store.check() == StoreCheck(sound=3, damaged=0, adopted=0, repaired=0, unreadable=0)
     assert served(store, orphan) == orphan.key, "alone, so anybody may have it"
     assert store.gc()[0] == 3
@@ -1281,11 +1281,11 @@ def test_check_repairs_what_a_row_says_wrong(store: FileStore, spoil: str) -> No
     if spoil == "ids":
         entry, reader = next(iter(store.entries(0))), store.open(one.key)
         assert reader is not None
-        assert (entry.text, entry.ids.tolist()) == (text(one), two.ids.tolist())
+        assert (entry.text_key, entry.ids.tolist()) == (text(one), two.ids.tolist())
         assert reader.ids.tolist() == one.ids.tolist(), "whoever compares sees it"
         reader.close()
     assert store.check().repaired == (0 if spoil == "totals" else 2)
-    assert {entry.text: entry.ids.tolist() for entry in store.entries(0)} == {
+    assert {entry.text_key: entry.ids.tolist() for entry in store.entries(0)} == {
         text(wanted): wanted.ids.tolist() for wanted in (one, two)
     }
     assert store.stats() == before
@@ -1526,9 +1526,9 @@ def test_several_processes_open_a_folder_at_once(tmp_path: Path, damaged: bool) 
 def test_a_text_that_two_writers_add_keeps_its_number(store: FileStore) -> None:
     store.put([record(1), record(2)])
     (entry, _) = store.entries(0)
-    row = Row(record(1).key, entry.text, "", entry.ids.tobytes(), 0, "another file", 1)
+    row = Row(record(1).key, entry.text_key, "", entry.ids.tobytes(), 0, "another file", 1)
     assert store._manifest.add([row]) == [row]
-    assert next((e.number, e.text) for e in store.entries(0)) == (entry.number, entry.text)
+    assert next((e.number, e.text) for e in store.entries(0)) == (entry.number, entry.text_key)
     assert same(store, record(1))
 
 
@@ -1584,7 +1584,10 @@ def test_other_stores_are_read_and_never_written(tmp_path: Path, monkeypatch: py
     others = {other.path.name: other for other in other_stores(tmp_path / "mine")}
     assert set(others) == {"closed", "live", "bare"}
     for name in ("closed", "live"):
-        assert [entry.text for entry in others[name].entries()] == [text(record(1)), text(record(2, namespace="them"))]
+        assert [entry.text_key for entry in others[name].entries()] == [
+            text(record(1)),
+            text(record(2, namespace="them")),
+        ]
         assert others[name].parts["digest"] == FINGERPRINT.digest
     with pytest.raises(StoreError, match="unable to open"):
         others["bare"].entries()

@@ -70,7 +70,7 @@ def test_what_comes_out_is_what_went_in(store: KVStore, dtype: torch.dtype) -> N
     assert store.put([wanted]) > sum(tensor.nbytes for layer in wanted.layers for tensor in layer)
     assert has(store, wanted)
     (entry,) = store.entries(0)
-    assert (entry.text, entry.namespace) == (text(wanted), wanted.namespace)
+    assert (entry.text_key, entry.namespace) == (text(wanted), wanted.namespace)
     assert entry.ids.tolist() == wanted.ids.tolist()
 
 
@@ -88,8 +88,8 @@ def test_entries_are_numbered_in_the_order_they_came(store: KVStore) -> None:
     store.put([C])
     numbers = [entry.number for entry in store.entries(0)]
     assert numbers == sorted(set(numbers))
-    assert {entry.text for entry in first} == {text(A), text(B)}
-    assert [entry.text for entry in store.entries(first[-1].number)] == [text(C)]
+    assert {entry.text_key for entry in first} == {text(A), text(B)}
+    assert [entry.text_key for entry in store.entries(first[-1].number)] == [text(C)]
 
 
 def test_a_text_is_one_entry_whatever_it_was_encoded_behind(store: KVStore) -> None:
@@ -124,7 +124,7 @@ def test_documents_share_chunks(store: KVStore) -> None:
     assert store.removals() != before
     assert [has(store, chunk) for chunk in (A, B, C)] == [False, True, True]
     assert list(store.documents()) == ["x/two"]
-    assert {entry.text for entry in store.entries(0)} == {text(B), text(C)}
+    assert {entry.text_key for entry in store.entries(0)} == {text(B), text(C)}
     store.set_document("x/two", held("x/two", A), replace=False)
     assert set(store.documents()["x/two"]) == {A.key, B.key, C.key}
 

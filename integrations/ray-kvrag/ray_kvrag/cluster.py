@@ -1,27 +1,25 @@
-"""Ray for the commands: connecting to a cluster, and where its workers fit."""
+"""Connections to a Ray cluster, and the resources of its workers."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
-import re
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import ray
+
+from kvrag.cli.cluster import ADDRESS, HERE
 from kvrag.cli.common import say
 from kvrag.errors import KvragError, SettingError
+from kvrag.store.urls import is_shared
 
-HERE = "here"
-"""`--ray` without an address."""
-
-_ADDRESS = re.compile(r"(ray://)?(?P<host>[\w.-]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
 _CONNECT_S = 5.0
 
 
@@ -30,7 +28,7 @@ class Cluster:
     """A Ray cluster that this process is connected to.
 
     Attributes:
-        is_own: It was started by this process, and ends with it.
+        is_own: This process started it and ends it.
         cpus: CPUs of each machine.
         gpus: GPUs of all machines.
     """
@@ -40,7 +38,7 @@ class Cluster:
     gpus: int
 
     def uses_gpus(self, device: str | None) -> bool:
-        """Return whether workers take a GPU each: if the cluster has some, unless `--device` says otherwise."""
+        """Return whether each worker takes a GPU: by default if the cluster has any, otherwise as `--device` says."""
         return self.gpus > 0 if device is None else device.startswith("cuda")
 
     def resources(self, device: str | None, workers: int) -> dict[str, float]:
@@ -54,51 +52,21 @@ class Cluster:
         return {"num_cpus": next(fitting, 1), "num_gpus": 0}
 
 
-def add_ray_argument(parser: argparse._ActionsContainer, about: str) -> None:
-    """Add `--ray [ADDRESS]`."""
-    parser.add_argument(
-        "--ray",
-        nargs="?",
-        const=HERE,
-        type=_address,
-        metavar="ADDRESS",
-        help=f"{about}: HOST:PORT of the cluster that this machine belongs to, or ray://HOST:PORT of another; without "
-        "ADDRESS the one in RAY_ADDRESS, the one running here, or a new one on this machine",
-    )
-
-
-def _address(text: str) -> str:
-    if text not in (HERE, "auto") and not _ADDRESS.fullmatch(text):
-        raise argparse.ArgumentTypeError(
-            f"must be an address HOST:PORT or ray://HOST:PORT, got {text!r}: put --ray at the end if it has none"
-        )
-    return text
-
-
-def require_ray() -> None:
-    """Raise KvragError if Ray is not installed."""
-    if find_spec("ray") is None:
-        raise KvragError("ray is not installed: pip install 'kvrag[ray]'")
-
-
 @contextmanager
 def connect(address: str) -> Iterator[Cluster]:
-    """Connect to a cluster as long as the context lasts, unless this process is connected already.
+    """Connect to a cluster for the context, unless this process is already connected.
 
     Raises:
         KvragError: It cannot be reached.
     """
-    require_ray()
-    import ray
-
     if ray.is_initialized():
         with redirect_stdout(sys.stderr):
-            yield described()
+            yield current_cluster()
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     wanted = os.environ.get("RAY_ADDRESS") or "auto" if address == HERE else address
-    if found := _ADDRESS.fullmatch(wanted):
-        _check_reachable(wanted, found["host"].strip("[]"), int(found["port"]))  # Ray itself tries for minutes
+    if match := ADDRESS.fullmatch(wanted):
+        _check_reachable(wanted, match["host"].strip("[]"), int(match["port"]))  # Ray itself tries for minutes
     is_own = False
     try:
         try:
@@ -113,8 +81,8 @@ def connect(address: str) -> Iterator[Cluster]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise KvragError(f"cannot connect to the Ray cluster {wanted}: {reason}") from error
     try:
-        with redirect_stdout(sys.stderr):  # Ray prints there that a worker has died; stdout is reserved for results
-            yield described(is_own)
+        with redirect_stdout(sys.stderr):  # Ray prints the death of a worker; stdout is reserved for results
+            yield current_cluster(is_own)
     finally:
         ray.shutdown()
 
@@ -128,10 +96,8 @@ def _check_reachable(address: str, host: str, port: int) -> None:
         ) from error
 
 
-def described(is_own: bool = False) -> Cluster:
+def current_cluster(is_own: bool = False) -> Cluster:
     """Return the cluster that this process is connected to."""
-    import ray
-
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     cpus = tuple(int(machine.get("CPU", 0)) for machine in machines)
     return Cluster(is_own, cpus, sum(int(machine.get("GPU", 0)) for machine in machines))
@@ -143,8 +109,6 @@ def on_all_machines(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any
     Raises:
         SettingError: The store is a folder, and the cluster has several machines.
     """
-    from kvrag.store.urls import is_shared
-
     options = {name: value for name, value in vars(args).items() if name not in ("parser", "module")}
     if Path(args.model).is_dir():  # workers run in other folders
         options["model"] = str(Path(args.model).absolute())
@@ -160,12 +124,12 @@ def on_all_machines(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any
 
 
 def _absolute(folder: str | None) -> str | None:
-    """Return a folder's absolute path; "~" is every machine's own."""
+    """Return the absolute path of a folder; each machine replaces "~" by its own."""
     return folder if folder is None or folder.startswith("~") else str(Path(folder).absolute())
 
 
-def say_missing(cluster: Cluster, resources: dict[str, float]) -> None:
-    """Say what workers wait for."""
+def report_missing(cluster: Cluster, resources: dict[str, float]) -> None:
+    """Print the resources that workers wait for."""
     wanted = "a GPU" if resources["num_gpus"] else f"{resources['num_cpus']} CPUs"
-    there = f"{sum(cluster.cpus)} CPUs and {cluster.gpus} GPUs"
-    say(f"no worker has started yet: each needs {wanted}, the cluster has {there} in all")
+    available = f"{sum(cluster.cpus)} CPUs and {cluster.gpus} GPUs"
+    say(f"no worker has started yet: each needs {wanted}, the cluster has {available} in all")

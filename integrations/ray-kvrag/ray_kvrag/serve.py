@@ -48,7 +48,7 @@ _LEAVING_S = 30.0  # for a replica to stop working for a client that has disconn
 _MESSAGE = re.compile(r"^kvrag\.[\w.]+Error: (.+)$", re.MULTILINE)
 
 
-class Affinity(RequestRouter):  # type: ignore[misc]
+class Affinity(RequestRouter):
     """Chooses the replica that has most of the prompt's chunks in memory, see `ray_kvrag.routing`."""
 
     def initialize_state(self, spread: int) -> None:

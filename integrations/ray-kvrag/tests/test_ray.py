@@ -218,8 +218,9 @@ def http(deploy: Callable[[], httpx.Client]) -> httpx.Client:
 
 
 def prompt(place: str) -> str:
+    """Return a prompt whose own chunks outvote the common one: the prompts then spread over both replicas."""
     own = paragraphs(place)
-    return "\n\n".join([own[2], NOTICE, own[0], "Who likes curry?"])
+    return "\n\n".join([own[2], NOTICE, own[0], own[1], "Who likes curry?"])
 
 
 def messages(place: str) -> list[dict[str, str]]:

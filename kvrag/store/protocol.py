@@ -41,16 +41,21 @@ class Entry:
     """A text with a stored variant. `number` rises with every text; a text that comes back gets a new number."""
 
     number: int
-    text: str
+    text_key: str
     namespace: str
     ids: NDArray[np.uint32]
+
+    @property
+    def text(self) -> str:
+        """Return `text_key`: its name until all callers use the new one."""
+        return self.text_key
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
     """A piece of a document: it holds a text from `source` ("" = unknown) and relies on the variant `key`."""
 
-    text: str
+    text_key: str
     key: str
     source: str
 
@@ -69,7 +74,7 @@ class TextState:
     sources: Mapping[str, str]
 
 
-def serve(state: TextState, alone_only: bool) -> str | None:
+def visible_variant(state: TextState, alone_only: bool) -> str | None:
     """Return the key of the variant that a prompt gets; None = the text is computed with the prompt.
 
     Words of one document must not reach readers of another. The variant with context is served only if the text has a
@@ -80,6 +85,9 @@ def serve(state: TextState, alone_only: bool) -> str | None:
         if source and key in state.variants:
             return key
     return next((key for key, context_tokens in state.variants.items() if context_tokens == 0), None)
+
+
+serve = visible_variant  # its name until all callers use the new one
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +206,7 @@ class KVStore(Protocol):
             ChunkUnreadableError: The file cannot be read at the moment.
         """
 
-    def look_up(self, texts: Sequence[str]) -> dict[str, TextState]:
+    def look_up(self, text_keys: Sequence[str]) -> dict[str, TextState]:
         """Return the durable state of all of these texts from one snapshot."""
 
     def entries(self, after: int) -> Iterable[Entry]:

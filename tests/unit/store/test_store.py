@@ -49,7 +49,7 @@ from kvrag.store import (
     TextState,
     files,
     other_stores,
-    serve,
+    visible_variant,
 )
 from kvrag.store.chunkfile import ChunkFile
 from kvrag.store.durable import write_file
@@ -692,7 +692,7 @@ def test_a_read_only_folder_can_be_read(read_only: Path) -> None:
     assert store.stats().chunks == 3
     assert all(same(store, record(i)) for i in range(3))
     store.touch([record(0).key])
-    store._flush_touched()
+    store._record_uses()
     store.quarantine(record(0).key)
     assert store.read_only
     for write in (
@@ -981,8 +981,8 @@ B0, B1, B2 = "alone", "behind a", "behind b"
 def test_one_documents_words_never_reach_the_readers_of_another(
     variants: dict[str, int], sources: dict[str, str], wanted: str | None, wanted_alone: str | None
 ) -> None:
-    assert serve(TextState(variants, sources), alone_only=False) == wanted
-    assert serve(TextState(variants, sources), alone_only=True) == wanted_alone
+    assert visible_variant(TextState(variants, sources), alone_only=False) == wanted
+    assert visible_variant(TextState(variants, sources), alone_only=True) == wanted_alone
 
 
 def test_what_is_recorded_of_a_text(store: FileStore) -> None:
@@ -1101,7 +1101,7 @@ def test_a_position_from_before_the_manifest_was_lost_is_unknown(tmp_path: Path)
 
 
 def test_the_log_of_removals_is_bounded(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.store.manifest._LOG", 3)
+    monkeypatch.setattr("kvrag.store.eviction._LOG", 3)
     store.put([record(i) for i in range(10)])
     start, _ = store.removed(0) or (0, ())
     for i in range(10):
@@ -1351,14 +1351,14 @@ def test_a_chunk_removed_and_stored_again_at_the_same_time_has_its_file(tmp_path
     """One side removes: row, then file. The other has stored the chunk in between, in a file of its own."""
     remover, writer = opened(tmp_path), opened(tmp_path)
     remover.put([record(1)])
-    unlink = remover._unlink
+    unlink = remover._delete
 
     def late(names: Any) -> None:
         names = list(names)
         writer.put([record(1)])
         unlink(names)
 
-    remover._unlink = late  # type: ignore[method-assign]
+    remover._delete = late  # type: ignore[method-assign]
     remover.remove([record(1).key])
     assert same(writer, record(1)), "a row has a file"
     assert len(list(tmp_path.glob("chunks/*/*"))) == 1

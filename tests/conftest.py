@@ -20,16 +20,17 @@ from transformers import AutoTokenizer
 import kvrag
 from kvrag import BlendEngine, FileStore, Model
 
-SLOW = Path(__file__).parent / "slow"
+ROOT = Path(__file__).parents[1]
+SLOW = {ROOT / "tests" / "slow", ROOT / "benchmarks"}
 
 torch.set_num_threads(1)  # the models are too small for more, and threads that wait for each other cost seconds
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what lies in that folder, and what needs a server."""
+    """Mark as slow what lies in that folder, what needs a server, and the benchmarks' own tests."""
     for item in items:
-        if SLOW in item.path.parents or {"s3", "valkey"} & set(getattr(item, "fixturenames", ())):
+        if SLOW & set(item.path.parents) or {"s3", "valkey"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
 
 

@@ -101,3 +101,22 @@ def lay_out(engine: BlendEngine) -> Iterator[LayOut]:
     engine.warm(CHUNKS)
     with laying_out(engine) as lay_out:
         yield lay_out
+
+
+@pytest.fixture
+def forbid(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Deny access to a file, or to all in a folder: tests may run as root, whom permissions do not stop."""
+    forbidden: dict[str, bool] = {}  # with whether it is a folder
+
+    def denying(call: Callable[..., Any], is_listing: bool) -> Callable[..., Any]:
+        def checked(path: Any, *args: Any, **kwargs: Any) -> Any:
+            itself = forbidden.get(str(path))
+            if itself is False or (itself and is_listing) or any(str(path).startswith(f"{one}/") for one in forbidden):
+                raise PermissionError(13, "Permission denied", str(path))
+            return call(path, *args, **kwargs)
+
+        return checked
+
+    for name in ("scandir", "listdir", "stat", "lstat"):
+        monkeypatch.setattr(os, name, denying(getattr(os, name), name in ("scandir", "listdir")))
+    return lambda path: forbidden.update({str(path): path.is_dir()})

@@ -137,11 +137,14 @@ class Backend(Protocol):
     def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:
         """Run the model on (S,) ascending positions `rows`, or append. Changes `cache`. Returns (B, V) logits."""
 
-    def forward_branches(self, observe: Observer, ids: Tensor, cache: KVCache, branches: Sequence[Branch]) -> None:
-        """Like `forward_until`, on an empty cache, for a row and its branches, which do not attend to each other.
+    def forward_branches(
+        self, observe: Observer, ids: Tensor, cache: KVCache, branches: Sequence[Branch], start: int = 0
+    ) -> None:
+        """Like `forward_until`, for a row and its branches, which do not attend to each other.
 
         Args:
-            ids: (1, N) the row, then its branches; their KV is written in this order.
+            ids: (1, N) the row from `start` on, then its branches; their KV is written in this order.
+            start: Position of the row's first token; the cache has those before it.
         """
 
     def forward_until(self, observe: Observer, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from hashlib import blake2b
 from importlib.util import find_spec
-from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -56,12 +56,12 @@ def checked(kind: Callable[[str], T], check: Callable[[T], object]) -> Callable[
     return parse
 
 
-def at_least(least: float, kind: Callable[[str], Any] = int, most: float = inf) -> Callable[[str], Any]:
+def at_least(least: float, kind: Callable[[str], Any] = int, most: float = math.inf) -> Callable[[str], Any]:
     """Return a type for argparse: a finite number from `least` to `most`."""
 
     def check(value: float) -> None:
-        if not (least <= value <= most and value < inf):
-            wanted = f"at least {least:g}" if most == inf else f"from {least:g} to {most:g}"
+        if not (least <= value <= most and value < math.inf):
+            wanted = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
             raise SettingError(f"must be {wanted}, got {value}")
 
     return checked(kind, check)
@@ -298,11 +298,12 @@ def say(message: str) -> None:
 
 
 @contextmanager
-def progress(title: str, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+def progress(title: str, quiet: bool = False, unit: str = "") -> Iterator[Callable[[int, int], None]]:
     """Show progress on stderr, updated with (done, total): a bar, or without a terminal a line every ten seconds.
 
     Args:
         quiet: Show nothing.
+        unit: What is counted, to show how many a second are done, and that nothing is done at first.
     """
     missing_extra = KvragError("rich is not installed: pip install 'kvrag[cli]'")
     try:
@@ -312,24 +313,35 @@ def progress(title: str, quiet: bool = False) -> Iterator[Callable[[int, int], N
         raise missing_extra from None
     console = Console(stderr=True)
     if not quiet and not console.is_terminal:
-        yield _progress_lines(title)
+        yield _progress_lines(title, unit)
         return
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with Progress(*columns, TextColumn("{task.fields[speed]}"), console=console, transient=True, disable=quiet) as bar:
+        task = bar.add_task(title, total=None, speed="")
+
+        def update(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            speed = bar.tasks[0].speed
+            bar.update(task, speed=f"{speed:.0f} {unit}/s" if unit and speed else "")
+
+        yield update
 
 
-def _progress_lines(title: str) -> Callable[[int, int], None]:
-    started = said = time.monotonic()
+def _progress_lines(title: str, unit: str = "") -> Callable[[int, int], None]:
+    started = time.monotonic()
+    said = -math.inf if unit else started
     before: int | None = None  # done in an earlier run
 
     def update(done: int, total: int) -> None:
         nonlocal said, before
         now, before = time.monotonic(), done if before is None else before
         if now - said >= _LINE_S and total:
-            left = (now - started) / (done - before) * (total - done) if done > before else None
-            say(f"{title}: {done / total:.0%}" + (f", about {duration(left)} left" if left else ""))
+            speed = (done - before) / (now - started) if done > before else 0.0
+            rate = f", {speed:.0f} {unit}/s" if unit and speed else ""
+            say(
+                f"{title}: {done / total:.0%}"
+                + (f"{rate}, about {duration((total - done) / speed)} left" if speed else "")
+            )
             said = now
 
     return update

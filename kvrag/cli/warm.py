@@ -28,6 +28,7 @@ from kvrag.cli.common import (
 from kvrag.client.connection import KEY_VARIABLE
 from kvrag.errors import KvragError, SettingError, StoreFullError
 from kvrag.retrieval import documents
+from kvrag.retrieval.documents import Problem
 
 if TYPE_CHECKING:
     from kvrag.client import RemoteEngine
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from kvrag.retrieval.index import ChunkIndex
     from kvrag.store import KVStore
 
-_NAMED = 3  # documents named in a message
+_NAMED = 3  # documents or files named in a message
 TOTALS = ("chunks", "new", "reused", "skipped", "tokens", "bytes")
 _LOCAL = ("store", "codec", "dtype", "device", "context_tokens", "embedder", "ray")
 _PROBE = "Déjà vu: 3.14 quick brown foxes (or 27) jumped, unbelievably; def f(x):\n\treturn x  # 漢字"
@@ -65,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--embedder", help="sentence-transformers model for retrieval (default: the one in kvrag[cli])")
     parser.add_argument(
-        "--prune", action="store_true", help="drop documents whose files no longer exist in the folders in PATH"
+        "--prune",
+        action="store_true",
+        help="drop documents whose files no longer exist in the folders in PATH; what cannot be read is kept",
     )
     cluster = parser.add_argument_group("on many machines")
     add_ray_argument(cluster, "encode with workers on a Ray cluster")
@@ -102,7 +105,7 @@ class Plan:
 
     chunks: dict[str, list[str]]
     pages: dict[str, dict[str, tuple[int, int]]]
-    problems: list[dict[str, Any]]
+    problems: list[Problem]
     tokens: int
     new_tokens: int
 
@@ -154,7 +157,7 @@ def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
     with RemoteEngine(args.server, args.model, api_key=args.api_key) as engine:
         inside = _folders(args.paths)
         known = {name for prefix in inside for name in engine.documents(prefix, namespace=args.namespace)}
-        gone = sorted(name for name in known if not os.path.lexists(name))
+        gone = sorted(filter(_is_gone, known))
         dropped = sum(engine.forget(name, namespace=args.namespace) for name in gone) if args.prune else 0
         encode = _tokenizer(args.tokenizer or engine.model_name, engine)
         chunks, _, problems = read_chunks(args, encode)
@@ -164,7 +167,7 @@ def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
         warnings: dict[str, None] = {}
         done = 0
         try:
-            with progress("encoding", args.json) as report:
+            with progress("encoding", args.json, "tokens") as report:
                 for name, texts in chunks.items():
                     warmed = engine.warm(texts, document=name, namespace=args.namespace)
                     for field in totals:
@@ -195,23 +198,30 @@ def _tokenizer(name: str, engine: RemoteEngine) -> Callable[[str], list[int]]:
 
 
 def _finish(result: dict[str, Any], args: argparse.Namespace, started: float) -> int:
-    """Print the result."""
+    """Print the result; return the exit code, which is 1 if a file or a folder could not be read."""
     result |= {"seconds": time.perf_counter() - started}
-    gone = result["gone"]
+    gone, problems = result["gone"], result["problems"]
+    result["problems"] = [problem.to_dict() for problem in problems]
     if args.json:
         print(json.dumps(result))
     else:
         for warning in result["warnings"]:
             say(warning)
         if gone:
-            names = ", ".join(gone[:_NAMED]) + (f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else "")
             done = f"{result['dropped']} chunks were dropped" if args.prune else "pass --prune to drop them"
-            say(f"the files of {len(gone)} documents no longer exist ({names}): {done}")
+            say(f"the files of {len(gone)} documents no longer exist ({_named(gone)}): {done}")
         print(
             f"{result['chunks']} chunks: {result['new']} new, {result['reused']} reused; {result['tokens']} tokens and "
             f"{human_bytes(result['bytes'])} written in {result['seconds']:.1f} s"
         )
-    return 0
+    unreadable = [problem.file for problem in problems if problem.is_unreadable]
+    if unreadable:
+        say(f"{_named(unreadable)} could not be read: documents there stay as they were")
+    return 1 if unreadable else 0
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
@@ -232,7 +242,7 @@ def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
 
 def read_chunks(
     args: argparse.Namespace, encode: Callable[[str], list[int]]
-) -> tuple[dict[str, list[str]], dict[str, dict[str, tuple[int, int]]], list[dict[str, Any]]]:
+) -> tuple[dict[str, list[str]], dict[str, dict[str, tuple[int, int]]], list[Problem]]:
     """Return the chunks of all readable files, their pages in PDFs, and the problems, which are also printed.
 
     Raises:
@@ -255,14 +265,14 @@ def read_chunks(
         say(str(problem))
     if not chunks:
         raise KvragError(f"no text to warm: none of {len(paths)} files could be read")
-    return chunks, pages, [problem.to_dict() for problem in problems]
+    return chunks, pages, problems
 
 
 def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool, namespace: str = "") -> dict[str, Any]:
     """Encode a plan's documents one by one; a document's old chunks are dropped once its new ones are stored."""
     totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
     short = indexed = 0
-    with progress("encoding", quiet) as report:
+    with progress("encoding", quiet, "tokens") as report:
         for name, chunks in plan.chunks.items():
 
             def moved(done: int, total: int, before: int = totals["tokens"]) -> None:
@@ -285,7 +295,18 @@ def find_gone(store: KVStore, index: ChunkIndex, paths: Sequence[str], namespace
     """Return the documents from the folders among these paths whose files no longer exist, sorted."""
     inside = _folders(paths)
     known = {*index.documents(), *(name for prefix in inside for name in store.documents(prefix, namespace))}
-    return sorted(name for name in known if name.startswith(inside) and not os.path.lexists(name))
+    return sorted(name for name in known if name.startswith(inside) and _is_gone(name))
+
+
+def _is_gone(name: str) -> bool:
+    """Return whether a file does not exist; False if the system does not say so, as in a folder without permission."""
+    try:
+        os.lstat(name)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _folders(paths: Sequence[str]) -> tuple[str, ...]:

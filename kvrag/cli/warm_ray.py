@@ -21,6 +21,7 @@ from kvrag.cli.warm import INTERRUPTED, TOTALS, bytes_per_token, check_room, dro
 from kvrag.config import BlendConfig
 from kvrag.errors import KvragError, SettingError
 from kvrag.fingerprint import Fingerprint, text_key
+from kvrag.retrieval.documents import Problem
 
 if TYPE_CHECKING:
     from kvrag.backend.transformers.tokenizer import Tokenizer
@@ -292,7 +293,7 @@ class Plan:
 
     chunks: dict[str, list[str]]
     pages: dict[str, dict[str, tuple[int, int]]]
-    problems: list[dict[str, Any]]
+    problems: list[Problem]
     texts: dict[str, dict[str, int]]
     warm: set[str]
 

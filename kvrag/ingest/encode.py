@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -15,6 +17,9 @@ BATCH_TOKENS = 4096
 
 BATCH_BYTES = 256 << 20
 """Bytes of KV per forward pass; limits the number of tokens for large models."""
+
+CPU_TOKENS = 512
+"""Tokens per forward pass on a CPU: a pass takes seconds there, and larger ones are not faster per token."""
 
 _ENOUGH = 1024  # tokens: a larger pass is not faster per token, so no row is padded by much to be part of one
 _PADDING = 1.03
@@ -56,7 +61,8 @@ def encode(
 ) -> Iterator[tuple[int, list[LayerKV]]]:
     """Encode chunks with the model's preamble and their contexts in front. Only the chunks' own KV is kept.
 
-    What rows have in common at their beginning is computed once, see `trees`.
+    What rows have in common at their beginning is computed once, see `trees`. On a CPU, long rows are computed in
+    blocks, and their chunks are yielded as they are complete.
 
     Args:
         chunks: Token ids of each chunk, not empty, without the preamble.
@@ -71,22 +77,23 @@ def encode(
     numbers = _batches(lengths, most_tokens or batch_tokens(model), model.stable_length)
     batches = [[made[number] for number in batch] for batch in numbers]
     for batch in batches + [[tree] for tree in made if tree.branches]:
-        encoded: dict[int, list[LayerKV]] = {number: [] for tree in batch for number in tree.chunks}
-        with torch.inference_mode():
-            for keys, values in _layers(model, batch):  # each (B, H, T, D)
-                for index, tree in enumerate(batch):
-                    for number, places in tree.chunks.items():
-                        # copies: a view would keep the context's memory alive
-                        own = (torch.cat([part[index, :, place] for place in places], 1) for part in (keys, values))
-                        encoded[number].append((next(own), next(own)))
-        yield from encoded.items()
+        encoded = _encode_batch(model, batch)
+        while True:
+            with torch.inference_mode():  # not while this generator is suspended
+                if (block := next(encoded, None)) is None:
+                    break
+            yield from block.items()
 
 
 def batch_tokens(model: Backend) -> int:
     """Return the number of tokens that one forward pass of this model encodes, at least one chunk."""
     if model.rows_per_pass is not None:
         return 1  # its cache holds one row
-    return max(1, min(BATCH_TOKENS, BATCH_BYTES // model.bytes_per_token))
+    return max(1, min(CPU_TOKENS if _is_slow(model) else BATCH_TOKENS, BATCH_BYTES // model.bytes_per_token))
+
+
+def _is_slow(model: Backend) -> bool:
+    return model.device.type == "cpu" and model.rows_per_pass is None
 
 
 def trees(
@@ -155,33 +162,76 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return low
 
 
-def _layers(model: Backend, batch: Sequence[Tree]) -> Iterator[LayerKV]:
-    """Yield the (B, H, T, D) position-free keys and values of each layer, on the CPU.
+def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, list[LayerKV]]]:
+    """Compute a batch of rows or one tree; yield the KV of the chunks that are complete after each forward pass.
 
-    The last layer's output is not needed: the pass ends at its keys and values.
+    The last layer's output is not needed: the passes end at its keys and values.
     """
-    longest, branches = max(len(tree.ids) for tree in batch), batch[0].branches
+    longest, last = max(len(tree.ids) for tree in batch), model.num_layers - 1
+    # where RoPE depends on the length, the pass must include the last position
+    is_divided = len(batch) == 1 and _is_slow(model) and longest <= model.stable_length
+    size = CPU_TOKENS if is_divided else longest
     # padding comes after the chunk, where causal attention cannot see it: no mask is needed
     rows = [tree.ids + tree.ids[-1:] * (longest - len(tree.ids)) for tree in batch]
-    ids = torch.tensor([rows[0] + [token for _, rest in branches for token in rest]] if branches else rows)  # (B, T)
-    cache, last, found = model.new_cache(ids.shape[1]), model.num_layers - 1, list[LayerKV]()
+    cache, found = model.new_cache(max(longest, batch[0].num_tokens)), list[LayerKV]()
 
     def observe(number: int, keys: Tensor, values: Tensor) -> bool:
         if number == last:
             found.append((keys, values))
         return number == last
 
-    if branches:
-        model.forward_branches(observe, ids, cache, [(start, len(rest)) for start, rest in branches])
-    else:
-        model.forward_until(observe, ids, cache, torch.arange(longest) if len(batch) == 1 else None)
-    positions = [torch.arange(longest), *(torch.arange(start, start + len(rest)) for start, rest in branches)]
-    tables = model.tables(torch.cat(positions))
-    for number in range(model.num_layers):
-        parts = [cache.layer(number)] if number < last else found
-        keys, values = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
-        keys = model.unrotate(number, keys, tables[number])
-        yield model.all_heads(keys).cpu(), model.all_heads(values).cpu()
+    for start in range(0, longest, size):
+        stop = min(start + size, longest)
+        # branches follow the row's tokens, and the next block overwrites them
+        branches = [(at, ids) for at, ids in batch[0].branches if start < at <= stop]
+        positions = torch.cat([torch.arange(stop), *(torch.arange(at, at + len(ids)) for at, ids in branches)])
+        block = torch.tensor([row[start:stop] for row in rows])  # (B, T)
+        if branches:
+            ids = torch.cat([block, torch.tensor([[token for _, ids in branches for token in ids]])], dim=1)
+            model.forward_branches(observe, ids, cache, [(at, len(ids)) for at, ids in branches], start)
+        else:
+            model.forward_until(observe, block, cache, torch.arange(start, stop) if len(batch) == 1 else None)
+        complete = [_complete(tree, start, stop) for tree in batch]
+        first = min((places[0].start for each in complete for places in each.values()), default=len(positions))
+        encoded: dict[int, list[LayerKV]] = {number: [] for each in complete for number in each}
+        tables = model.tables(positions[first:]) if encoded else []
+        for number in range(model.num_layers if encoded else 0):
+            parts = (
+                cache.layer(number) if number < last else [torch.cat(part, dim=2) for part in zip(*found, strict=True)]
+            )
+            keys, values = (part[:, :, first : len(positions)] for part in parts)
+            keys = model.all_heads(model.unrotate(number, keys, tables[number])).cpu()
+            values = model.all_heads(values).cpu()
+            for index, each in enumerate(complete):
+                for chunk, places in each.items():
+                    own = [slice(place.start - first, place.stop - first) for place in places]
+                    # copies: a view would keep the context's memory alive
+                    copies = (torch.cat([part[index, :, place] for place in own], 1) for part in (keys, values))
+                    encoded[chunk].append((next(copies), next(copies)))
+        keys, values = found.pop()
+        found.append((keys[:, :, : stop - start], values[:, :, : stop - start]))
+        yield encoded
+
+
+def _complete(tree: Tree, start: int, stop: int) -> dict[int, list[slice]]:
+    """Return the chunks that the pass over the row's block from `start` to `stop` completes.
+
+    Their places are among the tokens of the row up to `stop` and of the branches that begin in this block.
+    """
+    begins = list(accumulate((len(ids) for _, ids in tree.branches), initial=len(tree.ids)))
+    shifts, end = dict[int, int](), stop
+    for number, (at, ids) in enumerate(tree.branches):
+        if start < at <= stop:
+            shifts[number] = end - begins[number]
+            end += len(ids)
+    complete: dict[int, list[slice]] = {}
+    for chunk, (*before, place) in tree.chunks.items():
+        if place.start < len(tree.ids):
+            if start < place.stop <= stop:
+                complete[chunk] = [*before, place]
+        elif (shift := shifts.get(bisect(begins, place.start) - 1)) is not None:
+            complete[chunk] = [*before, slice(place.start + shift, place.stop + shift)]
+    return complete
 
 
 def _batches(lengths: Mapping[int, int], most_tokens: int, stable_length: int) -> Iterator[list[int]]:

@@ -27,7 +27,8 @@ from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore, TextState
 from kvrag.store.codec import pack
 from kvrag.types import WarmReport
 
-_PUT_BYTES = 512 << 20  # chunks are stored in portions of about this much KV: the most that a killed ingestion loses
+_PORTION_BYTES = 512 << 20  # chunks are encoded in portions of about this much KV, so that similar lengths share passes
+_PUT_BYTES, _PUT_S = 64 << 20, 5.0  # ... and stored after as much KV, or after these seconds; a pass may take as long
 _LEAST_OVERLAP = 8  # shorter overlaps are chance
 _GROWTH = 5, 12  # least and most, before a context is cut back: longer ones cost more attention than they save
 _CUTS = 4  # between them, one cut in that many tokens; all three in units of `context_tokens`
@@ -340,30 +341,42 @@ class Ingestion(Choosing):
             # another process may be warming the same corpus
             wanted = set(self._store.missing([choice.key for choice in portion]))
             new = [choice for choice in portion if choice.key in wanted]
-            if new:
-                with reporting_memory():
-                    tally.bytes += self._store.put(self._encode(new, namespace))
-            tally.texts.update(choice.piece.text for choice in new)
-            tally.tokens += sum(len(choice.piece.ids) for choice in new)
-            tally.done += sum(len(choice.piece.ids) for choice in portion)
-            progress(tally.done, tally.total)
+            tally.done += sum(len(choice.piece.ids) for choice in portion if choice.key not in wanted)
+            with reporting_memory():
+                for choices, records in self._encode(new, namespace):
+                    tally.bytes += self._store.put(records)
+                    tokens = sum(len(choice.piece.ids) for choice in choices)
+                    tally.texts.update(choice.piece.text for choice in choices)
+                    tally.tokens += tokens
+                    tally.done += tokens
+                    progress(tally.done, tally.total)
+            if not new:
+                progress(tally.done, tally.total)
 
-    def _encode(self, choices: Sequence[_Choice], namespace: str) -> list[ChunkRecord]:
+    def _encode(self, choices: Sequence[_Choice], namespace: str) -> Iterator[tuple[list[_Choice], list[ChunkRecord]]]:
+        """Encode chunks; yield them in the amounts in which they are stored."""
         chunks, contexts = [choice.piece.ids for choice in choices], [choice.context for choice in choices]
-        started, waits = time.perf_counter(), self._model.waits
-        encoded = list(encode(self._model, chunks, contexts))
-        if self._model.waits == waits:  # otherwise the duration would include other threads' work
-            made = trees(self._model, chunks, contexts)
-            tokens, pairs = sum(tree.num_tokens for tree in made), sum(tree.num_pairs for tree in made)
-            passes = math.ceil(tokens / batch_tokens(self._model))
-            self._tuning.observe_encoding(tokens, pairs, passes, time.perf_counter() - started)
-        records = []
-        for number, layers in encoded:
+        encoded, seconds, waits = encode(self._model, chunks, contexts), 0.0, self._model.waits
+        done: list[_Choice] = []
+        records: list[ChunkRecord] = []
+        size, stored = 0, time.perf_counter()
+        for left in range(len(choices) - 1, -1, -1):
+            started = time.perf_counter()
+            number, layers = next(encoded)
+            seconds += time.perf_counter() - started
             ids = np.asarray(chunks[number], np.uint32)
             packed = pack(layers, self._codec, f"{self._model.tokenizer.decode(chunks[number][:12])}...")
             context = np.asarray(contexts[number], np.uint32)
             records.append(ChunkRecord(choices[number].key, namespace, ids, context, packed))
-        return records
+            done.append(choices[number])
+            size += len(ids) * self._model.bytes_per_token
+            if not left or size >= _PUT_BYTES or time.perf_counter() - stored >= _PUT_S:
+                yield done, records
+                done, records, size, stored = [], [], 0, time.perf_counter()
+        if choices and self._model.waits == waits:  # otherwise the duration would include other threads' work
+            made = trees(self._model, chunks, contexts)
+            tokens, pairs = sum(tree.num_tokens for tree in made), sum(tree.num_pairs for tree in made)
+            self._tuning.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds)
 
 
 def _missing(choices: Sequence[_Choice], states: Mapping[str, TextState]) -> list[_Choice]:
@@ -386,14 +399,14 @@ def _overlap(before: list[int], ids: list[int]) -> int:
 
 
 def _portions(choices: Sequence[_Choice], bytes_per_token: int) -> Iterator[list[_Choice]]:
-    """Yield the choices in portions of about `_PUT_BYTES`, in reading order.
+    """Yield the choices in portions of about `_PORTION_BYTES`, in reading order.
 
     Chunks that share a context stay together: otherwise it would be computed again.
     """
     portion: list[_Choice] = []
     size = 0
     for choice in choices:
-        if size >= _PUT_BYTES and len(choice.context) <= len(portion[-1].context):
+        if size >= _PORTION_BYTES and len(choice.context) <= len(portion[-1].context):
             yield portion
             portion, size = [], 0
         portion.append(choice)

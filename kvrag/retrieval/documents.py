@@ -6,13 +6,14 @@ import codecs
 import csv
 import json
 import logging
+import os
 import re
 import unicodedata
 import zipfile
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from io import BytesIO
 from itertools import accumulate, groupby, islice
 from pathlib import Path
@@ -51,18 +52,20 @@ class Problem:
 
     Attributes:
         line: Line number in the file, from 1; None = the file.
+        is_unreadable: The system refused access to the file or folder.
     """
 
     file: str
     message: str
     line: int | None = None
+    is_unreadable: bool = False
 
     def __str__(self) -> str:
         return f"{self.file}{'' if self.line is None else f', line {self.line}'}: {self.message}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        return asdict(self)
+        return {"file": self.file, "message": self.message, "line": self.line}
 
 
 @dataclass(slots=True)
@@ -109,16 +112,19 @@ def find(paths: Iterable[str | Path]) -> tuple[list[Path], list[Problem]]:
     for path in wanted:
         if path.is_dir():
             others: Counter[str] = Counter()
-            for file in sorted(path.rglob("*")):
-                suffix = file.suffix.lower()
-                if any(part.startswith(".") for part in file.relative_to(path).parts) or file.is_dir():
-                    continue
-                if suffix not in SUFFIXES:
-                    others[suffix or "without suffix"] += 1
-                elif file.is_symlink() and not file.exists():
-                    problems.append(Problem(str(file.absolute()), "skipped: the link is broken"))
-                else:
-                    found[file.resolve()] = None
+            for file in sorted(_files(path, problems)):
+                try:
+                    if file.is_dir():  # a link to one
+                        continue
+                    suffix = file.suffix.lower()
+                    if suffix not in SUFFIXES:
+                        others[suffix or "without suffix"] += 1
+                    elif file.is_symlink() and not file.exists():
+                        problems.append(Problem(str(file.absolute()), "skipped: the link is broken"))
+                    else:
+                        found[file.resolve()] = None
+                except OSError as error:
+                    problems.append(_unreadable(file, error))
             if others:
                 kinds = ", ".join(f"{number} {suffix}" for suffix, number in others.most_common())
                 reason = f"skipped: files of other kinds ({kinds}): to read one as text, name the file itself"
@@ -130,8 +136,24 @@ def find(paths: Iterable[str | Path]) -> tuple[list[Path], list[Problem]]:
         else:
             raise KvragError(f"{path} does not exist: check the path")
     if not found:
-        raise KvragError(f"no files with text in {', '.join(map(str, wanted))} (looked for {' '.join(SUFFIXES)})")
+        why = "".join(f"; {problem}" for problem in problems if problem.is_unreadable)
+        raise KvragError(f"no files with text in {', '.join(map(str, wanted))} (looked for {' '.join(SUFFIXES)}){why}")
     return list(found), problems
+
+
+def _files(folder: Path, problems: list[Problem]) -> Iterator[Path]:
+    """Yield the files in a folder that are not hidden; add folders that cannot be listed to `problems`."""
+
+    def note(error: OSError) -> None:
+        problems.append(_unreadable(Path(error.filename), error))
+
+    for inside, folders, names in os.walk(folder, onerror=note):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(inside, name) for name in names if not name.startswith("."))
+
+
+def _unreadable(path: Path, error: OSError) -> Problem:
+    return Problem(str(path.absolute()), f"skipped: {error.strerror or error}", is_unreadable=True)
 
 
 def read(path: Path, text_field: str = "text") -> Content:
@@ -149,9 +171,10 @@ def read(path: Path, text_field: str = "text") -> Content:
         if path.stat().st_size > _LARGEST:
             raise _UnreadableError("the file is larger than 1 GiB: split it")
         content = path.read_bytes()
-    except (OSError, _UnreadableError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        return Content(str(path), problems=[Problem(str(path), f"skipped: {reason}")])
+    except OSError as error:
+        return Content(str(path), problems=[_unreadable(path, error)])
+    except _UnreadableError as error:
+        return Content(str(path), problems=[Problem(str(path), f"skipped: {error}")])
     return parse(str(path), path.suffix, content, text_field)
 
 

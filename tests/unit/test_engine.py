@@ -776,7 +776,7 @@ def test_portions_keep_together_what_stands_together(
     monkeypatch.setattr(
         kvrag.ingest.ingest, "encode", lambda net, ids, *before: portions.append(ids) or encode(net, ids, *before)
     )
-    monkeypatch.setattr(kvrag.ingest.ingest, "_PUT_BYTES", 80 * model.bytes_per_token)
+    monkeypatch.setattr(kvrag.ingest.ingest, "_PORTION_BYTES", 80 * model.bytes_per_token)
     texts = [f"{number} {chunk}"[: 150 - 20 * (number % 3)] for number, chunk in enumerate(CHUNKS * 3)]
     with _engine(model, tmp_path, config=BlendConfig(context_tokens=8)) as engine:
         engine.warm(texts, document="a")

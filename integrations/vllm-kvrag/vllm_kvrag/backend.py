@@ -293,18 +293,20 @@ class VllmBackend:
         """
         self._forward(ids, cache, rows, observe=observe, shift=shift)
 
-    def forward_branches(self, observe: Observer, ids: Tensor, cache: KVCache, branches: Sequence[Branch]) -> None:
-        """Like `forward_until`, on an empty cache, for a row and its branches; see the protocol.
+    def forward_branches(
+        self, observe: Observer, ids: Tensor, cache: KVCache, branches: Sequence[Branch], start: int = 0
+    ) -> None:
+        """Like `forward_until`, for a row and its branches; see the protocol.
 
         A branch is computed in the pages of the positions that it replaces, which get their KV back.
         """
         assert isinstance(cache, PagedCache)
         lengths = [length for _, length in branches]
         row, *others = torch.split(ids, [ids.shape[1] - sum(lengths), *lengths], dim=1)
-        cache.capacity = row.shape[1]
-        self.forward_until(observe, row, cache, torch.arange(row.shape[1]))
-        for (start, length), own in zip(branches, others, strict=True):
-            rows = torch.arange(start, start + length)
+        cache.capacity = start + row.shape[1]
+        self.forward_until(observe, row, cache, torch.arange(start, cache.capacity))
+        for (at, length), own in zip(branches, others, strict=True):
+            rows = torch.arange(at, at + length)
             before = self.call(partial(self._read, rows))
             self.forward_until(observe, own, cache, rows)
             cache.branches.append(self.call(partial(self._read, rows)))

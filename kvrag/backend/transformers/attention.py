@@ -90,7 +90,7 @@ def attention_at(
 ) -> Iterator[None]:
     """Run one forward pass of (S,) ascending `rows` with kvrag's attention, on layers with these `windows`.
 
-    With `branches`, the rows are all those of a cache, up to the first branch; the branches' tokens come behind them.
+    With `branches`, the rows are consecutive, and the branches' tokens follow the last one in the cache.
 
     Only one thread at a time may do so per `config`. Other threads that run the same transformers model meanwhile get
     its usual attention.
@@ -166,10 +166,10 @@ def _attend(
         return _in_rows(attend, module, query, now, usual, **kwargs), None
     if not now.branches:
         return _at_rows(attend, module, query, key, value, now, usual, **kwargs), None
-    attended = []
+    attended, start = [], now.positions[0]
     for own, branch in now.branches:
-        shared = slice(0, branch.positions[0])
-        keys, values = (torch.cat([part[:, :, shared], part[:, :, own]], dim=2) for part in (key, value))
+        shared, places = slice(0, branch.positions[0]), slice(start + own.start, start + own.stop)
+        keys, values = (torch.cat([part[:, :, shared], part[:, :, places]], dim=2) for part in (key, value))
         attended.append(_at_rows(attend, module, query[:, :, own], keys, values, branch, usual, **kwargs))
     return torch.cat(attended, dim=1), None
 

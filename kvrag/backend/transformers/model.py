@@ -356,13 +356,16 @@ class Model:
         """
         self._until(observe, cache, lambda: self.forward(ids, cache, rows))
 
-    def forward_branches(self, observe: Observer, ids: Tensor, cache: KVCache, branches: Sequence[Branch]) -> None:
-        """Like `forward_until`, on an empty cache, for a row and its branches, which do not attend to each other.
+    def forward_branches(
+        self, observe: Observer, ids: Tensor, cache: KVCache, branches: Sequence[Branch], start: int = 0
+    ) -> None:
+        """Like `forward_until`, for a row and its branches, which do not attend to each other.
 
         Args:
-            ids: (1, N) the row, then its branches; their KV is written in this order.
+            ids: (1, N) the row from `start` on, then its branches; their KV is written in this order.
+            start: Position of the row's first token; the cache has those before it.
         """
-        rows = torch.arange(ids.shape[1] - sum(length for _, length in branches))
+        rows = torch.arange(start, start + ids.shape[1] - sum(length for _, length in branches))
 
         def forward() -> None:
             with self.lock, torch.inference_mode():
@@ -418,7 +421,7 @@ class Model:
             attention: AbstractContextManager[None] = nullcontext()
         else:
             positions = torch.cat([rows, *(torch.arange(start, start + length) for start, length in branches)])
-            mask, places = self._no_mask, torch.arange(len(positions)) if branches else rows
+            mask, places = self._no_mask, torch.arange(len(positions)) + rows[0] if branches else rows
             cache.rows, cache.stop = places.to(self.device), int(places[-1]) + 1
             attention = attention_at(self.config, rows, self.windows, observer, branches)
         with attention, reporting_memory():

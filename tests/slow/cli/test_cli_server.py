@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,24 @@ def test_documents_whose_files_are_gone(
     assert engine.documents() == [str(folder / "holra.txt")]
     assert main([*map(str, command)]) == 0
     assert " chunks: 0 new" in capsys.readouterr().out
+
+
+def test_documents_that_cannot_be_seen_are_not_pruned(
+    folder: Path,
+    served: Served,
+    engine: BlendEngine,
+    capsys: pytest.CaptureFixture[str],
+    forbid: Callable[[Path], None],
+) -> None:
+    (folder / "closed").mkdir()
+    (folder / "ingla.txt").rename(folder / "closed" / "ingla.txt")
+    command = ("warm", folder, "--server", served.url, "--prune", *CUT)
+    run(capsys, *command)
+    before = engine.documents()
+    forbid(folder / "closed")
+    assert main([*map(str, command)]) == 1
+    assert f"{folder / 'closed'}: skipped: Permission denied" in capsys.readouterr().err
+    assert engine.documents() == before == [str(folder / "closed" / "ingla.txt"), str(folder / "holra.txt")]
 
 
 def test_vllm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.backend.transformers.shapes import SHAPES
 from kvrag.bench.ttft import TtftResult, TtftRow
 from kvrag.cli import demo
-from kvrag.cli.common import human_bytes
+from kvrag.cli.common import human_bytes, progress
 from kvrag.cli.main import _COMMANDS, _parser, main
 from kvrag.config import DEFAULT_POLICY
 from kvrag.reader.corpus import corpus
@@ -319,6 +319,60 @@ def test_documents_whose_files_are_gone_are_told_and_dropped_if_one_says_so(
     assert as_json("warm", folder, "--store", store, "--prune", *CUT)["gone"] == []
     sources = {hit["document"] for hit in as_json("ask", QUESTION, "--top-k", 99, "--store", store)["context"]}
     assert sources == {*map(str, folder.iterdir()), str(other / "gone.txt"), str(other / "harfield.txt")}
+
+
+def test_progress_begins_at_nothing_and_tells_the_speed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter((0.0, 0.1, 5.0, 10.2, 25.0))
+    monkeypatch.setattr("kvrag.cli.common.time.monotonic", lambda: next(times))
+    with progress("encoding", unit="tokens") as report:
+        for done in (0, 400, 1020, 2000):
+            report(done, 4000)
+    assert capsys.readouterr().err.splitlines() == [
+        "encoding: 0%",
+        "encoding: 26%, 100 tokens/s, about 30 s left",
+        "encoding: 50%, 80 tokens/s, about 25 s left",
+    ]
+
+
+def test_documents_that_cannot_be_seen_are_not_pruned(
+    folder: Path, tmp_path: Path, as_json: Json, capsys: pytest.CaptureFixture[str], forbid: Callable[[Path], None]
+) -> None:
+    (folder / "closed").mkdir()
+    (folder / "ingla.txt").rename(folder / "closed" / "ingla.txt")
+    command = ("warm", folder, "--store", tmp_path / "kv", *CUT)
+    as_json(*command)
+    encoded = keys(tmp_path / "kv")
+    forbid(folder / "closed")
+    pruned = as_json(*command, "--prune", code=1)
+    assert (pruned["gone"], pruned["dropped"]) == ([], 0)
+    [problem] = pruned["problems"]
+    assert (problem["file"], problem["message"]) == (str(folder / "closed"), "skipped: Permission denied")
+    assert keys(tmp_path / "kv") == encoded
+    assert main([*map(str, command), "--prune"]) == 1
+    assert f"{folder / 'closed'}: skipped: Permission denied" in capsys.readouterr().err
+    (folder / "holra.txt").unlink()
+    assert as_json(*command, "--prune", code=1)["gone"] == [str(folder / "holra.txt")], "others are pruned"
+
+
+def test_a_file_that_cannot_be_read_keeps_its_chunks(
+    folder: Path, tmp_path: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("warm", folder, "--store", tmp_path / "kv", "--prune", *CUT)
+    as_json(*command)
+    encoded, read = keys(tmp_path / "kv"), Path.read_bytes
+
+    def reading(path: Path) -> bytes:
+        if path.name == "ingla.txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", reading)
+    again = as_json(*command, code=1)
+    assert (again["gone"], again["dropped"]) == ([], 0)
+    assert [problem["file"] for problem in again["problems"]] == [str(folder / "ingla.txt")]
+    assert keys(tmp_path / "kv") == encoded
 
 
 def test_namespaces_have_documents_of_their_own(

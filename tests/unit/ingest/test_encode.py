@@ -229,6 +229,46 @@ def test_trees_hold_every_token_of_every_chunk(model: Model) -> None:
             assert sum(tree.num_tokens for tree in made) <= sum(len(row) + len(model.preamble) for row in rows)
 
 
+@pytest.mark.parametrize("family", BRANCHING)
+@pytest.mark.parametrize("block", [1, 33, 100])
+def test_blocks_of_a_row_are_what_it_is_in_one_pass(
+    family: str, block: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With branches and without, whichever blocks the chunks begin and end in."""
+    model_type, changes = FAMILIES[family]
+    model = Model(build(model_type, **changes), tokenizer, family)
+    document = [5 + i * 7 % 900 for i in range(130)]
+    consecutive = [document[i : i + 30] for i in range(10, 130, 30)], [document[:i] for i in range(10, 130, 30)]
+    for chunks, contexts in (consecutive, overlapping()):
+        whole = dict(encode(model, chunks, contexts))
+        monkeypatch.setattr("kvrag.ingest.encode.CPU_TOKENS", block)
+        blocks = dict(encode(model, chunks, contexts))
+        monkeypatch.undo()
+        assert sorted(blocks) == sorted(whole) == list(range(len(chunks)))
+        for number, layers in blocks.items():
+            for ours, theirs in zip(layers, whole[number], strict=True):
+                for a, b in zip(ours, theirs, strict=True):
+                    assert a.untyped_storage().nbytes() == a.nbytes, "nothing else is kept in memory with it"
+                    torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_chunks_of_a_long_row_are_yielded_when_they_are_complete(
+    model: Model, computed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document, first = [5 + i * 7 % 900 for i in range(400)], len(model.preamble)
+    monkeypatch.setattr("kvrag.ingest.encode.CPU_TOKENS", 100)
+    encoded = encode(model, *zip(*[(document[i : i + 40], document[:i]) for i in range(0, 400, 40)], strict=True))
+    for number, _ in encoded:
+        blocks = -(-(first + (number + 1) * 40) // 100)
+        assert sum(computed) == min(blocks * 100, first + 400)
+    chunks, contexts = overlapping(length=80, repeated=24)
+    computed.clear()
+    number, _ = next(encode(model, chunks, contexts))
+    assert number == 0
+    assert sum(computed) < 200
+    dict(encode(model, chunks, contexts))
+
+
 def test_where_rope_follows_the_length_nothing_is_shared(tokenizer: Any) -> None:
     model_type, changes = FAMILIES["llama-dynamic"]
     model = Model(build(model_type, **changes), tokenizer, "llama-dynamic")

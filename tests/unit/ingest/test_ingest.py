@@ -315,6 +315,8 @@ def test_portions_and_passes_are_bounded_in_bytes(opens: Open, model: Model, mon
     assert done == sorted(done)
     assert done[0][0] == 0
     assert done[-1] == (report.tokens, report.tokens)
+    assert batch_tokens(model) == 512, "seconds on a CPU"
+    monkeypatch.setattr(model, "device", torch.device("meta"))
     assert batch_tokens(model) == 4096
     monkeypatch.setattr(Model, "bytes_per_token", 128 << 10)
     assert batch_tokens(model) * (128 << 10) <= 256 << 20
@@ -440,10 +442,76 @@ def test_chunks_that_share_a_context_are_stored_together(
     opens("a", context_tokens=32).warm(*texts, document="a")
     at_once = sum(computed)
     computed.clear()
-    monkeypatch.setattr(kvrag.ingest.ingest, "_PUT_BYTES", 1)
+    monkeypatch.setattr(kvrag.ingest.ingest, "_PORTION_BYTES", 1)
     opens("b", context_tokens=32).warm(*texts, document="a")
     assert len(computed) > 5
     assert sum(computed) <= at_once
+
+
+def kv_of(kv: Warmer) -> dict[str, list[tuple[torch.Tensor, ...]]]:
+    """Return the layers of every stored chunk."""
+    found = {}
+    for key in kv.store.keys():  # noqa: SIM118
+        with closing(kv.store.open(key)) as reader:  # type: ignore[type-var]
+            found[key] = [tuple(part.clone() for part in reader.layer(number)) for number in range(kv.model.num_layers)]
+    return found
+
+
+def test_a_warm_stopped_within_a_row_goes_on_behind_its_stored_chunks(
+    opens: Open, hf: Any, computed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stored after 10 seconds at most, here after every pass: of a document with one row, of which it is a part."""
+    whole, kv, texts = opens("a", context_tokens=500), opens("b", context_tokens=500), long_document(40)
+    whole.warm(*texts, document="a")
+    in_one_pass = sum(computed)
+    monkeypatch.setattr(kvrag.ingest.ingest, "_PUT_S", 0.0)
+    monkeypatch.setattr("kvrag.ingest.encode.CPU_TOKENS", 128)
+    done: list[tuple[int, int]] = []
+
+    def stop(*_: object) -> None:
+        if sum(computed) > in_one_pass / 2:
+            raise KeyboardInterrupt
+
+    computed.clear()
+    hook = hf.get_input_embeddings().register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        kv.warm(*texts, document="a", progress=lambda a, b: done.append((a, b)))
+    hook.remove()
+    kept = kv.store.stats().chunks
+    assert len(texts) / 4 < kept < len(texts)
+    assert kv.store.documents() == {}
+    assert done[0][0] == 0
+    assert len(done) > 4, "progress after each pass"
+    computed.clear()
+    report = kv.warm(*texts, document="a")
+    assert (report.new, report.reused) == (len(texts) - kept, kept)
+    assert sum(computed) <= in_one_pass
+    assert kv.store.documents() == whole.store.documents()
+    ours, theirs = kv_of(kv), kv_of(whole)
+    assert sorted(ours) == sorted(theirs)
+    for key, layers in theirs.items():
+        torch.testing.assert_close(ours[key], layers, atol=1e-5, rtol=1e-5)
+
+
+def test_a_document_warmed_again_keeps_its_chunks_until_the_new_ones_are_all_stored(
+    opens: Open, hf: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv, texts = opens(context_tokens=500), long_document(40)
+    kv.warm(*texts[:20], document="a")
+    before, stored = kv.store.documents(), set(kv.store.keys())
+    monkeypatch.setattr(kvrag.ingest.ingest, "_PUT_S", 0.0)
+    monkeypatch.setattr("kvrag.ingest.encode.CPU_TOKENS", 128)
+
+    def interrupt(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kv.warm(*texts[20:], document="a", progress=interrupt)
+    assert kv.store.documents() == before
+    assert set(kv.store.keys()) > stored
+    kv.warm(*texts[20:], document="a")
+    assert not set(kv.store.keys()) & stored
 
 
 @pytest.mark.parametrize("change", ["longer", "added", "removed"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -223,6 +224,23 @@ def test_a_file_without_read_permission_is_told(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Path, "read_bytes", forbidden)  # tests may run as root
     assert said(read(secret)) == [f"{secret}: skipped: Permission denied"]
+
+
+def test_folders_and_files_that_cannot_be_seen_are_told(tmp_path: Path, forbid: Callable[[Path], None]) -> None:
+    for name in ("a.txt", "closed/b.txt", "listed/c.txt", ".hidden/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    for name in ("closed", "listed/c.txt", ".hidden"):
+        forbid(tmp_path / name)
+    found, problems = find([tmp_path])
+    assert found == [tmp_path / "a.txt"]
+    assert {(str(problem), problem.is_unreadable) for problem in problems} == {
+        (f"{tmp_path / 'closed'}: skipped: Permission denied", True),
+        (f"{tmp_path / 'listed' / 'c.txt'}: skipped: Permission denied", True),
+    }
+    assert "is_unreadable" not in problems[0].to_dict()
+    with pytest.raises(KvragError, match="closed: skipped: Permission denied"):
+        find([tmp_path / "closed"])
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

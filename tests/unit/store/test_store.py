@@ -147,6 +147,11 @@ def test_a_budget_is_positive(tmp_path: Path, max_bytes: int) -> None:
         FileStore(tmp_path, max_bytes=max_bytes)
 
 
+def test_readers_of_the_manifest_do_not_wait_for_writers(store: FileStore) -> None:
+    with contextlib.closing(sqlite3.connect(store.path / "manifest.sqlite")) as connection:
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
 # ---------------------------------------------------------------- damage
 
 

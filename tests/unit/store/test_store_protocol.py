@@ -43,7 +43,10 @@ def shared(url: str, path: Path) -> SharedStore:
     return SharedStore(url.replace("PLACE", place), path, min_free_bytes=0)
 
 
-@pytest.fixture(params=["files", "memory", *(pytest.param(name, marks=pytest.mark.slow) for name in ("s3", "valkey"))])
+SLOW = ("s3", "valkey")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in STORES])
 def opens(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """Opens the store under test, each time on the same place."""
     opened: list[KVStore] = []

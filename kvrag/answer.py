@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, TypedDict
@@ -116,7 +116,10 @@ class Answering:
         constraint = constrain(self._model, prepared.grammar) if prepared.grammar else None
         parser = prepared.parser(tokenizer, ids)
         room = min(question.sampling.max_new_tokens, self._model.context_window - len(ids))
-        with own_team(), self._admission.admit((len(ids) + room) * self._model.bytes_per_token) as admitted:
+        longest, threshold = len(ids) + room, self._model.recompute_threshold
+        if threshold is not None and len(ids) <= threshold < longest:
+            longest += threshold  # two caches, see `Row.recompute`
+        with own_team(), self._admission.admit(longest * self._model.bytes_per_token) as admitted:
             created = self._warm(question.documents, namespace, notes) if question.documents else set()
             done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
             # computed now, since a stream may be closed at any point; more text may change a plain prompt's last token
@@ -156,12 +159,16 @@ class Answering:
         """See `BlendEngine.prefill`."""
         notes = list(notes)
         config = self._pipeline.tuning.settle(config, notes)
-        removals = self._pipeline.store.removals()
-        if removals != self._removals:
-            self._notice_removals(removals)
+        removals = self.notice_removals()
         takes_over = goes_on and not is_reference(config)
         prefix = self._find_prefix(ids, config, namespace) if takes_over else None
-        return self._pipeline.prefill(Prompt(ids, config, namespace, prefix, notes=notes, removals=removals))
+        try:
+            done = self._pipeline.prefill(Prompt(ids, config, namespace, prefix, notes=notes, removals=removals))
+            if takes_over:
+                self._conversations.begin(done, done.keys)
+            return done
+        finally:  # what was removed meanwhile may have been read after it was freed
+            self._free_removed(since=removals)
 
     def _find_prefix(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> CachedPrefix | None:
         """Find what a conversation has of a prompt, as long as all that is in it would be reused now too."""
@@ -172,8 +179,11 @@ class Answering:
             self._conversations.drop(withdrawn)
         return None
 
-    def free(self, keys: Sequence[str]) -> None:
-        """Free the KV of chunks that are no longer stored, and the conversations that contain it."""
+    def free(self, keys: Collection[str]) -> None:
+        """Free the KV of chunks that are no longer stored, and the conversations that contain it.
+
+        Answers in progress end with their own KV, of which nothing is kept.
+        """
         self._pipeline.memory.drop(keys)
         self._conversations.drop(keys)
 
@@ -181,11 +191,29 @@ class Answering:
         """Drop the conversations. Pending answers end with their own KV."""
         self._conversations.close()
 
-    def _notice_removals(self, removals: int) -> None:
-        """Free KV that was removed from the store, possibly by another process."""
-        self._removals = removals
-        kept = {*self._pipeline.memory.keys(), *self._conversations.keys()}
-        self.free(self._pipeline.store.missing(sorted(kept)))
+    def notice_removals(self) -> int:
+        """Free KV that was removed from the store, possibly by another process; return the store's counter."""
+        removals = self._pipeline.store.removals()
+        if removals != self._removals:
+            self._free_removed()
+            self._removals = removals  # not before: other prompts must not find what is about to be freed
+        return removals
+
+    def _free_removed(self, since: int | None = None) -> None:
+        """Free KV that is no longer stored, and all of it if the store cannot be asked.
+
+        Args:
+            since: The store's counter when there was nothing to free.
+        """
+        store = self._pipeline.store
+        try:
+            if since is None or store.removals() != since:
+                self.free(store.missing(sorted(self._kept_keys())))
+        except StoreError:
+            self.free(self._kept_keys())
+
+    def _kept_keys(self) -> set[str]:
+        return {*self._pipeline.memory.keys(), *self._conversations.keys()}
 
     def _warm(self, documents: Sequence[str], namespace: str, notes: list[str], is_alone: bool = False) -> set[str]:
         """Encode the documents that are not stored, and return their keys; adds to `notes`."""
@@ -229,10 +257,10 @@ class Answering:
         exact = len(ids) if done.exact == num_tokens else done.exact
         turn = Turn(stitched.kept, num_tokens - generation_prompt, num_tokens)
         turns = (*(prefix.turns if prefix else ()), turn)
-        keys = frozenset(run.key for run in stitched.runs) | (prefix.conversation.keys if prefix else frozenset())
-        behind = {**(prefix.conversation.behind if prefix else {}), **done.behind}
-        conversation = Conversation(ids, stitched.cache, exact, done.config, turns, namespace, keys, behind)
-        self._conversations.keep(conversation, prefix)
+        # the prefix's own variants first: if another one is served by now, the conversation must not be continued
+        behind = {**done.behind, **(prefix.conversation.behind if prefix else {})}
+        conversation = Conversation(ids, stitched.cache, exact, done.config, turns, namespace, done.keys, behind)
+        self._conversations.finish(done, conversation, prefix)
 
 
 def overridden(config: BlendConfig, ratio: float | None, policy: str | None, controller: str | None) -> BlendConfig:

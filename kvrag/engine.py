@@ -194,6 +194,7 @@ class BlendEngine:
         self._check_open()
         report = self._ingestion.warm(texts, document, sources, check_namespace(namespace), progress)
         self._catalog.refresh()  # the next prompt finds it, whatever other threads are doing
+        self._answering.notice_removals()  # of the chunks that these replace
         return report
 
     def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
@@ -219,10 +220,12 @@ class BlendEngine:
     def forget(self, document: str, *, namespace: str = "") -> int:
         """Delete a document's chunks unless another document has them; return how many were deleted.
 
-        Their files, their KV in RAM and the conversations that contain it are deleted when this returns.
+        Their files, their KV in RAM and the conversations that contain it are deleted when this returns. Answers in
+        progress end with what they have read, of which nothing is kept.
         """
         removed = self._ingestion.forget(document, check_namespace(namespace))
         self._answering.free(removed)
+        self._catalog.refresh()
         return len(removed)
 
     def documents(self, prefix: str = "", *, namespace: str = "") -> list[str]:

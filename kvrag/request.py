@@ -107,7 +107,7 @@ class Prompt:
     unreadable: set[str] = field(default_factory=set)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prefilled:
     """A prompt with a complete cache, ready for `kvrag.generate.decode`.
 
@@ -118,6 +118,7 @@ class Prefilled:
         config: Settings that it was blended with.
         report: Report without `ttft_s`, which the caller sets.
         behind: Keys of texts that were reused as encoded behind their source, and of those variants.
+        keys: Keys of the chunks that the prompt contains, reused or computed, its cached prefix included.
     """
 
     stitched: Stitched
@@ -126,6 +127,7 @@ class Prefilled:
     config: BlendConfig
     report: BlendReport
     behind: Mapping[str, str] = field(default_factory=dict)
+    keys: frozenset[str] = frozenset()
 
     @property
     def ids(self) -> Tensor:
@@ -185,7 +187,8 @@ class Pipeline:
                 selection = Selection(stitched.inexact)
         self.store.touch(list(matched.readers))
         report = _report(prompt, config, decision, matched, stitched, selection, trace)
-        return Prefilled(stitched, selection.positions, logits, config, report, matched.behind)
+        keys = frozenset(found.readers) | (prompt.prefix.conversation.keys if prompt.prefix else frozenset())
+        return Prefilled(stitched, selection.positions, logits, config, report, matched.behind, keys)
 
     # ---------------------------------------------------------------- the steps
 

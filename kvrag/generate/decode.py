@@ -40,7 +40,8 @@ def decode(
 ) -> Iterator[Delta]:
     """Generate with `model.generate`'s own processors, in steps that all answers of the model share.
 
-    Changes `cache`, also between the requests of the consumer, as long as the iterator is not closed.
+    Appends to `cache`, also between the requests of the consumer, as long as the iterator is not closed, and one token
+    afterwards at most. Never changes a position that is complete.
 
     Args:
         ids: (T,) token ids of the prompt.

@@ -74,9 +74,14 @@ class Row:
         return self._room[:, : self._length]
 
     def recompute(self) -> Tensor:
-        """Compute the KV of all tokens anew; return (1, V) logits."""
-        self.cache.set_length(0)
-        return self.model.forward(self._ids, self.cache)
+        """Compute the KV of all tokens anew, in a cache of its own; return (1, V) logits.
+
+        The old one is still what a shorter prompt has: the next turn of an abandoned answer may begin with it.
+        """
+        cache = self.model.new_cache(self._length)
+        logits = self.model.forward(self._ids, cache)
+        self.cache = cache
+        return logits
 
     def advance(self, logits: Tensor) -> None:
         """Add the next token by the (1, V) logits after the last one, with `model.generate`'s own processors."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -119,6 +120,7 @@ class Conversations:
         # most recently used last; replaced and never changed, because garbage collection can end an abandoned stream,
         # which keeps its conversation, at any point, even in here
         self._kept: list[Conversation] = []
+        self._begun: weakref.WeakKeyDictionary[object, frozenset[str]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()
 
     def find(self, ids: Sequence[int], config: BlendConfig, namespace: str = "") -> CachedPrefix | None:
@@ -135,6 +137,17 @@ class Conversations:
                 self._kept = [*_without(best.conversation, self._kept), best.conversation]
         return best
 
+    def begin(self, answer: Hashable, keys: frozenset[str]) -> None:
+        """Record the keys of the chunks whose KV an answer in progress contains, for as long as `answer` lives."""
+        with self._lock:
+            self._begun[answer] = keys
+
+    def finish(self, answer: Hashable, conversation: Conversation, prefix: CachedPrefix | None) -> None:
+        """Keep the conversation of an answer that has begun, unless one of its chunks was dropped since."""
+        with self._lock:
+            if answer in self._begun:
+                self.keep(conversation, prefix)
+
     def keep(self, conversation: Conversation, prefix: CachedPrefix | None) -> None:
         """Keep a conversation in place of the one it continues, and drop the oldest ones beyond the bound."""
         with self._lock:
@@ -147,13 +160,16 @@ class Conversations:
             self._kept = kept
 
     def keys(self) -> set[str]:
-        """Return the keys of the chunks whose KV is in a conversation."""
-        return {key for conversation in self._kept for key in conversation.keys}
+        """Return the keys of the chunks whose KV is in a conversation or in an answer in progress."""
+        with self._lock:
+            return set[str]().union(*(conversation.keys for conversation in self._kept), *self._begun.values())
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Drop the conversations that contain KV of these chunks."""
+        """Drop the conversations that contain KV of these chunks, also those of answers in progress at their end."""
         gone = set(keys)
         with self._lock:
+            for answer in [answer for answer, own in self._begun.items() if own & gone]:
+                self._begun.pop(answer, None)
             self._kept = [conversation for conversation in self._kept if not conversation.keys & gone]
 
     @property

@@ -63,6 +63,7 @@ class Prefetcher:
             return self._read_layers(reader)
         finally:
             reader.close()
+            self._memory.drop(self._store.missing([key]))  # it may have been removed between being opened and kept
 
     def _read_layers(self, reader: ChunkReader) -> bool:
         for number in range(reader.num_layers):

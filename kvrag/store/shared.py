@@ -304,6 +304,8 @@ class SharedStore:
         """Store chunks in the local folder; on a full disk the copies may not grow any further."""
         try:
             self._local.put(records)
+            known = self._manifest.known(keys := [record.key for record in records])
+            self._drop_local([key for key in keys if key not in known])  # removed in the meantime
         except StoreFullError as error:
             logger.info("no local copy: %s", error)
             if used := self._local.stats().bytes:
@@ -394,8 +396,6 @@ class SharedStore:
         try:
             layers = [chunk.layer(number) for number in range(chunk.num_layers)]
             self._copy([ChunkRecord(chunk.key, chunk.namespace, chunk.ids, chunk.context, layers)])
-            if self._manifest.file(chunk.key) is None:  # removed in the meantime
-                self._local.remove([chunk.key])
         except StoreError as error:  # the prompt that reads a damaged chunk reports it
             logger.info("no local copy: %s", error)
         finally:

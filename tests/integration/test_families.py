@@ -12,8 +12,9 @@ from blending import CHUNKS, messages, plain_logits, prepare, relative
 from families import FAMILIES, SMALL, build
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from kvrag import BlendEngine, Model, ModelLoadError, UnsupportedModelError
+from kvrag import BlendEngine, FileStore, Model, ModelLoadError, OutOfMemoryError, UnsupportedModelError
 from kvrag.backend.transformers import loading
+from kvrag.generate.decode import AHEAD
 from kvrag.types import Messages
 
 TOLERANCE = 1e-5
@@ -141,6 +142,44 @@ def test_an_answer_does_not_depend_on_what_was_asked_before(family: str, tokeniz
         before = prepare(engine, short, 0.3).logits
         prepare(engine, long, 0.3)
         torch.testing.assert_close(prepare(engine, short, 0.3).logits, before, atol=0, rtol=0)
+
+
+ROPES = ["llama", "llama-llama3", "llama-yarn", "llama-linear", "llama-dynamic", "llama-longrope", "phi3-longrope"]
+
+
+@pytest.mark.parametrize("family", ROPES)
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_abandoned_stream_that_others_have_decoded_ahead_leaves_full_prefills_kv(
+    family: str, fails: bool, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Across the length at which frequencies change, also if there is no memory for the pass that changes them."""
+    model_type, changes = FAMILIES[family]
+    hf = build(model_type, **changes)
+    model = Model(hf, tokenizer, family)
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())
+    forward = model.forward
+
+    def failing(ids: torch.Tensor, cache: Any, *more: Any) -> torch.Tensor:
+        logits = forward(ids, cache, *more)
+        if fails and ids.shape[1] == 97:
+            raise OutOfMemoryError("no memory")
+        return logits
+
+    monkeypatch.setattr(model, "forward", failing)
+    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
+        for length in (81, 87, 93):
+            ids = torch.randint(5, 1000, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+            left, other = (engine.stream(each, max_new_tokens=60, temperature=0) for each in (ids, ids[50::-1]))
+            said = [token for _ in range(2) for token in next(left).token_ids]
+            for _ in range(AHEAD + 2):
+                next(other)
+            left.close()
+            other.close()
+            ids = [*ids, *said, 7]
+            done = engine.prefill(ids, replace(engine.config, ratio=1.0), goes_on=True)
+            assert done.report.exact
+            assert done.report.conversation_tokens >= length
+            assert relative(done.logits[0], plain_logits(hf, ids)[-1]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2", "gpt_oss", "cohere", "qwen3_moe"])

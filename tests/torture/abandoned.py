@@ -1,0 +1,116 @@
+"""Streams abandoned while others decode them ahead, under every type of RoPE, and documents forgotten meanwhile.
+
+Every next turn is compared with the model's own logits. After a forget, nothing of the document is kept anywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from families import FAMILIES, build
+from transformers import AutoTokenizer
+
+import kvrag
+from kvrag import BlendConfig, BlendEngine, FileStore, Model
+from torture import tiny
+from torture.campaign import Campaign
+
+_ROPES = ["llama", "llama-llama3", "llama-yarn", "llama-linear", "llama-dynamic", "llama-longrope", "phi3-longrope"]
+_EXACT = BlendConfig(ratio=1.0, policy="first_k", controller="off")
+_TOLERANCE = 1e-4
+
+
+def run(campaign: Campaign) -> None:
+    """Abandon streams in every case, and forget in every second one."""
+    for number in campaign.numbers():
+        rng = campaign.random(number)
+        with campaign.case(number):
+            if number % 2:
+                _forget_in_flight(campaign.folder / str(number), rng)
+                campaign.kinds["documents forgotten"] += 1
+            else:
+                campaign.kinds[_abandon(campaign.folder / str(number), rng)] += 1
+
+
+@functools.cache
+def _model(family: str) -> Model:
+    torch.set_num_threads(1)
+    model_type, changes = FAMILIES[family]
+    tokenizer = AutoTokenizer.from_pretrained(Path(kvrag.__file__).parent / "reader")
+    model = Model(build(model_type, **changes), tokenizer, family)
+    model.__dict__["eos_ids"] = frozenset()
+    return model
+
+
+def _abandon(folder: Path, rng: random.Random) -> str:
+    """Read some tokens of two to four streams in turn, close them, and check the next turn of each."""
+    family = rng.choice(_ROPES)
+    model, told = _model(family), list[list[int]]()
+    with BlendEngine(model, FileStore(folder, min_free_bytes=0), _EXACT) as engine:
+        prompts = [[rng.randrange(5, 1000) for _ in range(rng.randint(40, 95))] for _ in range(rng.randint(2, 4))]
+        streams = [engine.stream(ids, max_new_tokens=60, temperature=0.0) for ids in prompts]
+        told = [[] for _ in prompts]
+        for _ in range(rng.randint(2, 60)):
+            number = rng.randrange(len(prompts))
+            if len(told[number]) < 50:
+                told[number] += next(streams[number]).token_ids
+        for stream in streams:
+            stream.close()
+        for ids, said in zip(prompts, told, strict=True):
+            following = [*ids, *said, rng.randrange(5, 1000)]
+            done = engine.prefill(following, goes_on=True)
+            with torch.inference_mode():
+                wanted = model.hf(torch.tensor([following])).logits[0, -1].float()
+            error = float((done.logits[0] - wanted).abs().max() / wanted.abs().max())
+            assert done.report.exact
+            assert error <= _TOLERANCE, f"{family}: {len(ids)} + {len(said)} tokens, off by {error}"
+    return family
+
+
+def _forget_in_flight(folder: Path, rng: random.Random) -> None:
+    """Forget documents, in this engine or in another one, while threads answer prompts with their texts."""
+    numbers = list(range(rng.randint(2, 5)))
+    with tiny.engine(folder) as engine, tiny.engine(folder) as other:
+        engine.warm(map(tiny.text, numbers), document="a")
+        stops, errors = threading.Event(), list[Exception]()
+
+        def answer(seed: int) -> None:
+            own = random.Random(seed)
+            try:
+                while not stops.is_set():
+                    asked = own.sample(numbers, own.randint(1, len(numbers)))
+                    stream = engine.stream(tiny.prompt(asked, own.randrange(3)), max_new_tokens=tiny.TOKENS)
+                    for _ in zip(range(own.randint(1, 9)), stream, strict=False):
+                        pass
+                    stream.close()
+                    engine.prefetch(map(tiny.text, asked))
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=answer, args=(rng.random(),)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(rng.randint(1, 4)):
+                rng.choice([engine, other]).forget("a")
+                engine.warm(map(tiny.text, numbers), document="a")
+            rng.choice([engine, other]).forget("a")
+        finally:
+            stops.set()
+            for thread in threads:
+                thread.join()
+        assert not errors, errors
+        engine._prefetcher.wait()
+        tiny.check_answer(engine, tiny.prompt([9]))
+        _check_nothing_is_left(engine)
+
+
+def _check_nothing_is_left(engine: Any) -> None:
+    left = {*engine._pipeline.memory.keys(), *engine._answering._conversations.keys()}
+    assert not left, f"KV of {len(left)} forgotten chunks is kept"
+    assert engine.store.stats().chunks == len(engine._pipeline.catalog) == 0

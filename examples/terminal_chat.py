@@ -12,7 +12,8 @@ from pathlib import Path
 
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
-from langchain_kvrag import ChatBlend, FaissVectorStore, KVWarmVectorStore, SentenceTransformerEmbeddings
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_kvrag import ChatBlend, KVWarmVectorStore, SentenceTransformerEmbeddings
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from kvrag import KvragError
@@ -51,7 +52,7 @@ def warm(llm: ChatBlend, folder: Path, chunk_tokens: int) -> KVWarmVectorStore:
     ]
     if not documents:
         sys.exit(f"terminal_chat: {folder} contains no .txt or .md file")
-    vectors = KVWarmVectorStore(FaissVectorStore(SentenceTransformerEmbeddings()), llm)
+    vectors = KVWarmVectorStore(InMemoryVectorStore(SentenceTransformerEmbeddings()), llm)
     for start in range(0, len(documents), 64):
         vectors.add_documents(documents[start : start + 64])
         print(f"\rwarmed {min(start + 64, len(documents))} of {len(documents)} chunks", end="", file=sys.stderr)

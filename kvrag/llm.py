@@ -41,6 +41,9 @@ if TYPE_CHECKING:  # the command line reads the table, and importing torch takes
 
 T = TypeVar("T")
 
+LONGER = "raise max_tokens, or limit the length of strings and lists in the schema"
+"""Advice about an answer in a schema that was cut off."""
+
 _ONLY_PER_CALL = ("documents", "tools", "tool_choice", "grammar", "response_format", "template", "timeout")
 
 
@@ -322,16 +325,17 @@ class LazyEngine:
 class LLMBase(EngineSettings, AnswerSettings):
     """Base of the frameworks' LLM classes: the settings as fields, and the shared methods.
 
-    A pydantic class inherits from its framework's class first and from this one second. It declares `engine` and
-    implements `_open`, `_opened`, `_text` and `_source`.
+    See `kvrag.llm_fields.LLMFields`, which declares the fields that are no settings.
     """
 
+    _lazy: LazyEngine
+
     def _open(self) -> Engine:
-        raise NotImplementedError
+        return self._lazy.open(LLMSettings.of(self))
 
     def _opened(self) -> Engine | None:
         """Return the engine if no model has to be loaded for it."""
-        raise NotImplementedError
+        return self._lazy.opened(LLMSettings.of(self))
 
     @staticmethod
     def _text(chunk: Any) -> Any:

@@ -1,9 +1,8 @@
-"""Datasets of questions about passages: from a file, or drawn from the reader's world."""
+"""Rows of `kvrag bench quality`: questions from a file, or prompts made of documents."""
 
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,19 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrag.errors import KvragError
-from kvrag.reader.world import KINDS, sample
-from kvrag.reader2 import world as second
 
 if TYPE_CHECKING:
     from kvrag.control.prompts import GapPrompt
-
-WORLDS = {1: "the reader's world", 2: "the second reader's world"}
-ARTICLES = {1: 1000, 2: 100}
-"""Default number of articles in an index, per world: their chunks are embedded in about a minute on two cores."""
-
-_ARTICLES = (4, 6)
-_PASSAGES = (12, 20)
-_TRIES = 2000
 
 
 @dataclass(frozen=True)
@@ -62,50 +51,6 @@ class Row:
             del content["beginning"]
         digest = blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=6)
         return f"{self.id}#{digest.hexdigest()}"
-
-
-def world_rows(count: int, seed: int, world: int = 1) -> list[Row]:
-    """Draw rows of held-out contexts, each kind of question equally often; a larger `count` appends rows.
-
-    Args:
-        world: A key of `WORLDS`.
-    """
-    draw_row = {1: _world_row, 2: _second_world_row}[world]
-    return [draw_row(number, seed) for number in range(count)]
-
-
-def world_of(model: str) -> int:
-    """Return the world that a reader's configuration names; 1 for other models."""
-    try:
-        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-        return config["kvrag_world"] if config.get("kvrag_world") in WORLDS else 1
-    except (OSError, ValueError, AttributeError, TypeError):
-        return 1
-
-
-def _world_row(number: int, seed: int) -> Row:
-    rng = random.Random(f"{seed} {number}")
-    kind = KINDS[number % len(KINDS)]
-    for _ in range(_TRIES):
-        drawn = sample(rng, "test", rng.randint(*_ARTICLES))
-        questions = [question for question in drawn.questions if question.kind == kind]
-        if questions and _PASSAGES[0] <= len(drawn.passages) <= _PASSAGES[1]:
-            question = rng.choice(questions)
-            answers = (question.answer,)
-            return Row(f"world-{number}", drawn.passages, question.text, answers, kind, question.across, drawn.articles)
-    raise KvragError(f"the world has no question of kind {kind!r} in {_TRIES} contexts")
-
-
-def _second_world_row(number: int, seed: int) -> Row:
-    rng = random.Random(f"{seed} {number}")
-    kind = second.KINDS[number % len(second.KINDS)]
-    for _ in range(_TRIES):
-        drawn = second.sample(rng, "test")
-        if questions := [question for question in drawn.questions if question.kind == kind]:
-            question = rng.choice(questions)
-            answers, across = (question.answer,), question.across
-            return Row(f"world2-{number}", drawn.passages, question.text, answers, kind, across, drawn.documents)
-    raise KvragError(f"the second world has no question of kind {kind!r} in {_TRIES} contexts")
 
 
 def file_rows(path: Path, count: int) -> list[Row]:

@@ -6,15 +6,12 @@ of its own.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -115,7 +112,7 @@ def measure(
 def _rate(net: Model, prompts: Sequence[Tensor], num_tokens: int) -> float:
     """Return the tokens per second of all answers, without their first tokens."""
     answers = [_begin(net, ids, num_tokens) for ids in prompts]
-    release_team()  # as the engine does behind a prefill
+    release_team()  # as the engine does after a prefill
     with ThreadPoolExecutor(len(answers)) as pool:
         started = time.perf_counter()
         counts = list(pool.map(lambda answer: sum(1 for _ in answer), answers))
@@ -143,23 +140,3 @@ def _generate(net: Model, ids: Tensor, num_tokens: int) -> float:
 
     first = seconds(1)
     return (num_tokens - 1) / (seconds(num_tokens) - first)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Measure and print the results."""
-    given = {name: getattr(args, name) for name in DecodeSetup.__dataclass_fields__}
-    result = measure(DecodeSetup(**given), progress=lambda line: print(line, file=sys.stderr, flush=True))
-    if args.json:
-        print(json.dumps(asdict(result)))
-        return 0
-    print(", ".join(f"{name} {value}" for name, value in result.settings.items()))
-    print(f"\nmodel.generate, one answer {result.generate:>10.1f} tokens/s")
-    print(f"kvrag, one answer {result.alone:>19.1f} tokens/s   {result.alone_to_generate:.2f}x model.generate")
-    together = f"kvrag, {args.rows} answers together"
-    print(f"{together:<26} {result.together:>10.1f} tokens/s   {result.together_to_alone:.2f}x one answer")
-    if result.compiled_alone is not None:
-        print(f"compiled, one answer {result.compiled_alone:>16.1f} tokens/s   {result.compiled_alone_to_alone:.2f}x")
-        together = f"compiled, {args.rows} together"
-        faster = f"{result.compiled_together_to_together:.2f}x"
-        print(f"{together:<26} {result.compiled_together:>10.1f} tokens/s   {faster}")
-    return 0

@@ -6,11 +6,8 @@ counts once.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from typing import Any
@@ -18,7 +15,6 @@ from typing import Any
 import torch
 
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.shapes import random_model
 from kvrag.bench.ttft import one_token_words, run_settings
 from kvrag.config import DEFAULT_CONTEXT
 from kvrag.engine import BlendEngine
@@ -94,18 +90,3 @@ def _forward(net: Model, ids: torch.Tensor, length: int) -> Rate:
         torch.cuda.synchronize()
     tokens = rows.numel()
     return {"wall": tokens / (time.perf_counter() - wall), "cpu": tokens / (time.process_time() - cpu)}
-
-
-def run(args: argparse.Namespace) -> int:
-    """Measure and print the results."""
-    print("measuring", file=sys.stderr, flush=True)
-    net = random_model(args.model, args.layers)
-    result = measure(net, args.chunks, args.chunk_tokens, args.document_chunks, args.repeats, args.overlap)
-    if args.json:
-        print(json.dumps(result))
-        return 0
-    print(", ".join(f"{name} {value}" for name, value in result["settings"].items()))
-    for name, rate in result["tokens_per_s"].items():
-        print(f"{name:14}{rate:10.0f} tokens/s")
-    print(f"share of the model's own forward pass: {result['share']:.2f}, of CPU time {result['cpu_share']:.2f}")
-    return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
@@ -26,18 +26,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("kvrag.cli.verify", "test that blending is exact on your model"),
     "bench ttft": ("kvrag.bench.ttft", "measure the time to first token"),
     "bench gpu": ("kvrag.bench.gpu", "check a GPU: exactness, time to first token, ingestion, a profile"),
-    "bench decode": ("kvrag.bench.decode", "measure decoding: several answers together, and one"),
-    "bench chat": ("kvrag.bench.chat", "measure the time to first token over the turns of a conversation"),
     "bench quality": ("kvrag.cli.quality", "measure answer quality per policy and ratio"),
-    "bench simulate": ("kvrag.bench.simulate", "predict where reuse wins and where it loses, with a cost model"),
-    "bench cluster": ("kvrag.bench.cluster", "plan a cluster: GPUs, hit rates and costs by a simulation"),
-    "bench ingest": ("kvrag.bench.ingest", "measure the encoding speed"),
     "bench serve": ("kvrag.bench.load", "load-test a running server"),
-    "bench vllm": ("kvrag.bench.vllm", "measure vLLM with vllm-kvrag against vLLM alone, under load"),
-    "bench match": ("kvrag.bench.match", "measure the speed of matching prompts with stored chunks"),
-    "bench codec": ("kvrag.bench.codec", "measure size and error of the 8- and 4-bit codecs"),
 }
-_GROUPS = {"bench": "measure speed on random weights of real shapes, and quality on real models"}
+_GROUPS = {"bench": "measure speed on random weights of real shapes, quality on real models, and a server under load"}
 _EPILOG = """\
 first:                  kvrag demo
 with your own files:    kvrag warm docs/ --model Qwen/Qwen2.5-1.5B-Instruct
@@ -46,10 +38,11 @@ options of a command:   kvrag COMMAND --help
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Parser that reports wrong arguments in one line."""
 
     def error(self, message: str) -> NoReturn:
+        """Exit with an error."""
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
     def unknown(self, arguments: Sequence[str]) -> NoReturn:
@@ -62,9 +55,9 @@ class _Parser(argparse.ArgumentParser):
         self.error(f"unknown option {option}" + (f": did you mean {known[near[0]]}?" if near else ""))
 
 
-def _parser(argv: Sequence[str]) -> _Parser:
+def _parser(argv: Sequence[str]) -> Parser:
     """Return a parser with all commands, but only the options of the given one: importing all of them takes seconds."""
-    parser = _Parser(
+    parser = Parser(
         prog="kvrag",
         description="Faster RAG: chunks are encoded once and blended at query time.",
         epilog=_EPILOG,
@@ -75,21 +68,29 @@ def _parser(argv: Sequence[str]) -> _Parser:
     groups: dict[str, Any] = {}
     for command, (module, help_text) in _COMMANDS.items():
         name, _, sub = command.partition(" ")
-        wanted = name in argv
-        if sub:
-            if name not in groups:
-                group = subparsers.add_parser(name, help=_GROUPS[name], description=_GROUPS[name])
-                groups[name] = group.add_subparsers(dest="subcommand", required=True, metavar="WHAT")
-            wanted = wanted and sub in argv
-            leaf = groups[name].add_parser(sub, help=help_text, description=help_text)
-        else:
-            leaf = subparsers.add_parser(name, help=help_text, description=help_text)
-        leaf.set_defaults(module=module, parser=leaf)
-        if wanted:
-            leaf.add_argument("--json", action="store_true", help="print only JSON on stdout: the result")
-            add = getattr(import_module("kvrag.cli.bench"), sub) if sub else import_module(module).add_arguments
-            add(leaf)
+        if not sub:
+            add_command(subparsers, name, module, help_text, name in argv)
+            continue
+        if name not in groups:
+            group = subparsers.add_parser(name, help=_GROUPS[name], description=_GROUPS[name])
+            groups[name] = group.add_subparsers(dest="subcommand", required=True, metavar="WHAT")
+        options = f"kvrag.cli.bench:{sub}"
+        add_command(groups[name], sub, module, help_text, name in argv and sub in argv, options)
     return parser
+
+
+def add_command(subparsers: Any, name: str, module: str, help_text: str, is_wanted: bool, options: str = "") -> None:
+    """Add a command that a module runs, with its options only if it `is_wanted`.
+
+    Args:
+        options: The function that adds them, as "module:function" (default: the module's `add_arguments`).
+    """
+    leaf = subparsers.add_parser(name, help=help_text, description=help_text)
+    leaf.set_defaults(module=module, parser=leaf)
+    if is_wanted:
+        leaf.add_argument("--json", action="store_true", help="print only JSON on stdout: the result")
+        where, _, function = options.partition(":")
+        getattr(import_module(where or module), function or "add_arguments")(leaf)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,11 +99,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 on success, 1 on failure, 130 on interruption. Wrong usage exits with 2, like argparse.
     """
+    return execute(_parser, argv)
+
+
+def execute(make_parser: Callable[[Sequence[str]], Parser], argv: Sequence[str] | None) -> int:
+    """Run the command that the arguments name, and report errors in one line. Returns as `main`."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        args, unknown = _parser(argv).parse_known_args(argv)
+        parser = make_parser(argv)
+        args, unknown = parser.parse_known_args(argv)
         if unknown:
             args.parser.unknown(unknown)
+        args.program = parser.prog
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # bars of transformers, too: they would disturb ours
         return int(import_module(args.module).run(args))
     except BrokenPipeError:

@@ -8,7 +8,6 @@ import os
 import random
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -16,9 +15,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.bench import grid, plots
-from kvrag.bench.datasets import ARTICLES, WORLDS, Row, document_rows, file_rows, world_of, world_rows
-from kvrag.bench.retrieved import check_size, draw_corpus, open_index, retrieved_rows
+from kvrag.bench import grid
+from kvrag.bench.datasets import Row, document_rows, file_rows
 from kvrag.cli.bench import USUAL
 from kvrag.cli.common import encoded_behind, forecast, progress, require_extra, say
 from kvrag.config import CODECS, DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES
@@ -40,21 +38,36 @@ _DEFAULTS_DOCS: dict[str, Any] = {
     "max_tokens": 8,
     "top_k": 4,
 }
-_NOT_DOCS = ("data", "world", "around", "articles", "missing", "instruction", "skip_long")
+_NOT_DOCS = ("data", "missing", "instruction", "skip_long")
 _DOCS_TOKENS = 32768  # of the folder at most: minutes of encoding and gigabytes of disk for a model of 7B
-_DOCS_STOP = ("\n", ". ")  # behind the sentence's end nothing is asked
+_DOCS_STOP = ("\n", ". ")  # nothing is asked after the sentence's end
 _KEEPS = 0.95  # share of the answers that must be full prefill's
 _ABLE = 0.3  # share of the sentences that a model must complete as they go on, for the result to mean much
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and store the results."""
+    fill(args)
+    if args.docs is not None:
+        return evaluate(args, [], {})
+    if args.data is None:
+        raise SettingError("nothing to ask: pass --docs FOLDER, or --data FILE with questions")
+    if args.top_k is not None:
+        raise SettingError("--data is asked as it is: leave out --top-k")
+    rows = file_rows(args.data, args.samples)
+    digest = blake2b(args.data.read_bytes(), digest_size=8).hexdigest()
+    return evaluate(args, rows, {"file": args.data.name, "digest": digest})
+
+
+def evaluate(args: argparse.Namespace, rows: Sequence[Row], data: dict[str, Any]) -> int:
+    """Measure, print and store the results of these rows, or of prompts made of --docs.
+
+    Args:
+        data: Description of the rows' source that does not depend on their number.
+    """
     started = time.perf_counter()
-    _fill(args)
     documents_given = args.docs is not None
-    asking, filed = _asking(args), [] if args.data is None else file_rows(args.data, args.samples)
-    cells = _cells(args, filed)
-    rows, data = ([], {}) if documents_given else _rows(args, filed)
+    asking, cells = _asking(args), _cells(args, rows)
     from kvrag.backend.transformers import Model  # slow to import: mistakes are reported before
     from kvrag.bench import quality
 
@@ -98,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         },
         "environment": {
             **quality.environment(model),
-            "command": shlex.join(["kvrag", *sys.argv[1:]]),
+            "command": f"{args.program} {shlex.join(sys.argv[1:])}",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": time.perf_counter() - started,
         },
@@ -108,8 +121,6 @@ def run(args: argparse.Namespace) -> int:
         result["verdict"] = verdict(result)
     if args.out:
         _keep(args.out / "results.json", result)
-        if args.plots:
-            (plots.draw_kept if documents_given else plots.draw)(result, args.out)
     if args.json:
         print(json.dumps(result))
     else:
@@ -117,8 +128,8 @@ def run(args: argparse.Namespace) -> int:
     return 130 if is_interrupted else 0
 
 
-def _fill(args: argparse.Namespace) -> None:
-    """Fill in the defaults, and reject options that the source of the prompts does not have."""
+def fill(args: argparse.Namespace) -> None:
+    """Fill in the defaults, and reject options that --docs does not have."""
     if args.docs is not None:
         for name in _NOT_DOCS:
             if getattr(args, name) != args.parser.get_default(name):
@@ -127,14 +138,6 @@ def _fill(args: argparse.Namespace) -> None:
         documents.find([args.docs])  # report mistakes before loading the model
         if args.top_k == 1:
             raise SettingError("--top-k with --docs must be at least 2: blending needs several chunks")
-    elif args.top_k is None and (args.articles is not None or args.around):
-        raise SettingError("--articles and --around need --top-k K")
-    elif args.data and (args.top_k is not None or args.world):
-        raise SettingError("--data is asked as it is: leave out --world and --top-k")
-    if args.plots:
-        if args.out is None:
-            raise SettingError("--plots needs --out DIR")
-        plots.require()
     for name, value in (_DEFAULTS if args.docs is None else _DEFAULTS_DOCS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -215,16 +218,12 @@ def _measure_documents(
             quality.answer(engines, tasks, cells, asking, journal, update)
 
 
-def _cells(args: argparse.Namespace, filed: Sequence[Row]) -> list[grid.Cell]:
-    """Return the grid.
-
-    Args:
-        filed: The rows of --data.
-    """
+def _cells(args: argparse.Namespace, rows: Sequence[Row]) -> list[grid.Cell]:
+    """Return the grid."""
     cells = grid.make_cells(
         [policy for text in args.policies for policy in grid.split_policies(text)],
         _numbers(args.ratios, float, "--ratios"),
-        _setups(args, filed),
+        _setups(args, rows),
         grid.parse_settings(args.settings),
     )
     if args.docs is not None and not any(text.startswith("random") for text in args.policies):
@@ -234,7 +233,7 @@ def _cells(args: argparse.Namespace, filed: Sequence[Row]) -> list[grid.Cell]:
     return cells
 
 
-def _setups(args: argparse.Namespace, filed: Sequence[Row]) -> list[grid.Setup]:
+def _setups(args: argparse.Namespace, rows: Sequence[Row]) -> list[grid.Setup]:
     lengths = _numbers(args.chunk_tokens, int, "--chunk-tokens")
     if args.docs is not None:
         if len(lengths) != 1 or lengths[0] < 16:
@@ -242,8 +241,9 @@ def _setups(args: argparse.Namespace, filed: Sequence[Row]) -> list[grid.Setup]:
         lengths = [grid.AS_THEY_ARE]  # the documents are split before
     if any(0 != length < 16 for length in lengths):
         raise SettingError("--chunk-tokens must be 0 or at least 16: shorter chunks are not reused")
-    have_documents = all(row.documents for row in filed)
-    have_titles = all(row.library for row in filed) if filed else args.docs is not None or args.top_k is not None
+    have_documents, have_titles = (
+        all(texts) for texts in ([row.documents for row in rows], [row.library for row in rows])
+    )
     usual = DEFAULT_CONTEXT if have_documents and not any(lengths) else 0
     words = _words(args.context_tokens or [str(usual)])
     contexts = [encoded_behind(word) for word in words]
@@ -251,9 +251,7 @@ def _setups(args: argparse.Namespace, filed: Sequence[Row]) -> list[grid.Setup]:
     if is_behind and not have_documents:
         raise SettingError("--context-tokens needs rows with `documents`")
     if "headings" in words and not have_titles:
-        raise SettingError(
-            "--context-tokens headings needs documents with titles: --docs, --top-k, or rows with `library`"
-        )
+        raise SettingError("--context-tokens headings needs documents with titles: --docs, or rows with `library`")
     if is_behind and any(lengths):
         raise SettingError("--context-tokens and --chunk-tokens exclude each other: leave out one of them")
     preambles, codecs = _words(args.preamble), _words(args.codec)
@@ -288,34 +286,6 @@ def _asking(args: argparse.Namespace) -> grid.Asking:
     if args.stop:
         stop = tuple(text.replace("\\n", "\n") for text in args.stop)
     return grid.Asking(args.max_tokens, stop, args.instruction, args.missing)
-
-
-def _rows(args: argparse.Namespace, filed: list[Row]) -> tuple[list[Row], dict[str, Any]]:
-    """Return the rows, and a description of their source that does not depend on their number."""
-    if args.data:
-        digest = blake2b(args.data.read_bytes(), digest_size=8).hexdigest()
-        return filed, {"file": args.data.name, "digest": digest}
-    world = args.world or world_of(args.model)
-    if args.top_k is not None:
-        return _retrieved(args, world)
-    rows = world_rows(args.samples, args.seed, world)
-    return rows, {"file": WORLDS[world], "seed": args.seed, "digest": rows[0].key}
-
-
-def _retrieved(args: argparse.Namespace, world: int) -> tuple[list[Row], dict[str, Any]]:
-    require_extra()
-    articles = ARTICLES[world] if args.articles is None else args.articles
-    corpus = draw_corpus(world, articles, args.seed)
-    check_size(corpus, args.samples, args.top_k)
-    with (
-        tempfile.TemporaryDirectory(prefix="kvrag-index-") as temporary,
-        progress("indexing", quiet=args.json) as update,
-        open_index(corpus, args.out or Path(temporary), update) as index,
-    ):
-        rows = retrieved_rows(corpus, index, args.samples, args.top_k, args.around)
-    around = f" with {args.around} around each" if args.around else ""
-    name = f"{WORLDS[world]}, top {args.top_k} of {len(corpus.chunks)} chunks{around}"
-    return rows, {"file": name, "seed": args.seed, "digest": corpus.digest, "embedder": index.embedder}
 
 
 def _keep(path: Path, result: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from kvrag.client.answer import AnswerBuilder
 from kvrag.client.connection import Body, Connection
-from kvrag.client.servers import KvragServe, Question, Server, Vllm, messages_of
-from kvrag.client.texts import Texts
+from kvrag.client.servers import AnswerRequest, KvragServe, Server, Vllm, messages_of
+from kvrag.client.texts import NamedTexts
 from kvrag.config import (
     Grammar,
     Sampling,
@@ -141,7 +141,7 @@ class RemoteEngine:
             texts, document, sources, namespace: As in `BlendEngine.warm`.
             progress: Called with (texts done, texts to do) after each request.
         """
-        given = Texts.of(texts, document, sources)
+        given = NamedTexts.of(texts, document, sources)
         server, only = self._server(), document if isinstance(document, str) else None
         return _sum(list(server.warm(given, only, check_namespace(namespace), progress)))
 
@@ -187,7 +187,7 @@ class RemoteEngine:
         """
         return self._stream(_question(prompt, **settings))
 
-    def _stream(self, question: Question) -> Generator[Delta, None, None]:
+    def _stream(self, question: AnswerRequest) -> Generator[Delta, None, None]:
         builder, tag = AnswerBuilder(question.is_forced), uuid.uuid4().hex
         server, request = self._prepare(question, tag)
         with closing(self._connection.stream(request)) as events:
@@ -222,7 +222,7 @@ class RemoteEngine:
         builder.add(await self._connection.aanswer(request))
         return builder.answer(server.report(builder.extras, builder.usage, ""))
 
-    def _prepare(self, question: Question, tag: str) -> tuple[Server, Body]:
+    def _prepare(self, question: AnswerRequest, tag: str) -> tuple[Server, Body]:
         server = self._server()
         limit: Body = {} if question.timeout is None else {"timeout": question.timeout}
         return server, {**server.request(question, tag), **limit}
@@ -299,7 +299,7 @@ def _question(
     template: dict[str, Any] | None = None,
     timeout: float | None = None,
     **sampling: Any,
-) -> Question:
+) -> AnswerRequest:
     """Return the arguments of `BlendEngine.stream`, checked."""
     if unknown := sorted(set(sampling) - _SAMPLING):
         raise SettingError(f"unknown setting {', '.join(unknown)}: stream() accepts {', '.join(sorted(_SAMPLING))}")
@@ -312,10 +312,10 @@ def _question(
     for name, check in (("ratio", check_ratio), ("policy", check_policy), ("controller", check_controller)):
         if blend[name] is not None:
             check(blend[name])
-    return Question(
+    return AnswerRequest(
         prompt=prompt,
         sampling=Sampling(stop=tuple(stop), **sampling),
-        documents=Texts.of(documents or (), "", None).texts,
+        documents=NamedTexts.of(documents or (), "", None).texts,
         namespace=check_namespace(namespace),
         blend=blend,
         tools=tools or (),

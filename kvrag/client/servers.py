@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from kvrag.client.answer import report_of
 from kvrag.client.connection import Body, Connection
-from kvrag.client.texts import Texts, batches, prompt_of, whole_documents
+from kvrag.client.texts import NamedTexts, batches, prompt_of, whole_documents
 from kvrag.config import Grammar, Sampling
 from kvrag.errors import (
     ContextWindowError,
@@ -29,7 +29,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class AnswerRequest:
     """A prompt and the settings of its answer, as in `BlendEngine.stream`."""
 
     prompt: str | Messages
@@ -65,13 +65,13 @@ class Server(Protocol):
     def check(self, namespace: str) -> None:
         """Raise SettingError if requests cannot name this namespace."""
 
-    def request(self, question: Question, tag: str) -> Body:
+    def request(self, question: AnswerRequest, tag: str) -> Body:
         """Return the arguments of the SDK's `create`; `tag` is the name of this answer if it is streamed, else ""."""
 
     def report(self, extras: Body, usage: Body, tag: str) -> BlendReport:
         """Return the report of a complete answer, given what came with it."""
 
-    def warm(self, texts: Texts, document: str | None, namespace: str, progress: Progress) -> Iterator[WarmReport]:
+    def warm(self, texts: NamedTexts, document: str | None, namespace: str, progress: Progress) -> Iterator[WarmReport]:
         """Encode texts; yield a report per request. `document` is the name of the only one, or None."""
 
     def forget(self, document: str, namespace: str) -> int:
@@ -100,7 +100,7 @@ class KvragServe:
                 "key of that namespace as api_key="
             )
 
-    def request(self, question: Question, tag: str) -> Body:
+    def request(self, question: AnswerRequest, tag: str) -> Body:
         """See `Server`."""
         self.check(question.namespace)
         grammar = question.grammar
@@ -113,7 +113,7 @@ class KvragServe:
         """See `Server`."""
         return report_of(extras.get("kvrag"), usage, "the server sent no report")
 
-    def warm(self, texts: Texts, document: str | None, namespace: str, progress: Progress) -> Iterator[WarmReport]:
+    def warm(self, texts: NamedTexts, document: str | None, namespace: str, progress: Progress) -> Iterator[WarmReport]:
         """See `Server`."""
         self.check(namespace)
         done = 0
@@ -168,10 +168,10 @@ class Vllm:
     def check(self, namespace: str) -> None:
         """See `Server`: any namespace can be named."""
 
-    def request(self, question: Question, tag: str) -> Body:
+    def request(self, question: AnswerRequest, tag: str) -> Body:
         """See `Server`."""
         if question.documents:
-            texts = Texts.of(question.documents, "", None)
+            texts = NamedTexts.of(question.documents, "", None)
             for _ in self.warm(texts, "", question.namespace, lambda done, total: None):
                 pass
         asked = {**question.blend, "namespace": question.namespace, "tag": tag}
@@ -194,7 +194,7 @@ class Vllm:
                 missing = f"no report: {error}"
         return report_of(content, usage, missing)
 
-    def warm(self, texts: Texts, document: str | None, namespace: str, progress: Progress) -> Iterator[WarmReport]:
+    def warm(self, texts: NamedTexts, document: str | None, namespace: str, progress: Progress) -> Iterator[WarmReport]:
         """See `Server`."""
         if not len(texts):  # the connector cannot encode nothing
             if document:
@@ -221,7 +221,7 @@ class Vllm:
             self._warm(texts.of_documents(names), None, {"namespace": namespace}, prompt_of(divided[0].part))
 
     def _warm(
-        self, texts: Texts, document: str | None, asked: Body, prompt: str | list[int]
+        self, texts: NamedTexts, document: str | None, asked: Body, prompt: str | list[int]
     ) -> tuple[WarmReport, dict[str, list[int]]]:
         """Send one request; return its report, and the token ids that precede what comes next in each source."""
         names = texts.documents if document is None else document
@@ -283,7 +283,7 @@ _ERRORS: dict[str, type[KvragError]] = {
 }
 
 
-def _request(model: str, question: Question, is_stream: bool, extra: Body) -> Body:
+def _request(model: str, question: AnswerRequest, is_stream: bool, extra: Body) -> Body:
     """Return the arguments that both kinds of servers have in common, and `extra`, which OpenAI does not have."""
     sampling, grammar = question.sampling, question.grammar
     prompt = question.prompt

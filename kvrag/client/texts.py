@@ -13,7 +13,7 @@ _SURE, _LIKELY = 1, 3  # UTF-8 bytes per token: at least, and usually more than 
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class NamedTexts:
     """Texts with the name of a document and of a source each; "" = none."""
 
     texts: list[str]
@@ -21,7 +21,7 @@ class Texts:
     sources: list[str]
 
     @classmethod
-    def of(cls, texts: Iterable[str], document: str | Sequence[str], sources: str | Sequence[str] | None) -> Texts:
+    def of(cls, texts: Iterable[str], document: str | Sequence[str], sources: str | Sequence[str] | None) -> NamedTexts:
         """Return the arguments of `BlendEngine.warm`, one name per text.
 
         Raises:
@@ -46,20 +46,20 @@ class Texts:
         check_names(*{*names, *sources}, *([document] if isinstance(document, str) else []))
         return cls(listed, names, sources)
 
-    def __getitem__(self, part: slice) -> Texts:
-        return Texts(self.texts[part], self.documents[part], self.sources[part])
+    def __getitem__(self, part: slice) -> NamedTexts:
+        return NamedTexts(self.texts[part], self.documents[part], self.sources[part])
 
     def __len__(self) -> int:
         return len(self.texts)
 
-    def of_documents(self, names: Container[str]) -> Texts:
+    def of_documents(self, names: Container[str]) -> NamedTexts:
         """Return the texts of these documents."""
         rows = zip(self.texts, self.documents, self.sources, strict=True)
         texts, documents, sources = zip(*(row for row in rows if row[1] in names), strict=True)
-        return Texts(list(texts), list(documents), list(sources))
+        return NamedTexts(list(texts), list(documents), list(sources))
 
 
-def whole_documents(texts: Texts, size: int) -> Iterator[Texts]:
+def whole_documents(texts: NamedTexts, size: int) -> Iterator[NamedTexts]:
     """Yield parts of about this many bytes. No document and no source is divided, whatever its size."""
     last = {name: number for names in (texts.documents, texts.sources) for number, name in enumerate(names) if name}
     last |= {name: max(last[name], number) for number, name in enumerate(texts.documents) if name}
@@ -75,23 +75,23 @@ def whole_documents(texts: Texts, size: int) -> Iterator[Texts]:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PromptBatch:
     """A part of the texts that fits into one prompt.
 
     Attributes:
         is_whole: It has all texts of its documents.
     """
 
-    part: Texts
+    part: NamedTexts
     is_whole: bool
 
 
-def prompt_of(part: Texts) -> str:
+def prompt_of(part: NamedTexts) -> str:
     """Return the prompt that reserves room for the texts; vLLM refuses an empty one."""
     return "\n\n".join(part.texts) or " "
 
 
-def batches(texts: Texts, window: int, count: Callable[[str], int]) -> list[Batch]:
+def batches(texts: NamedTexts, window: int, count: Callable[[str], int]) -> list[PromptBatch]:
     """Divide texts into prompts that leave room for one more token in the window.
 
     Args:
@@ -100,7 +100,7 @@ def batches(texts: Texts, window: int, count: Callable[[str], int]) -> list[Batc
     Raises:
         ContextWindowError: A text is too long.
     """
-    parts: list[Texts] = []
+    parts: list[NamedTexts] = []
     start = 0
     while start < len(texts):
         stop = _reach(texts, start, window)
@@ -113,10 +113,10 @@ def batches(texts: Texts, window: int, count: Callable[[str], int]) -> list[Batc
         parts.append(texts[start:stop])
         start = stop
     times = Counter(name for part in parts for name in {*part.documents})
-    return [Batch(part, all(times[name] == 1 for name in part.documents if name)) for part in parts]
+    return [PromptBatch(part, all(times[name] == 1 for name in part.documents if name)) for part in parts]
 
 
-def _reach(texts: Texts, start: int, window: int) -> int:
+def _reach(texts: NamedTexts, start: int, window: int) -> int:
     """Return the end of a batch that probably fits."""
     filled = 0
     for number in range(start, len(texts)):
@@ -126,7 +126,7 @@ def _reach(texts: Texts, start: int, window: int) -> int:
     return len(texts)
 
 
-def _fits(part: Texts, window: int, count: Callable[[str], int]) -> bool:
+def _fits(part: NamedTexts, window: int, count: Callable[[str], int]) -> bool:
     prompt = prompt_of(part)
     if len(prompt.encode(errors="surrogatepass")) + 4 <= _SURE * window:  # a few control tokens and the answer
         return True

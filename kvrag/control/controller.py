@@ -2,7 +2,7 @@
 
 Blending computes few rows, but it has to load KV, lay it out and run the policy's own passes. Loading overlaps with
 computing. `decide` compares both by the cost model of `kvrag.control.cost`. It is a pure function, so that
-`kvrag bench simulate` can evaluate it for other machines.
+`python -m benchmarks simulate` can evaluate it for other machines.
 """
 
 from __future__ import annotations

@@ -232,6 +232,8 @@ def _message_as_text(message: dict[str, Any]) -> dict[str, Any]:
         return message  # rendering raises the error
     content = message.get("content")
     if message.get("role") == "tool":
+        if isinstance(content, list):  # line breaks, as the tokenizer puts between the parts of a tool message
+            content = [each for part in content for each in ("\n", part)][1:]
         return {"role": "user", "content": _around("<tool_response>\n", content, "\n</tool_response>")}
     if not message.get("tool_calls"):
         return message

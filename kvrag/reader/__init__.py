@@ -1,6 +1,4 @@
-"""The reader: a small bundled Llama that answers questions from context, with the code that trained it.
+"""The reader: a small bundled Llama that answers questions from context, in transformers' format.
 
-`world` generates articles and questions, `prompts` formats them like RAG chains, `net` is the architecture for
-training, `train` trains it. The folder also contains a trained model in transformers' format. Its weights are from an
-earlier training on an earlier version of the world.
+`prompts` are the formats of RAG chains that it was trained on. Its training is in benchmarks/readers of the repository.
 """

@@ -333,22 +333,17 @@ class ChunkIndex:
             index = None
             if rows:
                 vectors = np.frombuffer(b"".join(vector for _, vector in rows), np.float32).reshape(len(rows), -1)
-                index = import_faiss().IndexFlatIP(vectors.shape[1])
+                index = _import_faiss().IndexFlatIP(vectors.shape[1])
                 index.add(vectors)
             self._faiss = (version, np.array([number for number, _ in rows], np.int64), index)
         return self._faiss[1], self._faiss[2]
 
 
-def import_faiss(extra: str = "kvrag[cli]") -> Any:
-    """Import the faiss module.
-
-    Raises:
-        KvragError: It is not installed; the message names `extra`.
-    """
+def _import_faiss() -> Any:
     try:
         import faiss
     except ImportError as error:
-        raise _missing(error, extra) from None
+        raise _missing(error, "kvrag[cli]") from None
     return faiss
 
 

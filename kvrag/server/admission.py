@@ -17,7 +17,7 @@ T = TypeVar("T")
 Waiting = deque[asyncio.Future[None]]
 
 
-class _End:
+class _EndOfPieces:
     """Marks the end of a generator."""
 
 
@@ -76,11 +76,11 @@ class AdmissionQueue:
         with _timeout_as_504(limit):
             async with asyncio.timeout(limit):
                 await self._admit(namespace)
-        pieces: asyncio.Queue[T | _End | BaseException] = asyncio.Queue()
+        pieces: asyncio.Queue[T | _EndOfPieces | BaseException] = asyncio.Queue()
         abandoned = threading.Event()
 
         def pump() -> None:
-            end: _End | BaseException = _End()
+            end: _EndOfPieces | BaseException = _EndOfPieces()
             try:
                 with closing(work()) as made:
                     for piece in made:
@@ -98,7 +98,7 @@ class AdmissionQueue:
         late = loop.call_at(started + limit, pieces.put_nowait, TimeoutError())
         try:
             with _timeout_as_504(limit):
-                while not isinstance(piece := await pieces.get(), _End):
+                while not isinstance(piece := await pieces.get(), _EndOfPieces):
                     if isinstance(piece, BaseException):
                         raise piece
                     yield piece

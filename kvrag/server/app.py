@@ -34,7 +34,7 @@ from kvrag.server.guard import Guard
 from kvrag.server.response import ResponseBuilder
 from kvrag.server.responses import ResponsesBuilder, ResponsesRequest
 from kvrag.server.schemas import (
-    Answering,
+    AnswerFields,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -102,7 +102,7 @@ async def complete(body: CompletionRequest, request: Request, state: Server, ten
     return await respond(request, state, tenant, work, _builder(body, state))
 
 
-def _builder(body: Answering, state: State) -> ResponseBuilder:
+def _builder(body: AnswerFields, state: State) -> ResponseBuilder:
     fingerprint = f"kvrag-{state.engine.fingerprint.digest[:12]}"
     return ResponseBuilder(body, fingerprint, state.engine.model.tokenizer.token_text)
 

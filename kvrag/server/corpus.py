@@ -32,7 +32,7 @@ _MAX_ID = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class CorpusTask:
     """A change of a document: encode its texts, or drop its chunks.
 
     Attributes:
@@ -265,7 +265,7 @@ class Corpus:
             else:
                 self._finish(task)
 
-    def _await_task(self) -> Task | None:
+    def _await_task(self) -> CorpusTask | None:
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopping or self._undone())
             if self._is_stopping:
@@ -274,7 +274,7 @@ class Corpus:
             self._active, self._progress = task.number, (0, 0)
             return task
 
-    def _do(self, task: Task) -> None:
+    def _do(self, task: CorpusTask) -> None:
         if task.action == "drop":
             self._index.remove(task.document)  # again: it may have been added after it was removed
             self._engine.forget(task.document, namespace=self.namespace)
@@ -296,7 +296,7 @@ class Corpus:
         if self._is_stopping:
             raise _Stopped
 
-    def _finish(self, task: Task, error: str = "") -> None:
+    def _finish(self, task: CorpusTask, error: str = "") -> None:
         with self._changed:
             self._active = 0
             if error and task.action == "add" and self._latest(task.document) == task:
@@ -308,7 +308,7 @@ class Corpus:
 
     # ---------------------------------------------------------------- tasks, with the lock held
 
-    def _undone(self) -> list[Task]:
+    def _undone(self) -> list[CorpusTask]:
         return [task for _, task in sorted(self._tasks.items()) if not task.error]
 
     def _put(
@@ -320,14 +320,14 @@ class Corpus:
     ) -> None:
         """Queue a change of a document, in place of its changes that have not started."""
         before = [t for t in self._tasks.values() if t.document == document and t.number != self._active]
-        self._write(Task(self._next, action, document, texts, pages))  # first, because this may fail
+        self._write(CorpusTask(self._next, action, document, texts, pages))  # first, because this may fail
         self._next += 1
         for task in before:
             if task.action == "add":
                 self._delete(task)
         self._changed.notify_all()
 
-    def _write(self, task: Task) -> None:
+    def _write(self, task: CorpusTask) -> None:
         path = self._path(task)
         part = path.with_suffix(".part")
         try:
@@ -340,21 +340,21 @@ class Corpus:
             raise StoreFullError(f"cannot store the document in {self._folder}: {error.strerror}") from error
         self._tasks[task.number] = replace(task, texts=(), pages=())  # many long documents may wait
 
-    def _delete(self, task: Task) -> None:
+    def _delete(self, task: CorpusTask) -> None:
         self._path(task).unlink(missing_ok=True)
         self._tasks.pop(task.number, None)
 
-    def _path(self, task: Task) -> Path:
+    def _path(self, task: CorpusTask) -> Path:
         return self._folder / f"{task.number:012}.json"
 
     def _status(self, document: str) -> Status:
         tokens = self._engine.store.count_tokens(document, namespace=self.namespace).get(document, 0)
         return self._status_of(document, self._latest(document), self._index.counts().get(document, 0), tokens)
 
-    def _latest(self, document: str) -> Task | None:
+    def _latest(self, document: str) -> CorpusTask | None:
         return next((task for _, task in sorted(self._tasks.items(), reverse=True) if task.document == document), None)
 
-    def _status_of(self, document: str, task: Task | None, chunks: int, tokens: int) -> Status:
+    def _status_of(self, document: str, task: CorpusTask | None, chunks: int, tokens: int) -> Status:
         """Return a document's status; its `status` is "" if the document does not exist."""
         if task is None:
             return Status(document, "ready" if chunks else "", chunks, tokens, tokens)
@@ -384,9 +384,9 @@ def _unknown(document: str) -> ApiError:
     return ApiError(404, f"unknown document {document!r:.280}: see GET /v1/corpus", "document_not_found")
 
 
-def _tasks_in(folder: Path) -> dict[int, Task]:
+def _tasks_in(folder: Path) -> dict[int, CorpusTask]:
     """Return the tasks stored in a folder, in order."""
-    tasks: dict[int, Task] = {}
+    tasks: dict[int, CorpusTask] = {}
     for part in folder.glob("*.part"):  # a server was killed while writing this, before it responded
         part.unlink()
     for path in sorted(folder.glob("*.json")):
@@ -400,6 +400,6 @@ def _tasks_in(folder: Path) -> dict[int, Task]:
     return tasks
 
 
-def _read_task(path: Path) -> Task:
+def _read_task(path: Path) -> CorpusTask:
     kept = json.loads(path.read_text())
-    return Task(**{**kept, "texts": tuple(kept["texts"]), "pages": tuple(kept.get("pages", ()))})
+    return CorpusTask(**{**kept, "texts": tuple(kept["texts"]), "pages": tuple(kept.get("pages", ()))})

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from kvrag.retrieval.index import Hit
-from kvrag.server.schemas import Answering, ChatRequest
+from kvrag.server.schemas import AnswerFields, ChatRequest
 from kvrag.types import BlendReport, CallPiece, Delta, InvalidCall, TokenLogprob, ToolCall
 
 Piece = tuple[int, Delta] | list[Hit]
@@ -93,7 +93,7 @@ class Choice:
 class ResponseBuilder:
     """Builds the response to a chat or a completion; see Builder."""
 
-    def __init__(self, request: Answering, fingerprint: str, token_text: TokenText) -> None:
+    def __init__(self, request: AnswerFields, fingerprint: str, token_text: TokenText) -> None:
         self.request, self.is_stream = request, bool(request.stream)
         self._fingerprint, self._token_text = fingerprint, token_text
         self._is_chat = isinstance(request, ChatRequest)

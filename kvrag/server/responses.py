@@ -144,7 +144,7 @@ class ResponsesRequest(Common, Contextual):
                     messages.append({"role": "assistant", "content": None})
                 messages[-1].setdefault("tool_calls", []).append(call)
             elif item.type == "function_call_output":
-                said = {"role": "tool", "content": _text(_given(item.output, f"{place}.output"))}
+                said = {"role": "tool", "content": _text(_given(item.output, f"{place}.output"), "\n")}
                 messages.append(said | {"tool_call_id": _given(item.call_id, f"{place}.call_id")})
         if not messages:
             raise ApiError(400, "the input contains no message", "invalid_value", "input")
@@ -157,8 +157,8 @@ def _given(value: Any, place: str) -> Any:
     return value
 
 
-def _text(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _text(content: str | list[TextPart], between: str = "") -> str:
+    return content if isinstance(content, str) else between.join(part.text for part in content)
 
 
 def _plain(tool: FunctionTool) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class Contextual(Request):
     chat_template_kwargs: TemplateVariables | None = None
 
 
-class Answering(Common):
+class AnswerFields(Common):
     """Shared fields of `/v1/chat/completions` and `/v1/completions`."""
 
     stream_options: StreamOptions | None = None
@@ -180,7 +180,7 @@ class Message(BaseModel):
         return said
 
 
-class ChatRequest(Answering, Contextual):
+class ChatRequest(AnswerFields, Contextual):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -196,13 +196,13 @@ class ChatRequest(Answering, Contextual):
     prediction: dict[str, Any] | None = None
 
     def check(self) -> None:
-        """See Answering.check."""
+        """See AnswerFields.check."""
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs require logprobs=true", "invalid_value", "top_logprobs")
 
     def num_logprobs(self) -> int | None:
-        """See Answering.num_logprobs."""
+        """See AnswerFields.num_logprobs."""
         return self.top_logprobs or 0 if self.logprobs else None
 
     def template(self) -> dict[str, Any]:
@@ -212,11 +212,11 @@ class ChatRequest(Answering, Contextual):
         return given | ({} if variables is None else variables.model_dump(exclude_none=True))
 
     def longest(self) -> int | None:
-        """See Answering.longest."""
+        """See AnswerFields.longest."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class CompletionRequest(Answering):
+class CompletionRequest(AnswerFields):
     """The body of `/v1/completions`. Prompts are used unchanged, control tokens included."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -226,13 +226,13 @@ class CompletionRequest(Answering):
     suffix: Literal[""] | None = None
 
     def check(self) -> None:
-        """See Answering.check."""
+        """See AnswerFields.check."""
         super().check()
         if self.best_of not in (None, self.num_choices()):
             raise ApiError(400, "best_of must be equal to n: choose among the answers yourself", "unsupported_value")
 
     def num_logprobs(self) -> int | None:
-        """See Answering.num_logprobs."""
+        """See AnswerFields.num_logprobs."""
         return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:

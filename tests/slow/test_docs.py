@@ -49,6 +49,7 @@ from sphinx.cmd.build import main as sphinx_build
 
 import kvrag.answer
 import kvrag.engine
+from benchmarks.__main__ import _parser as benchmarks_parser
 from kvrag import Model
 from kvrag.backend.lock import Shared
 from kvrag.cli.main import _COMMANDS, _parser
@@ -58,7 +59,14 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/**/*.md", "integrations/*/README.md", "examples/*.md", "kvrag/reader/README.md")
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "integrations/*/README.md",
+        "examples/*.md",
+        "kvrag/reader/README.md",
+        "benchmarks/**/*.md",
+    )
     for path in ROOT.glob(pattern)
     if "_build" not in path.parts
 )
@@ -278,7 +286,7 @@ def command_lines(page: str) -> Iterator[list[str]]:
         if block.language not in ("", "bash", "sh", "shell", "console") or block.not_run:
             continue
         for line in block.source.replace("\\\n", " ").splitlines():
-            if not re.match(r"\s*(\$ )?(\w+=\S+ )*(kvrag|pip|make) ", line):
+            if not re.match(r"\s*(\$ )?(\w+=\S+ )*(kvrag|pip|make|python -m benchmarks) ", line):
                 continue
             words = shlex.split(line.strip().removeprefix("$ "), comments=True)
             while "=" in words[0]:
@@ -296,12 +304,13 @@ def test_the_commands_of_a_page_exist(
     for module in ("cli.bench", "cli.calibrate", "cli.quality", "config"):  # the first three copy it when imported
         monkeypatch.setattr(f"kvrag.{module}.POLICIES", (*POLICIES, "longest"))
     for program, *words in command_lines(page):
-        if program == "kvrag":
+        if program in ("kvrag", "python"):
+            make_parser, words = (_parser, words) if program == "kvrag" else (benchmarks_parser, words[2:])
             try:
-                _parser(words).parse_args(words)
+                make_parser(words).parse_args(words)
             except SystemExit as end:
                 if end.code:  # not --help
-                    pytest.fail(f"{page}: kvrag {shlex.join(words)}: {capsys.readouterr().err}")
+                    pytest.fail(f"{page}: {program} {shlex.join(words)}: {capsys.readouterr().err}")
         elif program == "pip":
             for name in re.findall(r"[a-z-]*kvrag\[[a-z,-]+\]", " ".join(words)):
                 package, extras = name.rstrip("]").split("[")

@@ -25,7 +25,7 @@ OUTPUT = {
     "lcel_chain.py": r"Which company has its offices in Danvik\? .+\nWhat does Holra play\? .+\n",
     "warm_from_chroma.py": r"30 documents: 30 encoded now, 0 before\nWhich company",
     "warm_from_qdrant.py": r"30 documents: 30 encoded now, 0 before\nWhich company",
-    "warm_from_faiss.py": r"30 documents: 30 encoded now, 0 before\nWhich company",
+    "warm_from_file.py": r"30 documents: 30 encoded now, 0 before\nWhich company",
     "llama_index_engines.py": r"query engine: .+\n.*chat engine: .+\n.*chat engine: .+\n",
     "terminal_chat.py": r"> .*from .*\.txt.*> .*from .*HOLRA\.TXT.*> ",
 }
@@ -64,7 +64,7 @@ def test_it_runs_and_reuses_what_it_has_warmed(name: str, tmp_path: Path) -> Non
 
 def test_what_was_warmed_stays_warm(tmp_path: Path) -> None:
     for encoded in ("30 encoded now, 0 before", "0 encoded now, 30 before"):
-        assert f"30 documents: {encoded}" in run(EXAMPLES / "warm_from_faiss.py", tmp_path)
+        assert f"30 documents: {encoded}" in run(EXAMPLES / "warm_from_file.py", tmp_path)
 
 
 def test_an_openai_client_and_the_server(tmp_path: Path) -> None:

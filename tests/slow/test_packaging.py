@@ -104,6 +104,10 @@ def test_a_wheel_has_the_package_and_nothing_else(built: Built) -> None:
     assert len(code) > 4
 
 
+def test_benchmarks_are_not_shipped(built: Built) -> None:
+    assert not [name for name in {*built.wheel, *built.sdist} if "benchmarks" in name.split("/")]
+
+
 def test_the_wheel_out_of_the_sdist_is_the_wheel(built: Built) -> None:
     assert built.wheel_of_sdist == built.wheel
 
@@ -114,6 +118,8 @@ def test_the_reader_and_the_handbook_are_shipped(built: Built) -> None:
     assert len([name for name in built.wheel if re.fullmatch(r"kvrag/handbook/[a-z-]+\.md", name)]) == 16
     reader = {name.removeprefix("kvrag/reader/") for name in built.wheel if name.startswith("kvrag/reader/")}
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"} <= reader
+    assert not [name for name in reader if name.endswith(".pt")], "the state of a training"
+    assert len(built.wheel["kvrag/reader/model.safetensors"]) < 20e6
 
 
 def test_every_package_has_its_licence_and_readme(built: Built) -> None:

@@ -1,7 +1,7 @@
 """The matcher against a slow definition of what it promises, and its CPU time on hostile texts.
 
 Random cases have few tokens in the vocabulary, periods, near-duplicates and gaps. The hostile corpora are those of
-`kvrag bench match`, with fewer texts in short runs.
+`python -m benchmarks match`, with fewer texts in short runs.
 """
 
 from __future__ import annotations

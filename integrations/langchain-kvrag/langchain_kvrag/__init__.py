@@ -2,7 +2,6 @@
 
 from langchain_kvrag.chat import ChatBlend
 from langchain_kvrag.embeddings import SentenceTransformerEmbeddings
-from langchain_kvrag.faiss import FaissVectorStore
 from langchain_kvrag.llm import BlendLLM
 from langchain_kvrag.prefetch import PrefetchHandler
 from langchain_kvrag.records import SQLiteRecordManager
@@ -11,9 +10,17 @@ from langchain_kvrag.warm import KVWarmVectorStore
 __all__ = [
     "BlendLLM",
     "ChatBlend",
-    "FaissVectorStore",
     "KVWarmVectorStore",
     "PrefetchHandler",
     "SQLiteRecordManager",
     "SentenceTransformerEmbeddings",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "FaissVectorStore":
+        raise ImportError(
+            "langchain_kvrag has no FaissVectorStore any more: use InMemoryVectorStore from "
+            "langchain_core.vectorstores, or a store on disk such as Chroma from langchain_chroma"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, Literal, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.exceptions import OutputParserException
-from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
+from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
@@ -35,8 +35,9 @@ from kvrag import (
     RemoteEngine,
     SettingError,
 )
+from kvrag.llm import LONGER
 from langchain_kvrag.messages import template_messages
-from langchain_kvrag.settings import BlendSettings, langchain_errors, usage
+from langchain_kvrag.settings import BlendSettings, achunks, chunks, langchain_errors, usage
 
 _UNTITLED = "answer"  # name of a schema without a title
 
@@ -67,12 +68,6 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     @property
     def _llm_type(self) -> str:
         return "kvrag-chat"
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=stop, **kwargs)
-        params["ls_provider"] = "kvrag"
-        params["ls_model_name"] = kwargs.get("model") or LLMSettings.of(self).model_name
-        return params
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
         # LangChain's default uses the serialised form, which omits a given engine
@@ -243,14 +238,8 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         settings, request, one_call = self._asked_chat(stop, kwargs)
-        builder = _ChunkBuilder(settings.model_name, one_call)
         deltas = self._lazy.open(settings).stream(template_messages(messages), **request)
-        with langchain_errors(), closing(deltas):
-            for delta in deltas:
-                chunk = builder.add(delta)
-                if run_manager:
-                    run_manager.on_llm_new_token(delta.text, chunk=chunk)
-                yield chunk
+        yield from chunks(deltas, ChatChunkBuilder(settings.model_name, one_call), run_manager)
 
     async def _astream(
         self,
@@ -261,18 +250,13 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
     ) -> AsyncIterator[ChatGenerationChunk]:
         settings, request, one_call = self._asked_chat(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
-        builder = _ChunkBuilder(settings.model_name, one_call)
         deltas = engine.astream(template_messages(messages), **request)
-        with langchain_errors():
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    chunk = builder.add(delta)
-                    if run_manager:
-                        await run_manager.on_llm_new_token(delta.text, chunk=chunk)
-                    yield chunk
+        async with aclosing(achunks(deltas, ChatChunkBuilder(settings.model_name, one_call), run_manager)) as found:
+            async for chunk in found:
+                yield chunk
 
 
-class _ChunkBuilder:
+class ChatChunkBuilder:
     """Builds LangChain's chunks from the deltas of one stream."""
 
     def __init__(self, model_name: str, one_call: bool) -> None:
@@ -366,7 +350,7 @@ def _result(answer: Answer, model_name: str, one_call: bool) -> ChatResult:
 
 def _why_invalid(finish_reason: str) -> str:
     if finish_reason == "length":
-        return "the call was cut off: raise max_tokens, or limit the length of strings and lists in the schema"
+        return f"the call was cut off: {LONGER}"
     return "the arguments are not a JSON object"
 
 
@@ -412,8 +396,5 @@ async def _awhole(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage
 
 def _not_cut_off(message: AIMessage) -> AIMessage:
     if message.response_metadata.get("finish_reason") == "length":
-        raise OutputParserException(
-            "the answer was cut off: raise max_tokens, or limit the length of strings and lists in the schema",
-            llm_output=message.text,
-        )
+        raise OutputParserException(f"the answer was cut off: {LONGER}", llm_output=message.text)
     return message

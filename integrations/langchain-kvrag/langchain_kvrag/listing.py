@@ -67,7 +67,6 @@ def _pgvector(store: Any) -> Iterator[str]:
 
 # by name, since these packages need not be installed
 _WAYS: dict[str, Callable[[Any], Any]] = {
-    "langchain_kvrag.FaissVectorStore": lambda store: store.ids,
     "langchain_core.InMemoryVectorStore": lambda store: store.store,
     _CHROMA: _by_get,
     "langchain_community.Chroma": _by_get,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing
 from typing import Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseLLM, LangSmithParams
+from langchain_core.language_models import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from pydantic import PrivateAttr
 
 from kvrag import Answer, BlendReport, Delta, LLMSettings, SettingError
-from langchain_kvrag.settings import BlendSettings, langchain_errors, usage
+from langchain_kvrag.settings import BlendSettings, achunks, chunks, langchain_errors, usage
 
 _OF_THE_RUN = ("callbacks", "tags", "metadata", "run_name", "run_id")
 
@@ -53,12 +53,6 @@ class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
     ) -> LLMResult:
         """Like `generate`, off the event loop."""
         return await super(BlendLLM, self._called_with(kwargs)).agenerate(prompts, stop, *args, **kwargs)
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=stop, **kwargs)
-        params["ls_provider"] = "kvrag"
-        params["ls_model_name"] = kwargs.get("model") or LLMSettings.of(self).model_name
-        return params
 
     def _asked(self, stop: list[str] | None, call: dict[str, Any]) -> tuple[LLMSettings, dict[str, Any]]:
         if call.get("tools"):
@@ -100,13 +94,8 @@ class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
     ) -> Iterator[GenerationChunk]:
         settings, request = self._asked(stop, kwargs)
         engine = self._lazy.open(settings)
-        builder = _ChunkBuilder(settings.model_name)
-        with langchain_errors(), closing(engine.stream(engine.as_prompt(prompt), **request)) as deltas:
-            for delta in deltas:
-                chunk = builder.add(delta)
-                if run_manager:
-                    run_manager.on_llm_new_token(delta.text, chunk=chunk)
-                yield chunk
+        deltas = engine.stream(engine.as_prompt(prompt), **request)
+        yield from chunks(deltas, TextChunkBuilder(settings.model_name), run_manager)
 
     async def _astream(
         self,
@@ -117,17 +106,13 @@ class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
     ) -> AsyncIterator[GenerationChunk]:
         settings, request = self._asked(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
-        builder = _ChunkBuilder(settings.model_name)
-        with langchain_errors():
-            async with aclosing(engine.astream(engine.as_prompt(prompt), **request)) as deltas:
-                async for delta in deltas:
-                    chunk = builder.add(delta)
-                    if run_manager:
-                        await run_manager.on_llm_new_token(delta.text, chunk=chunk)
-                    yield chunk
+        deltas = engine.astream(engine.as_prompt(prompt), **request)
+        async with aclosing(achunks(deltas, TextChunkBuilder(settings.model_name), run_manager)) as found:
+            async for chunk in found:
+                yield chunk
 
 
-class _ChunkBuilder:
+class TextChunkBuilder:
     """Builds LangChain's chunks from the deltas of one stream."""
 
     def __init__(self, model_name: str) -> None:

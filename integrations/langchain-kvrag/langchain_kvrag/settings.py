@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 from urllib.parse import quote
 
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
 from langchain_core.exceptions import ContextOverflowError
-from langchain_core.language_models import BaseLanguageModel
+from langchain_core.language_models import BaseLanguageModel, LangSmithParams
 from langchain_core.load.serializable import SerializedConstructor, SerializedNotImplemented
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, field_validator, model_validator
+from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
+from pydantic import model_validator
 
-from kvrag import BlendEngine, BlendReport, ContextWindowError, LazyEngine, LLMBase, LLMSettings, RemoteEngine
+from kvrag import BlendReport, ContextWindowError, Delta, LLMSettings
+from kvrag.llm_fields import LLMFields
 
 _VERSION = version("langchain-kvrag")
+
+Chunk = TypeVar("Chunk", GenerationChunk, ChatGenerationChunk)
+Chunk_co = TypeVar("Chunk_co", covariant=True)
 
 
 class PromptOverflowError(ContextWindowError, ContextOverflowError):
@@ -32,6 +38,38 @@ def langchain_errors() -> Iterator[None]:
         yield
     except ContextWindowError as error:
         raise PromptOverflowError(str(error)) from error
+
+
+class ChunkBuilder(Protocol[Chunk_co]):
+    """Builds LangChain's chunks from the deltas of one stream."""
+
+    def add(self, delta: Delta) -> Chunk_co:
+        """Return the chunk for the next delta."""
+
+
+def chunks(
+    deltas: Generator[Delta, None, None], builder: ChunkBuilder[Chunk], run_manager: CallbackManagerForLLMRun | None
+) -> Iterator[Chunk]:
+    """Yield the chunks of a stream."""
+    with langchain_errors(), closing(deltas):
+        for delta in deltas:
+            chunk = builder.add(delta)
+            if run_manager:
+                run_manager.on_llm_new_token(delta.text, chunk=chunk)
+            yield chunk
+
+
+async def achunks(
+    deltas: AsyncGenerator[Delta, None], builder: ChunkBuilder[Chunk], run_manager: AsyncCallbackManagerForLLMRun | None
+) -> AsyncGenerator[Chunk, None]:
+    """Like `chunks`, off the event loop."""
+    with langchain_errors():
+        async with aclosing(deltas):
+            async for delta in deltas:
+                chunk = builder.add(delta)
+                if run_manager:
+                    await run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                yield chunk
 
 
 def usage(report: BlendReport, num_tokens: int) -> UsageMetadata:
@@ -52,36 +90,12 @@ def source_name(document: Document | str, collection: str = "default") -> str:
     return "" if source is None else f"langchain/{quote(collection, safe='')}/{source}"
 
 
-class BlendSettings(BaseLanguageModel[Any], LLMBase):
-    """An engine, or a model and a store to create one, and the settings of its answers.
+class BlendSettings(BaseLanguageModel[Any], LLMFields):
+    """Base of the LangChain classes: an engine, or a model and a store to create one, and the settings of its answers.
 
-    The settings are the fields of `kvrag.LLMSettings`. Creating an object is cheap: the model is loaded on the first
-    answer and shared by all objects with equal settings.
-
-    Attributes:
-        engine: An existing engine, instead of the settings that select a model and a store.
-        timeout: Seconds until an answer fails, also per call: with an `AnswerTimeoutError`, which is a TimeoutError, or
-            a `ServerError` from the server in `base_url`. A local model checks it after every token.
-        max_retries, api_key: Of the server in `base_url`; without effect on a local model. Without an `api_key`, the
-            environment variable KVRAG_API_KEY is used.
+    See `kvrag.LLMSettings` for the settings, and `kvrag.llm_fields.LLMFields` for `engine`, `timeout`, `max_retries`
+    and `api_key`.
     """
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    engine: BlendEngine | None = Field(default=None, exclude=True, repr=False)
-
-    timeout: float | None = Field(default=None, exclude=True)
-    max_retries: int | None = Field(default=None, exclude=True)
-    api_key: SecretStr | None = Field(default=None, exclude=True)
-
-    _lazy: LazyEngine = PrivateAttr(default_factory=LazyEngine)
-    _plain = field_validator("model", "store", "dtype", mode="before")(LLMSettings.plain)
-    _length = field_validator("max_tokens", mode="before")(LLMSettings.length)
-
-    @model_validator(mode="after")
-    def _check_settings(self) -> Self:
-        LLMSettings.of(self)
-        return self
 
     @model_validator(mode="after")
     def _set_kvrag_version(self) -> Self:
@@ -96,12 +110,6 @@ class BlendSettings(BaseLanguageModel[Any], LLMBase):
     def to_json(self) -> SerializedConstructor | SerializedNotImplemented:
         """Return the serialised form for LangChain's `dumps` and for traces."""
         return super().to_json() if self.engine is None else self.to_json_not_implemented()
-
-    def _open(self) -> BlendEngine | RemoteEngine:
-        return self._lazy.open(LLMSettings.of(self))
-
-    def _opened(self) -> BlendEngine | RemoteEngine | None:
-        return self._lazy.opened(LLMSettings.of(self))
 
     @staticmethod
     def _text(chunk: Any) -> Any:
@@ -126,6 +134,12 @@ class BlendSettings(BaseLanguageModel[Any], LLMBase):
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         return self._open().encode(text)
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop, **kwargs)
+        params["ls_provider"] = "kvrag"
+        params["ls_model_name"] = kwargs.get("model") or LLMSettings.of(self).model_name
+        return params
 
     @property
     def _identifying_params(self) -> dict[str, Any]:

@@ -5,25 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
-from hashlib import blake2b
-from typing import Any, Self, TypeVar
-from urllib.parse import quote, unquote
+from typing import Any, Self
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from kvrag import BlendEngine, KvragError, RemoteEngine, SettingError, WarmReport
+from kvrag.vectorstore import Adding, VectorStoreKV, uncancelled
 from langchain_kvrag.listing import adocuments_by_id, documents_by_id, listed_ids
 from langchain_kvrag.settings import BlendSettings, source_name
-from langchain_kvrag.texts import AddsAllTexts
 
 logger = logging.getLogger("kvrag")
 
-_T = TypeVar("_T")
 _BATCH = 256  # documents per request
 
 
@@ -43,24 +39,24 @@ class _Search(_PassedOn):
     def __get__(self, store: KVWarmVectorStore | None, owner: type) -> Any:
         if store is None:
             return self
-        search, held = getattr(store.vectorstore, self._name), store._held
+        search, kv = getattr(store.vectorstore, self._name), store._kv
 
         @wraps(search)
         def searched(*args: Any, **kwargs: Any) -> Any:
             found = search(*args, **kwargs)
-            held.prefetch(found)
+            kv.prefetch(_found_texts(found))
             return found
 
         @wraps(search)
         async def asearched(*args: Any, **kwargs: Any) -> Any:
             found = await search(*args, **kwargs)
-            held.prefetch(found)
+            kv.prefetch(_found_texts(found))
             return found
 
         return asearched if self._name.startswith("a") else searched
 
 
-class KVWarmVectorStore(AddsAllTexts):
+class KVWarmVectorStore(VectorStore):
     """A vector store that pre-encodes its documents for an LLM.
 
     KV is written before the vectors and dropped after them, so that every retrievable document has its KV. A text in
@@ -85,7 +81,7 @@ class KVWarmVectorStore(AddsAllTexts):
 
     Example:
         ```python
-        vectorstore = KVWarmVectorStore(FaissVectorStore(embeddings), llm)
+        vectorstore = KVWarmVectorStore(InMemoryVectorStore(embeddings), llm)
         index(loader, record_manager, vectorstore, cleanup="full", key_encoder="sha256")
         ```
     """
@@ -99,7 +95,7 @@ class KVWarmVectorStore(AddsAllTexts):
         collection: str = "default",
     ) -> None:
         self.vectorstore, self.llm, self.namespace, self.collection = vectorstore, llm, namespace, collection
-        self._held = _Held(llm, namespace, collection)
+        self._kv = _kv(llm, namespace, collection)
 
     similarity_search: Any = _Search()
     asimilarity_search: Any = _Search()
@@ -146,28 +142,54 @@ class KVWarmVectorStore(AddsAllTexts):
             SettingError: The numbers of ids and documents differ.
             PromptError, StoreError: A document cannot be encoded, or its KV cannot be stored; nothing is added.
         """
-        adding = self._held.plan(documents, kwargs.get("ids"))
-        try:
-            self._held.warm(adding)
-            added = _checked(self.vectorstore.add_documents(documents, **kwargs), adding, self.vectorstore)
-        except BaseException:
-            self._held.undo(adding, self._present(adding.ids))
-            raise
-        self._held.settle(adding, added)
-        return added
+        adding = self._plan(documents, kwargs.get("ids"))
+        return self._kv.add(
+            adding, lambda: self.vectorstore.add_documents(documents, **kwargs), self._present, self._checked(adding)
+        )
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Like `add_documents`, off the event loop."""
-        adding = await asyncio.to_thread(self._held.plan, documents, kwargs.get("ids"))
-        try:
-            await _whole(asyncio.to_thread(self._held.warm, adding))
-            added = await _whole(self.vectorstore.aadd_documents(documents, **kwargs))
-            added = _checked(added, adding, self.vectorstore)
-        except BaseException:
-            await _whole(asyncio.to_thread(self._held.undo, adding, await self._apresent(adding.ids)))
-            raise
-        await _whole(asyncio.to_thread(self._held.settle, adding, added))
-        return added
+        adding = await asyncio.to_thread(self._plan, documents, kwargs.get("ids"))
+        return await self._kv.aadd(
+            adding, lambda: self.vectorstore.aadd_documents(documents, **kwargs), self._apresent, self._checked(adding)
+        )
+
+    # LangChain's own methods add nothing from a generator, and no more texts than there are ids
+
+    def add_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Add texts as documents; see `add_documents`."""
+        return super().add_texts(_listed(texts, ids), metadatas, ids=ids, **kwargs)
+
+    async def aadd_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Like `add_texts`, off the event loop."""
+        return await super().aadd_texts(_listed(texts, ids), metadatas, ids=ids, **kwargs)
+
+    def _plan(self, documents: Sequence[Document], ids: Sequence[str | None] | None) -> Adding:
+        return self._kv.plan(*_columns(documents, ids, self.collection))
+
+    def _checked(self, adding: Adding) -> Callable[[list[str]], list[str]]:
+        name, number = type(self.vectorstore).__name__, len(adding.texts)
+
+        def checked(ids: list[str]) -> list[str]:
+            if len(ids) != number:
+                raise KvragError(f"{name} returned {len(ids)} ids for {number} documents: their KV was dropped")
+            return ids
+
+        return checked
 
     # ---------------------------------------------------------------- deleting
 
@@ -185,10 +207,10 @@ class KVWarmVectorStore(AddsAllTexts):
         try:
             deleted = self.vectorstore.delete(ids, **kwargs)
         except BaseException:
-            self._held.drop(asked, self._present(asked))
+            self._kv.drop(asked, self._present(asked))
             raise
         sure = ids is not None and deleted is not False
-        self._held.drop(asked, {} if sure else self._present(asked))
+        self._kv.drop(asked, {} if sure else self._present(asked))
         return deleted
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
@@ -196,13 +218,13 @@ class KVWarmVectorStore(AddsAllTexts):
         ids = None if ids is None else list(ids)
         asked = await asyncio.to_thread(self._asked_for, ids)
         try:
-            deleted = await _whole(self.vectorstore.adelete(ids, **kwargs))
+            deleted = await uncancelled(self.vectorstore.adelete(ids, **kwargs))
         except BaseException:
-            await _whole(asyncio.to_thread(self._held.drop, asked, await self._apresent(asked)))
+            await uncancelled(asyncio.to_thread(self._kv.drop, asked, await self._apresent(asked)))
             raise
         sure = ids is not None and deleted is not False
         left = {} if sure else await self._apresent(asked)
-        await _whole(asyncio.to_thread(self._held.drop, asked, left))
+        await uncancelled(asyncio.to_thread(self._kv.drop, asked, left))
         return deleted
 
     def _asked_for(self, ids: list[str] | None) -> list[str]:
@@ -210,7 +232,7 @@ class KVWarmVectorStore(AddsAllTexts):
             return ids
         if not self._can_tell:
             raise SettingError(f"{type(self.vectorstore).__name__} cannot list its remaining documents: pass ids")
-        return self._held.ids()
+        return self._kv.ids()
 
     # ---------------------------------------------------------------- methods that only some stores have
 
@@ -218,29 +240,23 @@ class KVWarmVectorStore(AddsAllTexts):
         self._update_documents([document_id], [document])
 
     def _update_documents(self, ids: list[str], documents: list[Document]) -> None:
-        adding = self._held.plan(documents, ids)
-        try:
-            self._held.warm(adding)
-            self.vectorstore.update_documents(ids, documents)  # type: ignore[attr-defined]
-        except BaseException:
-            self._held.undo(adding, self._present(adding.ids))
-            raise
+        adding = self._plan(documents, ids)
+        update: Callable[..., None] = self.vectorstore.update_documents  # type: ignore[attr-defined]
+        self._kv.add(adding, lambda: update(ids, documents), self._present)
         present = self._present(adding.ids)
-        if present is None:
-            self._held.settle(adding, adding.ids)
-        else:
-            self._held.undo(adding, present)  # unknown ids have been ignored
+        if present is not None:
+            self._kv.keep(adding, present)  # unknown ids have been ignored
 
     def _clear(self, name: str, **kwargs: Any) -> Any:
-        held = self._held.ids()
+        before = self._kv.names()
         cleared = getattr(self.vectorstore, name)(**kwargs)
-        self._held.drop(held, {})
+        self._kv.forget(before)
         return cleared
 
     async def _aclear(self, name: str, **kwargs: Any) -> Any:
-        held = await asyncio.to_thread(self._held.ids)
-        cleared = await _whole(getattr(self.vectorstore, name)(**kwargs))
-        await _whole(asyncio.to_thread(self._held.drop, held, {}))
+        before = await asyncio.to_thread(self._kv.names)
+        cleared = await uncancelled(getattr(self.vectorstore, name)(**kwargs))
+        await uncancelled(asyncio.to_thread(self._kv.forget, before))
         return cleared
 
     # ---------------------------------------------------------------- existing documents
@@ -262,7 +278,7 @@ class KVWarmVectorStore(AddsAllTexts):
         found: list[Document] = []
         for start in range(0, len(asked), _BATCH):
             found += documents_by_id(self.vectorstore, asked[start : start + _BATCH])
-        return self._held.replace(found, None if ids is None or whole else asked)
+        return self._replace(found, None if ids is None or whole else asked)
 
     async def awarm_existing(self, ids: Iterable[str] | None = None, *, whole: bool = False) -> WarmReport:
         """Like `warm_existing`, off the event loop."""
@@ -270,7 +286,12 @@ class KVWarmVectorStore(AddsAllTexts):
         found: list[Document] = []
         for start in range(0, len(asked), _BATCH):
             found += await adocuments_by_id(self.vectorstore, asked[start : start + _BATCH])
-        return await _whole(asyncio.to_thread(self._held.replace, found, None if ids is None or whole else asked))
+        return await uncancelled(asyncio.to_thread(self._replace, found, None if ids is None or whole else asked))
+
+    def _replace(self, documents: Sequence[Document], ids: Sequence[str] | None) -> WarmReport:
+        """Hold exactly these documents under these ids (None = all ids)."""
+        pieces = {_id(found): (found.page_content, source_name(found, self.collection)) for found in documents}
+        return self._kv.replace(pieces, self._kv.names() if ids is None else self._kv.names_of(ids))
 
     def _listed(self, ids: Iterable[str] | None) -> list[str]:
         name = type(self.vectorstore).__name__
@@ -331,16 +352,16 @@ class KVWarmVectorStore(AddsAllTexts):
             vectorstore_class: Class of the store to wrap.
             kwargs: Further arguments of its `from_texts`.
         """
-        held = _Held.of(llm, namespace, collection)
-        adding = held.plan(*_as_documents(texts, metadatas, ids))
-        try:
-            held.warm(adding)
-            made = vectorstore_class.from_texts(texts, embedding, metadatas, ids=adding.ids, **kwargs)
-        except BaseException:
-            held.undo(adding, None)
-            raise
-        held.settle(adding, adding.ids)
-        return cls(made, held.llm, namespace=namespace, collection=collection)
+        kv = _kv(llm, namespace, collection)
+        documents, ids = _as_documents(texts, metadatas, ids)
+        adding = kv.plan(*_columns(documents, ids, collection))
+        made = kv.add(
+            adding,
+            lambda: vectorstore_class.from_texts(texts, embedding, metadatas, ids=ids, **kwargs),
+            lambda _: None,
+        )
+        assert llm is not None  # otherwise _kv has raised
+        return cls(made, llm, namespace=namespace, collection=collection)
 
     @classmethod
     async def afrom_texts(
@@ -357,16 +378,16 @@ class KVWarmVectorStore(AddsAllTexts):
         **kwargs: Any,
     ) -> Self:
         """Like `from_texts`, off the event loop."""
-        held = _Held.of(llm, namespace, collection)
-        adding = await asyncio.to_thread(held.plan, *_as_documents(texts, metadatas, ids))
-        try:
-            await _whole(asyncio.to_thread(held.warm, adding))
-            made = await _whole(vectorstore_class.afrom_texts(texts, embedding, metadatas, ids=adding.ids, **kwargs))
-        except BaseException:
-            await _whole(asyncio.to_thread(held.undo, adding, None))
-            raise
-        await _whole(asyncio.to_thread(held.settle, adding, adding.ids))
-        return cls(made, held.llm, namespace=namespace, collection=collection)
+        kv = _kv(llm, namespace, collection)
+        documents, ids = _as_documents(texts, metadatas, ids)
+        adding = await asyncio.to_thread(kv.plan, *_columns(documents, ids, collection))
+        made = await kv.aadd(
+            adding,
+            lambda: vectorstore_class.afrom_texts(texts, embedding, metadatas, ids=ids, **kwargs),
+            lambda _: asyncio.sleep(0, None),
+        )
+        assert llm is not None  # otherwise _kv has raised
+        return cls(made, llm, namespace=namespace, collection=collection)
 
 
 def _restored(kind: type[KVWarmVectorStore], fields: dict[str, Any]) -> KVWarmVectorStore:
@@ -384,137 +405,43 @@ _IN_STEP: dict[str, Callable[..., Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Adding:
-    """Documents to be added.
-
-    Attributes:
-        ids: Ids known in advance.
-        names: Name of the KV document of each text; provisional without an id.
-        sources: Source of each text.
-        before: KV documents of these ids before the change.
-    """
-
-    ids: list[str]
-    texts: list[str]
-    names: list[str]
-    sources: list[str]
-    before: set[str]
+def _kv(
+    llm: BlendEngine | RemoteEngine | BlendSettings | None, namespace: str | None, collection: str
+) -> VectorStoreKV:
+    if llm is None:
+        raise SettingError("no llm: pass llm=, which encodes the texts")
+    if not isinstance(llm, (BlendEngine, RemoteEngine, BlendSettings)):
+        raise SettingError(
+            f"llm must be a ChatBlend, a BlendLLM, a BlendEngine or a RemoteEngine, got {type(llm).__name__}"
+        )
+    return VectorStoreKV(llm, namespace, "langchain", collection)
 
 
-class _Held:
-    """KV held for a vector store's documents.
+def _columns(
+    documents: Sequence[Document], ids: Sequence[str | None] | None, collection: str
+) -> tuple[list[str | None], list[str], list[str]]:
+    """Return ids, texts and sources."""
+    if ids is None:
+        ids = [None] * len(documents)
+    if len(ids) != len(documents):
+        raise SettingError(f"got {len(ids)} ids for {len(documents)} documents: pass one per document")
+    return (
+        [known or document.id for known, document in zip(ids, documents, strict=True)],
+        [document.page_content for document in documents],
+        [source_name(document, collection) for document in documents],
+    )
 
-    Every id is a document of its own in the KV store, so that it can be dropped individually. Its name contains the
-    text's digest, which separates the old and the new version until the vector store has the new one.
-    """
 
-    def __init__(self, llm: BlendEngine | RemoteEngine | BlendSettings, namespace: str | None, collection: str) -> None:
-        if not isinstance(llm, (BlendEngine, RemoteEngine, BlendSettings)):
-            raise SettingError(
-                f"llm must be a ChatBlend, a BlendLLM, a BlendEngine or a RemoteEngine, got {type(llm).__name__}"
-            )
-        self.llm, self._given = llm, namespace
-        self._collection, self._prefix = collection, f"langchain/{quote(collection, safe='')}/"
+def _listed(texts: Iterable[str], ids: Sequence[str] | None) -> list[str]:
+    listed = list(texts)
+    if ids is not None and len(ids) != len(listed):
+        raise SettingError(f"got {len(ids)} ids for {len(listed)} texts: pass one per text")
+    return listed
 
-    @classmethod
-    def of(
-        cls, llm: BlendEngine | RemoteEngine | BlendSettings | None, namespace: str | None, collection: str
-    ) -> _Held:
-        """Like the constructor, but raise SettingError without an LLM."""
-        if llm is None:
-            raise SettingError("no llm: pass llm=, which encodes the texts")
-        return cls(llm, namespace, collection)
 
-    @property
-    def _engine(self) -> BlendEngine | RemoteEngine:
-        return self.llm._open() if isinstance(self.llm, BlendSettings) else self.llm
-
-    @property
-    def _namespace(self) -> str:
-        if self._given is not None:
-            return self._given
-        return self.llm.namespace if isinstance(self.llm, BlendSettings) else ""
-
-    def prefetch(self, found: Sequence[Document | tuple[Document, float]]) -> None:
-        """Read the KV of what a search returned ahead, if the model is loaded."""
-        engine = self.llm._opened() if isinstance(self.llm, BlendSettings) else self.llm
-        if engine is not None:
-            documents = (one[0] if isinstance(one, tuple) else one for one in found)
-            engine.prefetch([document.page_content for document in documents], namespace=self._namespace)
-
-    def plan(self, documents: Sequence[Document], ids: Sequence[str | None] | None) -> _Adding:
-        """Return the plan for adding these documents, without changing anything."""
-        if ids is None:
-            ids = [None] * len(documents)
-        if len(ids) != len(documents):
-            raise SettingError(f"got {len(ids)} ids for {len(documents)} documents: pass one per document")
-        given = [known or document.id for known, document in zip(ids, documents, strict=True)]
-        texts = [document.page_content for document in documents]
-        known = [one for one in given if one is not None]
-        names = [self._name(one or str(uuid.uuid4()), text) for one, text in zip(given, texts, strict=True)]
-        sources = [source_name(document, self._collection) for document in documents]
-        return _Adding(known, texts, names, sources, self._of(known))
-
-    def warm(self, adding: _Adding) -> WarmReport:
-        """Encode the new texts; keep the old ones of these ids."""
-        report = self._warm(adding.texts, adding.names, adding.sources)
-        for warning in report.warnings:
-            logger.warning(warning)
-        return report
-
-    def settle(self, adding: _Adding, ids: Sequence[str]) -> None:
-        """Store the texts under their final ids; drop the old texts of these ids."""
-        pieces = zip(adding.texts, adding.sources, strict=True)
-        final = dict(zip(ids, pieces, strict=True))  # of equal ids, the last one wins
-        names = [self._name(one, text) for one, (text, _) in final.items()]
-        if not {*names} <= {*adding.names}:  # ids generated by the vector store
-            texts, sources = zip(*final.values(), strict=True)
-            self._warm(texts, names, sources)
-        self._forget({*adding.names, *adding.before} - {*names})
-
-    def undo(self, adding: _Adding, present: dict[str, str] | None) -> None:
-        """Hold only the texts in the vector store; if these are unknown, the texts held before."""
-        now = adding.before if present is None else {self._name(*pair) for pair in present.items()}
-        self._forget({*adding.names, *adding.before} - now)
-
-    def drop(self, ids: Iterable[str], left: dict[str, str] | None) -> None:
-        """Drop the KV of the ids that are not left; nothing if these are unknown."""
-        if left is not None:
-            self._forget(self._of(one for one in ids if one not in left))
-
-    def replace(self, documents: Sequence[Document], ids: Sequence[str] | None) -> WarmReport:
-        """Hold exactly these documents under these ids (None = all ids)."""
-        present = _texts(documents)
-        sources = {_id(document): source_name(document, self._collection) for document in documents}
-        before = self._of(self.ids() if ids is None else ids)
-        names = [self._name(*pair) for pair in present.items()]
-        report = self._warm(present.values(), names, list(sources.values()))
-        self._forget(before - {*names})
-        return report
-
-    def ids(self) -> list[str]:
-        """Return the ids with KV."""
-        names = self._documents(self._prefix)
-        return list(dict.fromkeys(unquote(name.removeprefix(self._prefix).split("/")[0]) for name in names))
-
-    def _name(self, one: str, text: str) -> str:
-        digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
-        return f"{self._prefix}{quote(str(one), safe='')}/{digest}"
-
-    def _of(self, ids: Iterable[str]) -> set[str]:
-        return {name for one in ids for name in self._documents(f"{self._prefix}{quote(str(one), safe='')}/")}
-
-    def _warm(self, texts: Iterable[str], names: Sequence[str], sources: Sequence[str]) -> WarmReport:
-        return self._engine.warm(texts, document=names, sources=sources, namespace=self._namespace)
-
-    def _documents(self, prefix: str) -> list[str]:
-        return self._engine.documents(prefix, namespace=self._namespace)
-
-    def _forget(self, names: Iterable[str]) -> None:
-        engine, namespace = self._engine, self._namespace
-        for name in sorted(names):
-            engine.forget(name, namespace=namespace)
+def _found_texts(found: Iterable[Document | tuple[Document, float]]) -> Iterator[str]:
+    for document in found:
+        yield (document[0] if isinstance(document, tuple) else document).page_content
 
 
 def _as_documents(
@@ -523,13 +450,6 @@ def _as_documents(
     pairs = zip(texts, metadatas or [{}] * len(texts), strict=True)
     documents = [Document(page_content=text, metadata=metadata) for text, metadata in pairs]
     return documents, ids or [str(uuid.uuid4()) for _ in texts]
-
-
-def _checked(added: list[str], adding: _Adding, vectorstore: VectorStore) -> list[str]:
-    if len(added) != len(adding.texts):
-        name = type(vectorstore).__name__
-        raise KvragError(f"{name} returned {len(added)} ids for {len(adding.texts)} documents: their KV was dropped")
-    return added
 
 
 def _texts(documents: Iterable[Document]) -> dict[str, str]:
@@ -542,14 +462,3 @@ def _id(document: Document) -> str:
     if one is None:
         raise SettingError("the vector store returns documents without ids: warm their texts with llm.warm(texts)")
     return str(one)
-
-
-async def _whole(work: Awaitable[_T]) -> _T:
-    """Wait until work is done even if the caller is cancelled: its thread cannot be stopped."""
-    step = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(step)
-    except asyncio.CancelledError:
-        if not step.done():
-            await asyncio.wait([step])
-        raise

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import langchain_kvrag
 import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.runnables import RunnableLambda
 from langchain_core.structured_query import Comparator, Comparison, StructuredQuery
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
-from langchain_kvrag import ChatBlend, FaissVectorStore, KVWarmVectorStore
+from langchain_kvrag import ChatBlend, KVWarmVectorStore
 from langchain_kvrag.listing import listed_ids
 
 from kvrag import BlendEngine, Model
@@ -45,7 +46,6 @@ STORES: dict[str, Callable[[], VectorStore]] = {
     "Chroma": chroma,
     "Qdrant": qdrant,
     "FAISS": faiss,
-    "ours": lambda: FaissVectorStore(EMBEDDING),
     "in memory": lambda: InMemoryVectorStore(EMBEDDING),
 }
 
@@ -87,7 +87,7 @@ async def test_what_a_store_holds_already_is_listed_and_warmed(
 @pytest.mark.parametrize("way", ["listed", "whole"])
 def test_kv_that_a_killed_program_left_is_swept(way: str, engine: BlendEngine, chunks: list[str]) -> None:
     killed = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine)
-    killed._held.warm(killed._held.plan([Document(chunks[0])], None))  # and never added
+    killed._kv._encode(killed._plan([Document(chunks[0])], None))  # and never added
     other = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine, collection="other")
     other.add_texts(chunks[2:3])
     store = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine)
@@ -161,7 +161,7 @@ def test_a_collection_that_is_cleared_has_no_kv(method: str, store: KVWarmVector
 
 
 def test_other_stores_do_not_get_these_methods(engine: BlendEngine) -> None:
-    store = KVWarmVectorStore(FaissVectorStore(EMBEDDING), engine)
+    store = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine)
     assert not hasattr(store, "update_documents")
     assert not hasattr(store, "reset_collection")
 
@@ -182,12 +182,15 @@ def test_a_self_query_retriever_finds_its_translator(kind: str, engine: BlendEng
 
 
 def test_a_wrapper_is_what_it_wraps_and_itself(engine: BlendEngine, chunks: list[str]) -> None:
-    store = KVWarmVectorStore(KVWarmVectorStore(FaissVectorStore(EMBEDDING), engine, collection="inner"), engine)
+    class Other(InMemoryVectorStore):
+        pass
+
+    store = KVWarmVectorStore(KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine, collection="inner"), engine)
     assert isinstance(store, KVWarmVectorStore)
-    assert isinstance(store, FaissVectorStore)
-    assert not isinstance(store, InMemoryVectorStore)
+    assert isinstance(store, InMemoryVectorStore)
+    assert not isinstance(store, Other)
     assert type(store) is type(copy.copy(store)) is KVWarmVectorStore
-    assert store.as_retriever().tags == ["FaissVectorStore", "DeterministicFakeEmbedding"]
+    assert store.as_retriever().tags == ["InMemoryVectorStore", "DeterministicFakeEmbedding"]
     assert isinstance(object.__new__(KVWarmVectorStore), KVWarmVectorStore)
 
 
@@ -199,14 +202,8 @@ def test_a_wrapper_can_be_pickled(settings: dict[str, Any], chunks: list[str]) -
     assert again.warm_existing().reused == 1
 
 
-def test_why_there_is_a_faiss_store_of_our_own(chunks: list[str]) -> None:
-    theirs, ours = faiss(), FaissVectorStore(EMBEDDING)
-    for store in (theirs, ours):
-        store.add_texts(chunks[:1], ids=["one"])
-    with pytest.raises(ValueError, match="already exist"):  # so that no document can be replaced
-        theirs.add_texts(chunks[1:2], ids=["one"])
-    with pytest.raises(ValueError, match="do not exist"):
-        theirs.delete(["unknown"])
-    ours.add_texts(chunks[1:2], ids=["one"])
-    ours.delete(["unknown"])
-    assert [document.page_content for document in ours.similarity_search("", k=9)] == chunks[1:2]
+def test_the_former_vector_store_names_its_replacements() -> None:
+    with pytest.raises(ImportError, match=r"use InMemoryVectorStore from langchain_core\.vectorstores, or .* Chroma"):
+        from langchain_kvrag import FaissVectorStore  # noqa: F401
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        langchain_kvrag.Nothing  # noqa: B018

@@ -258,6 +258,30 @@ def test_a_node_that_changes_is_encoded_again_and_its_old_kv_is_dropped(
     assert stored(llm) == 1
 
 
+@pytest.mark.parametrize("wrapped", [SimpleVectorStore, KeepsText])
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_an_add_lists_the_kv_of_its_own_nodes_only(
+    wrapped: type[SimpleVectorStore], is_async: bool, llm: BlendLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vector_store, listed = KVWarmVectorStore(wrapped(), llm), []
+    documents = FileStore.documents
+
+    def counting(self: FileStore, *args: Any) -> dict[str, list[str]]:
+        found = documents(self, *args)
+        listed.append(len(found))
+        return found
+
+    monkeypatch.setattr(FileStore, "documents", counting)
+    asked = []
+    for number in range(12):
+        nodes = [node(f"{number}", f"{MIRA} {number}", "one document"), node("changed", f"{ZEL} {number}", "another")]
+        await vector_store.async_add(nodes) if is_async else vector_store.add(nodes)
+        asked.append((sum(listed), len(listed)))
+        listed.clear()
+    assert {*asked[1:]} == {(1, 2)}, "queries per node, and of these, one finds what the changed node had"
+    assert len(llm.documents()) == 13
+
+
 def test_nodes_of_different_vector_stores_do_not_drop_each_others_kv(llm: BlendLLM) -> None:
     one = KVWarmVectorStore(SimpleVectorStore(), llm, collection="one")
     other = KVWarmVectorStore(SimpleVectorStore(), llm, collection="other")

@@ -26,7 +26,7 @@ from vllm_kvrag import gate
 from vllm_kvrag.backend import VllmBackend, exchange
 from vllm_kvrag.compat import check_version
 from vllm_kvrag.fingerprint import fingerprint_of, tokenizer_of
-from vllm_kvrag.jobs import Jobs, Outcome, Task
+from vllm_kvrag.jobs import JobOutcome, Jobs, Task
 from vllm_kvrag.params import ConnectorSettings
 from vllm_kvrag.scheduler import Matching
 from vllm_kvrag.stats import KvragPromMetrics, KvragStats
@@ -56,7 +56,7 @@ class StepMetadata(KVConnectorMetadata):
 class Results(KVConnectorWorkerMetadata):
     """Outcomes of finished tasks, by request id; from the first worker, and failures from any."""
 
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, JobOutcome] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Results:
         """Join the outcomes of two workers."""
@@ -108,7 +108,7 @@ class KvragConnector(KVConnectorBase_V1):
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._blocks: dict[str, list[int]] = {}  # those that a task fills
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[str, JobOutcome] = {}
         self._stats = KvragStats.empty()
 
     # ---------------------------------------------------------------- scheduler
@@ -207,7 +207,7 @@ class KvragConnector(KVConnectorBase_V1):
             if job.error is not None:
                 if not job.aborted:
                     self._failed_blocks.update(blocks)
-                self._outcomes[job.name] = Outcome({"error": str(job.error), "type": type(job.error).__name__})
+                self._outcomes[job.name] = JobOutcome({"error": str(job.error), "type": type(job.error).__name__})
             elif job.result is not None and self._jobs.is_first:  # the others did the same
                 self._outcomes[job.name] = job.result
                 self._stats.observe(job.result.report)

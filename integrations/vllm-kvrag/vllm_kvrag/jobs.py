@@ -22,7 +22,7 @@ from vllm_kvrag.turns import Job
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """What a task came to.
 
     Attributes:
@@ -101,7 +101,7 @@ class Jobs:
         """Whether this is the first process of its tensor-parallel group."""
         return self._backend.rank == 0
 
-    def work(self, task: Task) -> Callable[[Job], Outcome]:
+    def work(self, task: Task) -> Callable[[Job], JobOutcome]:
         """Return the function that does a task, for a job's thread."""
         if isinstance(task, BlendTask):
             return lambda job: self._blend(task, job)
@@ -119,7 +119,7 @@ class Jobs:
         """Return whether one such task runs at a time: encoding uses a page that is not the request's."""
         return not isinstance(task, BlendTask)
 
-    def _blend(self, task: BlendTask, job: Job) -> Outcome:
+    def _blend(self, task: BlendTask, job: Job) -> JobOutcome:
         started = time.perf_counter()
         self._notice_removals()
         backend = self._backend.on(task.blocks, job)
@@ -131,7 +131,7 @@ class Jobs:
         done = pipeline.prefill(Prompt(task.ids, config, task.namespace, prefix, task.found, notes))
         self._tuning.keep_speed_now_and_then()
         report = replace(done.report, ttft_s=time.perf_counter() - started).to_dict()
-        return Outcome(report, done.stitched.tail or None)  # nothing reused: all was computed
+        return JobOutcome(report, done.stitched.tail or None)  # nothing reused: all was computed
 
     def _warm(self, task: WarmTask, job: Job) -> dict[str, Any]:
         # the null block, which no request reads, has room for the preamble
@@ -216,9 +216,9 @@ class _InPages:
         return
 
 
-def _refusable(work: Callable[[], dict[str, Any]]) -> Outcome:
+def _refusable(work: Callable[[], dict[str, Any]]) -> JobOutcome:
     """Return the report, or the error for the client."""
     try:
-        return Outcome(work())
+        return JobOutcome(work())
     except KvragError as error:
-        return Outcome({"error": str(error), "type": type(error).__name__})
+        return JobOutcome({"error": str(error), "type": type(error).__name__})

@@ -19,7 +19,7 @@ from kvrag.reuse.catalog import Catalog
 from kvrag.store import KVStore, serve
 from kvrag.types import BlendReport
 from vllm_kvrag.fingerprint import tokenizer_of
-from vllm_kvrag.jobs import BlendTask, ForgetTask, Outcome, Task, WarmTask
+from vllm_kvrag.jobs import BlendTask, ForgetTask, JobOutcome, Task, WarmTask
 from vllm_kvrag.params import ConnectorSettings, Wish, read_wish
 
 logger = logging.getLogger("vllm.kvrag")  # below vLLM's own logger, which has the handlers
@@ -140,7 +140,7 @@ class Matching:
         """Return the number of rows that blending may compute beside a batch of `num_scheduled` tokens."""
         return max(self._rows - num_scheduled, self._rows // _LEAST_SHARE)
 
-    def take_outcomes(self, outcomes: Mapping[str, Outcome]) -> None:
+    def take_outcomes(self, outcomes: Mapping[str, JobOutcome]) -> None:
         """Take the outcomes of finished tasks.
 
         vLLM takes all external tokens for complete. What follows the last stored chunk is not: vLLM computes it in its

@@ -318,7 +318,8 @@ def _checked(message: dict[str, Any]) -> dict[str, Any]:
         raise PromptError(f"a message must be a dict with role and content, got {message!r:.80}")
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(_text_of(part) for part in content)
+        between = "\n" if message["role"] == "tool" else ""  # a tool returns each document as a block of its own
+        content = between.join(_text_of(part) for part in content)
         message = {**message, "content": content}
     if content is not None:
         if not isinstance(content, str):

@@ -238,7 +238,11 @@ def test_a_response_calls_functions(client: OpenAI, engine: BlendEngine, stream:
     [call] = said.output
     assert (call.type, call.name, said.status) == ("function_call", "look", "completed")
     assert isinstance(json.loads(call.arguments)["far"], bool)
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "A bird."}
+    result = {
+        "type": "function_call_output",
+        "call_id": call.call_id,
+        "output": [{"type": "input_text", "text": text} for text in ("A bird.", "A plane.")],
+    }
     again = client.responses.create(**settings, input=[*MESSAGES, call, result], tool_choice="none")
     function = {"name": "look", "arguments": json.loads(call.arguments)}
     history = [
@@ -248,7 +252,7 @@ def test_a_response_calls_functions(client: OpenAI, engine: BlendEngine, stream:
             "content": "",
             "tool_calls": [{"type": "function", "id": call.call_id, "function": function}],
         },
-        {"role": "tool", "tool_call_id": call.call_id, "content": "A bird."},
+        {"role": "tool", "tool_call_id": call.call_id, "content": "A bird.\nA plane."},
     ]
     assert again.output_text == engine.generate(history, temperature=0, max_new_tokens=64).text.lstrip()
 

@@ -33,7 +33,7 @@ from kvrag import (
     WarmReport,
 )
 from kvrag.answer import join
-from kvrag.client.texts import Texts, batches, whole_documents
+from kvrag.client.texts import NamedTexts, batches, whole_documents
 
 OBJECT = {"type": "object"}
 USER: list[dict[str, Any]] = [{"role": "user", "content": "Who plays the harp"}]
@@ -253,7 +253,7 @@ def test_parts_keep_to_the_contract(seed: int) -> None:
     """Of any texts: all are sent in order, none too long, and it is known which documents are divided."""
     rng = random.Random(seed)
     number = rng.randint(1, 40)
-    texts = Texts(
+    texts = NamedTexts(
         [" ".join(["word"] * rng.randint(1, 50)) for _ in range(number)],
         [rng.choice("abc") if seed % 2 else rng.choice(["", "a"]) for _ in range(number)],
         [rng.choice(["", "s", "t"]) for _ in range(number)],
@@ -271,7 +271,9 @@ def test_documents_and_sources_are_not_divided(seed: int) -> None:
     rng = random.Random(seed)
     number = rng.randint(0, 30)
     documents = sorted(rng.choice("abcdefgh") for _ in range(number))
-    texts = Texts(["x" * rng.randint(1, 9) for _ in range(number)], documents, [rng.choice(["", d]) for d in documents])
+    texts = NamedTexts(
+        ["x" * rng.randint(1, 9) for _ in range(number)], documents, [rng.choice(["", d]) for d in documents]
+    )
     made = list(whole_documents(texts, 12))
     assert [text for part in made for text in part.texts] == texts.texts
     assert [len({*part.documents}) for part in made] == [len({*part.documents}) for part in made]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 import weakref
@@ -17,7 +16,6 @@ from blending import CHUNKS, messages
 import kvrag.backend.lock
 import kvrag.generate.admission
 from kvrag import BlendEngine, Delta, KvragError, Model, ModelError, Sampling, SettingError
-from kvrag.cli.main import main
 from kvrag.errors import OutOfMemoryError
 from kvrag.generate.decode import AHEAD, _batch_of, decode
 
@@ -374,12 +372,3 @@ def test_a_decode_step_waits_for_one_layer_of_a_prefill_only(
 def _no_row_is_left(endless: Model) -> Iterator[None]:
     yield
     until(lambda: not _batch_of(endless)._rows)
-
-
-def test_the_benchmark(endless: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("kvrag.bench.decode.random_model", lambda *_: endless)
-    sizes = ["--rows", "3", "--prompt-tokens", "9", "--answer-tokens", "6", "--repeats", "1"]
-    assert main(["bench", "decode", *sizes, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["together_to_alone"] == result["together"] / result["alone"] > 0
-    assert result["settings"]["rows"] == 3

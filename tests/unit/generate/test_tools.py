@@ -192,6 +192,16 @@ def test_a_template_that_takes_its_tools_by_another_name_gets_them_in_words(toke
     assert "<tool_call>" in str(prepared.grammar.lark)
 
 
+def test_text_blocks_of_a_tools_result_are_joined_by_line_breaks(talker: BlendEngine) -> None:
+    def prompt(content: Any) -> list[int]:
+        prepared = prepare(talker.model.tokenizer, [*HISTORY[:3], {**HISTORY[3], "content": content}], TOOLS)
+        return talker.model.tokenizer.render(prepared.prompt, **prepared.template)
+
+    blocks = [{"type": "text", "text": "A bird."}, "A plane.", {"type": "text", "text": "The sun."}]
+    assert prompt(blocks) == prompt("A bird.\nA plane.\nThe sun.")
+    assert prompt([]) == prompt("")
+
+
 def test_chunks_in_a_tools_result_are_reused(talker: BlendEngine) -> None:
     talker.warm(CHUNKS)
     found = {**HISTORY[3], "content": "\n\n".join(CHUNKS)}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
-import json
 import threading
 import weakref
 from collections.abc import Iterator
@@ -21,7 +19,6 @@ import kvrag.answer
 import kvrag.reuse.conversation
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError
 from kvrag.backend.transformers import BlendCache
-from kvrag.cli.main import main
 from kvrag.control.controller import Decision
 from kvrag.request import Prefilled
 from kvrag.reuse.blend import prefill
@@ -442,23 +439,6 @@ def test_the_one_used_longest_ago_goes_first() -> None:
     assert (found.conversation, found.length) == (three[0], 40)
     conversations.keep(three[2], None)
     assert conversations._kept == [three[0], three[2]]
-
-
-def test_the_benchmark(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("kvrag.bench.chat.random_model", lambda *_: model)
-    sizes = ["--turns", "3", "--chunks", "2", "--chunk-tokens", "20", "--question-tokens", "9", "--answer-tokens", "7"]
-    assert main(["bench", "chat", *sizes, "--repeats", "1", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    prompts = [row["prompt_tokens"] for row in result["rows"]]
-    assert [later - earlier for earlier, later in itertools.pairwise(prompts)] == pytest.approx([60, 60], abs=5)
-    kept = [row["conversation_tokens"] for row in result["rows"]]
-    assert kept[0] == 0
-    assert all(prompt - 5 < later < prompt for prompt, later in zip(prompts, kept[1:], strict=False))
-    assert result["growth"] > 0
-    assert result["growth"] == result["rows"][2]["ttft_s"] / result["rows"][1]["ttft_s"]
-    with pytest.raises(SystemExit):
-        main(["bench", "chat", "--turns", "1"])
-    assert "at least 2" in capsys.readouterr().err
 
 
 def test_the_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 from urllib.parse import quote
 
 from llama_index.core.base.llms.types import (
@@ -21,14 +21,7 @@ from llama_index.core.base.llms.types import (
     MessageRole,
     ToolCallBlock,
 )
-from llama_index.core.bridge.pydantic import (
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    SecretStr,
-    field_validator,
-    model_validator,
-)
+from llama_index.core.bridge.pydantic import ConfigDict
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
@@ -42,20 +35,17 @@ from llama_index.llms.kvrag.messages import assistant_message, template_messages
 
 from kvrag import (
     Answer,
-    BlendEngine,
     BlendReport,
     CallPiece,
     Delta,
     InvalidCall,
-    LazyEngine,
-    LLMBase,
     LLMSettings,
-    RemoteEngine,
     ToolCall,
 )
+from kvrag.llm import LONGER
+from kvrag.llm_fields import LLMFields
 
 _Prompt = str | list[dict[str, Any]]
-_LONGER = "raise max_tokens, or limit the length of strings and lists in the schema"
 
 
 def source_name(node: BaseNode | NodeWithScore | str, collection: str = "default") -> str:
@@ -65,7 +55,7 @@ def source_name(node: BaseNode | NodeWithScore | str, collection: str = "default
     return f"llama_index/{quote(collection, safe='')}/{quote(source, safe='')}/" if source else ""
 
 
-class BlendLLM(FunctionCallingLLM, LLMBase):
+class BlendLLM(FunctionCallingLLM, LLMFields):
     """LLM that answers from pre-encoded chunks.
 
     Chunks are found in the final prompt by their tokens, so query engines need no change. Creating an object is cheap:
@@ -93,22 +83,7 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
     With `base_url=` instead of `store=`, a server answers: `kvrag serve`, or vLLM with kvrag's KV connector.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
-
-    engine: BlendEngine | None = Field(default=None, exclude=True, repr=False)
-
-    timeout: float | None = Field(default=None, exclude=True)
-    max_retries: int | None = Field(default=None, exclude=True)
-    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
-
-    _lazy: LazyEngine = PrivateAttr(default_factory=LazyEngine)
-    _plain = field_validator("model", "store", "dtype", mode="before")(LLMSettings.plain)
-    _length = field_validator("max_tokens", mode="before")(LLMSettings.length)
-
-    @model_validator(mode="after")
-    def _check_settings(self) -> Self:
-        LLMSettings.of(self)
-        return self
+    model_config = ConfigDict(extra="forbid")
 
     @classmethod
     def class_name(cls) -> str:
@@ -191,7 +166,7 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
         calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
         _check_calls(response)
         if error_on_no_tool_call and not calls:
-            way_out = f"; it was cut off: {_LONGER}" if _is_cut_off(response) else ""
+            way_out = f"; it was cut off: {LONGER}" if _is_cut_off(response) else ""
             raise ValueError(f"the model called no tool but answered {response.message.content!r:.200}{way_out}")
         return [
             ToolSelection(
@@ -279,12 +254,6 @@ class BlendLLM(FunctionCallingLLM, LLMBase):
 
     def _program(self, output_cls: type[Model], prompt: PromptTemplate) -> BasePydanticProgram[Model]:
         return get_program_for_llm(output_cls, prompt, self, self.pydantic_program_mode, tool_choice="required")
-
-    def _open(self) -> BlendEngine | RemoteEngine:
-        return self._lazy.open(LLMSettings.of(self))
-
-    def _opened(self) -> BlendEngine | RemoteEngine | None:
-        return self._lazy.opened(LLMSettings.of(self))
 
     @staticmethod
     def _text(chunk: Any) -> Any:
@@ -376,7 +345,7 @@ def _check_calls(response: ChatResponse) -> None:
     for block in response.message.blocks:
         if isinstance(block, ToolCallBlock) and not isinstance(block.tool_kwargs, dict):
             if _is_cut_off(response):
-                raise ValueError(f"the call of the tool {block.tool_name!r} was cut off: {_LONGER}")
+                raise ValueError(f"the call of the tool {block.tool_name!r} was cut off: {LONGER}")
             raise ValueError(
                 f"the model called the tool {block.tool_name!r} with malformed arguments: {block.tool_kwargs!r:.200}"
             )

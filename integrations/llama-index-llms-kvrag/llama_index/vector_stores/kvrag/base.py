@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Sequence
-from hashlib import blake2b
-from typing import Any, TypeVar
-from urllib.parse import quote
+from collections.abc import Sequence
+from typing import Any
 
 from llama_index.core.bridge.pydantic import SerializeAsAny
 from llama_index.core.schema import BaseNode, MetadataMode
+from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import (
     BasePydanticVectorStore,
     MetadataFilters,
@@ -20,10 +18,7 @@ from llama_index.core.vector_stores.types import (
 from llama_index.llms.kvrag.base import BlendLLM, source_name
 
 from kvrag import SettingError, WarmReport
-
-logger = logging.getLogger("kvrag")
-
-_T = TypeVar("_T")
+from kvrag.vectorstore import Adding, Id, Present, VectorStoreKV
 
 
 class KVWarmVectorStore(BasePydanticVectorStore):
@@ -92,45 +87,29 @@ class KVWarmVectorStore(BasePydanticVectorStore):
             whole: True = these are all nodes: the KV of all others is dropped. Use it with in-memory vector stores,
                 which lose their nodes when the program ends, while the KV store keeps its chunks.
         """
-        before = self._documents() if whole else None
-        report, outdated = self._encode(nodes, before)
-        self._forget(outdated)
-        return report
+        adding = self._plan(nodes)
+        before = self._kv.names() if whole else adding.before
+        pieces = zip(adding.texts, adding.sources, strict=True)
+        return self._kv.replace(dict(zip(adding.ids, pieces, strict=True)), before)
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Encode the nodes, then add them."""
-        before = self._documents_of([node.node_id for node in nodes])
-        try:
-            _, outdated = self._encode(nodes, before)
-            ids = self.vector_store.add(nodes, **kwargs)
-        except BaseException:
-            self._undo(nodes, before)
-            raise
-        self._forget(outdated)
-        return ids
+        return self._kv.add(self._plan(nodes), lambda: self.vector_store.add(nodes, **kwargs), self._present)
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Like `add`, off the event loop."""
-        before = await asyncio.to_thread(self._documents_of, [node.node_id for node in nodes])
-        try:
-            # a thread that encodes cannot be stopped
-            _, outdated = await _whole(asyncio.to_thread(self._encode, nodes, before))
-            ids = await self.vector_store.async_add(nodes, **kwargs)
-        except BaseException:
-            await _whole(asyncio.to_thread(self._undo, nodes, before))
-            raise
-        await _whole(asyncio.to_thread(self._forget, outdated))
-        return ids
+        adding = await asyncio.to_thread(self._plan, nodes)
+        return await self._kv.aadd(adding, lambda: self.vector_store.async_add(nodes, **kwargs), self._apresent)
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete a document's nodes, then their KV."""
         self.vector_store.delete(ref_doc_id, **delete_kwargs)
-        self._forget(self._documents(ref_doc_id))
+        self._kv.forget(self._kv.names(ref_doc_id))
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Like `delete`, off the event loop."""
         await self.vector_store.adelete(ref_doc_id, **delete_kwargs)
-        await asyncio.to_thread(lambda: self._forget(self._documents(ref_doc_id)))
+        await asyncio.to_thread(lambda: self._kv.forget(self._kv.names(ref_doc_id)))
 
     def delete_nodes(
         self,
@@ -150,7 +129,7 @@ class KVWarmVectorStore(BasePydanticVectorStore):
             except NotImplementedError:
                 raise self._cannot_filter() from None
         self.vector_store.delete_nodes(node_ids, filters, **delete_kwargs)
-        self._forget(self._documents_of(node_ids, found))
+        self._kv.forget(self._names(node_ids, found))
 
     async def adelete_nodes(
         self,
@@ -166,17 +145,17 @@ class KVWarmVectorStore(BasePydanticVectorStore):
             except NotImplementedError:
                 raise self._cannot_filter() from None
         await self.vector_store.adelete_nodes(node_ids, filters, **delete_kwargs)
-        await asyncio.to_thread(lambda: self._forget(self._documents_of(node_ids, found)))
+        await asyncio.to_thread(lambda: self._kv.forget(self._names(node_ids, found)))
 
     def clear(self) -> None:
         """Delete all nodes, then their KV."""
         self.vector_store.clear()
-        self._forget(self._documents())
+        self._kv.forget(self._kv.names())
 
     async def aclear(self) -> None:
         """Like `clear`, off the event loop."""
         await self.vector_store.aclear()
-        await asyncio.to_thread(lambda: self._forget(self._documents()))
+        await asyncio.to_thread(lambda: self._kv.forget(self._kv.names()))
 
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
         """Delegate to the vector store."""
@@ -198,25 +177,16 @@ class KVWarmVectorStore(BasePydanticVectorStore):
 
     def _prefetched(self, found: VectorStoreQueryResult) -> VectorStoreQueryResult:
         if found.nodes:  # a store without texts returns only ids
-            self.llm.prefetch([self._text(node) for node in found.nodes], namespace=self.namespace)
+            self._kv.prefetch(self._text(node) for node in found.nodes)
         return found
 
     def persist(self, persist_path: str, fs: Any = None) -> None:
         """Delegate to the vector store; the KV is already in its own store."""
         self.vector_store.persist(persist_path, fs)
 
-    def _encode(self, nodes: Sequence[BaseNode], before: list[str] | None = None) -> tuple[WarmReport, list[str]]:
-        """Encode; return the report and the outdated documents among `before` (None = those of these nodes)."""
-        texts = [self._text(node) for node in nodes]
-        documents = [self._document(node, text) for node, text in zip(nodes, texts, strict=True)]
-        if before is None:
-            before = self._documents_of([node.node_id for node in nodes])
-        outdated = sorted({*before} - {*documents})
-        sources = [source_name(node, self.collection) for node in nodes]
-        report = self.llm.warm(texts, document=documents, sources=sources, namespace=self.namespace)
-        for warning in report.warnings:
-            logger.warning(warning)
-        return report, outdated
+    @property
+    def _kv(self) -> VectorStoreKV:
+        return VectorStoreKV(self.llm, self.namespace, "llama_index", self.collection)
 
     def _text(self, node: BaseNode) -> str:
         if self.target_metadata_key in node.metadata:
@@ -224,41 +194,39 @@ class KVWarmVectorStore(BasePydanticVectorStore):
             node.set_content(node.metadata[self.target_metadata_key])
         return node.get_content(MetadataMode.LLM)
 
-    # Every node is a document of its own in the KV store, so that it can be dropped individually. Its name contains the
-    # text's digest, which separates the old and the new version until the vector store has the new one.
+    def _plan(self, nodes: Sequence[BaseNode]) -> Adding:
+        texts = [self._text(node) for node in nodes]
+        sources = [source_name(node, self.collection) for node in nodes]
+        return self._kv.plan([_id(node) for node in nodes], texts, sources, self._former_ids(nodes))
 
-    def _document(self, node: BaseNode, text: str) -> str:
-        digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
-        return f"{self._prefix(node.ref_doc_id or 'None')}{quote(node.node_id, safe='')}/{digest}"
+    def _former_ids(self, nodes: Sequence[BaseNode]) -> list[Id]:
+        """Return the ids under which the vector store has these nodes: they can come from another document."""
+        node_ids = [node.node_id for node in nodes]
+        if isinstance(self.vector_store, SimpleVectorStore):  # it has no get_nodes
+            documents = self.vector_store.data.text_id_to_ref_doc_id
+            return [(documents[node_id], node_id) for node_id in node_ids if node_id in documents]
+        return [_id(node) for node in self._found(node_ids) or ()]
 
-    def _prefix(self, *path: str) -> str:
-        return "".join(f"{quote(part, safe='')}/" for part in ("llama_index", self.collection, *path))
-
-    def _documents(self, *ref_doc_id: str) -> list[str]:
-        return self.llm.documents(self._prefix(*ref_doc_id), namespace=self.namespace)
-
-    def _documents_of(self, node_ids: Sequence[str] | None, found: Sequence[BaseNode] | None = None) -> list[str]:
-        """Return the documents of the nodes found, else of those with these ids, else all."""
-        if found is not None:
-            node_ids = [node.node_id for node in found]
-        if node_ids is None:
-            return self._documents()
-        quoted = {quote(node_id, safe="") for node_id in node_ids}
-        return [document for document in self._documents() if document.split("/")[3] in quoted]
-
-    def _undo(self, nodes: Sequence[BaseNode], before: Sequence[str]) -> None:
-        """Keep the KV of the nodes that the vector store returns; if it cannot, the KV of before."""
-        ids = [node.node_id for node in nodes]
+    def _found(self, node_ids: Sequence[str]) -> list[BaseNode] | None:
+        """Return the nodes with these ids; None if the vector store cannot return them."""
         try:
-            present = [node for node in self.vector_store.get_nodes(ids) if node.node_id in {*ids}]
-            now = [self._document(node, self._text(node)) for node in present]
-        except Exception:  # not supported, or it fails again; the first error is raised
-            now = list(before)
-        self._forget(sorted({*self._documents_of(ids)} - {*now}))
+            return [node for node in self.vector_store.get_nodes(list(node_ids)) if node.node_id in {*node_ids}]
+        except Exception:  # not supported, or it fails: then adding fails, too
+            return None
 
-    def _forget(self, documents: Sequence[str]) -> None:
-        for document in documents:
-            self.llm.forget(document, namespace=self.namespace)
+    def _present(self, ids: list[tuple[str, str]]) -> Present:
+        found = self._found([node_id for _, node_id in ids])
+        return None if found is None else {_id(node): self._text(node) for node in found}
+
+    async def _apresent(self, ids: list[tuple[str, str]]) -> Present:
+        return await asyncio.to_thread(self._present, ids)
+
+    def _names(self, node_ids: Sequence[str] | None, found: Sequence[BaseNode] | None) -> set[str]:
+        """Return the KV documents of the nodes found, else of those with these ids, else all."""
+        if found is not None:
+            return self._kv.names_of(_id(node) for node in found)
+        names = self._kv.names()
+        return names if node_ids is None else {name for name in names if self._kv.parts(name)[1] in {*node_ids}}
 
     def _cannot_filter(self) -> SettingError:
         name = type(self.vector_store).__name__
@@ -267,12 +235,5 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         )
 
 
-async def _whole(work: Awaitable[_T]) -> _T:
-    """Wait until work is done even if the caller is cancelled: its thread cannot be stopped."""
-    step = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(step)
-    except asyncio.CancelledError:
-        if not step.done():
-            await asyncio.wait([step])
-        raise
+def _id(node: BaseNode) -> tuple[str, str]:
+    return (node.ref_doc_id or "None", node.node_id)

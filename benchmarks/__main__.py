@@ -1,0 +1,40 @@
+"""Run a benchmark: `python -m benchmarks NAME`, in the root of the repository."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from kvrag.cli.main import Parser, add_command, execute
+
+_COMMANDS: dict[str, tuple[str, str]] = {
+    "chat": ("benchmarks.speed.chat", "measure the time to first token over the turns of a conversation"),
+    "codec": ("benchmarks.speed.codec", "measure size and error of the 8- and 4-bit codecs"),
+    "decode": ("benchmarks.speed.decode", "measure decoding: several answers together, and one"),
+    "ingest": ("benchmarks.speed.ingest", "measure the encoding speed"),
+    "match": ("benchmarks.speed.match", "measure the speed of matching prompts with stored chunks"),
+    "vllm": ("benchmarks.speed.vllm", "measure vLLM with vllm-kvrag against vLLM alone, under load"),
+    "quality": (
+        "benchmarks.quality.command",
+        "measure answer quality on the readers' worlds, or as `kvrag bench quality`",
+    ),
+    "simulate": ("benchmarks.cluster.simulate", "predict where reuse wins and where it loses, with a cost model"),
+    "cluster": ("benchmarks.cluster.command", "plan a cluster: GPUs, hit rates and costs by a simulation"),
+}
+
+
+def _parser(argv: Sequence[str]) -> Parser:
+    parser = Parser(prog="python -m benchmarks", description=__doc__)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="NAME")
+    for name, (module, about) in _COMMANDS.items():
+        add_command(subparsers, name, module, about, name in argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a benchmark; the exit codes are those of `kvrag`."""
+    return execute(_parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""A cost model of single machines, and the simulation of a cluster."""

@@ -1,0 +1,1 @@
+"""The readers' worlds, and how the readers are trained on them."""

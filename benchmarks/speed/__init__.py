@@ -1,0 +1,1 @@
+"""Benchmarks of speed and size, on random weights of real shapes."""

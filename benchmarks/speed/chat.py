@@ -1,0 +1,144 @@
+"""Time to first token over the turns of a conversation; every turn adds new chunks.
+
+Compares an engine that reuses the conversation's KV from turn to turn with an engine that keeps none and stitches and
+blends the whole history every turn. Answers in the history differ from the decoded ones, as with templates that drop
+reasoning, so they are recomputed. The RAM tier is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvrag.backend.transformers.shapes import random_model
+from kvrag.bench.ttft import one_token_words, run_settings
+from kvrag.cli.bench import add_number, add_shape
+from kvrag.config import BlendConfig
+from kvrag.engine import BlendEngine
+from kvrag.types import Messages
+
+
+@dataclass(frozen=True)
+class TurnRow:
+    """One turn, medians in seconds; `anew_s` is without the KV of earlier turns."""
+
+    turn: int
+    prompt_tokens: int
+    conversation_tokens: int
+    ttft_s: float
+    anew_s: float
+
+
+@dataclass(frozen=True)
+class ChatResult:
+    """All turns; `growth` is the last turn's time over the second's, with and without the conversation."""
+
+    rows: list[TurnRow]
+    growth: float
+    growth_anew: float
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ChatSetup:
+    """Conversations on a random model of a real shape.
+
+    Attributes:
+        model, layers: The shape, and how many of its layers (None = all).
+        turns: Of a conversation.
+        chunks, chunk_tokens, question_tokens, answer_tokens: Of a turn.
+        ratio: See BlendConfig.
+        repeats: Conversations; the medians count.
+    """
+
+    model: str = "qwen2.5-0.5b"
+    layers: int | None = None
+    turns: int = 10
+    chunks: int = 4
+    chunk_tokens: int = 128
+    question_tokens: int = 32
+    answer_tokens: int = 32
+    ratio: float = 0.15
+    repeats: int = 3
+
+
+def measure(setup: ChatSetup, progress: Callable[[str], None] = lambda line: None) -> ChatResult:
+    """Measure on a random model of that shape: conversations after a warm-up of two turns."""
+    progress(f"building a random model of {setup.model}'s shape")
+    net = random_model(setup.model, setup.layers)
+    words, rng = one_token_words(net), random.Random(0)
+
+    def text(tokens: int) -> str:
+        return "".join(rng.choices(words, k=tokens))
+
+    corpus = [text(setup.chunk_tokens) for _ in range(setup.turns * setup.chunks)]
+    times: dict[tuple[int, bool], list[float]] = {}
+    sizes: dict[int, tuple[int, int]] = {}
+    config = BlendConfig(ratio=setup.ratio)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        BlendEngine(net, folder, config, ram_bytes=0) as going_on,
+        BlendEngine(net, folder, config, ram_bytes=0, conversation_bytes=0) as anew,
+    ):
+        progress(f"warming {len(corpus)} chunks of {setup.chunk_tokens} tokens")
+        going_on.warm(corpus)
+        for repeat in range(setup.repeats + 1):
+            rng.shuffle(corpus)
+            history: Messages = []
+            for turn in range(1, setup.turns + 1 if repeat else 3):
+                progress(f"conversation {repeat} of {setup.repeats}, turn {turn}" if repeat else "warm-up")
+                new = corpus[(turn - 1) * setup.chunks : turn * setup.chunks]
+                history.append({"role": "user", "content": "\n\n".join([*new, text(setup.question_tokens)])})
+                for engine in (going_on, anew):
+                    report = engine.generate(history, max_new_tokens=1, temperature=0).report
+                    if repeat:
+                        times.setdefault((turn, engine is going_on), []).append(report.ttft_s)
+                    if engine is going_on:
+                        sizes[turn] = report.prompt_tokens, report.conversation_tokens
+                history.append({"role": "assistant", "content": text(setup.answer_tokens)})
+    median = {key: statistics.median(values) for key, values in times.items()}
+    rows = [TurnRow(turn, *sizes[turn], median[turn, True], median[turn, False]) for turn in range(1, setup.turns + 1)]
+    settings = run_settings(net) | {
+        "chunks": setup.chunks,
+        "chunk_tokens": setup.chunk_tokens,
+        "question_tokens": setup.question_tokens,
+        "answer_tokens": setup.answer_tokens,
+        "ratio": setup.ratio,
+        "repeats": setup.repeats,
+    }
+    last, second = rows[-1], rows[1]
+    return ChatResult(rows, last.ttft_s / second.ttft_s, last.anew_s / second.anew_s, settings)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_shape(parser)
+    add_number(parser, "--turns", 10, "number of turns, at least 2", least=2)  # growth counts from the second
+    add_number(parser, "--chunks", 4, "new chunks per turn")
+    add_number(parser, "--chunk-tokens", 128, "tokens per chunk")
+    add_number(parser, "--question-tokens", 32, "tokens of a question")
+    add_number(parser, "--answer-tokens", 32, "tokens of an answer")
+    add_number(parser, "--ratio", 0.15, "recompute ratio")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print the results."""
+    given = {name: getattr(args, name) for name in ChatSetup.__dataclass_fields__}
+    result = measure(ChatSetup(**given), progress=lambda line: print(line, file=sys.stderr, flush=True))
+    if args.json:
+        print(json.dumps(asdict(result)))
+        return 0
+    print(", ".join(f"{name} {value}" for name, value in result.settings.items()))
+    print(f"\n{'turn':>4}{'prompt':>9}{'kept':>7}{'TTFT':>12}{'anew':>12}")
+    for row in result.rows:
+        tokens = f"{row.turn:>4}{row.prompt_tokens:>9}{row.conversation_tokens:>7}"
+        print(f"{tokens}{row.ttft_s * 1000:>9.0f} ms{row.anew_s * 1000:>9.0f} ms")
+    print(f"\nlast turn / second turn: {result.growth:.2f}, without the conversation {result.growth_anew:.2f}")
+    return 0

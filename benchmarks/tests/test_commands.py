@@ -1,0 +1,40 @@
+"""Help and wrong arguments of every benchmark."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.__main__ import _COMMANDS, main
+
+NEEDED = {"codec": [__file__]}
+"""Arguments without which a command is wrong anyway."""
+WRONG = [
+    *([command, *NEEDED.get(command, []), "--wrong-flag"] for command in _COMMANDS),
+    ["match", "--chunks", "-1"],
+    ["codec", "missing"],
+    ["codec", __file__, "--chunks", "0"],
+    ["chat", "--turns", "1"],
+    ["ingest", "--document-chunks", "0"],
+    *(["quality", *wrong] for wrong in (["--around", "-1"], ["--around", "1"], ["--plots"], ["--top-k", "0"])),
+    *(["quality", "--data", __file__, *wrong] for wrong in (["--world", "1"], ["--around", "1"], ["--articles", "1"])),
+    *(["quality", "--docs", ".", *wrong] for wrong in (["--world", "1"], ["--around", "1"], ["--articles", "1"])),
+]
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_every_command_has_help_and_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", WRONG, ids=" ".join)
+def test_wrong_arguments_are_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = main(argv)
+    except SystemExit as end:
+        code = end.code
+    captured = capsys.readouterr()
+    assert (code in (1, 2), captured.out) == (True, "")
+    assert len(captured.err.splitlines()) == 1

@@ -1,0 +1,327 @@
+"""`python -m benchmarks quality --top-k`: one answer in the index, documents warmed as a whole, and leaked answers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvrag.retrieval.index
+from benchmarks.__main__ import main
+from benchmarks.quality.retrieved import Corpus, draw_corpus, open_index, retrieved_rows
+from benchmarks.quality.worlds import ARTICLES
+from benchmarks.readers.first import world as first
+from benchmarks.readers.second import world as second
+from kvrag import BlendConfig, BlendEngine, KvragError, Model
+from kvrag.bench import quality
+from kvrag.bench.datasets import Row, file_rows
+from kvrag.bench.grid import HIDDEN, NOT_RETRIEVED, RETRIEVED, Asking, Setup, make_cells
+from kvrag.bench.quality import make_tasks
+from kvrag.fingerprint import text_key
+from kvrag.retrieval.index import ChunkIndex
+from kvrag.store import serve
+
+load_embedder = functools.cache(kvrag.retrieval.index.load_embedder)
+
+NAMES = {
+    1: {onset + coda for codas in first._CODAS.values() for onset in first.ONSETS for coda in codas},
+    2: {f"{left} {right}" for kind in second._KINDS for left in second.LEFT for right in kind.right},
+}
+
+
+@pytest.fixture(autouse=True)
+def _embedder_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvrag.retrieval.index, "load_embedder", load_embedder)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return draw_corpus(1, 10, seed=0)
+
+
+@pytest.fixture
+def index(corpus: Corpus, tmp_path: Path) -> Iterator[ChunkIndex]:
+    with open_index(corpus, tmp_path) as index:
+        yield index
+
+
+# -------------------------------------------------------------------- the corpus
+
+
+def _names(world: int, text: str) -> set[str]:
+    """Return the made-up names in a text."""
+    words = re.findall(r"\w+", text)
+    return NAMES[world] & {*words, *(" ".join(pair) for pair in itertools.pairwise(words))}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_question_has_one_answer_in_the_whole_index(world: int) -> None:
+    corpus = draw_corpus(world, ARTICLES[world], seed=1)
+    per_context = {1: 5, 2: 1}[world]
+    places: dict[str, set[int]] = {}
+    for number, chunks in enumerate(corpus.documents.values()):
+        for name in _names(world, "\n".join(chunks)):
+            places.setdefault(name, set()).add(number // per_context)
+    answers: dict[str, set[str]] = {}
+    for question in itertools.chain(*corpus.questions.values()):
+        asked = _names(world, question.text)
+        homes = {number for name in asked for number in places[name]}
+        assert len(homes) == 1, "names that the question contains are those of one context"
+        context = homes.pop()
+        inside = list(corpus.documents.values())[context * per_context : (context + 1) * per_context]
+        assert set(question.support) <= set(itertools.chain(*inside))
+        if question.kind != "unanswerable":
+            assert any(question.answer in chunk for chunk in (*question.support, question.text))
+        answers.setdefault(question.text, set()).add(question.answer)
+    assert all(len(different) == 1 for different in answers.values())
+    assert len(corpus.documents) == ARTICLES[world]
+    kinds = first.KINDS if world == 1 else set(second.KINDS) - {"not retrieved"}
+    assert set(corpus.questions) == set(kinds)
+
+
+def test_a_corpus_is_always_the_same(corpus: Corpus, index: ChunkIndex) -> None:
+    assert draw_corpus(1, 10, seed=0) == corpus
+    assert draw_corpus(1, 10, seed=1).documents != corpus.documents
+    rows = retrieved_rows(corpus, index, 9, k=4)
+    assert retrieved_rows(corpus, index, 5, k=4) == rows[:5]
+    assert len({row.kind for row in rows}) == min(9, len(corpus.questions)), "kinds take turns"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_questions_name_the_context_that_they_are_about(world: int) -> None:
+    corpus = draw_corpus(world, 10, seed=0)
+    homes: dict[str, set[str]] = {}
+    for question in (question for group in corpus.questions.values() for question in group):
+        homes.setdefault(str(question.context), set()).update(corpus.chunks[chunk] for chunk in question.support)
+    assert len(homes) > 1
+    assert sum(map(len, homes.values())) == len(set().union(*homes.values())), "no document is in two contexts"
+
+
+def test_the_support_names_whom_a_passage_is_about(corpus: Corpus) -> None:
+    for question in corpus.questions["anaphora"]:
+        fact, name = question.support
+        assert question.answer in fact
+        assert _names(1, question.text) <= _names(1, name)
+    assert all(len(question.support) == 1 for question in corpus.questions["direct"])
+
+
+def test_rows_hold_the_nearest_chunks_best_first(corpus: Corpus, index: ChunkIndex) -> None:
+    for row in retrieved_rows(corpus, index, 9, k=4):
+        assert row.passages == tuple(hit.text for hit in index.search(row.question, 4))
+        assert row.context in {str(question.context) for question in corpus.questions[row.kind]}
+        assert all(text in row.library[name] for text, name in zip(row.passages, row.documents, strict=True))
+        assert all(corpus.documents[name] == chunks for name, chunks in row.library.items())
+        (around,) = (one for one in retrieved_rows(corpus, index, 9, k=1, around=1) if one.question == row.question)
+        chunks = around.library[around.documents[0]]
+        at = chunks.index(row.passages[0])
+        assert around.passages == chunks[max(0, at - 1) : at + 2], "neighbours in reading order"
+    everything = retrieved_rows(corpus, index, 9, k=len(index))
+    assert all(row.supported for row in everything)
+    assert not all(row.supported for row in retrieved_rows(corpus, index, 9, k=1))
+
+
+# -------------------------------------------------------------------- what is warmed
+
+LIBRARY = {
+    "folder/Mira.md": (
+        "# Mira\n\nMira Brel was born in Florton, where her father had a shop for lamps and clocks.",
+        "## Travels\n\nShe drives a red car every single day of the year, and sometimes at night too.",
+        "She looks after a grey goat that eats the flowers of all the neighbours in the street.",
+    )
+}
+NAME, CHUNKS = next(iter(LIBRARY.items()))
+ROW = Row("x", (CHUNKS[2],), "Where was Mira born?", ("Florton",), "", None, (NAME,), LIBRARY, False)
+
+
+def _contexts(model: Model, folder: Path, setup: Setup) -> list[str]:
+    """Return the context of each chunk that the store has after warming, in reading order; "-" = not stored."""
+    (task,), _ = make_tasks(model, [ROW], [0], Asking())
+    config = BlendConfig(context_tokens=setup.context_tokens, context=setup.context)
+    contexts = []
+    with BlendEngine(model, folder, config) as engine:
+        quality._warm({setup: engine}, task)
+        for chunk in CHUNKS:
+            text = text_key("", model.tokenizer.encode(chunk))
+            key = serve(engine.store.look_up([text])[text], alone_only=False)
+            reader = engine.store.open(key) if key else None
+            contexts.append(model.tokenizer.decode(reader.context.tolist()) if reader else "-")
+    assert task.row.passages == (CHUNKS[2],)
+    prompt = str(task.prompts[0])
+    assert CHUNKS[2][:20] in prompt
+    assert "Florton" not in prompt
+    return contexts
+
+
+def test_neighbours_are_warmed_and_context_but_not_asked(model: Model, tmp_path: Path) -> None:
+    alone = _contexts(model, tmp_path / "alone", Setup())
+    assert alone == ["-", "-", ""], "without contexts, neighbours make no difference"
+    behind = _contexts(model, tmp_path / "behind", Setup(context_tokens=256))
+    assert behind == ["", f"{CHUNKS[0]}\n\n", f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n"]
+
+
+def test_title_and_headings_are_context_instead_of_text(model: Model, tmp_path: Path) -> None:
+    contexts = _contexts(model, tmp_path, Setup(context_tokens=256, context="headings"))
+    assert contexts == ["Mira\n\n", "Mira\n\n# Mira\n\n", "Mira\n\n# Mira\n\n## Travels\n\n"]
+
+
+# -------------------------------------------------------------------- answers from what was not retrieved
+
+
+@pytest.mark.parametrize(
+    ("retrieved", "question", "hidden"),
+    [
+        ([2], "Where was Mira born?", ("Florton",)),
+        ([0], "Where was Mira born?", ()),
+        ([2, 0], "Where was Mira born?", ()),
+        ([2], "Was Mira born in Florton?", ()),
+    ],
+)
+def test_what_is_hidden_stands_before_a_retrieved_chunk_and_not_in_the_prompt(
+    retrieved: list[int], question: str, hidden: tuple[str, ...], model: Model
+) -> None:
+    passages = tuple(CHUNKS[number] for number in retrieved)
+    row = Row("x", passages, question, ("florton", "Florton")[1:], "", None, (NAME,) * len(passages), LIBRARY)
+    (task,), _ = make_tasks(model, [row], [0], Asking())
+    assert task.hidden == hidden
+
+
+def test_what_follows_the_retrieved_chunks_is_not_hidden(model: Model) -> None:
+    row = Row("x", (CHUNKS[0],), "Which animal does Mira own?", ("grey goat",), "", None, (NAME,), LIBRARY)
+    (task,), _ = make_tasks(model, [row], [0], Asking())
+    assert task.hidden == (), "causal attention: it cannot be in the KV"
+
+
+def test_leaked_answers_are_counted(model: Model) -> None:
+    rows = [Row(str(number), *list(vars(ROW).values())[1:]) for number in range(4)]
+    seen = Row("seen", (CHUNKS[0],), ROW.question, ROW.answers, "", None, (NAME,), LIBRARY, True)
+    tasks, _ = make_tasks(model, [*rows, seen], [0], Asking())
+    cells = make_cells(["seam"], [0.1], [Setup(context_tokens=256)])
+    journal = quality.Journal(None, {})
+    record = {"kl": 0.0, "agree": 1.0, "ttft_s": 1.0, "reused_tokens": 9, "prompt_tokens": 10, "recomputed_tokens": 1}
+    said = {"full": ["Torvik"] * 4, "none": ["Florton."] * 4, "seam": ["Florton", "Torvik", "Florton", "florton"]}
+    for cell in cells:
+        answers = [*said.get(cell.label, ["Torvik"] * 4), "Florton"]
+        journal.add(
+            [
+                {**record, "cell": cell.key, "row": task.row.key, "answer": answer}
+                for task, answer in zip(tasks, answers, strict=True)
+            ]
+        )
+    results = {cell["policy"]: cell for cell in quality.summarise(tasks, cells, journal, seed=0)}
+    leaked = {policy: cell["groups"][HIDDEN]["leaked"]["value"] for policy, cell in results.items()}
+    assert leaked == {"full": 0, "none": 1, "seam": 0.75, "random": 0}
+    for cell in results.values():
+        assert cell["groups"][HIDDEN]["samples"] == 4
+        assert cell["groups"][RETRIEVED]["samples"] == 1
+        assert cell["groups"][NOT_RETRIEVED]["samples"] == 4
+
+
+# -------------------------------------------------------------------- the command
+
+SMALL = ("--top-k", 3, "--articles", 10, "--samples", 8, "--policies", "seam", "--ratios", 0.3, "--max-tokens", 2)
+
+
+@pytest.fixture
+def run(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command on the tiny random model; what it prints, or its last line on stderr where it fails."""
+    monkeypatch.setattr(Model, "from_pretrained", lambda *args, **kwargs: model)
+
+    def call(*argv: object, fails: bool = False) -> str:
+        capsys.readouterr()
+        try:
+            code: object = main(["quality", *map(str, argv)])
+        except SystemExit as end:  # wrong arguments
+            code = end.code
+        assert bool(code) == fails
+        captured = capsys.readouterr()
+        return captured.err.splitlines()[-1] if fails else captured.out
+
+    return call
+
+
+def test_the_command(run: Callable[..., str], tmp_path: Path) -> None:
+    argv = (*SMALL, "--context-tokens", "0,256,headings", "--out", tmp_path)
+    text = run(*argv)
+    for part in ("top 3 of", "behind 256 tokens of context", "behind title and headings", "answer not retrieved ("):
+        assert part in text
+    result = json.loads((tmp_path / "results.json").read_text())
+    none = [cell for cell in result["cells"] if cell["policy"] == "none"]
+    assert [(cell["context_tokens"], cell["context"]) for cell in none] == [
+        (0, "text"),
+        (256, "text"),
+        (256, "headings"),
+    ]
+    assert len({cell["kl"]["value"] for cell in none}) == 3, "contexts make a difference"
+    embedded = [path.name for path in tmp_path.glob("index-*.sqlite")]
+    assert len(embedded) == 1
+    assert run(*argv) == text, "the second run has nothing left to do"
+
+
+def test_a_second_world(run: Callable[..., str]) -> None:
+    text = run("--world", 2, "--articles", 2, "--samples", 2, *SMALL[:2], *SMALL[6:])
+    assert "the second reader's world, top 3 of" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--top-k", "0"], "--top-k: must be at least 1, got 0"),
+        (["--top-k", "5000", "--articles", "5"], "--top-k must be from 1 to the"),
+        (["--top-k", "3", "--articles", "0"], "--articles: must be at least 1, got 0"),
+        (["--articles", "5"], "--articles and --around need --top-k K"),
+        (["--around", "1"], "--articles and --around need --top-k K"),
+        (["--top-k", "3", "--articles", "5", "--around", "-1"], "--around: must be at least 0, got -1"),
+        (["--data", "{rows}", "--top-k", "3"], "--data is asked as it is: leave out --top-k"),
+        (["--data", "{rows}", "--context-tokens", "headings"], "--context-tokens needs rows with `documents`"),
+        (["--context-tokens", "headings"], "--context-tokens headings needs documents with titles"),
+        (["--context-tokens", "many"], "--context-tokens: must be a number of tokens or headings, got 'many'"),
+        (["--context-tokens", "-1"], "--context-tokens: must be at least 0, got -1"),
+        (["--top-k", "3", "--articles", "5", "--samples", "9000"], "questions of kind"),
+    ],
+)
+def test_bad_input_is_one_line(argv: list[str], message: str, run: Callable[..., str], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"passages": ["One."], "question": "What?", "answers": ["one"]}))
+    assert message in run(*(part.format(rows=rows) for part in argv), fails=True)
+
+
+FILED: dict[str, Any] = {
+    "passages": [CHUNKS[2]],
+    "question": "What?",
+    "answers": ["one"],
+    "documents": [NAME],
+    "library": {NAME: list(CHUNKS)},
+    "supported": True,
+}
+
+
+def test_rows_of_a_file_may_have_a_library(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(FILED))
+    (row,) = file_rows(path, 1)
+    assert (row.library, row.supported) == (LIBRARY, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"library": [1]}, "'library' must be an object"),
+        ({"library": {NAME: []}}, "'library' must be an object"),
+        ({"library": {NAME: list(CHUNKS[:2])}}, "'library' must have every passage"),
+        ({"documents": []}, "'library' must have every passage"),
+        ({"supported": "yes"}, "'supported' must be true or false"),
+        ({"library": {NAME: list(CHUNKS[1:])}}, f"the document {NAME!r} has other chunks in an earlier line"),
+    ],
+)
+def test_a_bad_library_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({**FILED, "id": "a"}) + "\n" + json.dumps({**FILED, **change}))
+    with pytest.raises(KvragError, match=r"data\.jsonl, line 2") as caught:
+        file_rows(path, 2)
+    assert message in str(caught.value)

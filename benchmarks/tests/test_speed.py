@@ -1,0 +1,38 @@
+"""`python -m benchmarks decode` and `chat`, on a tiny model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from benchmarks.__main__ import main
+from kvrag import Model
+
+
+def test_decode(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())  # answers of full length
+    monkeypatch.setattr("kvrag.bench.decode.random_model", lambda *_: model)
+    sizes = ["--rows", "3", "--prompt-tokens", "9", "--answer-tokens", "6", "--repeats", "1"]
+    assert main(["decode", *sizes, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["together_to_alone"] == result["together"] / result["alone"] > 0
+    assert result["settings"]["rows"] == 3
+
+
+def test_chat(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("benchmarks.speed.chat.random_model", lambda *_: model)
+    sizes = ["--turns", "3", "--chunks", "2", "--chunk-tokens", "20", "--question-tokens", "9", "--answer-tokens", "7"]
+    assert main(["chat", *sizes, "--repeats", "1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    prompts = [row["prompt_tokens"] for row in result["rows"]]
+    assert [later - earlier for earlier, later in itertools.pairwise(prompts)] == pytest.approx([60, 60], abs=5)
+    kept = [row["conversation_tokens"] for row in result["rows"]]
+    assert kept[0] == 0
+    assert all(prompt - 5 < later < prompt for prompt, later in zip(prompts, kept[1:], strict=False))
+    assert result["growth"] > 0
+    assert result["growth"] == result["rows"][2]["ttft_s"] / result["rows"][1]["ttft_s"]
+    with pytest.raises(SystemExit):
+        main(["chat", "--turns", "1"])
+    assert "at least 2" in capsys.readouterr().err

@@ -1,0 +1,225 @@
+"""KV of a vector store's documents: what the frameworks' `KVWarmVectorStore` classes share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote, unquote
+
+from kvrag.llm import LLMBase
+
+if TYPE_CHECKING:
+    from kvrag.llm import Engine
+    from kvrag.types import WarmReport
+
+logger = logging.getLogger("kvrag")
+
+T = TypeVar("T")
+
+Id = str | tuple[str, ...]
+"""Id of a document in a vector store; a tuple starts with the names of what contains it."""
+
+Present = Mapping[Any, str] | None
+"""Texts that a vector store has, by id; None = it cannot return them."""
+
+
+@dataclass(frozen=True)
+class Adding:
+    """Documents to be added.
+
+    Attributes:
+        ids: Ids known in advance.
+        names: Name of the KV document of each text; provisional without an id.
+        sources: Source of each text.
+        before: KV documents of these ids before the change.
+    """
+
+    ids: list[Any]
+    texts: list[str]
+    names: list[str]
+    sources: list[str]
+    before: set[str]
+
+
+class VectorStoreKV:
+    """KV of a vector store's documents, written before the vectors and dropped after them.
+
+    Every id is a document of its own in the KV store, so that it can be dropped individually. Its name contains the
+    text's digest, which separates the old and the new version until the vector store has the new one.
+    """
+
+    def __init__(self, llm: LLMBase | Engine, namespace: str | None, *path: str) -> None:
+        """Name what encodes the texts.
+
+        Args:
+            namespace: Namespace of the chunks; None = the LLM's.
+            path: Framework and collection: the first parts of all names.
+        """
+        self._llm, self._given, self._prefix = llm, namespace, _path(path)
+
+    @property
+    def _engine(self) -> Engine:
+        return self._llm._open() if isinstance(self._llm, LLMBase) else self._llm
+
+    @property
+    def _namespace(self) -> str:
+        return self._llm._in(self._given) if isinstance(self._llm, LLMBase) else self._given or ""
+
+    def prefetch(self, texts: Iterable[str]) -> None:
+        """Read the KV of what a search returned ahead, if the model is loaded."""
+        engine = self._llm._opened() if isinstance(self._llm, LLMBase) else self._llm
+        if engine is not None:
+            engine.prefetch(list(texts), namespace=self._namespace)
+
+    # ---------------------------------------------------------------- adding
+
+    def plan(
+        self, ids: Sequence[Id | None], texts: Sequence[str], sources: Sequence[str], former_ids: Iterable[Id] = ()
+    ) -> Adding:
+        """Return the plan for adding these texts, without changing anything.
+
+        Args:
+            ids: None = the vector store will create the id.
+            former_ids: Ids that the vector store will drop in exchange.
+        """
+        known = [given for given in ids if given is not None]
+        names = [self._name(given or str(uuid.uuid4()), text) for given, text in zip(ids, texts, strict=True)]
+        return Adding(known, list(texts), names, list(sources), self.names_of([*known, *former_ids]))
+
+    def add(
+        self,
+        adding: Adding,
+        write: Callable[[], T],
+        present: Callable[[list[Any]], Present],
+        ids_of: Callable[[T], Sequence[Id]] | None = None,
+    ) -> T:
+        """Encode the new texts, write the vectors, then drop the former texts of these ids.
+
+        Args:
+            write: Adds the documents to the vector store.
+            present: Returns the texts of these ids after a failure.
+            ids_of: Returns the final ids from the result of `write`; None = those of the plan.
+
+        Raises:
+            PromptError, StoreError: A text cannot be encoded, or its KV cannot be stored; nothing is written.
+        """
+        try:
+            self._encode(adding)
+            written = write()
+            ids = adding.ids if ids_of is None else ids_of(written)
+        except BaseException:
+            self.keep(adding, present(adding.ids))
+            raise
+        self._settle(adding, ids)
+        return written
+
+    async def aadd(
+        self,
+        adding: Adding,
+        write: Callable[[], Awaitable[T]],
+        present: Callable[[list[Any]], Awaitable[Present]],
+        ids_of: Callable[[T], Sequence[Id]] | None = None,
+    ) -> T:
+        """Like `add`, off the event loop."""
+        try:
+            await uncancelled(asyncio.to_thread(self._encode, adding))
+            written = await uncancelled(write())
+            ids = adding.ids if ids_of is None else ids_of(written)
+        except BaseException:
+            await uncancelled(asyncio.to_thread(self.keep, adding, await present(adding.ids)))
+            raise
+        await uncancelled(asyncio.to_thread(self._settle, adding, ids))
+        return written
+
+    def keep(self, adding: Adding, present: Present) -> None:
+        """Keep only the texts in the vector store; if these are unknown, the texts from before."""
+        now = adding.before if present is None else {self._name(*pair) for pair in present.items()}
+        self.forget({*adding.names, *adding.before} - now)
+
+    def _encode(self, adding: Adding) -> None:
+        self._warm(adding.texts, adding.names, adding.sources)
+
+    def _settle(self, adding: Adding, ids: Sequence[Id]) -> None:
+        """Store the texts under their final ids; drop the former texts of these ids."""
+        pieces = zip(adding.texts, adding.sources, strict=True)
+        final = dict(zip(ids, pieces, strict=True))  # of equal ids, the last one wins
+        names = [self._name(final_id, text) for final_id, (text, _) in final.items()]
+        if not {*names} <= {*adding.names}:  # ids generated by the vector store
+            texts, sources = zip(*final.values(), strict=True)
+            self._warm(texts, names, sources)
+        self.forget({*adding.names, *adding.before} - {*names})
+
+    # ---------------------------------------------------------------- existing documents and deleting
+
+    def replace(self, pieces: Mapping[Any, tuple[str, str]], before: set[str]) -> WarmReport:
+        """Hold exactly these texts, given with their sources, in place of the KV documents `before`."""
+        names = [self._name(held, text) for held, (text, _) in pieces.items()]
+        report = self._warm([text for text, _ in pieces.values()], names, [source for _, source in pieces.values()])
+        self.forget(before - {*names})
+        return report
+
+    def drop(self, ids: Iterable[Id], left: Present) -> None:
+        """Drop the KV of the ids that are not left; nothing if these are unknown."""
+        if left is not None:
+            self.forget(self.names_of(each for each in ids if each not in left))
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop KV documents."""
+        engine, namespace = self._engine, self._namespace
+        for name in sorted(names):
+            engine.forget(name, namespace=namespace)
+
+    # ---------------------------------------------------------------- names
+
+    def ids(self) -> list[str]:
+        """Return the first part of each id with KV."""
+        return list(dict.fromkeys(self.parts(name)[0] for name in self.names()))
+
+    def names(self, *path: str) -> set[str]:
+        """Return the names of the KV documents whose ids start with these parts."""
+        return {*self._engine.documents(self._prefix + _path(path), namespace=self._namespace)}
+
+    def names_of(self, ids: Iterable[Id]) -> set[str]:
+        """Return the names of the KV documents of these ids."""
+        paths = dict.fromkeys(_path(_parts(each)) for each in ids)
+        return {
+            name for path in paths for name in self._engine.documents(self._prefix + path, namespace=self._namespace)
+        }
+
+    def parts(self, name: str) -> list[str]:
+        """Return the parts of the id in the name of a KV document."""
+        return [unquote(part) for part in name.removeprefix(self._prefix).split("/")[:-1]]
+
+    def _name(self, of: Id, text: str) -> str:
+        digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+        return self._prefix + _path(_parts(of)) + digest
+
+    def _warm(self, texts: Sequence[str], names: Sequence[str], sources: Sequence[str]) -> WarmReport:
+        report = self._engine.warm(texts, document=names, sources=sources, namespace=self._namespace)
+        for warning in report.warnings:
+            logger.warning(warning)
+        return report
+
+
+async def uncancelled(work: Awaitable[T]) -> T:
+    """Wait until work is done even if the caller is cancelled: its thread cannot be stopped."""
+    step = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(step)
+    except asyncio.CancelledError:
+        if not step.done():
+            await asyncio.wait([step])
+        raise
+
+
+def _parts(of: Id) -> Sequence[object]:
+    return of if isinstance(of, tuple) else (of,)
+
+
+def _path(parts: Sequence[object]) -> str:
+    return "".join(f"{quote(str(part), safe='')}/" for part in parts)

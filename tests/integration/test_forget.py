@@ -1,0 +1,228 @@
+"""Forgetting while answers are in progress: they end with their own KV, and nothing of it is left for later."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blending import CHUNKS, messages
+from processes import COMMON, expect, start, tell
+
+from kvrag import BlendConfig, BlendEngine, FileStore, Model
+from kvrag.control.controller import Decision
+
+PROMPT = messages(*CHUNKS)
+OTHER: dict[str, Any] = {"max_new_tokens": 1, "policy": "full"}  # of a prompt after which no conversation is kept
+
+FORGET = (
+    COMMON
+    + """
+import kvrag
+engine = kvrag.BlendEngine(here.fresh_model(), kvrag.FileStore({folder!r}, min_free_bytes=0))
+print("ready", flush=True)
+for line in sys.stdin:
+    print(engine.forget(line.strip()), flush=True)
+"""
+)
+
+Forget = Callable[[], object]
+
+
+@pytest.fixture
+def engine(endless: Model, tmp_path: Path) -> Iterator[BlendEngine]:
+    with BlendEngine(endless, FileStore(tmp_path, min_free_bytes=0), BlendConfig(controller="off")) as engine:
+        engine.warm(CHUNKS, document="a")
+        yield engine
+
+
+@pytest.fixture(params=["this process", "another"])
+def forget(request: pytest.FixtureRequest, engine: BlendEngine, tmp_path: Path) -> Iterator[Forget]:
+    """Forget the chunks in this engine, or in another one whose removal this engine has noticed."""
+    if request.param == "this process":
+        yield lambda: engine.forget("a")
+        return
+    with BlendEngine(engine.model, FileStore(tmp_path, min_free_bytes=0)) as other:
+
+        def forget() -> None:
+            assert other.forget("a") == 4
+            engine.generate("Something else.", **OTHER)
+
+        yield forget
+
+
+def check(engine: BlendEngine) -> None:
+    """Nothing is kept, and nothing is found."""
+    assert (engine._pipeline.memory.keys(), len(engine._answering._conversations)) == ([], 0)
+    assert not list(Path(engine.store.path).glob("chunks/*/*"))  # type: ignore[attr-defined]
+    following = [*PROMPT, {"role": "assistant", "content": "Zel."}, {"role": "user", "content": "Why?"}]
+    report = engine.generate(following, max_new_tokens=1).report
+    assert (report.conversation_tokens, report.runs) == (0, ())
+    assert len(engine._pipeline.catalog) == 0
+
+
+@pytest.mark.parametrize("ends", ["complete", "abandoned"])
+def test_a_stream_in_progress_leaves_no_conversation(ends: str, engine: BlendEngine, forget: Forget) -> None:
+    stream = engine.stream(PROMPT, ratio=0.3, max_new_tokens=8, temperature=0)
+    assert len(engine._answering._conversations) == 0
+    said = list(next(stream).token_ids)
+    forget()
+    if ends == "complete":
+        said += [token for delta in stream for token in delta.token_ids]
+        assert len(said) == 8
+    stream.close()
+    check(engine)
+
+
+def test_the_next_turn_in_progress_leaves_none_either(engine: BlendEngine, forget: Forget) -> None:
+    said = engine.generate(PROMPT, ratio=0.3, max_new_tokens=4, temperature=0).text
+    following = [*PROMPT, {"role": "assistant", "content": said}, {"role": "user", "content": "Why?"}]
+    stream = engine.stream(following, ratio=0.3, max_new_tokens=8)
+    next(stream)
+    forget()
+    assert list(stream)[-1].report.conversation_tokens > 0  # type: ignore[union-attr]
+    check(engine)
+
+
+def test_a_prefill_in_progress_leaves_nothing(
+    engine: BlendEngine, forget: Forget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its chunks are removed while it opens them."""
+    opened = _forget_at_first(engine.store, "open", forget, monkeypatch)
+    engine.generate(PROMPT, ratio=0.3, max_new_tokens=2)
+    assert opened == [1]
+    check(engine)
+
+
+def test_a_prefill_that_fails_leaves_nothing(
+    engine: BlendEngine, forget: Forget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = _forget_at_first(engine.store, "open", forget, monkeypatch)
+
+    def touch(keys: Any) -> None:
+        raise RuntimeError("after the pass")
+
+    monkeypatch.setattr(engine.store, "touch", touch)
+    with pytest.raises(RuntimeError, match="after the pass"):
+        engine.generate(PROMPT, ratio=0.3, max_new_tokens=2)
+    monkeypatch.undo()
+    assert opened == [1]
+    assert (engine._pipeline.memory.keys(), len(engine._answering._conversations)) == ([], 0)
+
+
+def test_reading_ahead_leaves_nothing(engine: BlendEngine, forget: Forget, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = _forget_at_first(engine.store, "open", forget, monkeypatch)
+    engine.prefetch(CHUNKS)
+    engine._prefetcher.wait()
+    assert opened == [1]
+    check(engine)
+
+
+def test_chunks_that_the_controller_has_recomputed_are_forgotten_too(
+    engine: BlendEngine, forget: Forget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._tuning, "decide", lambda *_: Decision(True, 1.0, "full prefill: it is faster"))
+    report = engine.generate(PROMPT, controller="auto", max_new_tokens=2).report
+    assert (report.policy, report.runs, len(engine._answering._conversations)) == ("full", (), 1)
+    forget()
+    check(engine)
+
+
+def test_chunks_that_another_version_replaces_are_freed(engine: BlendEngine) -> None:
+    stream = engine.stream(PROMPT, ratio=0.3, max_new_tokens=8)
+    next(stream)
+    engine.warm(["Nobody likes curry. " * 8], document="a")
+    assert len(list(stream)) == 7
+    assert (engine._pipeline.memory.keys(), len(engine._answering._conversations)) == ([], 0)
+
+
+def test_a_removal_that_is_being_noticed_is_waited_for(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two prompts that come at the same time, neither continues what the other is about to free."""
+    said = engine.generate(PROMPT, ratio=0.3, max_new_tokens=4, temperature=0).text
+    following = [*PROMPT, {"role": "assistant", "content": said}, {"role": "user", "content": "Why?"}]
+    noticing, goes_on = threading.Event(), threading.Event()
+    free = engine._answering.free
+
+    def slow(keys: Any) -> None:
+        if threading.current_thread() is thread:
+            noticing.set()
+            assert goes_on.wait(30)
+        free(keys)
+
+    monkeypatch.setattr(engine._answering, "free", slow)
+    thread = threading.Thread(target=lambda: engine.generate("Something else.", **OTHER))
+    engine.store.remove([key for keys in engine.store.documents().values() for key in keys])
+    thread.start()
+    assert noticing.wait(30)
+    try:
+        assert engine.generate(following, max_new_tokens=1).report.conversation_tokens == 0
+    finally:
+        goes_on.set()
+        thread.join()
+
+
+def test_threads_that_answer_while_documents_come_and_go_leave_nothing(engine: BlendEngine) -> None:
+    stops = threading.Event()
+    errors: list[BaseException] = []
+
+    def answer(number: int) -> None:
+        try:
+            while not stops.is_set():
+                stream = engine.stream(messages(*CHUNKS[number:]), ratio=0.3, max_new_tokens=6)
+                for _ in range(2 + number):
+                    next(stream)
+                if number:
+                    list(stream)
+                stream.close()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=answer, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(10):
+        engine.forget("a")
+        engine.warm(CHUNKS, document="a")
+    engine.forget("a")
+    stops.set()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    conversations = engine._answering._conversations
+    assert engine._pipeline.memory.keys() == []
+    assert not conversations.keys(), "those that are left were computed without a stored chunk"
+
+
+def test_what_another_process_forgets_is_gone_at_the_next_prompt(engine: BlendEngine, tmp_path: Path) -> None:
+    process = start(FORGET, tmp_path)
+    try:
+        expect(process, "ready")
+        stream, left = (engine.stream(PROMPT, ratio=0.3, max_new_tokens=8) for _ in range(2))
+        next(stream)
+        next(left)
+        tell(process, "a")
+        expect(process, "4")
+        engine.generate("Something else.", **OTHER)
+        assert len(list(stream)) == 7
+        left.close()
+        check(engine)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _forget_at_first(store: Any, name: str, forget: Forget, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Forget after the first call of a method of the store, before its caller gets the result."""
+    done, method = list[int](), getattr(store, name)
+
+    def call(*args: Any) -> Any:
+        result = method(*args)
+        if not done:
+            done.append(1)
+            forget()
+        return result
+
+    monkeypatch.setattr(store, name, call)
+    return done

@@ -1,0 +1,65 @@
+"""`kvrag bench gpu`, on a CPU and a tiny shape."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_shape import TINY
+
+from kvrag.backend.transformers import compiled
+from kvrag.backend.transformers.shapes import SHAPES
+from kvrag.bench import gpu
+
+
+def _arguments(**changes: Any) -> argparse.Namespace:
+    given = {"models": ["tiny"], "layers": None, "tokens": [512], "device": "cpu", "repeats": 1, "seconds": 90}
+    return argparse.Namespace(**given | {"out": None, "json": False} | changes)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setattr(compiled, "_BACKEND", "eager")  # a compiler takes half a minute
+
+
+def test_every_part_has_a_result(tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.run(_arguments(out=tmp_path / "out.json")) == 0
+    parts = {part["name"]: part for part in json.loads((tmp_path / "out.json").read_text())}
+    assert not any(part["failure"] for part in parts.values())
+    assert [name for name in parts if "512 tokens" in name] == [
+        "tiny: 512 tokens from RAM",
+        "tiny: 512 tokens from device tier",
+        "tiny: 512 tokens from disk",
+    ]
+    assert all(check["passed"] for check in parts["gate, float32"]["result"])
+    assert all(check["passed"] for check in parts["gate, float32, compiled decode steps"]["result"])
+    assert parts["tiny: compiled decode steps"]["result"]["compiled_together"] > 0
+    assert "aten::" in parts["tiny: profile"]["result"]
+    said = capsys.readouterr().out
+    assert "query" in said
+    assert "  compiled: " in said
+    assert parts["tiny: 8 answers together"]["result"]["together"] > 0
+    assert "tiny: 32 answers together: " in said
+    assert "of the model's own forward pass" in said
+
+
+def test_a_part_that_fails_is_reported_and_the_others_run(
+    tiny: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(gpu.ingest, "measure", broken)
+    assert gpu.run(_arguments()) == 1
+    said = capsys.readouterr().out
+    assert "tiny: ingestion: MemoryError: no room" in said
+    assert "tiny: 512 tokens from RAM (" in said
+
+
+def test_nothing_begins_when_the_time_is_over(tiny: None) -> None:
+    parts = gpu.measure(_arguments(seconds=-1), lambda line: None)
+    assert {part.failure for part in parts} == {"out of time"}

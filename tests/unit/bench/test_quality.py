@@ -1,0 +1,696 @@
+"""`kvrag bench quality`: metrics by hand, the grid, what a killed run leaves, and every bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import build
+
+from kvrag import KvragError, Model, SettingError
+from kvrag.bench import quality
+from kvrag.bench.datasets import Row, file_rows, rechunk
+from kvrag.bench.grid import RIGHT, Setup, make_cells, split_policies
+from kvrag.bench.metrics import Bootstrap, divergence, exact_match, normalise, rouge_l, token_f1
+from kvrag.cli import quality as command
+from kvrag.cli.main import main
+from kvrag.control.calibrate import wilson
+
+PROSE = [
+    "The harbour of Selmunde was built by the engineer Tarvik in those years. It is still used by small boats today.",
+    "After the war the bridge over the river was also designed by Tarvik and his brother. It carries two tracks.",
+    "Most of the fish that is sold on the market comes from the cold lakes in the north. Prices rise every winter.",
+    "The old railway station has a roof of glass and a clock that is always late. It was painted green last year.",
+]
+
+# -------------------------------------------------------------------- metrics
+
+
+def test_answers_are_normalised_as_for_squad() -> None:
+    assert normalise("The  Cat's, an\nApple -- a Hat!") == "cats apple hat"
+    assert exact_match("A red car.", ["blue", "red  Car"]) == 1
+    assert exact_match("red", ["red car"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "f1"),
+    [
+        ("the red car", ["red car"], 1.0),
+        ("red car now", ["a red car"], 2 * (2 / 3) * 1 / (2 / 3 + 1)),
+        ("red red", ["red car"], 0.5),
+        ("boat", ["red car", "boat or car"], 0.5),
+        ("", ["red car"], 0.0),
+        ("the", ["a"], 1.0),
+    ],
+)
+def test_f1_by_hand(text: str, answers: list[str], f1: float) -> None:
+    assert token_f1(text, answers) == pytest.approx(f1)
+
+
+@pytest.mark.parametrize(
+    ("text", "rouge"),  # the examples of Lin, 2004, section 3
+    [
+        ("police kill the gunman", 3 / 4),
+        ("the gunman kill police", 2 / 4),
+        ("", 0.0),
+        ("Police killed the gunman!", 1.0),
+    ],
+)
+def test_rouge_l_by_hand(text: str, rouge: float) -> None:
+    assert rouge_l(text, ["police killed the gunman"]) == pytest.approx(rouge)
+    assert rouge_l(text, ["nothing", "police killed the gunman"]) == pytest.approx(rouge)
+
+
+def test_divergence_by_hand() -> None:
+    full, other = torch.tensor([[0.5, 0.5, 0.0]]).log(), torch.tensor([[0.25, 0.75, 0.0]]).log() + 3
+    assert divergence(full, other) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
+    assert divergence(other, full) == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+    assert divergence(full, full) == 0
+
+
+def test_intervals_are_those_of_the_mean() -> None:
+    values = np.random.default_rng(1).normal(size=400)
+    interval = Bootstrap(np.arange(400), seed=0).mean(values)
+    assert interval.value == values.mean()
+    assert interval.low is not None
+    assert interval.high is not None
+    assert (interval.high - interval.low) / 2 == pytest.approx(1.96 * values.std() / 20, rel=0.1)
+    assert interval == Bootstrap(np.arange(400), seed=0).mean(values)
+    assert interval != Bootstrap(np.arange(400), seed=1).mean(values)
+
+
+def test_questions_about_one_context_are_drawn_together() -> None:
+    values, contexts = np.random.default_rng(1).normal(size=40), np.arange(40)
+    alone, copied = Bootstrap(contexts, seed=0), Bootstrap(np.repeat(contexts, 10), seed=0)
+    tenfold = np.repeat(values, 10)  # ten questions of equal results say no more than one
+    assert asdict(copied.mean(tenfold)) == pytest.approx(asdict(alone.mean(values)))
+    assert copied.median_ratio(tenfold + 10, 0 * tenfold + 1) == alone.median_ratio(values + 10, 0 * values + 1)
+    one = asdict(Bootstrap(np.zeros(5, int), seed=0).mean(values[:5]))
+    assert list(one.values()) == pytest.approx(3 * [values[:5].mean()])
+
+
+@pytest.mark.parametrize("contexts", [np.arange(7), np.array([0, 0, 1, 1, 1, 2, 3])])
+def test_medians_are_those_of_what_was_drawn(contexts: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    values = np.random.default_rng(1).normal(size=7)
+    interval = Bootstrap(contexts, seed=3, resamples=50).median_ratio(values, 0 * values + 1)
+    size = contexts[-1] + 1
+    drawn = np.random.default_rng(3).integers(size, size=(50, size))
+    medians = [np.median(np.concatenate([values[contexts == context] for context in row])) for row in drawn]
+    assert [interval.low, interval.high] == pytest.approx(np.percentile(medians, (2.5, 97.5)))
+
+
+def test_what_is_compared_is_paired() -> None:
+    values = np.random.default_rng(1).normal(size=50)
+    bootstrap = Bootstrap(np.arange(50), seed=0)
+    ratio = bootstrap.of(lambda a, b: a / b, 3 * values, values)
+    assert ratio.low == pytest.approx(3)
+    assert ratio.high == pytest.approx(3)
+    assert bootstrap.median_ratio(values + 10, 2 * (values + 10)).low == pytest.approx(0.5)
+    assert bootstrap.of(lambda a, b: a / b, values, 0 * values).value is None
+
+
+# -------------------------------------------------------------------- data
+
+
+def _words(text: str) -> int:
+    return len(text.split())
+
+
+def test_passages_are_cut_and_joined() -> None:
+    passages = ["One two three. Four five six seven eight. Nine!", "Ten.", "eleven " * 12]
+    chunks = rechunk(passages, 6, _words)
+    assert " ".join(chunks).split() == " ".join(passages).split()
+    assert all(_words(chunk) <= 6 for chunk in chunks)
+    assert chunks[:3] == ("One two three.", "Four five six seven eight. Nine!", "Ten.\n\n" + " ".join(["eleven"] * 5))
+    assert len(chunks) == 5
+    assert rechunk(["a b.", "c d.", "e f."], 100, _words) == ("a b.\n\nc d.\n\ne f.",)
+
+
+ROW = {"id": "x", "passages": ["One.", "Two."], "question": "What?", "answers": ["one"]}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"passages": [', "line 2: not JSON"),
+        ("[1]", "line 2: expected a JSON object"),
+        (json.dumps({**ROW, "passages": []}), "line 2: 'passages' must be a list of non-empty strings"),
+        (json.dumps({**ROW, "passages": ["One.", " "]}), "line 2: 'passages'"),
+        (json.dumps({**ROW, "answers": "one"}), "line 2: 'answers' must be a list of non-empty strings"),
+        (json.dumps({name: ROW[name] for name in ("passages", "answers")}), "line 2: 'question'"),
+        (json.dumps({**ROW, "across": 3}), "line 2: 'kind' must be a string and 'across'"),
+        (json.dumps({**ROW, "id": "first"}), "line 2: duplicate id 'first'"),
+    ],
+)
+def test_a_bad_row_is_named(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({**ROW, "id": "first"}) + "\n" + line + "\n")
+    with pytest.raises(KvragError, match=r"data\.jsonl") as caught:
+        file_rows(path, 10)
+    assert message in str(caught.value)
+
+
+def test_rows_of_a_file_may_have_a_kind(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps({**ROW, "id": n, "kind": "k", "across": True}) for n in range(3)) + "\n\n")
+    rows = file_rows(path, 2)
+    assert [row.id for row in rows] == ["0", "1"]
+    assert (rows[0].kind, rows[0].across, rows[0].answers) == ("k", True, ("one",))
+
+
+# -------------------------------------------------------------------- the grid
+
+
+def test_the_grid_has_full_none_and_random_in_any_case() -> None:
+    cells = make_cells(["hkvd", "hkvd", "none"], [0.1, 0.2, 0.1], [Setup(), Setup(codec="int8"), Setup(64)])
+    full = [cell.setup for cell in cells if cell.label == "full"]
+    assert full == [Setup(), Setup(64)], "once per chunk length: it stores nothing"
+    int8 = [(cell.label, cell.ratio) for cell in cells if cell.setup.codec == "int8"]
+    assert int8 == [("none", None), ("hkvd", 0.1), ("hkvd", 0.2), ("random", 0.1), ("random", 0.2)]
+    assert len({cell.key for cell in cells}) == len(cells)
+
+
+def test_policies_may_have_settings() -> None:
+    labels = split_policies("hkvd,hkvd:check_layer=3,metric=cosine,query:band=0.2:0.6,seam")
+    assert labels == ["hkvd", "hkvd:check_layer=3,metric=cosine", "query:band=0.2:0.6", "seam"]
+    configs = {cell.label: cell.config for cell in make_cells(labels, [0.1], [Setup()], {"smoothing": 7})}
+    assert (configs["hkvd"].check_layer, configs["hkvd"].smoothing) == (1, 7)
+    changed = configs["hkvd:check_layer=3,metric=cosine"]
+    assert (changed.check_layer, changed.metric, changed.ratio) == (3, "cosine", 0.1)
+    assert configs["query:band=0.2:0.6"].band == (0.2, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ("best", "unknown policy 'best'"),
+        ("hkvd:layer=3", "'layer=3' is not a setting"),
+        ("hkvd:ratio=0.3", "'ratio=0.3' is not a setting"),
+        ("hkvd:check_layer", "'check_layer' is not a setting"),
+        ("hkvd:check_layer=x", "check_layer must be an integer of at least 1"),
+        ("query:band=3", "band"),
+        ("full:seed=1", "'full' has no settings"),
+    ],
+)
+def test_an_impossible_policy_is_refused(label: str, message: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        make_cells([label], [0.1], [Setup()])
+    assert message in str(caught.value)
+
+
+# -------------------------------------------------------------------- the measurement
+
+Bench = Callable[..., Any]
+
+
+def _with_rows(argv: Sequence[object]) -> list[str]:
+    """Return the arguments, with QUESTIONS as the rows if they name no others."""
+    return [*map(str, argv), *([] if {"--data", "--docs"} & {*argv} else ["--data", str(QUESTIONS)])]
+
+
+@pytest.fixture
+def bench(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bench:
+    """Run the command on the tiny random model, with --json; its result."""
+    monkeypatch.setattr(Model, "from_pretrained", lambda *args, **kwargs: model)
+
+    def call(*argv: object) -> Any:
+        capsys.readouterr()
+        assert main(["bench", "quality", *_with_rows(argv), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return call
+
+
+@pytest.fixture
+def fails(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command, which must fail with one line on stderr, which is returned."""
+    monkeypatch.setattr(Model, "from_pretrained", lambda *args, **kwargs: model)
+
+    def call(*argv: object) -> str:
+        capsys.readouterr()
+        try:
+            code: object = main(["bench", "quality", *_with_rows(argv)])
+        except SystemExit as end:  # wrong arguments
+            code = end.code
+        captured = capsys.readouterr()
+        assert (code in (1, 2), captured.out) == (True, "")
+        assert captured.err.splitlines()[-1].startswith("kvrag")
+        return captured.err.splitlines()[-1]
+
+    return call
+
+
+QUESTIONS = Path(__file__).with_name("questions.jsonl")
+"""Four questions about the bundled reader's world."""
+SMALL = ("--samples", 3, "--policies", "seam", "--ratios", 0.3, "--max-tokens", 3)
+
+
+def _cells(result: Any, policy: str) -> list[Any]:
+    return [cell for cell in result["cells"] if cell["policy"] == policy]
+
+
+def _timeless(result: Any) -> Any:
+    for cell in result["cells"]:
+        del cell["ttft_s"], cell["speedup"]
+    return result["cells"], result["settings"]
+
+
+def test_everything_recomputed_is_full_prefill(bench: Bench) -> None:
+    result = bench(*SMALL[:-4], "--ratios", 0.3, 1.0, "--max-tokens", 3, "--preamble", "on,off")
+    assert len(result["cells"]) == 1 + 2 * (1 + 2 * 2)
+    (full,) = _cells(result, "full")
+    assert (full["kl"]["value"], full["agree"]["value"], full["reused"]) == (0, 1, 0)
+    for cell in [*_cells(result, "seam"), *_cells(result, "random")]:
+        assert cell["reused"] > 0.5
+        if cell["ratio"] == 1.0:
+            assert cell["kl"]["value"] < 1e-9
+            assert cell["agree"]["value"] == 1
+            assert cell["f1_minus_full"] == {"value": 0, "low": 0, "high": 0}
+        else:
+            assert cell["kl"]["value"] > 1e-9
+            # behind its preamble the first chunk is exact and not recomputed
+            assert (
+                (cell["recomputed"] < 0.3) if cell["preamble"] else (cell["recomputed"] == pytest.approx(0.3, abs=1e-3))
+            )
+    for cell in _cells(result, "none"):
+        assert (cell["recomputed"], cell["ratio"]) == (0, None)
+    assert full["groups"]["kind: direct"]["samples"] == 1
+    assert full["groups"]["hangs on another passage"]["samples"] == 1
+
+
+def test_passages_are_encoded_behind_their_document_where_rows_name_it(bench: Bench, tmp_path: Path) -> None:
+    (none,) = _cells(bench(*SMALL), "none")
+    behind, alone = _cells(bench(*SMALL, "--context-tokens", "256,0"), "none")
+    assert (none["context_tokens"], behind["context_tokens"], alone["context_tokens"]) == (256, 256, 0)
+    assert none["kl"]["value"] == behind["kl"]["value"] != alone["kl"]["value"]
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps(ROW))
+    (unnamed,) = _cells(bench("--data", data, *SMALL[2:]), "none")
+    assert unnamed["context_tokens"] == 0
+
+
+def test_missing_passages_are_warmed_and_not_asked(bench: Bench, tmp_path: Path, fails: Callable[..., str]) -> None:
+    def tokens(*argv: str) -> list[int]:
+        bench(*SMALL, *argv, "--out", tmp_path / "-".join(["out", *argv]))
+        lines = (tmp_path / "-".join(["out", *argv]) / "rows.jsonl").read_text().splitlines()[1:]
+        return [record["prompt_tokens"] for record in map(json.loads, lines)]
+
+    whole, part = tokens(), tokens("--missing", "0.5")
+    assert 0.3 < sum(part) / sum(whole) < 0.8
+    assert part == tokens("--missing", "0.5", "--max-tokens", "3"), "the same ones are left out every time"
+    one = quality._retrieved(["a", "b"], 0.999, "seed")
+    assert len(one) == 1
+    assert "--missing must be a share from 0 to less than 1" in fails(*SMALL, "--missing", "1")
+
+
+def test_without_a_preamble_it_is_another_fingerprint(model: Model) -> None:
+    bare = quality.Models(model).get(preamble=False)
+    assert bare.tokenizer.preamble == ()
+    assert bare.hf is model.hf
+    assert bare.fingerprint.digest != model.fingerprint.digest
+
+
+@pytest.mark.usefixtures("endless")
+def test_scores_are_those_of_the_answers(bench: Bench, tmp_path: Path) -> None:
+    """The tiny model's own words as the right answer."""
+    passages = ["Mira Brel was born in Florton. She lives in Grelville and drives a red car every single day.", "Two."]
+    settings = [*SMALL[2:-1], 12, "--stop", "@"]
+    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    data.write_text(json.dumps({**ROW, "passages": passages}))
+    bench("--data", data, *settings, "--out", out)
+    answer = next(json.loads(line)["answer"] for line in (out / "rows.jsonl").read_text().splitlines()[1:])
+    data.write_text(json.dumps({**ROW, "passages": passages, "answers": ["no", answer]}))
+    (full,) = _cells(bench("--data", data, *settings), "full")
+    assert [full[name]["value"] for name in ("em", "f1", "rouge_l")] == [1, 1, 1]
+    assert full["groups"] == {}
+
+
+def test_intervals_are_over_contexts(bench: Bench, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    asked = [{**ROW, "id": name, "passages": PROSE, "question": f"What is {name}?"} for name in ("x", "y", "z")]
+    data.write_text("\n".join(map(json.dumps, asked)))
+    result = bench("--data", data, *SMALL[2:])
+    assert (result["settings"]["samples"], result["settings"]["contexts"]) == (3, 1)
+    assert "3 rows of data.jsonl; 95 % intervals over contexts (1); " in "\n".join(command.table(result))
+    (none,) = _cells(result, "none")
+    assert none["kl"]["value"] > 0
+    assert none["kl"]["low"] == pytest.approx(none["kl"]["value"]) == none["kl"]["high"]
+
+
+def test_orders_of_the_same_passages_are_one_context() -> None:
+    rows = [
+        Row("1", ("a", "b"), "", ("c",)),
+        Row("2", ("b", "a"), "", ("c",)),
+        Row("3", ("a",), "", ("c",)),
+        Row("4", ("a",), "", ("c",), context="x"),
+        Row("5", ("b",), "", ("c",), context="x"),
+    ]
+    assert quality.contexts([quality.Task(row, {}, {}, 1, ()) for row in rows]).tolist() == [0, 0, 1, 2, 2]
+    assert rows[2].key == replace(rows[2], context="x").key, "results that were stored before are found"
+
+
+@pytest.mark.parametrize(("free", "sizes"), [(40, [3, 2]), (100, [5]), (1, [1, 1, 1, 1, 1])])
+def test_rows_that_share_documents_are_asked_together(
+    free: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row needs 3 GiB, in portions of at most a quarter of the free GiB; without documents, 1 GiB each."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free << 30))
+    for names, wanted in (("abcde", sizes), ("", [1, 1, 1, 1, 1])):
+        libraries: list[dict[str, tuple[str, ...]]] = [{name: ("text",)} for name in names] or [{}] * 5
+        rows = [Row("1", ("text",), "", ("c",), library=library) for library in libraries]
+        tasks = [quality.Task(row, {}, {}, 3 << 10, ()) for row in rows]
+        assert [len(portion) for portion in quality._portions(tasks, 1 << 20)] == wanted
+
+
+def test_no_answer_is_not_an_article() -> None:
+    """SQuAD's normalisation leaves nothing of "the"."""
+    _, *cells = make_cells(["query"], [0.3], [Setup()])
+    task = quality.Task(Row("1", (), "", ("the",), beginning="It was", context="x"), {}, {}, 1, ())
+    record = {"row": task.row.key, "kl": 0.0, "agree": 1.0, "ttft_s": 1.0}
+    record |= {"reused_tokens": 0, "recomputed_tokens": 0, "prompt_tokens": 1}
+    for answer, right in ((" the cat", 1), (" a cat", 0), ("", 0)):
+        journal = quality.Journal(None, {})
+        journal.add([{**record, "cell": cells[0].key, "answer": answer}])
+        assert quality._table([task], cells[0], cells[0], journal)["em"].tolist() == [right]
+
+
+def test_nothing_right_of_a_few_is_not_certainty(bench: Bench) -> None:
+    (full,) = _cells(bench(*SMALL), "full")
+    assert full["em"]["value"] == full["em"]["low"] == 0
+    assert full["em"]["high"] == pytest.approx(wilson(0, 3)[1])
+
+
+def test_policies_are_compared_at_the_same_ratio(bench: Bench) -> None:
+    result = bench("--samples", 3, "--policies", "seam", "first_k", "--ratios", 0.1, 0.4, "--against", "first_k")
+    for cell in result["cells"]:
+        assert ("against" in cell) == (cell["policy"] in ("seam", "random"))
+    for cell in _cells(result, "seam"):
+        (other,) = [rival for rival in _cells(result, "first_k") if rival["ratio"] == cell["ratio"]]
+        assert cell["against"]["kl"]["value"] == pytest.approx(cell["kl"]["value"] - other["kl"]["value"])
+
+
+def test_a_killed_run_goes_on_where_it_stopped(bench: Bench, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    wanted = bench(*SMALL, "--out", whole)
+    content = (whole / "rows.jsonl").read_bytes()
+    cut.mkdir()
+    for stop in (0.1, 0.5, 0.99):
+        kept = content[: int(stop * len(content))]
+        (cut / "rows.jsonl").write_bytes(kept)
+        assert _timeless(bench(*SMALL, "--out", cut)) == _timeless(json.loads((whole / "results.json").read_text()))
+        again = (cut / "rows.jsonl").read_bytes()
+        assert again.startswith(kept[: kept.rfind(b"\n") + 1])
+        assert all(json.loads(line) for line in again.splitlines())
+    assert _timeless(wanted) == _timeless(json.loads((cut / "results.json").read_text()))
+
+
+def test_what_is_done_is_not_done_again(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench(*SMALL, "--out", tmp_path)
+    answer, calls = quality._answer, []
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return answer(*args)
+
+    monkeypatch.setattr(quality, "_answer", counted)
+    bench(*SMALL, "--out", tmp_path)
+    assert calls == []
+    more = bench("--samples", 4, *SMALL[2:], "--out", tmp_path)
+    assert len(calls) == len(more["cells"]) == 4
+    fresh = bench("--samples", 4, *SMALL[2:])
+    assert _timeless(more) == _timeless(fresh)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (("--max-tokens", 4), "max_tokens"),
+        (("--ratios", 0.2), "grid"),
+        (("--set", "seam_after=9"), "grid"),
+        (("--stop", "x"), "stop"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_results_of_other_settings_are_refused(
+    change: Sequence[object], named: str, bench: Bench, fails: Callable[..., str], tmp_path: Path
+) -> None:
+    bench(*SMALL, "--samples", 1, "--out", tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    message = fails(*SMALL, "--samples", 1, "--out", tmp_path, *change)
+    assert f"(different: {named}): choose another --out" in message
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_a_folder_that_another_run_writes_to_is_refused(
+    bench: Bench, fails: Callable[..., str], tmp_path: Path, model: Model
+) -> None:
+    bench(*SMALL, "--samples", 1, "--out", tmp_path)
+    settings = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])["settings"]
+    journal = quality.Journal(tmp_path, settings)
+    journal.add([])
+    assert "another process is writing" in fails(*SMALL, "--out", tmp_path)
+    journal.close()
+    (tmp_path / "rows.jsonl").write_text("[]\n")
+    assert "is damaged or not of this command" in fails(*SMALL, "--out", tmp_path)
+
+
+# -------------------------------------------------------------------- prompts made of documents
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two files of prose and one that is not text."""
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    half = len(PROSE) // 2
+    (folder / "one.md").write_text("\n\n".join(PROSE[:half]))
+    (folder / "two.txt").write_text("\n\n".join(PROSE[half:]))
+    (folder / "three.txt").write_bytes(b"\0")
+    return folder
+
+
+DOCS = ("--samples", 4, "--chunk-tokens", 40, "--ratios", 0.3, 1.0, "--max-tokens", 3, "--top-k", 2)
+
+
+def test_prompts_are_made_of_a_folder(bench: Bench, folder: Path, tmp_path: Path) -> None:
+    result = bench("--docs", folder, *DOCS, "--out", tmp_path / "out")
+    assert [(cell["policy"], cell["ratio"]) for cell in result["cells"]] == [
+        ("full", None),
+        ("none", None),
+        ("query", 0.3),
+        ("query", 1.0),
+    ]
+    data = result["settings"]["data"]
+    assert (data["folder"], data["files"], data["top_k"]) == ("docs", 3, 2)
+    assert data["chunks"] >= 4
+    everything = result["cells"][-1]
+    assert everything["same"]["value"] == everything["agree"]["value"] == everything["word"]["value"] == 1
+    assert everything["same"]["low"] == pytest.approx(wilson(2, 2)[0]), (
+        "four of four about two sentences are not certainty"
+    )
+    assert everything["kl"]["value"] < 1e-9 < result["cells"][1]["kl"]["value"]
+    assert everything["reused"] > 0.2
+    assert {name for name in everything["groups"] if name.startswith("kind")} == {"kind: cloze", "kind: continuation"}
+    assert _timeless(bench("--docs", folder, *DOCS)) == _timeless(result)
+    assert bench("--docs", folder, *DOCS, "--seed", 1)["settings"]["data"]["seed"] == 1
+
+
+def test_the_report_ends_in_one_sentence(folder: Path, bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    result = bench("--docs", folder, *DOCS)
+    assert main(["bench", "quality", "--docs", str(folder), *map(str, DOCS)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[-1] == result["verdict"]
+    assert "4 prompts take about" in captured.err
+    assert "three.txt: skipped: the file is binary" in captured.err
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_a_model_without_a_chat_template_is_named(
+    has_template: bool,
+    folder: Path,
+    bench: Bench,
+    model: Model,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(model.tokenizer.hf, "chat_template", "{{ messages[0].content }}" if has_template else None)
+    assert main(["bench", "quality", "--docs", str(folder), *map(str, DOCS)]) == 0
+    assert ("has no chat template: prompts are plain text" in capsys.readouterr().err) != has_template
+
+
+def _point(ratio: float | None, same: float, policy: str = "query", right: float = 0.9) -> dict[str, Any]:
+    def interval(value: float) -> dict[str, float]:
+        return {"value": value, "low": value, "high": value}
+
+    groups = {RIGHT: {"samples": 7, "word": interval(1.0)}}
+    setup = {"chunk_tokens": 0, "preamble": True, "codec": "native", "context_tokens": 256, "context": "text"}
+    cell = {"policy": policy, "ratio": ratio, "samples": 9, "same": interval(same), "em": interval(right)}
+    return {**cell, **setup, "groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("kept", "right", "said"),
+    [
+        (
+            (0.9, 0.96, 0.97),
+            0.9,
+            "Yes: blending keeps your answers from ratio 0.15 on; there, 96.0% [96.0%, 96.0%] of 9",
+        ),
+        ((0.96, 0.9, 0.97), 0.9, "Yes: blending keeps your answers from ratio 0.3 on"),  # the first was luck
+        ((1.0, 0.96, 0.95), 0.9, "Yes: blending keeps your answers from ratio 0.05 on"),
+        ((0.9, 0.96, 0.94), 0.9, "No: blending keeps less than 95% of your answers up to ratio 0.3; there, 94.0%"),
+        ((1.0, 1.0, 1.0), 0.1, "Undecided: full prefill itself gets only 10.0% of these sentences right"),
+    ],
+)
+def test_the_verdict(kept: Sequence[float], right: float, said: str) -> None:
+    line = [_point(ratio, same) for ratio, same in zip((0.05, 0.15, 0.3), kept, strict=True)]
+    cells = [_point(None, 1.0, "full", right), _point(None, 0.5, "none"), *reversed(line)]
+    sentence = command.verdict({"cells": cells})
+    assert sentence.startswith(said)
+    assert "100.0% of the 7 words that it gets right" in sentence
+
+
+def test_an_interrupted_run_reports_the_prompts_that_are_done(
+    folder: Path, bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = bench("--docs", folder, *DOCS, "--samples", 2)
+    measure, calls = quality._measure_row, []
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return measure(*args)
+
+    monkeypatch.setattr(quality, "_measure_row", interrupted)
+    assert main(["bench", "quality", "--docs", str(folder), *map(str, DOCS), "--json"]) == 130
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert result["settings"]["samples"] == 2
+    assert _timeless(result)[0] == _timeless(whole)[0]
+    assert "interrupted after 2 of 4 prompts" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--docs", "{missing}"], "does not exist"),
+        (["--docs", "{empty}"], "no files with text in"),
+        (["--docs", "{short}"], "there is only one: give more documents, or shorter chunks (--chunk-tokens)"),
+        (["--docs", "{docs}", "--chunk-tokens", "1200", "--top-k", "9", "--max-tokens", "1900"], "do not fit into"),
+        (["--docs", "{docs}", "--data", "{docs}"], "--data and --docs exclude each other"),
+        (["--docs", "{docs}", "--missing", "0.3"], "--missing and --docs exclude each other"),
+        (["--docs", "{docs}", "--chunk-tokens", "20,40"], "must be one number of at least 16"),
+        (["--docs", "{docs}", "--chunk-tokens", "x"], "--chunk-tokens: invalid literal"),
+        (["--docs", "{docs}", "--top-k", "1"], "--top-k with --docs must be at least 2"),
+    ],
+)
+def test_a_folder_that_cannot_be_asked_about(
+    argv: list[str], message: str, fails: Callable[..., str], folder: Path, tmp_path: Path
+) -> None:
+    names = {name: tmp_path / name for name in ("missing", "empty", "short", "docs")}
+    names["empty"].mkdir()
+    names["short"].mkdir()
+    (names["short"] / "a.txt").write_text("A short text of one chunk that has eight words.")
+    assert message in fails(*(part.format(**names) for part in argv), "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# -------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--data", "{missing}"], "does not exist"),
+        (["--data", "{empty}"], "is empty"),
+        (["--data", "{long}"], "row long has a prompt of"),
+        (["--data", "{long}", "--skip-long"], "none of 1 rows fits into the window of tiny"),
+        (["--policies", "best"], "unknown policy 'best'"),
+        (["--ratios", "1.5"], "ratio must be a number in [0, 1], got 1.5"),
+        (["--ratios", "x"], "--ratios: could not convert string to float: 'x'"),
+        (["--ratios", ","], "pass at least one"),
+        (["--chunk-tokens", "4"], "--chunk-tokens must be 0 or at least 16"),
+        (["--preamble", "maybe"], "--preamble must be one of on, off, got 'maybe'"),
+        (["--codec", "zip"], "unknown codec 'zip'; choose one of native, int8, int4"),
+        (["--set", "policy=seam"], "'policy=seam' is not a setting"),
+        (["--samples", "0"], "--samples: must be at least 1, got 0"),
+        (["--against", "best"], "--against 'best' is not among the measured policies"),
+        (["--top-k", "3"], "--data is asked as it is: leave out --top-k"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    argv: list[str], message: str, fails: Callable[..., str], tmp_path: Path
+) -> None:
+    names = {name: tmp_path / f"{name}.jsonl" for name in ("missing", "empty", "long")}
+    names["empty"].write_text("\n")
+    names["long"].write_text(json.dumps({**ROW, "id": "long", "passages": ["word " * 3000]}))
+    assert message in fails(*(part.format(**names) for part in argv), "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_are_too_long_can_be_skipped(bench: Bench, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({**ROW, "id": n, "passages": ["word " * n]}) for n in (300, 3000)))
+    settings = bench("--data", data, *SMALL[2:], "--skip-long")["settings"]
+    assert (settings["samples"], settings["skipped"]) == (1, 1)
+
+
+def test_nan_is_named(
+    tokenizer: Any, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hf = build("llama", max_position_embeddings=2048)
+    broken = Model(hf, tokenizer, "broken")
+    monkeypatch.setattr(Model, "from_pretrained", lambda *args, **kwargs: broken)
+    with torch.no_grad():
+        hf.model.norm.weight.fill_(torch.nan)
+    message = fails(*SMALL, "--out", tmp_path / "out")
+    assert "row world-0, full: the model's logits are NaN" in message
+    assert "bfloat16" in message
+    with torch.no_grad():
+        hf.model.layers[2].self_attn.v_proj.weight.fill_(torch.inf)
+    message = fails(*SMALL, "--out", tmp_path / "out")
+    assert "row world-0: the model overflows in float32" in message
+    assert not (tmp_path / "out").exists()
+
+
+# -------------------------------------------------------------------- for people
+
+
+def test_the_table(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--policies", "seam", "first_k", "--against", "first_k", "--chunk-tokens", "0,64", "--out", str(tmp_path)]
+    result = bench("--samples", 2, "--max-tokens", 2, *argv)
+    capsys.readouterr()
+    assert main(["bench", "quality", *_with_rows(["--samples", "2", "--max-tokens", "2", *argv])]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "passages as they are, preamble on",
+        "chunks of 64 tokens",
+        "minus first_k",
+        "another passage",
+        "TTFT",
+    ):
+        assert part in text
+    rows = [line for line in text.splitlines() if line.startswith("seam ")]
+    assert len(rows) == 2 * 3 * 3, "two chunk lengths, three ratios, three tables"
+    assert json.loads((tmp_path / "results.json").read_text())["cells"] == result["cells"]
+
+
+def test_without_rows_it_says_what_to_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "quality"]) == 1
+    assert capsys.readouterr().err == "kvrag: nothing to ask: pass --docs FOLDER, or --data FILE with questions\n"
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "quality", "--help"])
+    assert caught.value.code == 0
+    assert "--json" in capsys.readouterr().out

@@ -38,8 +38,8 @@ LANGCHAIN, LLAMA = "../../integrations/langchain-kvrag/tests", "../../integratio
 MUTATIONS = [
     Mutation("ratio rounded down", "reuse/select.py", "budget = round((", "budget = int((", "reuse/test_select.py"),
     Mutation(
-        "lowest scores first", "reuse/select.py", "best = scores.topk(min(num, len(scores)))",
-        "best = scores.topk(min(num, len(scores)), largest=False)", "reuse/test_select.py",
+        "lowest scores first", "reuse/select.py", "scores.topk(min(num, len(scores)))",
+        "scores.topk(min(num, len(scores)), largest=False)", "reuse/test_select.py",
     ),
     Mutation(
         "deviation of values ignored", "reuse/select.py", "for name in config.deviation_of]",
@@ -63,8 +63,8 @@ MUTATIONS = [
     Mutation("key of a file", "store/chunkfile.py", "if found != self.key:", "if not found:", "store/test_store.py"),
     Mutation("budget", "store/budget.py", "None if used + needed <= budget else", "None if used <= budget else",
              "store/test_budget.py"),
-    Mutation("exact flag", "reuse/stitch.py", "return behind_preamble and not reader.context_tokens and",
-             "return behind_preamble and", "reuse/test_stitch.py"),
+    Mutation("exact flag", "reuse/stitch.py", "_preamble and not reader.context_tokens and",
+             "_preamble and", "reuse/test_stitch.py"),
     Mutation("exact in the middle", "reuse/stitch.py", "run.offset == 0 and tuple(ids[: run.start])",
              "tuple(ids[: run.start])", "test_engine.py reuse"),
     Mutation("last position reused", "reuse/stitch.py", "reused[-1] = False", "reused[-1] = reused[-1]",

@@ -53,7 +53,7 @@ test-ray: setup
 
 # the same tests on the oldest transformers that is supported and the rest of constraints.txt, in a venv of its own
 test-oldest: .venv-oldest/.done
-	.venv-oldest/bin/python -m pytest
+	.venv-oldest/bin/python -m pytest -n $(JOBS) --dist loadfile
 
 .venv-oldest/.done: $(PROJECTS)
 	$(PYTHON) -m venv .venv-oldest

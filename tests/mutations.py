@@ -42,7 +42,7 @@ MUTATIONS = [
         "scores.topk(min(num, len(scores)), largest=False)", "reuse/test_select.py",
     ),
     Mutation(
-        "deviation of values ignored", "reuse/select.py", "for name in config.deviation_of]",
+        "deviation of values ignored", "reuse/measure.py", "for name in config.deviation_of]",
         "for name in config.deviation_of[:1]]", "reuse/test_select.py",
     ),
     Mutation("rotation sign", "backend/rope.py", "addcmul_(second, s, value=-1)", "addcmul_(second, s)",

@@ -137,7 +137,8 @@ def simulate(
     policy: str = DEFAULT_POLICY,
 ) -> Iterator[Cell]:
     """Return all combinations: chunks in bf16 fill the context, the first one, after the preamble, is not counted."""
-    from kvrag.control.controller import Workload, decide, selecting
+    from kvrag.control.controller import Workload, decide
+    from kvrag.reuse.select import selecting
 
     for device, model, load, context in itertools.product(devices, models, loads, contexts):
         shape = MODELS[model]
@@ -191,8 +192,9 @@ _PREDICTED = (  # name, chunks, tokens of each, policy, ratio, bytes per second 
 def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Point]:
     """Fit some shapes with the engine's own cost model, predict others and measure them; the RAM tier is off."""
     from kvrag.bench.ttft import one_token_words
-    from kvrag.control.controller import Workload, decide, selecting
+    from kvrag.control.controller import Workload, decide
     from kvrag.engine import BlendEngine
+    from kvrag.reuse.select import selecting
 
     words, rng = one_token_words(net), random.Random(0)
 

@@ -424,7 +424,7 @@ def _answer(
     started = time.perf_counter()
     ids = _ids(engine.model, prompt)
     done = engine.prefill(ids, cell.config)
-    deltas = decode(engine.model, done.ids, done.stitched.cache, done.logits, sampling)
+    deltas = decode(engine.model, done.ids, done.cache, done.logits, sampling)
     first = next(deltas)
     ttft_s = time.perf_counter() - started
     report = replace(done.report, ttft_s=ttft_s)

@@ -32,7 +32,7 @@ from kvrag import (
     StoreError,
 )
 from kvrag.fingerprint import text_key
-from kvrag.request import Pipeline
+from kvrag.reuse.recovery import Recovery
 from kvrag.store import serve
 
 PROMPT = messages(*CHUNKS)
@@ -364,14 +364,14 @@ def test_a_chunk_that_goes_while_it_is_read(model: Model, tmp_path: Path, monkey
         engine.warm(CHUNKS, document="a")
         ids = engine.model.tokenizer.render(PROMPT)
         before = prepare(engine, ids, 0.0, "none").logits
-        match = Pipeline._match
+        opening = Recovery.open
 
         def removed(*args: Any) -> Any:
-            found = match(*args)
+            prompt = opening(*args)
             engine.forget("a")
-            return found
+            return prompt
 
-        monkeypatch.setattr(Pipeline, "_match", removed)
+        monkeypatch.setattr(Recovery, "open", removed)
         assert torch.equal(prepare(engine, ids, 0.0, "none").logits, before)
 
 
@@ -828,7 +828,7 @@ def test_a_chunk_of_several_sources_knows_of_none(model: Model, tmp_path: Path, 
         assert context == 0
         torch.testing.assert_close(values, _values(alone, shared)[0])
         ids = model.tokenizer.render(prompt)
-        stitched = engine.prefill(ids, BlendConfig("none", controller="off")).stitched
+        stitched = engine.prefill(ids, BlendConfig("none", controller="off"))
         run = stitched.runs[-1]
         torch.testing.assert_close(stitched.cache.layer(1)[1][0, :, run.start : run.stop], values[:, : len(run)])
         report = engine.warm([first, shared], document="a")

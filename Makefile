@@ -83,7 +83,7 @@ lint: setup
 # all that CI does with a change
 check: lint test-all
 
-# hours of abuse, see docs/reliability.md: HOURS=8 SEED=1 ONLY=kill,fuzz CASE=17 SCALE=0.1 STORE=valkey|s3 OUT=FOLDER
+# hours of abuse, see docs/operations.md: HOURS=8 SEED=1 ONLY=kill,fuzz CASE=17 SCALE=0.1 STORE=valkey|s3 OUT=FOLDER
 torture: setup
 	$(INSTALL) -e '.[torture]'
 	$(BIN)/python tests/torture $(if $(HOURS),--hours $(HOURS)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) \
@@ -93,9 +93,8 @@ torture: setup
 release-check:
 	$(PYTHON) scripts/release.py $(if $(TAG),--tag '$(TAG)')
 
-# what is generated of it, and the site, in docs/_build
+# the site, in docs/_build
 docs: setup
-	$(BIN)/python docs/commands.py
 	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build
 
 # those of the docs, from real runs of the reader

@@ -111,7 +111,7 @@ def test_an_inexact_answer_is_noticed(tmp_path: Path) -> None:
             tiny.check_answer(engine, tiny.prompt([2, 1, 3]), ratio=0.0, policy="none")
 
 
-@pytest.mark.parametrize("page", ["SECURITY.md", "docs/reliability.md"])
+@pytest.mark.parametrize("page", ["SECURITY.md", "docs/operations.md"])
 def test_the_tests_that_pages_name_exist(page: str) -> None:
     sources = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     named = re.findall(r"`(?:(test_\w+\.py)(?:::)?)?(test_\w+)?`", (ROOT / page).read_text())

@@ -21,7 +21,7 @@ from pathlib import Path
 from torture.campaign import Campaign, Failure, Limits, Result
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "operations.md"
 BEGIN, END = "<!-- last run -->", "<!-- end of last run -->"
 _CRASHES = 20  # of one campaign; then it ends
 _VLLM = ROOT / ".venv-vllm"

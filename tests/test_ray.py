@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from blending import CHUNKS
+from conftest import CHUNKS
 from places import Bucket, free_port
 from serving import until
 

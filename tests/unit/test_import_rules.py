@@ -168,7 +168,7 @@ def test_an_allowed_import_is_not_found() -> None:
 
 def test_no_test_module_imports_another() -> None:
     files = [path for folder in ("tests", "integrations") for path in (ROOT.parent / folder).rglob("*.py")]
-    tests = {path.stem for path in files if path.stem.startswith("test_")} | {"conftest"}
+    tests = {path.stem for path in files if path.stem.startswith("test_")}
     for path in files:
         found = {name.split(".")[0] for name in _imports(path.read_text())} & tests
         assert not found, f"{path} imports {found}: move what both need to tests/helpers"

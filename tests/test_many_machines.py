@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from blending import CHUNKS
+from conftest import CHUNKS
 
 from kvrag import SettingError
 from kvrag.cli.cluster import Cluster, on_all_machines

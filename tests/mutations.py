@@ -24,7 +24,10 @@ INTEGRATIONS = ROOT / "integrations"
 
 
 class Mutation(NamedTuple):
-    """Replace `old`, which occurs once in the file, by `new`. `tests` are the nearest files, below tests/unit."""
+    """Replace `old`, which occurs once in the files of a glob below kvrag/, by `new`.
+
+    `tests` are the nearest files, below tests/unit.
+    """
 
     name: str
     file: str
@@ -79,7 +82,7 @@ MUTATIONS = [
              "store/test_codec.py"),
     Mutation("order of nibbles", "store/codec.py", "[codes & 15, codes >> 4]", "[codes >> 4, codes & 15]",
              "store/test_codec.py"),
-    Mutation("no WAL", "store/manifest.py", "PRAGMA journal_mode=WAL", "PRAGMA journal_mode=DELETE",
+    Mutation("no WAL", "store/*.py", "PRAGMA journal_mode=WAL", "PRAGMA journal_mode=DELETE",
              "store/test_store.py"),
     Mutation("a partial file stays", "store/durable.py", "        tmp.unlink(missing_ok=True)\n        raise",
              "        raise", "store/test_store.py"),
@@ -119,17 +122,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutations") as folder:
         copy = _copy(Path(folder) / "kvrag")
         for mutation in mutations:
-            _mutated(copy, mutation)  # all patterns are checked before any test is run
+            _path(copy, mutation)  # all patterns are checked before any test is run
         for mutation in mutations:
-            start, path = time.monotonic(), copy / "kvrag" / mutation.file
+            start, path = time.monotonic(), _path(copy, mutation)
             sound = path.read_text()
-            path.write_text(_mutated(copy, mutation))
+            path.write_text(sound.replace(mutation.old, mutation.new))
             try:
                 caught = _caught(copy, mutation, args)
             finally:
                 path.write_text(sound)
             missed += not caught
-            file, seconds = path.resolve().relative_to(copy.resolve()), time.monotonic() - start
+            file, seconds = path.relative_to(copy.resolve()), time.monotonic() - start
             print(f"| {mutation.name} | {file} | {caught or 'NOT CAUGHT'} | {seconds:.0f} s |", flush=True)
     print(f"{len(mutations) - missed} of {len(mutations)} caught")
     return int(missed > 0)
@@ -144,11 +147,13 @@ def _copy(folder: Path) -> Path:
     return folder
 
 
-def _mutated(copy: Path, mutation: Mutation) -> str:
-    source = (copy / "kvrag" / mutation.file).read_text()
-    if source.count(mutation.old) != 1:
-        sys.exit(f"{mutation.name}: {mutation.old!r} occurs {source.count(mutation.old)} times in {mutation.file}")
-    return source.replace(mutation.old, mutation.new)
+def _path(copy: Path, mutation: Mutation) -> Path:
+    """Return the file that the pattern occurs in."""
+    folder = copy / "kvrag"
+    paths = [path for path in folder.glob(mutation.file) for _ in range(path.read_text().count(mutation.old))]
+    if len(paths) != 1:
+        sys.exit(f"{mutation.name}: {mutation.old!r} occurs {len(paths)} times in {mutation.file}")
+    return paths[0].resolve()
 
 
 def _caught(copy: Path, mutation: Mutation, args: argparse.Namespace) -> str:

@@ -36,7 +36,6 @@ demo: .venv/.demo
 # tests run in JOBS processes, each file in one of them
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --ignore integrations/ray-kvrag
-RAY_TESTS := $(wildcard integrations/ray-kvrag/tests tests/test_ray.py)
 
 # what to run while you work, in minutes: no server, compiler or browser, no documentation
 test: setup
@@ -50,7 +49,7 @@ test-slow: setup
 
 # alone and last: Ray takes all processors, and its processes take a while to end
 test-ray: setup
-	timeout --kill-after 60 900 $(BIN)/python -m pytest $(RAY_TESTS)
+	timeout --kill-after 60 900 $(BIN)/python -m pytest integrations/ray-kvrag
 
 # the same tests on the oldest transformers that is supported and the rest of constraints.txt, in a venv of its own
 test-oldest: .venv-oldest/.done

@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "fingerprint": set(),
     "openmp": set(),
     "config": {"errors"},
-    "sample": {"errors"},
+    "sample": {"errors", "config"},
     "reader": {"errors"},
     "backend": BASE,
     "store": BASE,

@@ -70,7 +70,7 @@ class Shape:
 
 
 DEVICES = {
-    "this CPU, 2 cores": Device(1.3e12, 0.5, 1.5e10, 2e-4, 1.2e9, 20e9, "fitted to docs/benchmarks.md"),
+    "this CPU, 2 cores": Device(1.3e12, 0.5, 1.5e10, 2e-4, 1.2e9, 20e9, "fitted to docs/results.md"),
     "laptop CPU, 8 cores": Device(0.8e12, 0.35, 6e10, 1e-4, 4e9, 28e9, "assumed: AVX2/bf16, dual-channel DDR5"),
     "RTX 4090": Device(1.1e14, 0.5, 8e11, 7e-4, 1.2e10, 22e9, "assumed: 2/3 of 165 TFLOP/s, PCIe 4, pageable copies"),
     "H100": Device(4.5e14, 0.5, 2.4e12, 7e-4, 2e10, 74e9, "assumed: 45 % of 989 TFLOP/s, PCIe 5, pageable copies"),

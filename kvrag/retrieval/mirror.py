@@ -50,10 +50,15 @@ class SharedIndex(ChunkIndex):
                 with self._transaction() as db:
                     db.execute("DELETE FROM mirrored WHERE name = ?", (name,))
             for name, version in latest.items():
-                if copies.get(name, ("", ""))[0] != version:
-                    content = self._store.read_published(self._folder, version)
-                    if content is not None:  # not replaced in the meantime
-                        self._copy(name, version, content)
+                if copies.get(name, ("", ""))[0] == version:
+                    continue
+                content = self._store.read_published(self._folder, version)
+                if content is None:  # replaced in the meantime
+                    continue
+                if version != f"{name}-{_digest(content)}":
+                    logger.warning("%s in the index is damaged: add its document again", version)
+                    continue
+                self._copy(name, version, content)
             self._seen = publications
 
     def _copy(self, name: str, version: str, content: bytes) -> None:
@@ -97,10 +102,10 @@ class SharedIndex(ChunkIndex):
         record = {"embedder": self.embedder, "document": document, "chunks": chunks, "pages": page_rows}
         content = zlib.compress(json.dumps(record).encode(), 1)
         name = _hash(document)
-        version = f"{name}-{blake2b(content, digest_size=8).hexdigest()}"
+        version = f"{name}-{_digest(content)}"
         published = self._published(name)
-        if version not in published:
-            self._store.publish(self._folder, version, content, published)
+        if version not in published or self._store.read_published(self._folder, version) != content:  # damaged
+            self._store.publish(self._folder, version, content, [other for other in published if other != version])
         with self._transaction() as db:
             db.execute("INSERT OR REPLACE INTO mirrored VALUES (?, ?, ?)", (name, version, document))
         return added
@@ -127,6 +132,10 @@ class SharedIndex(ChunkIndex):
         """See ChunkIndex.counts."""
         self._try_sync()
         return super().counts()
+
+
+def _digest(content: bytes) -> str:
+    return blake2b(content, digest_size=8).hexdigest()
 
 
 def _hash(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.segment import Ids
-from kvrag.store import KVStore, serve
+from kvrag.store import KVStore, visible_variant
 from kvrag.types import Run
 
 
@@ -83,7 +83,7 @@ class Lookup:
     def _variants(self, text_keys: Iterable[str]) -> dict[str, tuple[str, int] | None]:
         """Return chunk key and context tokens of each text's usable variant, by text key; None without one."""
         states = self._store.look_up(list(dict.fromkeys(text_keys)))
-        usable = {text_key: serve(state, self._alone_only) for text_key, state in states.items()}
+        usable = {text_key: visible_variant(state, self._alone_only) for text_key, state in states.items()}
         return {
             text_key: None if chunk_key is None else (chunk_key, states[text_key].variants[chunk_key])
             for text_key, chunk_key in usable.items()

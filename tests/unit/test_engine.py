@@ -45,9 +45,12 @@ def _engine(model: Model, path: Path, **settings: Any) -> BlendEngine:
 # ---------------------------------------------------------------- reports
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
-@pytest.mark.parametrize("chunks", [(), (0,), (0, 1, 2, 3), (3, 3, 1)])
+RATIOS = [0.0, 0.15, 1.0]
+NUMBERS = [(), (0,), (0, 1, 2, 3), (3, 3, 1)]
+PAIRWISE = [(policy, RATIOS[(i + j) % 3], NUMBERS[j]) for i, policy in enumerate(POLICIES) for j in range(4)]
+
+
+@pytest.mark.parametrize(("policy", "ratio", "chunks"), PAIRWISE)
 def test_report_arithmetic(policy: str, ratio: float, chunks: tuple[int, ...], engine: BlendEngine) -> None:
     engine.warm(CHUNKS)
     prompt = messages(*(CHUNKS[i] for i in chunks), question="Something else entirely?")

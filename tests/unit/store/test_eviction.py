@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from records import A, B, held, opened, packed, record, text
+from records import A, B, held, opened, record, text
 
 from kvrag import FileStore, StoreFullError
 from kvrag.store.manifest import Manifest, Row
@@ -185,8 +185,9 @@ def test_a_manifest_of_an_older_version_is_continued(tmp_path: Path) -> None:
 
 
 def test_eviction_frees_a_fifth_of_the_budget_and_nothing_while_there_is_room(tmp_path: Path) -> None:
-    size = len(packed(record(10)))
-    with closing(opened(tmp_path, max_bytes=10 * size + size // 2)) as store:
+    with closing(opened(tmp_path / "one")) as store:
+        size = store.put([record(10)])
+    with closing(opened(tmp_path / "ten", max_bytes=10 * size + size // 2)) as store:
         store.put([record(number) for number in range(10, 20)])
         assert store.stats().chunks == 10, "they fit"
         store.put([record(20)])

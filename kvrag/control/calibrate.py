@@ -249,10 +249,10 @@ def _agreement(ratio: float, rows: Sequence[list[bool]]) -> Agreement:
 
 
 def choose(curve: Sequence[Agreement], target: float, sure: bool = False) -> float | None:
-    """Return the smallest ratio that reaches the target together with the next larger one, None without one."""
+    """Return the smallest ratio that reaches the target together with the next larger ratio; None if none does."""
     holds = [(point.low if sure else point.share) >= target for point in curve]
     pairs = zip(curve, holds, [*holds[1:], True], strict=True)
-    return next((point.ratio for point, itself, larger in pairs if itself and larger), None)
+    return next((point.ratio for point, reached, next_reached in pairs if reached and next_reached), None)
 
 
 def wilson(hits: int, total: int) -> tuple[float, float]:
@@ -265,8 +265,8 @@ def wilson(hits: int, total: int) -> tuple[float, float]:
 
 def settings_of(config: BlendConfig) -> dict[str, Any]:
     """Return the settings, besides the policy, that a calibration depends on, as JSON types."""
-    own = {name: value for name, value in asdict(config).items() if name not in ("policy", "ratio", "controller")}
-    settings: dict[str, Any] = json.loads(json.dumps(own))
+    others = {name: value for name, value in asdict(config).items() if name not in ("policy", "ratio", "controller")}
+    settings: dict[str, Any] = json.loads(json.dumps(others))
     return settings
 
 
@@ -317,7 +317,7 @@ def _same(model: Model, blended: Prefilled, answer: Sequence[int]) -> list[bool]
         following = model.forward_all(torch.tensor([answer[:-1]]), blended.cache)[0]
         logits = torch.cat([logits, following])  # (S, V)
     best = _sound(logits).argmax(dim=-1).tolist()
-    return [ours == theirs for ours, theirs in zip(best, answer, strict=True)]
+    return [token == expected for token, expected in zip(best, answer, strict=True)]
 
 
 def _sound(logits: Tensor) -> Tensor:

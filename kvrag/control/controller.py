@@ -63,13 +63,12 @@ def decide(speed: Speed | None, request: Workload, ratio: float) -> Decision:
     """
     if speed is None:
         return Decision(False, ratio, f"blend at {ratio:g}: no measurements on this machine yet")
-    full_s, blend_s = full_seconds(speed, request.prompt, request.kept), blend_seconds(speed, request, ratio)
-    load_s = request.bytes / speed.load
+    full_s, load_s = full_seconds(speed, request.prompt, request.kept), request.bytes / speed.load
+    blend_s = blend_seconds(speed, request, ratio)
     if full_s + NOTICEABLE_S <= blend_s:
-        why = "the context is short"
-        if load_s > full_s:
-            why = f"loading alone takes {seconds(load_s)} at {speed.load / 1e9:.3g} GB/s"
-        reason = f"full prefill: predicted {seconds(full_s)}, blending {seconds(blend_s)}; {why}"
+        slow_load = f"loading alone takes {seconds(load_s)} at {speed.load / 1e9:.3g} GB/s"
+        cause = slow_load if load_s > full_s else "the context is short"
+        reason = f"full prefill: predicted {seconds(full_s)}, blending {seconds(blend_s)}; {cause}"
         return Decision(True, 1.0, reason, blend_s, full_s)
     hidden = _hidden(speed, request, ratio, blend_s)
     reason = f"blend at {hidden:g}: predicted {seconds(blend_s)}, full prefill {seconds(full_s)}"
@@ -93,17 +92,13 @@ def blend_seconds(speed: Speed, request: Workload, ratio: float) -> float:
     rows = fresh + ratio * request.inexact
     compute = _pass(speed, rows, rows * request.prompt) + (math.ceil(rows / PREFILL_BLOCK) - 1) * speed.pass_s
     load, stitch = request.bytes / speed.load, request.reused * speed.stitch_s
-    touched = min(1.0, max(request.query_pass, request.candidate_pass) + request.detection_pass) if ratio else 0.0
+    selecting = min(1.0, max(request.query_pass, request.candidate_pass) + request.detection_pass) if ratio else 0.0
     select = request.query_pass * _pass(speed, fresh, fresh * request.prompt)
     select += request.detection_pass * full_seconds(speed, request.prompt, request.kept)
     candidates = fresh + min(CANDIDATES * ratio, 1.0) * request.inexact
     select += request.candidate_pass * _pass(speed, candidates, candidates * request.prompt)
-    rest = 1 - touched
-    return (
-        max(touched * load, (select if ratio else 0.0) + touched * stitch)
-        + touched * compute
-        + max(rest * load, rest * (compute + stitch))
-    )
+    while_selecting = max(selecting * load, (select if ratio else 0.0) + selecting * stitch)
+    return while_selecting + selecting * compute + (1 - selecting) * max(load, compute + stitch)
 
 
 def seconds(value: float) -> str:
@@ -118,5 +113,5 @@ def _pass(speed: Speed, rows: float, pairs: float) -> float:
 def _hidden(speed: Speed, request: Workload, ratio: float, blend_s: float) -> float:
     """Return the largest ratio that takes no longer than `ratio` because loading takes as long."""
     steps = (round(number * STEP, 10) for number in range(1, math.ceil(1 / STEP)))
-    free = [step for step in steps if step > ratio and blend_seconds(speed, request, step) <= blend_s * 1.001]
-    return max([ratio, *free])
+    hidden = [step for step in steps if step > ratio and blend_seconds(speed, request, step) <= blend_s * 1.001]
+    return max([ratio, *hidden])

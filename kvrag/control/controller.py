@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvrag.backend.protocol import PREFILL_BLOCK
 from kvrag.control.cost import Speed
-from kvrag.reuse.select import CANDIDATES
+from kvrag.reuse.select import CANDIDATES, Passes
 
 NOTICEABLE_S = 0.01
 """Minimum advantage of full prefill in seconds: smaller differences should not make answers depend on timing."""
@@ -28,18 +28,14 @@ class Workload:
         prompt, reused, inexact: Tokens of the prompt; those with stored KV; those of them that may deviate.
         kept: Tokens of the conversation's cached prefix.
         bytes: Bytes to load from below the RAM tier.
-        query_pass: Share of the layers that selection runs on the fresh tokens (`query`).
-        detection_pass: Share of the layers that selection runs on all tokens (`hkvd`).
-        candidate_pass: Share of the layers that selection runs on candidates (`query_hkvd`).
+        passes: Shares of the layers that the policy runs to select.
     """
 
     prompt: int
     reused: int
     inexact: int
     bytes: float
-    query_pass: float = 0.0
-    detection_pass: float = 0.0
-    candidate_pass: float = 0.0
+    passes: Passes = Passes()
     kept: int = 0
 
 
@@ -92,11 +88,12 @@ def blend_seconds(speed: Speed, request: Workload, ratio: float) -> float:
     rows = fresh + ratio * request.inexact
     compute = _pass(speed, rows, rows * request.prompt) + (math.ceil(rows / PREFILL_BLOCK) - 1) * speed.pass_s
     load, stitch = request.bytes / speed.load, request.reused * speed.stitch_s
-    selecting = min(1.0, max(request.query_pass, request.candidate_pass) + request.detection_pass) if ratio else 0.0
-    select = request.query_pass * _pass(speed, fresh, fresh * request.prompt)
-    select += request.detection_pass * full_seconds(speed, request.prompt, request.kept)
+    passes = request.passes
+    selecting = min(1.0, max(passes.query, passes.candidates) + passes.detection) if ratio else 0.0
+    select = passes.query * _pass(speed, fresh, fresh * request.prompt)
+    select += passes.detection * full_seconds(speed, request.prompt, request.kept)
     candidates = fresh + min(CANDIDATES * ratio, 1.0) * request.inexact
-    select += request.candidate_pass * _pass(speed, candidates, candidates * request.prompt)
+    select += passes.candidates * _pass(speed, candidates, candidates * request.prompt)
     while_selecting = max(selecting * load, (select if ratio else 0.0) + selecting * stitch)
     return while_selecting + selecting * compute + (1 - selecting) * max(load, compute + stitch)
 

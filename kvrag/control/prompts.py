@@ -96,11 +96,11 @@ def make_prompts(
     prompts: list[GapPrompt] = []
     shortest = 0
     for number, gap in enumerate(find_gaps(chunks, seed)):
-        found = _retrieve(gap, search, top_k)
-        random.Random(f"{seed} {number}").shuffle(found)
-        ids = render(model.tokenizer, found, gap.beginning)
+        texts = _retrieve(gap, search, top_k)
+        random.Random(f"{seed} {number}").shuffle(texts)
+        ids = render(model.tokenizer, texts, gap.beginning)
         if len(ids) + room <= model.context_window:
-            prompts.append(GapPrompt(gap, tuple(found), ids))
+            prompts.append(GapPrompt(gap, tuple(texts), ids))
         else:
             shortest = min(shortest or len(ids), len(ids))
         if len(prompts) == count:

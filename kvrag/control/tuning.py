@@ -137,15 +137,12 @@ class Tuning:
         first = prompt.runs[0]
         after_preamble = first.offset == 0 and first.start == len(self._backend.preamble)
         reused = sum(map(len, prompt.runs))
-        query_pass, detection_pass, candidate_pass = selecting(config, self._backend.num_layers)
         return Workload(
             prompt=len(prompt.ids),
             reused=reused,
             inexact=reused - (len(first) if after_preamble else 0),
             bytes=prompt.cold_tokens * self._costs.bytes_per_token(self._backend.bytes_per_token),
-            query_pass=query_pass,
-            detection_pass=detection_pass,
-            candidate_pass=candidate_pass,
+            passes=selecting(config, self._backend.num_layers),
             kept=prompt.kept,
         )
 

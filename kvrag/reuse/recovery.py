@@ -49,11 +49,11 @@ class Recovery:
     def agree(self, work: Callable[[], T]) -> T:
         """Return the first process's result. If reading a chunk fails in one process, all raise that error."""
         try:
-            own: T | DamagedChunkError | ChunkUnreadableError = work()
+            outcome: T | DamagedChunkError | ChunkUnreadableError = work()
         except (DamagedChunkError, ChunkUnreadableError) as error:
-            own = error
+            outcome = error
         results: list[T] = []
-        for result in self._backend.gather(own):
+        for result in self._backend.gather(outcome):
             if isinstance(result, DamagedChunkError | ChunkUnreadableError):
                 raise result
             results.append(result)

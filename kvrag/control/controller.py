@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvrag.backend.protocol import PREFILL_BLOCK
 from kvrag.control.cost import Speed
-from kvrag.reuse.select import CANDIDATES, Passes
+from kvrag.reuse.select import CANDIDATES, NO_PASSES, Passes
 
 NOTICEABLE_S = 0.01
 """Minimum advantage of full prefill in seconds: smaller differences should not make answers depend on timing."""
@@ -35,7 +35,7 @@ class Workload:
     reused: int
     inexact: int
     bytes: float
-    passes: Passes = Passes()
+    passes: Passes = NO_PASSES
     kept: int = 0
 
 

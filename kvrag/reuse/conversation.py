@@ -154,8 +154,8 @@ class Conversations:
             if conversation.num_bytes > self._max_bytes or len(conversation.ids) > self._longest:
                 return
             replaced = prefix.conversation if prefix is not None and prefix.is_all else None
-            kept = [*_without(replaced, self._kept), conversation]
-            while len(kept) > _MOST or _num_bytes(kept) > self._max_bytes:
+            kept = [*_without(replaced, self._kept), conversation][-_MOST:]
+            while sum(older.num_bytes for older in kept) > self._max_bytes:
                 del kept[0]
             self._kept = kept
 
@@ -175,7 +175,7 @@ class Conversations:
     @property
     def num_bytes(self) -> int:
         """Total size of the KV in bytes."""
-        return _num_bytes(self._kept)
+        return sum(conversation.num_bytes for conversation in self._kept)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -189,10 +189,6 @@ class Conversations:
 
 def _without(removed: Conversation | None, conversations: Sequence[Conversation]) -> list[Conversation]:
     return [conversation for conversation in conversations if conversation is not removed]
-
-
-def _num_bytes(conversations: Sequence[Conversation]) -> int:
-    return sum(conversation.num_bytes for conversation in conversations)
 
 
 def _common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:

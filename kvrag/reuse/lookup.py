@@ -82,12 +82,11 @@ class Lookup:
 
     def _variants(self, text_keys: Iterable[str]) -> dict[str, tuple[str, int] | None]:
         """Return chunk key and context tokens of each text's usable variant, by text key; None without one."""
-        states = self._store.look_up(list(dict.fromkeys(text_keys)))
-        usable = {text_key: serve(state, self._alone_only) for text_key, state in states.items()}
-        return {
-            text_key: None if chunk_key is None else (chunk_key, states[text_key].variants[chunk_key])
-            for text_key, chunk_key in usable.items()
-        }
+        variants: dict[str, tuple[str, int] | None] = {}
+        for text_key, state in self._store.look_up(list(dict.fromkeys(text_keys))).items():
+            chunk_key = serve(state, self._alone_only)
+            variants[text_key] = None if chunk_key is None else (chunk_key, state.variants[chunk_key])
+        return variants
 
     def withdrawn(self, variants: Mapping[str, str]) -> list[str]:
         """Return the chunk keys that a prompt may no longer use, because another source has their text by now.

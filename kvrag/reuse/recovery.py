@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -52,12 +52,11 @@ class Recovery:
             outcome: T | DamagedChunkError | ChunkUnreadableError = work()
         except (DamagedChunkError, ChunkUnreadableError) as error:
             outcome = error
-        results: list[T] = []
-        for result in self._backend.gather(outcome):
+        results = self._backend.gather(outcome)
+        for result in results:
             if isinstance(result, DamagedChunkError | ChunkUnreadableError):
                 raise result
-            results.append(result)
-        return results[0]
+        return cast(T, results[0])
 
     def open(self, prompt: Prompt, matches: Sequence[Match]) -> Prompt:
         """Return the prompt with those of the matches whose chunks can be opened in all processes. Close it."""

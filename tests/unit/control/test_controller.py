@@ -109,18 +109,15 @@ def test_selecting_costs_what_the_policy_looks_at() -> None:
     assert selecting(BlendConfig(policy="first_k"), 6) == (0.0, 0.0, 0.0)
     assert selecting(BlendConfig(policy="query_hkvd", band=(0.5, 1.0)), 28) == (1.0, 0.0, 0.5)
     request = _request(4_000, bytes=0)
-    plain = blend_seconds(GPU, request, 0.15)
-    assert blend_seconds(GPU, replace(request, passes=Passes(query=0.5)), 0.15) > plain + GPU.pass_s / 3
-    assert (
-        blend_seconds(GPU, replace(request, passes=Passes(detection=0.5)), 0.15) > plain + full_seconds(GPU, 4_000) / 3
-    )
-    more = blend_seconds(GPU, request, 0.30) - plain
-    assert blend_seconds(GPU, replace(request, passes=Passes(candidates=0.5)), 0.15) > plain + more / 2, (
-        "twice the rows"
-    )
-    assert blend_seconds(GPU, replace(request, passes=Passes(query=0.5)), 0.0) == blend_seconds(GPU, request, 0.0), (
-        "no budget"
-    )
+
+    def predicted(ratio: float, **passes: float) -> float:
+        return blend_seconds(GPU, replace(request, passes=Passes(**passes)), ratio)
+
+    plain = predicted(0.15)
+    assert predicted(0.15, query=0.5) > plain + GPU.pass_s / 3
+    assert predicted(0.15, detection=0.5) > plain + full_seconds(GPU, 4_000) / 3
+    assert predicted(0.15, candidates=0.5) > plain + (predicted(0.30) - plain) / 2, "twice the rows"
+    assert predicted(0.0, query=0.5) == predicted(0.0), "no budget"
 
 
 # ---------------------------------------------------------------- measuring

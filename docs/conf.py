@@ -28,7 +28,7 @@ myst_heading_anchors = 4  # links to headings, like GitHub
 
 highlight_language = "none"  # indented blocks are shell commands
 default_role = "code"  # docstrings write `name`, like Markdown
-suppress_warnings = ["ref.python"]  # three packages have classes with the same name, which type hints do not qualify
+suppress_warnings = ["ref.python"]  # several packages have classes with the same name, which type hints do not qualify
 napoleon_use_ivar = True  # attributes in one list; several may share a line
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"

@@ -36,7 +36,7 @@ from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.match import TextRun, match
 from kvrag.reuse.segment import Segment
 from kvrag.store import FileStore
-from kvrag.store.files import MANIFEST
+from kvrag.store.base import MANIFEST
 from kvrag.store.manifest import Manifest, Row
 from kvrag.store.protocol import Entry
 

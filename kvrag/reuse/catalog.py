@@ -208,7 +208,7 @@ class Catalog:
             for segment, mask in zip(snapshot.segments, alive, strict=True):
                 row = int(np.searchsorted(segment.numbers, entry.number))
                 if row < len(segment) and segment.numbers[row] == entry.number:
-                    if segment.text_key(row) != entry.text:
+                    if segment.text_key(row) != entry.text_key:
                         return _Snapshot(head=snapshot.head)  # another store's numbers: start again
                     mask[row] = True
         segments = tuple(replace(s, alive=s.alive & mask) for s, mask in zip(snapshot.segments, alive, strict=True))

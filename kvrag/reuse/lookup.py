@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.segment import Ids
-from kvrag.store import KVStore, serve
+from kvrag.store import KVStore, visible_variant
 from kvrag.types import Run
 
 
@@ -84,7 +84,7 @@ class Lookup:
         """Return chunk key and context tokens of each text's usable variant, by text key; None without one."""
         variants: dict[str, tuple[str, int] | None] = {}
         for text_key, state in self._store.look_up(list(dict.fromkeys(text_keys))).items():
-            chunk_key = serve(state, self._alone_only)
+            chunk_key = visible_variant(state, self._alone_only)
             variants[text_key] = None if chunk_key is None else (chunk_key, state.variants[chunk_key])
         return variants
 

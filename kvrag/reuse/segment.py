@@ -187,7 +187,7 @@ class Segment:
             directory=np.cumsum(counts, dtype=np.uint32),
             starts=starts,
             numbers=np.array([entry.number for entry in entries], np.int64),
-            keys=np.array([entry.text.encode() for entry in entries] or [b""], np.bytes_)[: len(entries)],
+            keys=np.array([entry.text_key.encode() for entry in entries] or [b""], np.bytes_)[: len(entries)],
             spaces=spaces,
             namespaces=tuple(namespaces),
             alive=np.ones(len(entries), bool),

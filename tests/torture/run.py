@@ -29,6 +29,7 @@ _VLLM = ROOT / ".venv-vllm"
 COUNTS = {
     "kill": 100,
     "damage": 2000,
+    "records": 500,
     "faults": 500,
     "operations": 500,
     "abandoned": 300,
@@ -42,6 +43,7 @@ COUNTS = {
 UNITS = {
     "kill": "kills",
     "damage": "damaged stores",
+    "records": "damaged records",
     "faults": "injected faults",
     "operations": "operations",
     "abandoned": "groups of streams",

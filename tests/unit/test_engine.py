@@ -33,7 +33,7 @@ from kvrag import (
 )
 from kvrag.fingerprint import text_key
 from kvrag.reuse.recovery import Recovery
-from kvrag.store import serve
+from kvrag.store import visible_variant
 
 PROMPT = messages(*CHUNKS)
 
@@ -45,9 +45,12 @@ def _engine(model: Model, path: Path, **settings: Any) -> BlendEngine:
 # ---------------------------------------------------------------- reports
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
-@pytest.mark.parametrize("chunks", [(), (0,), (0, 1, 2, 3), (3, 3, 1)])
+RATIOS = [0.0, 0.15, 1.0]
+NUMBERS = [(), (0,), (0, 1, 2, 3), (3, 3, 1)]
+PAIRWISE = [(policy, RATIOS[(i + j) % 3], NUMBERS[j]) for i, policy in enumerate(POLICIES) for j in range(4)]
+
+
+@pytest.mark.parametrize(("policy", "ratio", "chunks"), PAIRWISE)
 def test_report_arithmetic(policy: str, ratio: float, chunks: tuple[int, ...], engine: BlendEngine) -> None:
     engine.warm(CHUNKS)
     prompt = messages(*(CHUNKS[i] for i in chunks), question="Something else entirely?")
@@ -784,7 +787,7 @@ def test_portions_keep_together_what_stands_together(
 def _reader(engine: BlendEngine, chunk: str, namespace: str = "") -> Any:
     """Of the variant that a prompt gets."""
     text = text_key(namespace, engine.model.tokenizer.encode(chunk))
-    key = serve(engine.store.look_up([text])[text], alone_only=not engine.config.context_tokens)
+    key = visible_variant(engine.store.look_up([text])[text], alone_only=not engine.config.context_tokens)
     assert key is not None
     return engine.store.open(key)
 

@@ -266,17 +266,22 @@ def test_a_prompt_hashes_each_chunk_once_and_reads_the_removals_before_and_after
     assert (len(hashed), len(removals)) == (2, 2)
 
 
+FAILURES = [
+    MemoryError(),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: can't allocate memory\nframe #0"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4 GiB"),
+]
+
+
 @pytest.mark.parametrize(
-    "failure",
+    ("policy", "failure", "after"),
     [
-        MemoryError(),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: can't allocate memory\nframe #0"),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4 GiB"),
+        (policy, failure, 3 * ((i + j) % 2))
+        for i, policy in enumerate(["full", "query", "hkvd", "first_k"])
+        for j, failure in enumerate(FAILURES)
     ],
-    ids=lambda failure: type(failure).__name__,
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
-@pytest.mark.parametrize("policy", ["full", "query", "hkvd", "first_k"])
-@pytest.mark.parametrize("after", [0, 3])
 def test_memory_that_runs_out_in_a_forward_pass_is_an_error_with_a_way_out(
     after: int, policy: str, failure: Exception, cold: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -672,6 +672,7 @@ def test_looking_at_a_store_makes_none(tmp_path: Path, fails: Callable[..., str]
 # -------------------------------------------------------------------- demo
 
 
+@pytest.mark.slow
 def test_the_demo_is_right_by_full_prefill_and_honest_about_the_rest(tmp_path: Path, as_json: Json) -> None:
     pytest.importorskip("langchain_kvrag")
     result = as_json("demo", "--no-speed", "--store", tmp_path / "kv")
@@ -753,6 +754,7 @@ def test_calibrate_by_questions(own: Path, tmp_path: Path, as_json: Json) -> Non
     assert as_json("ask", QUESTION, "--store", own, "--ratio", "0.3")["report"]["ratio"] == 0.3
 
 
+@pytest.mark.slow
 def test_calibrate_for_chunks_encoded_alone(tmp_path: Path, reader: Model, as_json: Json) -> None:
     alone = ("--store", tmp_path / "alone", "--context-tokens", "0")
     as_json("warm", CORPUS, *CUT, *alone)
@@ -764,6 +766,7 @@ def test_calibrate_for_chunks_encoded_alone(tmp_path: Path, reader: Model, as_js
             assert (report.ratio, bool(report.notes)) == (ratio, context_tokens > 0)
 
 
+@pytest.mark.slow
 def test_calibrate_without_questions(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--store", str(own), "--prompts", "8", "--ratios", "0.0", "0.2", "--target", "1"]) == 0
     captured = capsys.readouterr()

@@ -19,7 +19,7 @@ from kvrag.reuse.catalog import Catalog, _to_merge
 from kvrag.reuse.match import TextRun, match
 from kvrag.reuse.segment import DamagedSegmentError, Segment, join, read, write
 from kvrag.store import FileStore
-from kvrag.store.files import MANIFEST
+from kvrag.store.base import MANIFEST
 from kvrag.store.manifest import Manifest, Row
 from kvrag.store.protocol import Entry
 
@@ -44,7 +44,7 @@ class Store:
         return text
 
     def remove(self, text: str) -> None:
-        for number in [number for number, entry in self.texts.items() if entry.text == text]:
+        for number in [number for number, entry in self.texts.items() if entry.text_key == text]:
             del self.texts[number]
             self.log.append(number)
 

@@ -1,4 +1,4 @@
-"""What decides where work goes on a cluster: documents to workers, requests to servers. Runs without Ray."""
+"""Where work goes on a cluster: documents to workers, requests to servers. Starts no cluster."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import CHUNKS
+from blending import CHUNKS
+from ray_kvrag.cluster import Cluster, on_all_machines
+from ray_kvrag.front import ServerLost, front
+from ray_kvrag.routing import Route
+from ray_kvrag.warm import DocumentQueue
 
 from kvrag import SettingError
-from kvrag.cli.cluster import Cluster, on_all_machines
 from kvrag.cli.main import main
-from kvrag.cli.warm_ray import Handout
 from kvrag.server import ApiKey, ServerSettings
-from kvrag.server.front import ServerLost, front
-from kvrag.server.routing import Route
 
 SERVERS = ("a", "b", "c")
 IDLE = dict.fromkeys(SERVERS, 0)
@@ -29,30 +29,30 @@ IDLE = dict.fromkeys(SERVERS, 0)
 
 
 def test_documents_without_common_texts_go_out_in_order() -> None:
-    handout = Handout({"one": ["x"], "two": ["y"], "three": ["z"]}, done=["two"])
-    assert [handout.next(), handout.next(), handout.next()] == ["one", "three", None]
+    queue = DocumentQueue({"one": ["x"], "two": ["y"], "three": ["z"]}, done=["two"])
+    assert [queue.next(), queue.next(), queue.next()] == ["one", "three", None]
 
 
 def test_a_common_text_is_encoded_by_one_worker_at_a_time_until_it_is_stored_alone() -> None:
-    handout = Handout({name: ["common", name] for name in "abcde"} | {"f": ["f"]}, done=[])
-    assert [handout.next(), handout.next(), handout.next()] == ["a", "f", None]
-    handout.put_back("a")  # its worker died
-    first = handout.next()
-    assert handout.next() is None
-    handout.finish(first or "")
-    second = handout.next()
-    assert handout.next() is None
-    handout.finish(second or "")  # two documents hold it: it is stored alone
-    rest = [handout.next(), handout.next(), handout.next()]
+    queue = DocumentQueue({name: ["common", name] for name in "abcde"} | {"f": ["f"]}, done=[])
+    assert [queue.next(), queue.next(), queue.next()] == ["a", "f", None]
+    queue.put_back("a")  # its worker died
+    first = queue.next()
+    assert queue.next() is None
+    queue.finish(first or "")
+    second = queue.next()
+    assert queue.next() is None
+    queue.finish(second or "")  # two documents hold it: it is stored alone
+    rest = [queue.next(), queue.next(), queue.next()]
     assert sorted([first, second, *rest]) == list("abcde")
-    assert handout.next() is None
+    assert queue.next() is None
 
 
 def test_a_warm_document_counts_as_a_holder() -> None:
-    handout = Handout({name: ["common"] for name in "abcd"}, done=["a"])
-    assert [handout.next(), handout.next()] == ["b", None]
-    handout.finish("b")
-    assert [handout.next(), handout.next()] == ["c", "d"]
+    queue = DocumentQueue({name: ["common"] for name in "abcd"}, done=["a"])
+    assert [queue.next(), queue.next()] == ["b", None]
+    queue.finish("b")
+    assert [queue.next(), queue.next()] == ["c", "d"]
 
 
 @pytest.mark.parametrize(
@@ -82,41 +82,21 @@ def test_a_folder_is_for_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("words", "address"),
     [
-        (["warm", "docs", "--workers", "2"], "--workers needs --ray"),
-        (["serve", "--replicas", "2"], "--replicas needs --ray"),
-        (["warm", "docs", "--server", "http://x", "--ray"], "--ray is for a local store"),
-        (["warm", "docs", "--ray", "127.0.0.1:9"], "cannot reach the Ray cluster 127.0.0.1:9"),
-        (["serve", "--ray", "ray://127.0.0.1:9"], "cannot reach the Ray cluster ray://127.0.0.1:9"),
+        (["warm", "docs", "--ray", "127.0.0.1:9"], "127.0.0.1:9"),
+        (["serve", "--ray", "ray://127.0.0.1:9"], "ray://127.0.0.1:9"),
     ],
 )
-def test_mistakes_are_reported(
-    words: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_address_where_no_cluster_runs(
+    words: list[str], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if "127.0.0.1:9" in reason:
-        pytest.importorskip("ray")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.txt").write_text(CHUNKS[0])
     assert main(words) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert reason in line
-
-
-@pytest.mark.parametrize(
-    "words", [["warm", "--ray", "docs/"], ["serve", "--replicas", "3-2"], ["serve", "--replicas", "0"]]
-)
-def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(words)
-    assert "put --ray at the end" in (said := capsys.readouterr().err) or "must be a number" in said
-
-
-def test_ray_is_an_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("kvrag.cli.cluster.find_spec", lambda name: None)
-    assert main(["serve", "--ray"]) == 1
-    assert capsys.readouterr().err == "kvrag: ray is not installed: pip install 'kvrag[ray]'\n"
+    assert f"cannot reach the Ray cluster {address}" in line
 
 
 # ---------------------------------------------------------------- requests to servers

@@ -1,7 +1,7 @@
 """`kvrag warm --ray`: workers on a Ray cluster encode whole documents into one store.
 
-This process reads and splits the files, and hands out the documents that are not warm yet. KV never passes through it:
-workers write to the store and return counts. A document whose worker died is handed out again.
+This process reads and splits the files, and sends out the documents that are not warm yet. KV never passes through it:
+workers write to the store and return counts. A document whose worker died is sent again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from kvrag.cli.cluster import Cluster, connect, on_all_machines, say_missing
+import ray
+from ray.exceptions import RayActorError, RayError
+
 from kvrag.cli.common import folder, human_bytes, open_engine, open_index, progress, say
 from kvrag.cli.warm import INTERRUPTED, TOTALS, bytes_per_token, check_room, drop, find_gone, read_chunks
 from kvrag.config import BlendConfig
 from kvrag.errors import KvragError, SettingError
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.retrieval.documents import Problem
+from ray_kvrag.cluster import Cluster, connect, on_all_machines, report_missing
 
 if TYPE_CHECKING:
     from kvrag.backend.transformers.tokenizer import Tokenizer
@@ -29,14 +32,14 @@ if TYPE_CHECKING:
     from kvrag.retrieval.index import ChunkIndex
     from kvrag.store import KVStore
 
-_PATIENCE_S = 30.0  # without a worker, until a line says what they wait for
-_SENDS = 3  # of a document whose workers die: it may be what kills them
-_SETTLED = 2  # documents that hold a text, from which on it is stored alone and encoded no more
+_PATIENCE_S = 30.0  # without a worker, until a line reports what they wait for
+_TRIES = 3  # at a document whose workers die: it may be the cause
+_HOLDERS = 2  # documents that contain a text until it is stored alone, after which it is not encoded again
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a worker knows of its model and store: all that choosing chunks needs besides the tokenizer.
+    """Model and store of a worker: with the tokenizer, all that the choice of chunks needs.
 
     Attributes:
         store: Folder or URL.
@@ -53,7 +56,7 @@ class Facts:
 
 
 class Worker:
-    """An actor with an engine of its own. Its methods return a failure as a text: actors' exceptions are pages long."""
+    """Ray actor with its own engine. Its methods return an error as a string: an actor's exceptions are pages long."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._args = argparse.Namespace(**options)
@@ -92,38 +95,40 @@ class Worker:
         return totals | {"indexed": indexed, "seconds": time.perf_counter() - started}
 
 
-class _Outline:
-    """The model as `kvrag.backend.protocol.Outline`; its weights are the workers'."""
+class _ModelOutline:
+    """`kvrag.backend.protocol.Outline` of a model whose weights only the workers load."""
 
     def __init__(self, facts: Facts, tokenizer: Tokenizer) -> None:
         self.context_window, self.stable_length = facts.context_window, facts.stable_length
         self.preamble, self.tokenizer = facts.fingerprint.preamble, tokenizer
 
     def check_window(self, num_tokens: int, what: str = "the prompt") -> None:
-        """Leave it to the workers, who refuse chunks that are too long."""
+        """Do nothing: the workers reject chunks that are too long."""
 
 
 @dataclass
-class _Opened:
-    """The store as this process sees it."""
+class _OpenStore:
+    """Takes the place of an engine where only its store is needed."""
 
     store: KVStore
 
 
-class Handout:
-    """The documents to encode, in order.
+class DocumentQueue:
+    """Documents to encode, in order.
 
-    Two documents with a text in common are encoded one after the other until the text is stored alone. At the same
-    time, each worker would encode it behind its own document, see the other's, and encode it once more alone.
+    Two documents with a text in common are encoded one after the other until the text is stored alone. If they were
+    encoded at the same time, each worker would encode the text with the preceding context of its own document, then
+    find the other one's, and encode it again alone.
     """
 
     def __init__(self, texts: Mapping[str, Iterable[str]], done: Iterable[str]) -> None:
-        """Take documents with the keys of their texts, and those of them that are done."""
+        """Take the keys of each document's texts, and the documents that are done."""
         self._texts = {name: set(keys) for name, keys in texts.items()}
         holders = Counter(key for keys in self._texts.values() for key in keys)
-        self._left = {key: _SETTLED for key, count in holders.items() if count > 1}  # until the text is settled
-        self._out: set[str] = set()  # texts being encoded that are not settled
-        self._blocked: dict[str, list[str]] = defaultdict(list)  # by a text that is being encoded
+        # of each common text, the documents to encode until it is stored alone
+        self._left = {key: _HOLDERS for key, count in holders.items() if count > 1}
+        self._encoding: set[str] = set()  # texts of the documents that are sent, if not stored alone
+        self._blocked: dict[str, list[str]] = defaultdict(list)  # documents, by a text that is being encoded
         self._todo: deque[str] = deque()
         skipped = set(done)
         for name in texts:
@@ -133,14 +138,14 @@ class Handout:
                 self._todo.append(name)
 
     def next(self) -> str | None:
-        """Return a document to encode now; None = none, or not yet."""
+        """Return a document to encode now; None if there is none, or if all must wait."""
         while self._todo:
             name = self._todo.popleft()
-            unsettled = {key for key in self._texts[name] if self._left.get(key, 0) > 0}
-            if taken := unsettled & self._out:
-                self._blocked[min(taken)].append(name)
+            shared = {key for key in self._texts[name] if self._left.get(key, 0) > 0}
+            if busy := shared & self._encoding:
+                self._blocked[min(busy)].append(name)
                 continue
-            self._out |= unsettled
+            self._encoding |= shared
             return name
         return None
 
@@ -149,7 +154,7 @@ class Handout:
         self._release(name, 1)
 
     def put_back(self, name: str) -> None:
-        """Hand out a document again."""
+        """Make a document available again."""
         self._release(name, 0)
         self._todo.appendleft(name)
 
@@ -157,13 +162,13 @@ class Handout:
         for key in sorted(self._texts[name]):
             if key in self._left:
                 self._left[key] -= count
-                self._out.discard(key)
+                self._encoding.discard(key)
                 self._todo.extendleft(reversed(self._blocked.pop(key, [])))
 
 
 @dataclass
-class _Hand:
-    """A worker as this process sees it.
+class _WorkerState:
+    """A worker and what it has done.
 
     Attributes:
         number: From 1.
@@ -185,110 +190,105 @@ class _Hand:
 
 
 @dataclass
-class Crew:
-    """Workers, started as the cluster has room. Those that die are replaced."""
+class WorkerPool:
+    """Workers, started as the cluster has room. A worker that dies is replaced."""
 
     cluster: Cluster
     options: dict[str, Any]
     size: int
-    hands: list[_Hand] = field(default_factory=list)
+    workers: list[_WorkerState] = field(default_factory=list)
     lost: int = 0
-    _waiting: dict[Any, _Hand] = field(default_factory=dict)
-    _idle: list[_Hand] = field(default_factory=list)
+    _waiting: dict[Any, _WorkerState] = field(default_factory=dict)
+    _idle: list[_WorkerState] = field(default_factory=list)
     _deaths: int = 0  # since the last result
 
     def start(self) -> Facts:
         """Start all workers; return the facts of the first one that is ready."""
         for _ in range(self.size):
             self._start_one()
-        silent_until = time.monotonic() + _PATIENCE_S
+        report_at = time.monotonic() + _PATIENCE_S
         while True:
             for _, result in self.results():
                 return cast(Facts, result)
-            if silent_until and time.monotonic() > silent_until:
-                say_missing(self.cluster, self._resources)
-                silent_until = 0.0
+            if time.monotonic() > report_at:
+                report_missing(self.cluster, self._resources)
+                report_at = float("inf")
 
     @property
     def _resources(self) -> dict[str, float]:
         return self.cluster.resources(self.options["device"], self.size)
 
     def _start_one(self) -> None:
-        import ray
-
         actor = ray.remote(Worker).options(**self._resources).remote(self.options)
-        self.hands.append(hand := _Hand(len(self.hands) + 1, actor))
-        self._waiting[actor.open.remote()] = hand
+        self.workers.append(worker := _WorkerState(len(self.workers) + 1, actor))
+        self._waiting[actor.open.remote()] = worker
 
-    def hand_out(self, next_document: Callable[[], str | None], plan: Plan) -> None:
+    def assign(self, next_document: Callable[[], str | None], plan: ClusterPlan) -> None:
         """Give documents to idle workers."""
         while self._idle and (name := next_document()) is not None:
-            hand = self._idle.pop()
-            hand.document = name
-            self._waiting[hand.actor.warm.remote(name, plan.chunks[name], plan.pages[name])] = hand
+            worker = self._idle.pop()
+            worker.document = name
+            self._waiting[worker.actor.warm.remote(name, plan.chunks[name], plan.pages[name])] = worker
 
     def results(self, timeout: float = 1.0) -> Iterator[tuple[str | None, Any]]:
         """Yield (document, result) as workers finish, None as the result of a document whose worker died.
 
-        The document is None for a worker that has become ready, with its `Facts`.
+        The document is None and the result `Facts` when a worker becomes ready.
 
         Raises:
-            KvragError: A worker failed, or workers die again and again.
+            KvragError: A worker reported an error, or workers die as soon as they start.
         """
-        import ray
-
         done, _ = ray.wait(list(self._waiting), timeout=timeout)
         for ready in done:
-            hand = self._waiting.pop(ready)
-            name, hand.document = hand.document, None
+            worker = self._waiting.pop(ready)
+            name, worker.document = worker.document, None
             try:
                 result = ray.get(ready)
-            except ray.exceptions.RayActorError as error:
-                self._bury(error)
+            except RayActorError as error:
+                self._replace(error)
                 if name is not None:
                     yield name, None
                 continue
             if isinstance(result, str):
                 raise KvragError(result)
             self._deaths = 0
-            self._idle.append(hand)
+            self._idle.append(worker)
             if name is not None:
-                hand.documents += 1
-                hand.tokens += result["tokens"]
-                hand.seconds += result["seconds"]
+                worker.documents += 1
+                worker.tokens += result["tokens"]
+                worker.seconds += result["seconds"]
             yield name, result
 
-    def _bury(self, error: Exception) -> None:
+    def _replace(self, error: Exception) -> None:
         self.lost += 1
         self._deaths += 1
-        if self._deaths > _SENDS * self.size:
+        if self._deaths > _TRIES * self.size:
             raise KvragError(f"workers die as soon as they start: {str(error).strip().splitlines()[0]}")
         self._start_one()
 
     def end(self) -> None:
         """End all workers."""
-        import ray
-
-        for hand in self.hands:
-            with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                ray.kill(hand.actor)
+        for worker in self.workers:
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(worker.actor)
 
 
 @contextmanager
-def _crew(cluster: Cluster, options: dict[str, Any], size: int) -> Iterator[Crew]:
-    crew = Crew(cluster, options, size)
+def _worker_pool(cluster: Cluster, options: dict[str, Any], size: int) -> Iterator[WorkerPool]:
+    pool = WorkerPool(cluster, options, size)
     try:
-        yield crew
+        yield pool
     finally:
-        crew.end()
+        pool.end()
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Documents with their chunks and pages, those of them that are warm, and what was skipped in the files.
+class ClusterPlan:
+    """Documents with their chunks and pages, and the problems in their files.
 
     Attributes:
-        texts: By document, the keys of its texts, and their tokens.
+        texts: By document, the number of tokens of each text, by its key.
+        warm: Documents that need no encoding.
     """
 
     chunks: dict[str, list[str]]
@@ -306,9 +306,9 @@ def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
         cluster = stack.enter_context(connect(args.ray))
         options = on_all_machines(args, cluster)
         size = args.workers or (cluster.gpus if cluster.uses_gpus(args.device) else len(cluster.cpus)) or 1
-        crew = stack.enter_context(_crew(cluster, options, size))
-        facts = crew.start()
-        here = _Opened(open_store(facts.store, options["store_cache"]))
+        pool = stack.enter_context(_worker_pool(cluster, options, size))
+        facts = pool.start()
+        here = _OpenStore(open_store(facts.store, options["store_cache"]))
         stack.enter_context(closing(here.store))
         here.store.bind(facts.fingerprint)
         index = stack.enter_context(open_index(here, args.namespace, args.embedder))
@@ -323,15 +323,15 @@ def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
         )
         check_room(here.store, new * facts.bytes_per_token)
         try:
-            result = _warm(crew, plan, args.json)
+            result = _warm(pool, plan, args.json)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(INTERRUPTED) from None
         result |= {"gone": gone, "dropped": dropped, "problems": plan.problems}
         return result | {"store": str(folder(here).stats().path), "model": facts.model}
 
 
-def _make_plan(args: argparse.Namespace, facts: Facts, store: KVStore, index: ChunkIndex) -> Plan:
-    """Read and split all files, and find out which documents are warm."""
+def _make_plan(args: argparse.Namespace, facts: Facts, store: KVStore, index: ChunkIndex) -> ClusterPlan:
+    """Read and split all files, and find the documents that are warm."""
     from kvrag.backend.transformers.loading import load_tokenizer
     from kvrag.backend.transformers.tokenizer import Tokenizer
     from kvrag.ingest.ingest import Choosing
@@ -340,23 +340,23 @@ def _make_plan(args: argparse.Namespace, facts: Facts, store: KVStore, index: Ch
     if tokenizer.digest != facts.fingerprint.tokenizer:
         raise SettingError(f"the cluster has another tokenizer for {args.model!r}: install the same model everywhere")
     config = BlendConfig(**args.context_tokens)
-    choosing = Choosing(_Outline(facts, tokenizer), store, config, facts.fingerprint)
+    choosing = Choosing(_ModelOutline(facts, tokenizer), store, config, facts.fingerprint)
     chunks, pages, problems = read_chunks(args, tokenizer.encode)
     texts: dict[str, dict[str, int]] = {}
     warm: set[str] = set()
     for name, pieces in chunks.items():
         tokenized = [ids for ids in map(tokenizer.encode, pieces) if len(ids) >= config.min_run]
         texts[name] = {text_key(args.namespace, ids): len(ids) for ids in tokenized}
-        # a killed worker may have left the KV of a document and not its place in the index
+        # a killed worker may have stored a document's KV without indexing it
         indexed = [text for text in dict.fromkeys(pieces) if text.strip()]
         if index.texts(name) == indexed and choosing.is_warm(pieces, name, args.namespace):
             warm.add(name)
-    return Plan(chunks, pages, problems, texts, warm)
+    return ClusterPlan(chunks, pages, problems, texts, warm)
 
 
-def _warm(crew: Crew, plan: Plan, quiet: bool) -> dict[str, Any]:
-    """Hand out a plan's documents until all are done."""
-    handout = Handout(plan.texts, plan.warm)
+def _warm(pool: WorkerPool, plan: ClusterPlan, quiet: bool) -> dict[str, Any]:
+    """Send a plan's documents to the workers until all are done."""
+    queue = DocumentQueue(plan.texts, plan.warm)
     lengths = {name: sum(texts.values()) for name, texts in plan.texts.items() if name not in plan.warm}
     totals: dict[str, Any] = dict.fromkeys((*TOTALS, "indexed"), 0)
     for name in plan.warm:
@@ -367,23 +367,23 @@ def _warm(crew: Crew, plan: Plan, quiet: bool) -> dict[str, Any]:
     left = set(lengths)
     with progress("encoding", quiet) as report:
         while left:
-            crew.hand_out(handout.next, plan)
-            for document, result in crew.results():
+            pool.assign(queue.next, plan)
+            for document, result in pool.results():
                 if document is None:
                     continue
                 if result is None:
                     sent[document] += 1
-                    if sent[document] == _SENDS:
+                    if sent[document] == _TRIES:
                         why = "they may need more memory, see Ray's logs"
-                        raise KvragError(f"{_SENDS} workers died while they encoded {document}: {why}")
-                    handout.put_back(document)
+                        raise KvragError(f"{_TRIES} workers died while they encoded {document}: {why}")
+                    queue.put_back(document)
                     continue
-                handout.finish(document)
+                queue.finish(document)
                 left.discard(document)
-                for each in totals:
-                    totals[each] += result[each]
+                for count in totals:
+                    totals[count] += result[count]
             report(sum(length for name, length in lengths.items() if name not in left), sum(lengths.values()))
-    workers = [hand.to_dict() for hand in crew.hands if hand.documents]
+    workers = [worker.to_dict() for worker in pool.workers if worker.documents]
     for worker in workers:
         say(
             f"worker {worker['worker']}: {worker['documents']} documents, {worker['tokens']} tokens, "
@@ -392,7 +392,7 @@ def _warm(crew: Crew, plan: Plan, quiet: bool) -> dict[str, Any]:
     warnings = []
     if totals["skipped"]:
         warnings.append(f"{totals['skipped']} chunks are too short: they can be retrieved but not reused")
-    if crew.lost:
-        warnings.append(f"{crew.lost} workers died and were replaced: nothing is missing")
+    if pool.lost:
+        warnings.append(f"{pool.lost} workers died and were replaced: nothing is missing")
     result = totals | {"files": len(plan.chunks), "warm": len(plan.warm), "warnings": warnings}
-    return result | {"workers": workers, "lost": crew.lost}
+    return result | {"workers": workers, "lost": pool.lost}

@@ -1,7 +1,7 @@
 """`kvrag serve --ray`: the server as a Ray Serve application, with several replicas on one store.
 
-Two deployments: `front` reads requests and asks for a replica, `engine` answers them. The body of a request decides
-about its replica, and Serve's own proxies choose before they have read it.
+Two deployments: `front` reads requests and passes them to a replica, `engine` answers them. The replica depends on the
+body of the request, and Serve's own proxies choose one before they read the body.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from kvrag.cli.cluster import Cluster, connect, described, on_all_machines
 from kvrag.cli.common import say
 from kvrag.cli.serve import add_arguments, build, read_config, read_settings
 from kvrag.errors import KvragError, SettingError
 from kvrag.server import bind
-from kvrag.server.front import ServerLost, front
-from kvrag.server.routing import Route
 from kvrag.server.settings import ServerSettings
+from ray_kvrag.cluster import Cluster, connect, current_cluster, on_all_machines
+from ray_kvrag.front import ServerLost, front
+from ray_kvrag.routing import Route
 
 logger = logging.getLogger("kvrag")
 
@@ -42,14 +42,14 @@ Message = MutableMapping[str, Any]  # of ASGI
 NAME = "kvrag"
 """Name of the application in the cluster."""
 
-_READING = 64  # requests of a replica beyond those that it works on or lets wait
-_CHECK_S = 3.0  # between looks at whether a replica is alive
-_LEAVING_S = 30.0  # for a replica to end the work of a client that has left
+_READING = 64  # requests that a replica reads besides those that it works on or queues
+_CHECK_S = 3.0  # between checks of a replica's health
+_LEAVING_S = 30.0  # for a replica to stop working for a client that has disconnected
 _MESSAGE = re.compile(r"^kvrag\.[\w.]+Error: (.+)$", re.MULTILINE)
 
 
-class Affinity(RequestRouter):  # type: ignore[misc]
-    """Chooses the replica that has most of the prompt's chunks in memory, see `kvrag.server.routing`."""
+class Affinity(RequestRouter):
+    """Chooses the replica that has most of the prompt's chunks in memory, see `ray_kvrag.routing`."""
 
     def initialize_state(self, spread: int) -> None:
         """Take the number of requests that a replica may be ahead of the least busy one."""
@@ -60,9 +60,10 @@ class Affinity(RequestRouter):  # type: ignore[misc]
     ) -> list[list[RunningReplica]]:
         """Return the replicas, best first."""
         route = pending_request.kwargs.get("route", Route()) if pending_request else Route()
-        found = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        loads = {name: self.replica_queue_len_cache.get(each.replica_id) or 0 for name, each in found.items()}
-        return [[found[name]] for name in route.rank(loads, self._spread)]
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        cache = self.replica_queue_len_cache
+        loads = {name: cache.get(replica.replica_id) or 0 for name, replica in replicas.items()}
+        return [[replicas[name]] for name in route.rank(loads, self._spread)]
 
 
 class Replica:
@@ -74,8 +75,8 @@ class Replica:
         args = argparse.Namespace(**options)
         self._id = serve.get_replica_context().replica_id.unique_id.encode()
         self._stack = ExitStack()
-        made = await asyncio.to_thread(build, args, settings, read_config(args), self._stack, is_replica=True)
-        self._app, self._corpora = made.app, made.corpora
+        built = await asyncio.to_thread(build, args, settings, read_config(args), self._stack, is_replica=True)
+        self._app, self._corpora = built.app, built.corpora
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
 
@@ -83,11 +84,11 @@ class Replica:
         """Yield the messages of the response."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         requests = iter([{"type": "http.request", "body": body, "more_body": False}])
-        left = asyncio.Event()
+        disconnected = asyncio.Event()
 
         async def receive() -> Message:
             if (request := next(requests, None)) is None:
-                await left.wait()
+                await disconnected.wait()
             return request or {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
@@ -104,16 +105,16 @@ class Replica:
                 while not messages.empty():
                     ready.append(messages.get_nowait())
                 is_over = ready[-1] is None
-                if given := [message for message in ready if message is not None]:
-                    yield given
-            if error := work.exception():  # the app has sent a response before it raised
+                if batch := [message for message in ready if message is not None]:
+                    yield batch
+            if error := work.exception():  # the app has sent a response before this
                 logger.error("a request failed", exc_info=error)
         finally:
-            left.set()  # if the client has left, the app ends its work
+            disconnected.set()  # the app ends its work if it has not yet
             await asyncio.wait({work}, timeout=_LEAVING_S)
 
     async def check_health(self) -> None:
-        """Take over documents that a replica of this machine has left in its queue."""
+        """Take over the queued documents of replicas on this machine that have ended."""
         for corpus in self._corpora:
             await asyncio.to_thread(corpus.adopt)
 
@@ -176,7 +177,7 @@ def _app(options: dict[str, Any], settings: ServerSettings, cluster: Cluster) ->
 
 
 def application(options: dict[str, Any]) -> serve.Application:
-    """Return the application for a config file of Serve, `import_path: kvrag.cli.serve_ray:application`.
+    """Return the application for a config file of Serve, `import_path: ray_kvrag.serve:application`.
 
     Args:
         options: Options of `kvrag serve` as in the command line, without the dashes: {"model": ..., "replicas": "2-4"}.
@@ -186,13 +187,13 @@ def application(options: dict[str, Any]) -> serve.Application:
     add_arguments(parser)
     words = []
     for name, value in options.items():
-        for each in value if isinstance(value, list) else [value]:
-            words += [f"--{name}"] if each is True else [f"--{name}={each}"]
+        for item in value if isinstance(value, list) else [value]:
+            words += [f"--{name}"] if item is True else [f"--{name}={item}"]
     try:
         args = parser.parse_args(words)
     except argparse.ArgumentError as error:
         raise SettingError(str(error)) from None
-    cluster = described()
+    cluster = current_cluster()
     read_config(args)
     return _app(on_all_machines(args, cluster), read_settings(args), cluster)
 
@@ -206,15 +207,15 @@ def serve_on_cluster(args: argparse.Namespace) -> int:
     with connect(args.ray) as cluster:
         options = on_all_machines(args, cluster)
         if cluster.is_own:
-            with bind(args.host, args.port) as taken:  # Serve would say so in a log
-                args.port = taken.getsockname()[1]
+            with bind(args.host, args.port) as free:  # Serve would report a port in use only in its log
+                args.port = free.getsockname()[1]
         serve.start(http_options={"host": args.host, "port": args.port})
         try:
             serve.run(_app(options, settings, cluster), name=NAME, route_prefix="/")
         except RuntimeError as error:
             serve.delete(NAME)
-            found = _MESSAGE.findall(str(error))
-            reason = found[-1] if found else f"the application does not start, see Ray's logs: {error}"
+            messages = _MESSAGE.findall(str(error))
+            reason = messages[-1] if messages else f"the application does not start, see Ray's logs: {error}"
             raise KvragError(reason) from error
         _announce(args, settings, cluster, stdout)
         if cluster.is_own:

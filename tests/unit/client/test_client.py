@@ -503,6 +503,7 @@ def test_an_engine_is_shared_and_closed(fake: FakeVllm) -> None:
 # ---------------------------------------------------------------- kvrag serve, beyond what the frameworks' tests cover
 
 
+@pytest.mark.slow
 def test_kvrag_serve(engine: BlendEngine) -> None:
     with serving(engine) as served:
         remote = RemoteEngine(served.url, max_retries=0)
@@ -525,6 +526,7 @@ def test_kvrag_serve(engine: BlendEngine) -> None:
         assert made.text.startswith('{"far"')
 
 
+@pytest.mark.slow
 async def test_errors_in_mid_stream(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     errors: list[Exception] = []
 

@@ -1,7 +1,8 @@
-"""`kvrag warm --ray` and `kvrag serve --ray` on a Ray of this module's own, with two CPUs and an S3 server."""
+"""`kvrag warm --ray` and `kvrag serve --ray` on a Ray that this file starts, with two CPUs and an S3 server."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -11,21 +12,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
-from conftest import CHUNKS
+import ray
+from blending import CHUNKS
 from places import Bucket, free_port
+from ray import serve
 from serving import until
 
 from kvrag import BlendEngine, FileStore, SharedStore
 from kvrag.cli.main import main
-
-ray = pytest.importorskip("ray")
-psutil = pytest.importorskip("psutil")
 
 NOTICE = (
     "Nothing in this handbook may be given to anybody outside of the company without the written consent of the editor."
@@ -33,41 +34,53 @@ NOTICE = (
 PLACES = ("Florton", "Grelville", "Stelburg", "Stinmouth", "Holra", "Ingla", "Branna", "Eldale", "Alla", "Tarn")
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ratio": 1.0}
 OPTIONS = ("--dtype", "float32", "--json")
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def cluster(s3: Bucket) -> Iterator[None]:
-    """Ray, without its dashboard; nothing of it is left at the end."""
+    """Ray, without its dashboard; none of its processes is left at the end."""
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # paths of sockets are short
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=100 << 20,
-        _temp_dir=folder,
-    )
-    try:
-        yield
-        from ray import serve
+    sources = [str(ROOT), str(ROOT / "integrations" / "ray-kvrag"), os.environ.get("PYTHONPATH", "")]
+    with pytest.MonkeyPatch.context() as environment:  # workers inherit it
+        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        environment.setenv("RAY_AUTH_MODE", "disabled")
+        environment.setenv("PYTHONPATH", os.pathsep.join(filter(None, sources)))
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=100 << 20,
+            _temp_dir=folder,
+        )
+        try:
+            yield
+        finally:
+            end_ray()
+            shutil.rmtree(folder, ignore_errors=True)
 
-        serve.shutdown()
-    finally:
-        mine = processes()
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
-        assert mine
+
+def end_ray() -> None:
+    """End Ray as its users do; kill what is left after a while, and fail."""
+    serve.shutdown()
+    mine = processes()
+    assert mine
+    ray.shutdown()
+    try:
         until(lambda: not any(map(is_alive, mine)), 120)
+    finally:
+        for pid in filter(is_alive, mine):
+            os.kill(pid, signal.SIGKILL)
 
 
 def processes() -> dict[int, str]:
-    """Ray's, below this one, with their command lines."""
-    found = {}
+    """Ray's processes below this one, with their command lines."""
+    lines = {}
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended
-            found[child.pid] = " ".join(child.cmdline())
-    return {pid: line for pid, line in found.items() if "ray" in line and "moto" not in line}
+            lines[child.pid] = " ".join(child.cmdline())
+    return {pid: line for pid, line in lines.items() if "ray" in line and "moto" not in line}
 
 
 def is_alive(pid: int) -> bool:
@@ -81,7 +94,7 @@ def titled(title: str) -> list[int]:
 
 
 def paragraphs(place: str) -> list[str]:
-    """Of a document, each a chunk."""
+    """Return the chunks of a document."""
     return [f"From the archives of {place}, page {number}: {chunk}" for number, chunk in enumerate(CHUNKS, 1)]
 
 
@@ -106,31 +119,42 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("caches")
 
 
-def warm(capsys: pytest.CaptureFixture[str], folder: Path, *words: object) -> dict[str, Any]:
-    capsys.readouterr()
-    assert main(["warm", str(folder), "--chunk-tokens", "50", *OPTIONS, *map(str, words)]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+def warm(folder: Path, *words: object) -> dict[str, Any]:
+    with redirect_stdout(io.StringIO()) as output:
+        assert main(["warm", str(folder), "--chunk-tokens", "50", *OPTIONS, *map(str, words)]) == 0
+    result: dict[str, Any] = json.loads(output.getvalue())
+    return result
 
 
 def catalog(store: FileStore | SharedStore) -> tuple[Any, ...]:
-    """What a store has: the documents with their chunks, and how every text is served."""
+    """Return a store's documents with their chunks, its texts, and which variants it has of each."""
     documents = store.documents()
-    entries = {entry.text for entry in store.entries(0)}
+    entries = {entry.text_key for entry in store.entries(0)}
     states = store.look_up(sorted(entries))
     return documents, entries, {text: (dict(state.variants), dict(state.sources)) for text, state in states.items()}
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store that one process has warmed."""
     return tmp_path_factory.mktemp("alone")
 
 
+@pytest.fixture(scope="module")
+def first(folder: Path, alone: Path) -> dict[str, Any]:
+    """The result of one process, in `alone`."""
+    return warm(folder, "--store", alone)
+
+
+@pytest.fixture(scope="module")
+def both(cluster: None, folder: Path, url: str, caches: Path) -> dict[str, Any]:
+    """The result of two workers, at `url`."""
+    return warm(folder, "--store", url, "--store-cache", caches, "--workers", "2", "--ray")
+
+
 def test_two_workers_store_what_one_process_stores(
-    cluster: None, folder: Path, url: str, caches: Path, alone: Path, capsys: pytest.CaptureFixture[str]
+    first: dict[str, Any], both: dict[str, Any], url: str, caches: Path, alone: Path
 ) -> None:
-    first = warm(capsys, folder, "--store", alone)
-    both = warm(capsys, folder, "--store", url, "--store-cache", caches, "--workers", "2", "--ray")
     counts = ("chunks", "new", "reused", "skipped", "tokens", "bytes", "indexed", "files", "problems", "gone")
     assert {name: both[name] for name in counts} == {name: first[name] for name in counts}
     assert sum(worker["tokens"] for worker in both["workers"]) == first["tokens"] > 800
@@ -140,13 +164,13 @@ def test_two_workers_store_what_one_process_stores(
 
 
 def test_a_worker_is_killed(
-    cluster: None, folder: Path, caches: Path, s3: Bucket, alone: Path, capsys: pytest.CaptureFixture[str]
+    cluster: None, first: dict[str, Any], folder: Path, caches: Path, s3: Bucket, alone: Path
 ) -> None:
     url = s3.url.replace("PLACE", "killed")
     killed = threading.Thread(target=kill_one, args=("ray::Worker.warm",))
     killed.start()
     words = ("--store", url, "--store-cache", caches, "--workers", "2", "--ray")
-    result = warm(capsys, folder, *words)
+    result = warm(folder, *words)
     killed.join()
     assert result["lost"] == 1
     with closing(FileStore(alone)) as one, closing(SharedStore(url, caches)) as other:
@@ -156,7 +180,7 @@ def test_a_worker_is_killed(
         assert result["tokens"] <= sum(other.count_tokens().values())
     documents = set(whole[0])
     (folder / "Tarn.txt").rename(folder / "Thorn.txt")
-    again = warm(capsys, folder, *words, "--workers", "1", "--prune")
+    again = warm(folder, *words, "--workers", "1", "--prune")
     (folder / "Thorn.txt").rename(folder / "Tarn.txt")
     # the first document holds the common paragraph as it was before others had it: it is sent, and nothing is encoded
     assert (again["warm"], again["gone"]) == (8, [str(folder / "Tarn.txt")])
@@ -168,15 +192,15 @@ def kill_one(title: str) -> None:
     """Kill a process while it has this title."""
     end = time.monotonic() + 120
     while time.monotonic() < end:
-        if found := titled(title):
-            os.kill(found[0], signal.SIGKILL)
+        if pids := titled(title):
+            os.kill(pids[0], signal.SIGKILL)
             return
         time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
-def deploy(cluster: None, url: str, caches: Path) -> Iterator[Callable[[], httpx.Client]]:
-    """Deploys two replicas, or again."""
+def deploy(both: dict[str, Any], url: str, caches: Path) -> Iterator[Callable[[], httpx.Client]]:
+    """Function that deploys two replicas, or replaces them."""
     port = free_port()
     words = ["serve", "--store", url, "--store-cache", str(caches), "--port", str(port), "--replicas", "2", *OPTIONS]
 
@@ -194,8 +218,9 @@ def http(deploy: Callable[[], httpx.Client]) -> httpx.Client:
 
 
 def prompt(place: str) -> str:
+    """Return a prompt whose own chunks outvote the common one: the prompts then spread over both replicas."""
     own = paragraphs(place)
-    return "\n\n".join([own[2], NOTICE, own[0], "Who likes curry?"])
+    return "\n\n".join([own[2], NOTICE, own[0], own[1], "Who likes curry?"])
 
 
 def messages(place: str) -> list[dict[str, str]]:
@@ -208,7 +233,7 @@ def ask(http: httpx.Client, place: str, **more: Any) -> httpx.Response:
 
 
 @pytest.fixture(scope="module")
-def expected(alone: Path) -> dict[str, str]:
+def expected(first: dict[str, Any], alone: Path) -> dict[str, str]:
     """The embedded engine's answers."""
     with BlendEngine.from_pretrained("reader", dtype="float32", store=alone) as engine:
         answers = {place: engine.generate(messages(place), max_new_tokens=8, **GREEDY) for place in PLACES}
@@ -236,13 +261,13 @@ def test_streams_come_piece_by_piece(http: httpx.Client, expected: dict[str, str
     pieces = []
     with http.stream(
         "POST", "/v1/chat/completions", json=body | {"max_tokens": 8, "temperature": 0, "ratio": 1}
-    ) as got:
-        for part in got.iter_raw():
+    ) as response:
+        for part in response.iter_raw():
             pieces.append(part.decode())
     assert len(pieces) > 3
     events = [json.loads(line[6:]) for line in "".join(pieces).splitlines() if line.startswith("data: {")]
-    said = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
-    assert said == expected["Alla"]
+    answer = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+    assert answer == expected["Alla"]
     assert pieces[-1].endswith("data: [DONE]\n\n")
 
 
@@ -261,7 +286,7 @@ def test_all_replicas_find_an_uploaded_document(http: httpx.Client) -> None:
 
 
 def under_load(http: httpx.Client, expected: dict[str, str], disturb: Callable[[], object]) -> int:
-    """Ask all the time, until a while after the disturbance; return the number of answers."""
+    """Send requests without a pause until shortly after the disturbance; return the number of answers."""
     done = threading.Event()
 
     def client(number: int) -> int:
@@ -281,7 +306,7 @@ def under_load(http: httpx.Client, expected: dict[str, str], disturb: Callable[[
             time.sleep(0.5)
         finally:
             done.set()
-        return sum(each.result() for each in clients)
+        return sum(client.result() for client in clients)
 
 
 def test_a_replica_is_killed_under_load(http: httpx.Client, expected: dict[str, str]) -> None:

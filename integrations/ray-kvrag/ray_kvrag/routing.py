@@ -1,8 +1,8 @@
-"""Which of several servers answers a request: the one that has most of the prompt's chunks in memory.
+"""Routing of requests to the server that has most of the prompt's chunks in memory.
 
-Chunks are not known before a prompt is matched, so its paragraphs stand for them: the same chunk has the same
-paragraphs. Each paragraph has one server, by rendezvous hashing: a server that comes or goes changes only its own. The
-request goes to the server of most of its text.
+The chunks of a prompt are unknown before it is matched, so its paragraphs represent them: equal chunks have equal
+paragraphs. Each paragraph belongs to one server (rendezvous hashing), so a server that is added or removed affects only
+its own paragraphs. A request goes to the server to which most of its text belongs.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-_LEAST = 64  # characters: shorter paragraphs are headings and questions
+_MIN_LENGTH = 64  # characters: shorter paragraphs are headings and questions
 _BLANK = re.compile(r"\n\s*\n")
 _PLACES = ("documents", "chunks", "messages", "input", "prompt")
 
 
 @dataclass(frozen=True)
 class Route:
-    """What decides about a request's server.
+    """Properties of a request that determine its server.
 
     Attributes:
-        weights: By hash of a paragraph, its length in characters.
-        is_pinned: However busy that server is.
+        weights: Length of each paragraph in characters, by its hash.
+        is_pinned: Whether the request goes to its server however busy that is.
     """
 
     weights: Mapping[str, int] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Route:
 
     @classmethod
     def of(cls, path: str, namespace: str, body: bytes) -> Route:
-        """Return the route of a request; a body that cannot be read has none."""
+        """Return the route of a request; empty if the body is not valid."""
         if path.startswith("/v1/corpus"):  # one server knows which documents are queued
             return cls({_hash("corpus", namespace): 1}, is_pinned=True)
         if path.startswith("/v1/chunks") or not body:
@@ -47,7 +47,7 @@ class Route:
         if not isinstance(content, dict):
             return cls()
         parts = [part.strip() for name in _PLACES for text in _texts(content.get(name)) for part in _BLANK.split(text)]
-        long = [part for part in parts if len(part) >= _LEAST]
+        long = [part for part in parts if len(part) >= _MIN_LENGTH]
         return cls({_hash(namespace, part): len(part) for part in long or parts if part})
 
     def rank(self, loads: Mapping[str, int], spread: int) -> list[str]:
@@ -55,7 +55,7 @@ class Route:
 
         Args:
             loads: Requests in progress, by server.
-            spread: A server with so many more of them than the least busy one is passed over.
+            spread: A server that has more than this many above the least busy one is passed over.
         """
         votes: Counter[str] = Counter()
         for key, weight in self.weights.items() if loads else ():
@@ -65,15 +65,15 @@ class Route:
 
 
 def _texts(content: Any) -> Iterator[str]:
-    """Yield the texts of a part of a request, but not of system messages: many prompts have the same one."""
+    """Yield the texts in a part of a request, except system messages, which many prompts have in common."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, list):
-        if content and all(isinstance(each, int) for each in content):
+        if content and all(isinstance(item, int) for item in content):
             yield str(content)
         else:
-            for each in content:
-                yield from _texts(each)
+            for item in content:
+                yield from _texts(item)
     elif isinstance(content, dict) and content.get("role") not in ("system", "developer"):
         yield from _texts(content.get("text"))
         yield from _texts(content.get("content"))

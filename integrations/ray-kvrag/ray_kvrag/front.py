@@ -1,4 +1,4 @@
-"""The front of several servers: checks requests, reads them, and passes each to a server that answers it."""
+"""ASGI app in front of several servers: checks and reads requests, and passes each to a server."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrag.server.errors import ApiError, describe, error_response
 from kvrag.server.guard import Guard
-from kvrag.server.routing import Route
 from kvrag.server.settings import ServerSettings
+from ray_kvrag.routing import Route
 
 logger = logging.getLogger("kvrag")
 
-_TRIES = 3  # servers that a request is passed to, if they die before they answer
-_FIELDS = (  # of an ASGI scope, those that can be sent to another process
+_TRIES = 3  # servers that a request is passed to while they die before they answer
+_FIELDS = (  # the fields of an ASGI scope that can be sent to another process
     "type",
     "asgi",
     "http_version",
@@ -34,17 +34,17 @@ _FIELDS = (  # of an ASGI scope, those that can be sent to another process
 )
 
 Pass = Callable[[Scope, bytes, Route], AsyncGenerator[list[Message], None]]
-"""Passes a request with its body to a server; yields the messages of the response as they come."""
+"""Function that passes a request with its body to a server, and yields lists of the response's messages."""
 
 
 class ServerLost(Exception):
-    """The server has died, or its machine."""
+    """The server or its machine has died."""
 
 
 def front(settings: ServerSettings, pass_on: Pass) -> ASGIApp:
     """Return an ASGI app that passes requests on.
 
-    A request whose server dies before it has answered anything is passed to another one.
+    A request is passed to another server if its server dies before sending anything.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +95,7 @@ def front(settings: ServerSettings, pass_on: Pass) -> ASGIApp:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """Return the body of a request; None if the client has left."""
+    """Return the body of a request; None if the client has disconnected."""
     body = bytearray()
     while True:
         message = await receive()

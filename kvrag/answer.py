@@ -122,7 +122,7 @@ class Answering:
         with self._admission.admit(longest * self._model.bytes_per_token) as admitted:
             created = self._warm(question.documents, namespace, notes) if question.documents else set()
             done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
-            # computed now, since a stream may be closed at any point; more text may change a plain prompt's last token
+            # computed now, since a stream may be closed at any point; the answer may change a plain prompt's last token
             generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)
             control_tokens = parser is not None and parser.control_tokens
             cache, sampling = done.cache, question.sampling
@@ -184,13 +184,13 @@ class Answering:
     def free(self, keys: Collection[str]) -> None:
         """Free the KV of chunks that are no longer stored, and the conversations that contain it.
 
-        Answers in progress end with their own KV, of which nothing is kept.
+        Answers in progress complete with their KV, which is not kept.
         """
         self._pipeline.memory.drop(keys)
         self._conversations.drop(keys)
 
     def close(self) -> None:
-        """Drop the conversations. Pending answers end with their own KV."""
+        """Drop the conversations. Answers in progress complete with their KV."""
         self._conversations.close()
 
     def notice_removals(self) -> None:

@@ -223,7 +223,7 @@ class BlendEngine:
         """Delete a document's chunks unless another document has them; return how many were deleted.
 
         Their files, their KV in RAM and the conversations that contain it are deleted when this returns. Answers in
-        progress end with what they have read, of which nothing is kept.
+        progress complete with the KV that they have read, which is not kept.
         """
         removed = self._ingestion.forget(document, check_namespace(namespace))
         self._answering.free(removed)

@@ -32,7 +32,7 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])|\n\s*\n")
 _SHORTEST, _LONGEST = 6, 60  # words of a sentence
 _BEFORE = 4  # words before a gap
 _LETTERS = 4  # of a word to be completed: shorter ones are rarely names
-_RARE = 3, 0.01  # chunks that a rare word stands in, at most: this many, or this share of them
+_RARE = 3, 0.01  # maximum number of chunks with a rare word: this many, or this share of them
 _INSTRUCTION = "Complete the next sentence from the text above. Write nothing else."
 
 
@@ -44,7 +44,7 @@ class Gap:
         kind: CONTINUATION or CLOZE.
         beginning: The sentence up to the gap.
         sentence: The complete sentence.
-        word: The first word of what is missing.
+        word: The first missing word.
     """
 
     kind: str
@@ -68,7 +68,7 @@ class GapPrompt:
 
     @property
     def across(self) -> bool | None:
-        """True if a chunk other than the sentence's own has the word, False if the own one has; None = no chunk."""
+        """True if only chunks without the sentence have the word, False if its chunk has it; None = no chunk."""
         if not any(self.gap.word in _WORD.findall(chunk) for chunk in self.chunks):
             return None
         return not any(self.gap.sentence in chunk for chunk in self.chunks)
@@ -133,7 +133,7 @@ def first_word(text: str) -> str:
 
 
 def find_gaps(chunks: Sequence[str], seed: int) -> list[Gap]:
-    """Return gaps in random order, clozes and continuations in turn, those of one chunk far from each other."""
+    """Return gaps in random order, alternating clozes and continuations; those of one chunk are far apart."""
     frequencies = Counter(word for chunk in chunks for word in set(_WORD.findall(chunk)))
     most = max(_RARE[0], round(_RARE[1] * len(chunks)))
     rare = {word: count for word, count in frequencies.items() if len(word) >= _LETTERS and 2 <= count <= most}
@@ -178,7 +178,7 @@ def _gap(kind: str, sentence: str, word: re.Match[str]) -> Gap:
 def _retrieve(gap: Gap, search: Search, top_k: int) -> list[str]:
     if gap.kind == CONTINUATION:
         return list(search(gap.beginning, top_k))
-    texts = search(gap.beginning, 2 * top_k)  # more, in place of those that are left out
+    texts = search(gap.beginning, 2 * top_k)  # more, to replace those that are left out
     return [text for text in texts if gap.sentence not in text][:top_k]
 
 

@@ -82,7 +82,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A prompt, part by part: what was reused, recomputed and not found, with reasons.
+    """The parts of a prompt: reused, recomputed and fresh, with reasons.
 
     `print` shows text, notebooks show colours, `html` returns a page.
 

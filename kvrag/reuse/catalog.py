@@ -146,7 +146,7 @@ class Catalog:
         return sum(segment.num_alive for segment in self._snapshot.segments)
 
     def close(self) -> None:
-        """Give up what is being written; files stay as they were before."""
+        """Stop writing; the files stay as they were before."""
         with self._starting:
             self._closed.set()
         if self._thread is not None:
@@ -155,7 +155,7 @@ class Catalog:
     # ---------------------------------------------------------------- refreshing
 
     def _advance(self, limit: int, removals: int | None = None) -> bool:
-        """Make the next snapshot, with about `limit` tokens of new texts; return whether there is more to do."""
+        """Build the next snapshot, with about `limit` tokens of new texts; return whether there is more to do."""
         is_patient = limit > _AT_ONCE
         snapshot = self._adopt(self._snapshot)
         # applied again after the entries, so that an entry removed in the meantime is covered
@@ -263,7 +263,7 @@ class Catalog:
             logger.warning("%s/%s cannot be used (%s); its texts are indexed again", self._folder, name, error)
 
     def _maintain(self, is_behind: bool) -> None:
-        """Catch up and write files in a thread, if there is a need."""
+        """Catch up and write files in a thread, if needed."""
         if not (is_behind or self._should_write()):
             return
         with self._starting:
@@ -374,7 +374,7 @@ def _are_alike(segments: Sequence[Segment]) -> bool:
 
 
 def _to_merge(files: Sequence[Segment]) -> slice | None:
-    """Return adjacent files to merge: one with many dead texts, or several of similar size; None if none."""
+    """Return adjacent files to merge: one with many dead texts, or several of similar size; None without any."""
     for i, file in enumerate(files):
         if file.num_alive < (1 - _DEAD) * len(file):
             return slice(i, i + 1)

@@ -54,10 +54,10 @@ def load(
 
 
 class LayerLoader:
-    """Loads the matched runs layer by layer, laid out in prompt order; its own threads read ahead.
+    """Loads the matched runs layer by layer, laid out in prompt order; background threads read ahead.
 
-    All runs of a layer are laid out by one concatenation and, for a GPU, in pinned memory and by one copy on a stream
-    of its own: an operation per run and layer would cost more than the bytes.
+    All runs of a layer are laid out by one concatenation and, for a GPU, in pinned memory and by one copy on a separate
+    stream: an operation per run and layer would cost more than the bytes.
 
     Attributes:
         codec: Codec of the chunks.
@@ -69,7 +69,7 @@ class LayerLoader:
         """See `load`."""
         self.codec, self.trace, self.capacity = codec, trace, capacity
         self._backend, self._prompt = backend, prompt
-        # nothing to wait for, so no reason to queue after reads of a slow disk
+        # then no read has to queue after those of a slow disk
         self._is_in_memory = codec == "native" and not prompt.cold and backend.device.type == "cpu"
         self._ahead = _AHEAD if backend.passes_may_wait else backend.num_layers
         self._reads: dict[int, Future[_Laid | _Chunks]] = {}

@@ -44,12 +44,12 @@ from kvrag.reuse.segment import (
 
 __all__ = ["GRAM", "TextRun", "gram_hashes", "match"]
 
-_CANDIDATES = 16  # per anchor: boilerplate that stands in every text says little about where it is from
+_CANDIDATES = 16  # per anchor: boilerplate that is in every text says little about its origin
 _PER_TOKEN = 2  # candidates looked at, per token of the prompt; beyond, each anchor has one
 _COMPARED = 1  # candidates compared token by token, per token of the prompt; beyond, each anchor has one
-_GAP = 12  # tokens of a gap on either side: an escaped character and what it merges with
+_GAP = 12  # tokens of a gap on either side: an escaped character and the tokens it merges with
 _AGAIN = 4  # this many equal tokens after a gap rule out coincidence
-_EDGE = 4  # tokens at a text's beginning that merge with what stands before it in the prompt
+_EDGE = 4  # tokens at a text's beginning that merge with the text before it in the prompt
 _FROM_START = 1 / 8  # candidates compared from their beginning, per token of the prompt; beyond, none
 _LEAST = 128  # candidates compared from their beginning, at least, in short prompts
 _STEP = 4  # comparisons that following a text over a gap counts as

@@ -16,7 +16,7 @@ _WAITING = 4  # calls; more are ignored, since their prompts would come before t
 
 
 class Prefetcher:
-    """Reads one chunk at a time, in a thread of its own. Never evicts what the RAM tier has. Thread-safe."""
+    """Reads one chunk at a time in a background thread. Never evicts chunks from the RAM tier. Thread-safe."""
 
     def __init__(self, store: KVStore, memory: MemoryTier) -> None:
         self._store, self._memory = store, memory

@@ -18,7 +18,8 @@ from kvrag.generate.history import Answered
 from kvrag.inspect.changes import CHANGES, pieces, unquoted
 from kvrag.inspect.elsewhere import Elsewhere, segment_of
 from kvrag.inspect.explanation import Explanation, Finding, Kind, Reason, Stretch
-from kvrag.reuse.match import GRAM, TextRun, match
+from kvrag.reuse.match import TextRun, match
+from kvrag.reuse.segment import GRAM
 from kvrag.store import KVStore
 from kvrag.types import BlendReport, Run
 

@@ -42,8 +42,6 @@ from kvrag.reuse.segment import (
     window_minima,
 )
 
-__all__ = ["GRAM", "TextRun", "gram_hashes", "match"]
-
 _CANDIDATES = 16  # per anchor: boilerplate that is in every text says little about its origin
 _PER_TOKEN = 2  # candidates looked at, per token of the prompt; beyond, each anchor has one
 _COMPARED = 1  # candidates compared token by token, per token of the prompt; beyond, each anchor has one

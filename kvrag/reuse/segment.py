@@ -265,11 +265,6 @@ class Segment:
             if xxhash.xxh3_64_hexdigest(getattr(self, name).view(np.uint8).data) != self.digests[name]:
                 raise DamagedSegmentError(self.name, f"{name} are damaged")
 
-    def entries(self) -> Iterator[Entry]:
-        """Yield the live texts."""
-        for row in np.flatnonzero(self.alive).tolist():
-            yield Entry(int(self.numbers[row]), self.text_key(row), self.namespaces[self.spaces[row]], self.text(row))
-
 
 def _thinned(postings: Hashes, starts: Numbers) -> Hashes:
     """Keep the first few postings of a hash in one text."""

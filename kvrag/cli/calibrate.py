@@ -21,16 +21,14 @@ from kvrag.cli.common import (
     require_chunks,
     say,
 )
-from kvrag.cli.prompt import as_prompt, stuff
+from kvrag.cli.prompt import as_prompt, stuff, text_search
 from kvrag.config import POLICIES
 from kvrag.errors import PromptError
 from kvrag.types import Messages
 
 if TYPE_CHECKING:
     from kvrag.control.calibrate import Calibration
-    from kvrag.control.prompts import Search
     from kvrag.engine import BlendEngine
-    from kvrag.retrieval.index import ChunkIndex
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         if prompts is None:
             index = stack.enter_context(open_index(engine, args.namespace))
             if len(index):
-                search = _search(index)
+                search = text_search(index)
             elif not args.json:
                 say("no chunk index beside this store: chunks are retrieved by the rare words that they share")
             if not args.json:
@@ -119,10 +117,6 @@ def run(args: argparse.Namespace) -> int:
         if not args.questions:
             say("the prompts were made from the chunks: pass your own questions with --questions FILE")
     return 130 if found.interrupted else 0
-
-
-def _search(index: ChunkIndex) -> Search:
-    return lambda query, k: [hit.text for hit in index.search(query, k)]
 
 
 def _retrieve(engine: BlendEngine, args: argparse.Namespace) -> Sequence[str | Messages]:

@@ -67,8 +67,8 @@ def at_least(least: float, kind: Callable[[str], Any] = int, most: float = math.
     return checked(kind, check)
 
 
-def encoded_behind(text: str) -> dict[str, Any]:
-    """Type for argparse, `N|headings`: the fields of `BlendConfig` that say what chunks are encoded behind."""
+def context_settings(text: str) -> dict[str, Any]:
+    """Type for argparse, `N|headings`: the fields of `BlendConfig` for the context that chunks are encoded with."""
     if text == "headings":
         return {"context_tokens": DEFAULT_CONTEXT, "context": "headings"}
     try:
@@ -78,14 +78,27 @@ def encoded_behind(text: str) -> dict[str, Any]:
 
 
 def add_context_argument(parser: argparse._ActionsContainer, about: str) -> None:
-    """Add `--context-tokens`, the fields of `BlendConfig` that say what chunks are encoded behind."""
+    """Add `--context-tokens`, the context that chunks are encoded with."""
     parser.add_argument(
         "--context-tokens",
-        type=encoded_behind,
-        default=encoded_behind(str(DEFAULT_CONTEXT)),
+        type=context_settings,
+        default=context_settings(str(DEFAULT_CONTEXT)),
         metavar="N|headings",
         help=f"{about} (default: {DEFAULT_CONTEXT})",
     )
+
+
+def comma_separated(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Return a type for argparse: values of a type, separated by commas."""
+
+    def parse(text: str) -> list[T]:
+        values = [kind(word) for word in text.split(",") if word]
+        if not values:
+            raise argparse.ArgumentTypeError("pass at least one")
+        return values
+
+    parse.__name__ = getattr(kind, "__name__", "")
+    return parse
 
 
 def existing_path(text: str) -> Path:

@@ -110,10 +110,10 @@ def calibrate(plan: Plan, profile: Profile, model: str, args: argparse.Namespace
     load_s = blend.load_alone_s, cold.rows[1].load_alone_s
     assert load_s[0] is not None
     assert load_s[1] is not None
-    answers = decode.measure(decode.DecodeSetup(model.lower(), repeats=args.repeats), progress, net)
+    answers = decode.measure(net, repeats=args.repeats, progress=progress)
     # tokens per second of one answer and of several: seconds of a step = a + b x answers
-    rows = decode.DecodeSetup.rows
-    one_s, rows_s = 1 / answers.alone, rows / answers.together
+    rows = decode.ROWS
+    one_s, rows_s = 1 / answers["alone"], rows / answers["together"]
     answer_s = min(max((rows_s - one_s) / (rows - 1), 0.0), one_s)
     measured = {
         "prefill_tokens_per_s": warm.prompt_tokens / full.ttft_s,

@@ -29,8 +29,8 @@ _AGAINST = "hkvd"  # the usual reference in the literature
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     bench.quality(parser)
-    parser.conflict_handler = "resolve"  # some options take more values here
-    parser.add_argument(
+    study = parser.add_argument_group("the study of blending", conflict_handler="resolve")  # some take more values here
+    study.add_argument(
         "--policies",
         nargs="+",
         type=checked(split_policies, make_configs),
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="policies, optionally with settings: hkvd hkvd:check_layer=3,metric=cosine query:band=0.2:0.6 (default: "
         "as `kvrag bench quality`; full and none are always included, without --docs also random)",
     )
-    parser.add_argument(
+    study.add_argument(
         "--codec",
         nargs="+",
         type=comma_separated(checked(str, check_codec)),
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="|".join(CODECS),
         help="codecs of the stored KV",
     )
-    parser.add_argument(
+    study.add_argument(
         "--chunk-tokens",
         nargs="+",
         type=comma_separated(checked(int, _check_chunk_tokens)),
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="cut and join the passages into chunks of about N tokens; 0 = unchanged (default); with --docs the "
         "maximum length of a chunk (default: 256)",
     )
-    parser.add_argument(
+    study.add_argument(
         "--preamble",
         nargs="+",
         type=comma_separated(checked(str, _check_preamble)),
@@ -63,43 +63,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="on|off",
         help="encode chunks with or without the preamble",
     )
-    parser.add_argument(
+    study.add_argument(
         "--missing",
         type=checked(float, _check_missing),
         default=0.0,
         metavar="SHARE",
         help="share of the passages to leave out of the prompts at random, as if not retrieved",
     )
-    parser.add_argument(
+    study.add_argument(
         "--set", nargs="+", default=[], metavar="NAME=VALUE", dest="settings", help="settings of all policies"
     )
-    parser.add_argument(
+    study.add_argument(
         "--against", default=_AGAINST, metavar="POLICY", help=f"policy to compare with (default: {_AGAINST})"
     )
-    parser.add_argument(
+    study.add_argument(
         "--top-k", type=at_least(1), metavar="K", help="chunks to retrieve for a prompt (default: with --docs 4)"
     )
-    parser.add_argument(
+    study.add_argument(
         "--world",
         type=int,
         choices=WORLDS,
         help="the world to draw from without --docs and --data (default: the one the reader was trained on)",
     )
-    parser.add_argument(
+    study.add_argument(
         "--articles",
         type=at_least(1),
         metavar="N",
         help="with --top-k K, which retrieves K chunks for a prompt from an index of drawn articles: their number "
         f"(default: {', '.join(f'{number} in world {world}' for world, number in ARTICLES.items())})",
     )
-    parser.add_argument(
+    study.add_argument(
         "--around",
         type=at_least(0),
         default=0,
         metavar="N",
         help="neighbours to retrieve with each chunk of --top-k (default: 0)",
     )
-    parser.add_argument("--plots", action="store_true", help="write plots to --out; needs matplotlib")
+    study.add_argument("--plots", action="store_true", help="write plots to --out; needs matplotlib")
 
 
 def _check_chunk_tokens(number: int) -> None:

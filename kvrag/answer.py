@@ -19,14 +19,14 @@ from kvrag.fingerprint import text_key
 from kvrag.generate.admission import Admission
 from kvrag.generate.decode import decode
 from kvrag.generate.grammar import constrain
+from kvrag.generate.history import Answered, History, Watch
 from kvrag.generate.tools import Prepared, prepare
 from kvrag.ingest.ingest import Ingestion
-from kvrag.inspect.explain import Call, Watch
-from kvrag.inspect.history import History
-from kvrag.openmp import own_team
-from kvrag.request import Pipeline, Prefilled, Prompt
+from kvrag.inspect.explain import why_little
+from kvrag.request import Pipeline
 from kvrag.reuse.conversation import CachedPrefix, Conversation, Conversations, Turn
-from kvrag.store import serve
+from kvrag.reuse.prompt import Prompt
+from kvrag.reuse.stitch import Prefilled
 from kvrag.types import Answer, BlendReport, Delta, InvalidCall, Messages, TokenIds, TokenLogprob, ToolCall
 
 
@@ -119,51 +119,53 @@ class Answering:
         longest, threshold = len(ids) + room, self._model.recompute_threshold
         if threshold is not None and len(ids) <= threshold < longest:
             longest += threshold  # two caches, see `Row.recompute`
-        with own_team(), self._admission.admit(longest * self._model.bytes_per_token) as admitted:
+        with self._admission.admit(longest * self._model.bytes_per_token) as admitted:
             created = self._warm(question.documents, namespace, notes) if question.documents else set()
             done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
             # computed now, since a stream may be closed at any point; more text may change a plain prompt's last token
             generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)
             control_tokens = parser is not None and parser.control_tokens
-            cache, sampling = done.stitched.cache, question.sampling
-            call: Call | None = None
+            cache, sampling = done.cache, question.sampling
+            answered: Answered | None = None
             answer: list[int] = []
             is_complete = False
             with contextlib.suppress(GeneratorExit):  # a consumer may leave a stream and continue the conversation
                 for delta in decode(self._model, done.ids, cache, done.logits, sampling, constraint, control_tokens):
                     answer += delta.token_ids
-                    if call is None:
+                    if answered is None:
                         report = replace(_with_created(done.report, created), ttft_s=time.perf_counter() - started)
-                        self.history.add(call := Call(done.ids, done.selected, report, namespace))
+                        answered = Answered(done.ids, done.selected, report, namespace)
+                        self.history.add(answered)
                     delta = parser.parse(delta) if parser else delta
                     admitted.is_working = False
-                    yield replace(delta, report=call.report) if delta.finish_reason else delta
+                    yield replace(delta, report=answered.report) if delta.finish_reason else delta
                     admitted.is_working = True
                 is_complete = True
-                self._finish(call, question)
-            if not is_reference(done.config):
+                self._finish(answered, question)
+            if not is_reference(question.config):
                 # a step that other answers share may be computing the KV of an abandoned answer's last token
                 self._keep(done, answer if is_complete else answer[:-1], generation_prompt, namespace)
 
-    def try_out(self, prepared: Prepared, config: BlendConfig, namespace: str) -> Call:
+    def try_out(self, prepared: Prepared, config: BlendConfig, namespace: str) -> Answered:
         """Prefill a prompt without answering it."""
         ids = prepared.render(self._model.tokenizer)
         self._model.check_window(len(ids))
         started = time.perf_counter()
         done = self.prefill(ids, config, (), namespace, goes_on=False)
-        return Call(done.ids, done.selected, replace(done.report, ttft_s=time.perf_counter() - started), namespace)
+        return Answered(done.ids, done.selected, replace(done.report, ttft_s=time.perf_counter() - started), namespace)
 
     def prefill(
         self, ids: list[int], config: BlendConfig, notes: Sequence[str], namespace: str, goes_on: bool
     ) -> Prefilled:
         """See `BlendEngine.prefill`."""
-        notes = list(notes)
-        config = self._pipeline.tuning.settle(config, notes)
-        removals = self.notice_removals()
+        plan = self._pipeline.tuning.plan(config)  # as far as it is known before the chunks are
+        removals = self._pipeline.store.removals() if plan.is_full else self._pipeline.lookup.update()
+        self._notice(removals)
         takes_over = goes_on and not is_reference(config)
-        prefix = self._find_prefix(ids, config, namespace) if takes_over else None
+        prefix = self._find_prefix(ids, plan.config, namespace) if takes_over else None
+        prompt = Prompt(ids, config, namespace, prefix, notes)
         try:
-            done = self._pipeline.prefill(Prompt(ids, config, namespace, prefix, notes=notes, removals=removals))
+            done = self._pipeline.prefill(prompt, matches=() if plan.is_full else None)
             if takes_over:
                 self._conversations.begin(done, done.keys)
             return done
@@ -173,7 +175,7 @@ class Answering:
     def _find_prefix(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> CachedPrefix | None:
         """Find what a conversation has of a prompt, as long as all that is in it would be reused now too."""
         while prefix := self._conversations.find(ids, config, namespace):
-            withdrawn = self._pipeline.withdrawn(prefix.conversation.behind)
+            withdrawn = self._pipeline.lookup.withdrawn(prefix.conversation.behind)
             if not withdrawn:
                 return prefix
             self._conversations.drop(withdrawn)
@@ -191,13 +193,15 @@ class Answering:
         """Drop the conversations. Pending answers end with their own KV."""
         self._conversations.close()
 
-    def notice_removals(self) -> int:
-        """Free KV that was removed from the store, possibly by another process; return the store's counter."""
-        removals = self._pipeline.store.removals()
+    def notice_removals(self) -> None:
+        """Free KV that was removed from the store, possibly by another process."""
+        self._notice(self._pipeline.store.removals())
+
+    def _notice(self, removals: int) -> None:
+        """Free KV that was removed from the store, if its counter has changed."""
         if removals != self._removals:
             self._free_removed()
             self._removals = removals  # not before: other prompts must not find what is about to be freed
-        return removals
 
     def _free_removed(self, since: int | None = None) -> None:
         """Free KV that is no longer stored, and all of it if the store cannot be asked.
@@ -219,47 +223,44 @@ class Answering:
         """Encode the documents that are not stored, and return their keys; adds to `notes`."""
         missing: dict[str, str] = {}
         given = self._ingestion.tokenize(documents, namespace)
-        texts = [text_key(namespace, ids) for ids in given.ids]
+        text_keys = [text_key(namespace, ids) for ids in given.ids]
         try:
-            states = self._pipeline.store.look_up(texts)
-            for document, text, key in zip(documents, texts, given.keys, strict=True):
-                if key and serve(states[text], self._pipeline.alone_only) is None:
-                    missing[key] = document
+            usable = self._pipeline.lookup.usable(text_keys)
+            for document, key, chunk_key in zip(documents, text_keys, given.chunk_keys, strict=True):
+                if chunk_key and key not in usable:
+                    missing[chunk_key] = document
             if missing and not is_alone:
                 with self._warming:  # parallel answers with the same documents: one encodes, the others find them
                     return self._warm(documents, namespace, notes, is_alone=True)
             if missing:
                 self._ingestion.warm(list(missing.values()), "", None, namespace, mode="on request")
-                self._pipeline.catalog.refresh()
+                self._pipeline.lookup.refresh()
         except StoreError as error:
             notes.append(f"documents could not be stored: {error}")  # the answer does not depend on it
         return set(missing)
 
-    def _finish(self, call: Call | None, question: Question) -> None:
+    def _finish(self, answered: Answered | None, question: Question) -> None:
         """Do deferred work after a complete answer.
 
         Skipped for abandoned streams: garbage collection may end them in a thread that holds the locks taken here.
         """
         self._pipeline.tuning.keep_speed_now_and_then()
-        if call:
-            self._watch.look(
-                self._model.tokenizer,
-                self._pipeline.store,
-                partial(self._pipeline.find, namespace=question.namespace),
-                call,
-                question.config.min_run,
-            )
+        if answered:
+            tokenizer, store, lookup = self._model.tokenizer, self._pipeline.store, self._pipeline.lookup
+            find = partial(lookup.find_chunks, namespace=question.namespace)
+            explain = partial(why_little, tokenizer, store, find, answered, question.config.min_run)
+            self._watch.look(answered, explain)
 
     def _keep(self, done: Prefilled, answer: list[int], generation_prompt: int, namespace: str) -> None:
         """Keep an answered prompt for the next turn, which contains it without the generation prompt."""
-        stitched, prefix, num_tokens = done.stitched, done.stitched.prefix, len(done.ids)
-        ids = np.array([*done.ids.tolist(), *answer][: stitched.cache.get_seq_length()])
-        exact = len(ids) if done.exact == num_tokens else done.exact
-        turn = Turn(stitched.kept, num_tokens - generation_prompt, num_tokens)
+        prefix, num_tokens, exact = done.prefix, len(done.ids), done.num_exact(done.selected)
+        ids = np.array([*done.ids.tolist(), *answer][: done.cache.get_seq_length()])
+        exact = len(ids) if exact == num_tokens else exact
+        turn = Turn(done.kept, num_tokens - generation_prompt, num_tokens)
         turns = (*(prefix.turns if prefix else ()), turn)
         # the prefix's own variants first: if another one is served by now, the conversation must not be continued
-        behind = {**done.behind, **(prefix.conversation.behind if prefix else {})}
-        conversation = Conversation(ids, stitched.cache, exact, done.config, turns, namespace, done.keys, behind)
+        behind = {**done.with_context, **(prefix.conversation.behind if prefix else {})}
+        conversation = Conversation(ids, done.cache, exact, done.config, turns, namespace, done.keys, behind)
         self._conversations.finish(done, conversation, prefix)
 
 
@@ -272,8 +273,8 @@ def overridden(config: BlendConfig, ratio: float | None, policy: str | None, con
 
 
 def is_reference(config: BlendConfig) -> bool:
-    """Return whether full prefill was requested as a reference: such answers do not use conversations."""
-    return config.policy == "full" and config.controller == "off"
+    """Return whether full prefill was asked for, as a reference: such answers do not use conversations."""
+    return config.policy == "full"
 
 
 def join(deltas: Iterable[Delta]) -> Answer:

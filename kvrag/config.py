@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -15,7 +16,10 @@ from kvrag.errors import SettingError
 CODECS = ("native", "int8", "int4")
 """Codecs of stored KV: as the model computes it, or in 8 or 4 bits; see `kvrag.store.codec`."""
 
-POLICIES = ("none", "full", "hkvd", "hkvd_gradual", "seam", "first_k", "query", "query_hkvd", "random")
+_MODULES = (Path(__file__).parent / "reuse" / "policies").glob("[!_]*.py")
+
+POLICIES = ("none", "full", *sorted(path.stem for path in _MODULES))
+"""No recompute, full prefill, and the modules of `kvrag.reuse.policies`, which are not imported here."""
 
 DEFAULT_POLICY = "query"
 
@@ -27,9 +31,6 @@ DEFAULT_CONTEXT = 256
 
 CONTEXTS = ("text", "headings")
 """What chunks are encoded behind: the preceding text of their source, or its title and the headings above them."""
-
-CANDIDATES = 2
-"""Number of candidates of `query_hkvd`, as a multiple of its budget."""
 
 CONTROLLERS = ("auto", "off")
 
@@ -115,7 +116,7 @@ class BlendConfig:
     """Recompute settings: how much of the stitched KV, and which tokens.
 
     Attributes:
-        policy: One of `POLICIES`; see `kvrag.reuse.select`.
+        policy: One of `POLICIES`; see `kvrag.reuse.policies`.
         ratio: Share of the reused, inexact tokens to recompute; 0 = plain reuse, 1 = full prefill's logits.
             None = the result of `engine.calibrate` for this model and policy, else `DEFAULT_RATIO`.
         controller: "auto" = without a ratio and with the default policy, the engine chooses full prefill if it is

@@ -38,11 +38,13 @@ from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.verify import Check, verify
-from kvrag.openmp import own_team, release_team
-from kvrag.request import Pipeline, Prefilled
+from kvrag.openmp import release_teams
+from kvrag.request import Pipeline
 from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.load import device_tier
+from kvrag.reuse.lookup import Lookup
 from kvrag.reuse.prefetch import Prefetcher
+from kvrag.reuse.stitch import Prefilled
 from kvrag.store import KVStore, MemoryTier, open_store
 from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport
 
@@ -60,6 +62,7 @@ def default_store(model: Model, codec: str) -> Path:
     return Path.home() / ".cache" / "kvrag" / model.fingerprint.stored_as(codec).digest
 
 
+@release_teams("__init__", "warm", "stream", "explain", "verify", "calibrate", "prefill")
 class BlendEngine:
     """Answers prompts from pre-encoded chunks. Thread-safe.
 
@@ -115,13 +118,12 @@ class BlendEngine:
         self.store.bind(self.fingerprint)
         self._catalog, self._tuning = Catalog(self.store), Tuning(model, self.store)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._tuning)
-        alone_only = not self.config.context_tokens
         memory = MemoryTier(ram_bytes, faster=device_tier(model, codec, device_bytes))
-        self._pipeline = Pipeline(model, self.store, memory, self._catalog, self._tuning, codec, alone_only)
+        self._lookup = Lookup(self._catalog, self.store, alone_only=not self.config.context_tokens)
+        self._pipeline = Pipeline(model, self.store, memory, self._lookup, self._tuning, codec)
         self._prefetcher = Prefetcher(self.store, self._pipeline.memory)
         self._answering = Answering(model, self._pipeline, self._ingestion, conversation_bytes, batch_bytes)
         self._closed = False
-        release_team()
 
     @classmethod
     def from_pretrained(
@@ -162,7 +164,6 @@ class BlendEngine:
 
     # ---------------------------------------------------------------- ingestion
 
-    @own_team()
     def warm(
         self,
         texts: Iterable[str],
@@ -193,7 +194,7 @@ class BlendEngine:
         """
         self._check_open()
         report = self._ingestion.warm(texts, document, sources, check_namespace(namespace), progress)
-        self._catalog.refresh()  # the next prompt finds it, whatever other threads are doing
+        self._lookup.refresh()  # the next prompt finds it, whatever other threads are doing
         self._answering.notice_removals()  # of the chunks that these replace
         return report
 
@@ -212,7 +213,7 @@ class BlendEngine:
         check_namespace(namespace)
 
         def find() -> list[str]:
-            return self._pipeline.served_keys([text_key(namespace, self.encode(text)) for text in given])
+            return list(self._lookup.usable(text_key(namespace, self.encode(text)) for text in given).values())
 
         if given:
             self._prefetcher.start(find)
@@ -225,7 +226,7 @@ class BlendEngine:
         """
         removed = self._ingestion.forget(document, check_namespace(namespace))
         self._answering.free(removed)
-        self._catalog.refresh()
+        self._lookup.refresh()
         return len(removed)
 
     def documents(self, prefix: str = "", *, namespace: str = "") -> list[str]:
@@ -389,7 +390,6 @@ class BlendEngine:
         """Return the token ids of the prompt that `stream` would answer; raises as `count_tokens`."""
         return prepare(self.model.tokenizer, prompt, tools).render(self.model.tokenizer)
 
-    @own_team()
     def explain(
         self,
         prompt: str | Messages | BlendReport | dict[str, Any] | None = None,
@@ -418,19 +418,17 @@ class BlendEngine:
         config = overridden(self.config, ratio, policy, controller)
         check_namespace(namespace)
         if prompt is None or isinstance(prompt, (BlendReport, dict)):
-            call = self._answering.history.find(namespace, prompt)
+            answered = self._answering.history.find(namespace, prompt)
         else:
             prepared = prepare(self.model.tokenizer, prompt, tools).with_template(template)
-            call = self._answering.try_out(prepared, config, namespace)
-        find = partial(self._pipeline.find, namespace=namespace)
-        return explain(self.model.tokenizer, self.store, self.fingerprint, find, call, config.min_run, retrieved)
+            answered = self._answering.try_out(prepared, config, namespace)
+        find = partial(self._lookup.find_chunks, namespace=namespace)
+        return explain(self.model.tokenizer, self.store, self.fingerprint, find, answered, config.min_run, retrieved)
 
-    @own_team()
     def verify(self) -> list[Check]:
         """Run the correctness gate on this engine's model, in a temporary folder; see `kvrag.inspect.verify`."""
         return verify(self.model, codec=self.codec)
 
-    @own_team()
     def calibrate(
         self,
         prompts: Sequence[str | Messages] | None = None,
@@ -491,7 +489,6 @@ class BlendEngine:
         found = calibrate.calibrate(self.model, prefill, ids, config, criterion, progress, words, most)
         return self._tuning.keep_calibration(found) if found.is_usable else found
 
-    @own_team()
     def prefill(
         self,
         ids: list[int],

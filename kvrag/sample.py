@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvrag.config import DEFAULT_CONTEXT
 from kvrag.errors import KvragError
 
 READER = "reader"
@@ -20,7 +21,8 @@ class Sample:
         folder: Name of their folder.
         questions: Questions -> what a right answer contains. Chosen among those that the model answers right by full
             prefill, so they show agreement with full prefill, not accuracy.
-        chunk_tokens, top_k: Chunk length and number of retrieved chunks for them.
+        chunk_tokens, top_k, around: Chunk length, number of retrieved chunks, and neighbours retrieved with each.
+        context_tokens: Number of tokens of their document that chunks are encoded with.
         is_chat: Whether the model was trained for conversations.
     """
 
@@ -28,6 +30,8 @@ class Sample:
     questions: Mapping[str, str]
     chunk_tokens: int
     top_k: int
+    around: int = 0
+    context_tokens: int = DEFAULT_CONTEXT
     is_chat: bool = True
 
     @property
@@ -62,7 +66,24 @@ ARTICLES = Sample(
     is_chat=False,
 )
 """Articles of the bundled reader's world. Prompts are near the end of its window of 2,048 tokens, where they are long
-enough for blending to be sooner even with so small a model."""
+enough for blending to be faster even with so small a model."""
+
+ENCODED_ALONE = replace(
+    ARTICLES,
+    questions={
+        "Where was Alla born?": "Murham",
+        "Which food is Nadvi fond of?": "cold apples",
+        "What is on the flag of Eldale?": "blue tree",
+        "Who finished school in 1944?": "Wimla",
+        "Where is Grennova based?": "Norwick",
+    },
+    chunk_tokens=40,  # a few sentences
+    top_k=3,
+    around=2,
+    context_tokens=0,
+)
+"""The same articles in short chunks that are encoded alone. Most say "she" or "the town" and lack the name.
+The questions were picked because plain reuse answers them wrong."""
 
 HANDBOOK = Sample(
     folder="handbook",

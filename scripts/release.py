@@ -1,4 +1,4 @@
-"""Build the four packages and test them in a clean environment outside the repository.
+"""Build the five packages and test them in a clean environment outside the repository.
 
     python scripts/release.py                 as in `make release-check`; leaves wheels and sdists in dist/
     python scripts/release.py --tag v0.1.0    the same, and checks that tag, versions and changelog agree
@@ -19,7 +19,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("langchain-kvrag", "llama-index-llms-kvrag", "vllm-kvrag")
+NAMES = ("langchain-kvrag", "llama-index-llms-kvrag", "ray-kvrag", "vllm-kvrag")
 PACKAGES = (ROOT, *(ROOT / "integrations" / name for name in NAMES))
 EXTRAS = {"kvrag": "[cli,grammar,server]"}
 MISSING_EXTRA = "pip install 'kvrag[cli]'"

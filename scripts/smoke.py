@@ -12,6 +12,7 @@ from typing import Any
 
 import langchain_kvrag
 import llama_index.llms.kvrag
+import ray_kvrag
 from fastapi.testclient import TestClient
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
@@ -24,12 +25,14 @@ from llama_index.vector_stores.kvrag import KVWarmVectorStore
 
 import kvrag
 from kvrag import BlendConfig, BlendEngine
+from kvrag.cli.cluster import ray_command
 from kvrag.server import ServerSettings, create_app
 
 PACKAGES = {
     "kvrag": kvrag,
     "langchain-kvrag": langchain_kvrag,
     "llama-index-llms-kvrag": llama_index.llms.kvrag,
+    "ray-kvrag": ray_kvrag,
 }
 
 
@@ -106,10 +109,16 @@ def server(chunks: list[str]) -> None:
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+def ray() -> None:
+    """Check that the command line finds what runs on a cluster."""
+    assert [ray_command(name).__module__ for name in ("warm", "serve")] == ["ray_kvrag.warm", "ray_kvrag.serve"]
+
+
 if __name__ == "__main__":
     packages(sys.argv[1])
     chunks = command_line()
     langchain(chunks)
     llama(chunks)
     server(chunks)
-    print("the installed command line, LangChain, LlamaIndex and server work")
+    ray()
+    print("the installed command line, LangChain, LlamaIndex, server and Ray plugin work")

@@ -14,13 +14,24 @@ import pytest
 import torch
 from blending import CHUNKS, LayOut, laying_out
 from families import build
-from places import Bucket, Server, run_s3, run_valkey
+from places import Bucket, Memory, Server, run_s3, run_valkey
 from transformers import AutoTokenizer
 
 import kvrag
 from kvrag import BlendEngine, FileStore, Model
 
+ROOT = Path(__file__).parents[1]
+SLOW = {ROOT / "tests" / "slow", ROOT / "benchmarks"}
+
 torch.set_num_threads(1)  # the models are too small for more, and threads that wait for each other cost seconds
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what lies in that folder, what needs a server, and the benchmarks' own tests."""
+    for item in items:
+        if SLOW & set(item.path.parents) or {"s3", "valkey"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +39,14 @@ def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test sees must not depend on how busy the machine is: nothing is ever noticeably sooner."""
     monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("inf"))
     monkeypatch.setattr("kvrag.control.controller.STEP", 1.0)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    """A bucket that needs no server."""
+    memory = Memory()
+    monkeypatch.setattr("kvrag.store.objects.S3Store", memory)
+    return memory
 
 
 @pytest.fixture(scope="session")

@@ -188,7 +188,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("rate", "requests per second", 1e-6),
         ("target_s", "time to first token of 95 %% of the requests", 1e-6),
         ("gpus_per_replica", "GPUs that hold one copy of the model, by tensor parallelism", 1),
-        ("device_gib", "GiB for chunks in a replica's GPU memory, where kvrag keeps none today", 0),
+        ("device_gib", "GiB for chunks in a replica's GPU memory, `--device-gib` of `kvrag serve`", 0),
         ("ram_gib", "GiB for chunks in a replica's RAM", 0),
         ("disk_gib", "GiB for chunks on a replica's disk", 0),
         ("stored", "share of the corpus that is warmed, the most popular chunks", 0),

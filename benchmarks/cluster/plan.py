@@ -154,7 +154,8 @@ def profile_of(
     Args:
         loads: Fields of the profile that do not follow from the device: bandwidths and latency of disk and store.
     """
-    from kvrag.control.controller import Workload, blend_seconds, full_seconds, selecting
+    from kvrag.control.controller import Workload, blend_seconds, full_seconds
+    from kvrag.reuse.select import selecting
 
     shape, one = SHAPES[model], DEVICES[device]
     scale = 1.0 if plan.gpus_per_replica == 1 else _PARALLEL * plan.gpus_per_replica

@@ -70,7 +70,7 @@ class Shape:
 
 
 DEVICES = {
-    "this CPU, 2 cores": Device(1.3e12, 0.5, 1.5e10, 2e-4, 1.2e9, 20e9, "fitted to docs/benchmarks.md"),
+    "this CPU, 2 cores": Device(1.3e12, 0.5, 1.5e10, 2e-4, 1.2e9, 20e9, "fitted to docs/results.md"),
     "laptop CPU, 8 cores": Device(0.8e12, 0.35, 6e10, 1e-4, 4e9, 28e9, "assumed: AVX2/bf16, dual-channel DDR5"),
     "RTX 4090": Device(1.1e14, 0.5, 8e11, 7e-4, 1.2e10, 22e9, "assumed: 2/3 of 165 TFLOP/s, PCIe 4, pageable copies"),
     "H100": Device(4.5e14, 0.5, 2.4e12, 7e-4, 2e10, 74e9, "assumed: 45 % of 989 TFLOP/s, PCIe 5, pageable copies"),
@@ -137,7 +137,8 @@ def simulate(
     policy: str = DEFAULT_POLICY,
 ) -> Iterator[Cell]:
     """Return all combinations: chunks in bf16 fill the context, the first one, after the preamble, is not counted."""
-    from kvrag.control.controller import Workload, decide, selecting
+    from kvrag.control.controller import Workload, decide
+    from kvrag.reuse.select import selecting
 
     for device, model, load, context in itertools.product(devices, models, loads, contexts):
         shape = MODELS[model]
@@ -191,8 +192,9 @@ _PREDICTED = (  # name, chunks, tokens of each, policy, ratio, bytes per second 
 def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Point]:
     """Fit some shapes with the engine's own cost model, predict others and measure them; the RAM tier is off."""
     from kvrag.bench.ttft import one_token_words
-    from kvrag.control.controller import Workload, decide, selecting
+    from kvrag.control.controller import Workload, decide
     from kvrag.engine import BlendEngine
+    from kvrag.reuse.select import selecting
 
     words, rng = one_token_words(net), random.Random(0)
 

@@ -97,9 +97,9 @@ def _ask(
         warmed = engine.warm(texts)
         for ids in prompts:
             done = engine.prefill(ids, BlendConfig(policy="none", ratio=0.0))
-            fresh = done.stitched.fresh
-            question = int((fresh > int(done.stitched.reused.nonzero()[-1])).sum())
-            again = engine.prefill(ids, BlendConfig(policy="none", ratio=0.0)).stitched.cache
+            fresh = done.fresh
+            question = int((fresh > int(done.reused.nonzero()[-1])).sum())
+            again = engine.prefill(ids, BlendConfig(policy="none", ratio=0.0)).cache
             layers = range(model.num_layers)
             heard = model.attention_received(done.ids[fresh][None], again, fresh, question, layers)
             full = engine.prefill(ids, BlendConfig(policy="full")).logits

@@ -33,10 +33,10 @@ from numpy.typing import NDArray
 from kvrag.cli.bench import add_number
 from kvrag.errors import SettingError
 from kvrag.reuse.catalog import Catalog
-from kvrag.reuse.match import match
+from kvrag.reuse.match import TextRun, match
 from kvrag.reuse.segment import Segment
 from kvrag.store import FileStore
-from kvrag.store.files import MANIFEST
+from kvrag.store.base import MANIFEST
 from kvrag.store.manifest import Manifest, Row
 from kvrag.store.protocol import Entry
 
@@ -206,7 +206,7 @@ def measure_cases(num_tokens: int, repeats: int, progress: Callable[[str], None]
             runs = match(segments, prompt, min_run)
             times.append(time.process_time() - started)
         for run in runs:
-            assert prompt[run.start : run.stop] == texts[int(run.key)][run.offset :][: len(run)]
+            assert prompt[run.start : run.stop] == texts[int(run.text_key)][run.offset :][: len(run)]
         tokens = sum(map(len, texts))
         covered = sum(map(len, runs)) / len(prompt)
         rows.append(CaseRow(name, len(texts), tokens, min_run, 1000 * min(times), len(runs), covered))
@@ -294,6 +294,12 @@ def _serving(folder: Path, shape: Shape) -> Iterator[Connection]:
     process.join()
 
 
+def _match(catalog: Catalog, prompt: Sequence[int]) -> list[TextRun]:
+    """Match a prompt as a request does."""
+    catalog.update()
+    return catalog.match(prompt, MIN_RUN)
+
+
 def _serve(pipe: Connection, folder: Path, shape: Shape) -> None:
     """Open the catalog and match, then send the time at which a removal and an addition are seen."""
     prompts = [*_prompts(shape)]
@@ -302,17 +308,17 @@ def _serve(pipe: Connection, folder: Path, shape: Shape) -> None:
         before = _memory()
         started = time.perf_counter()
         catalog = Catalog(store)
-        catalog.match(prompts[0], MIN_RUN)
+        _match(catalog, prompts[0])
         open_s = time.perf_counter() - started
         wall, cpu, polls, covered = [], [], [], 0
         for prompt in prompts:
             started, working = time.perf_counter(), time.thread_time()
-            runs = catalog.match(prompt, MIN_RUN)
+            runs = _match(catalog, prompt)
             wall.append(time.perf_counter() - started)
             cpu.append(time.thread_time() - working)
             covered += sum(map(len, runs))
             working = time.thread_time()
-            catalog.match([], MIN_RUN)
+            catalog.update()
             polls.append(time.thread_time() - working)
         pipe.send(
             {
@@ -330,7 +336,7 @@ def _serve(pipe: Connection, folder: Path, shape: Shape) -> None:
                 pipe.send([(now - then) / shape.chunks for then, now in zip(before, _memory(), strict=True)])
                 pipe.recv()
             for is_there in (False, True):
-                while bool(catalog.match(last, MIN_RUN)) != is_there:
+                while bool(_match(catalog, last)) != is_there:
                     time.sleep(0.01)
                 pipe.send(time.time())
         catalog.close()

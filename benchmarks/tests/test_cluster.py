@@ -16,7 +16,8 @@ from benchmarks.cluster.popularity import Zipf, lru_age
 from benchmarks.cluster.replicas import BLEND, FULL, PREFIX, _draw, _homes, _Job, _play, _route, _tiers, fit, simulate
 from benchmarks.cluster.simulate import DEVICES, MODELS, speed_of
 from kvrag import BlendConfig, SettingError
-from kvrag.control.controller import Workload, blend_seconds, full_seconds, selecting
+from kvrag.control.controller import Workload, blend_seconds, full_seconds
+from kvrag.reuse.select import selecting
 
 PLAN = Plan(chunks=1_000_000, requests=1000)
 PROFILE = profile_of("H100", "Llama-3.1-8B", PLAN, 0.15, "query")

@@ -48,7 +48,7 @@ def test_a_slower_disk_is_never_better_and_a_slow_disk_under_a_fast_gpu_loses() 
 
 
 def test_this_cpu_is_what_was_measured() -> None:
-    """docs/benchmarks.md, 2 threads, 3,146 tokens."""
+    """docs/results.md, 2 threads, 3,146 tokens."""
     for model, measured_s in (("Qwen2.5-1.5B", 7.65), ("Qwen2.5-0.5B", 2.95)):
         speed = speed_of(DEVICES["this CPU, 2 cores"], MODELS[model], 3e9)
         assert full_seconds(speed, 3146) == pytest.approx(measured_s, rel=0.2)

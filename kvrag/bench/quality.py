@@ -296,7 +296,7 @@ def _answer(
 ) -> tuple[Record, Tensor]:
     started = time.perf_counter()
     prefilled = engine.prefill(_ids(engine.model, prompt), cell.config)
-    deltas = decode(engine.model, prefilled.ids, prefilled.stitched.cache, prefilled.logits, sampling)
+    deltas = decode(engine.model, prefilled.ids, prefilled.cache, prefilled.logits, sampling)
     first = next(deltas)
     ttft_s = time.perf_counter() - started
     report = prefilled.report

@@ -34,7 +34,8 @@ from kvrag.backend.transformers.shapes import random_model
 from kvrag.config import DEFAULT_POLICY, BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
-from kvrag.reuse.load import LayerLoader, Matched
+from kvrag.reuse.load import load
+from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader
 from kvrag.store.chunkfile import SUFFIX
@@ -153,7 +154,7 @@ def measure(
         engine.warm(corpus)
         prefix = _PrefixCache(net)
         ids = net.tokenizer.render(_messages(corpus, "".join(rng.choices(words, k=setup.question_tokens))))
-        cache = engine.prefill(ids, BlendConfig(policy="none", controller="off")).stitched.cache
+        cache = engine.prefill(ids, BlendConfig(policy="none", controller="off")).cache
         for repeat in range(setup.repeats + 1):
             progress(f"round {repeat} of {setup.repeats}" if repeat else "warm-up round")
             rng.shuffle(corpus)
@@ -241,17 +242,15 @@ def _rows_alone(engine: BlendEngine, ids: list[int], cache: KVCache, number: int
 
 def _load_alone(engine: BlendEngine, ids: list[int]) -> None:
     """Load a prompt's chunks as a request does, without computing anything meanwhile."""
-    pipeline, readers = engine._pipeline, dict[str, ChunkReader]()
-    runs = [run for run, _ in pipeline.find(ids, engine.config.min_run)]
-    with closing(Matched(ids, runs, readers)) as matched:
-        for run in runs:
-            reader = pipeline.memory.open(run.key) or engine.store.open(run.key)
+    memory, readers = engine._pipeline.memory, dict[str, ChunkReader]()
+    with closing(Prompt(ids, matches=engine._lookup.find(ids, engine.config.min_run), readers=readers)) as prompt:
+        for run in prompt.runs:
+            reader = memory.open(run.key) or engine.store.open(run.key)
             assert reader is not None
             readers[run.key] = reader
-        trace = Trace(engine.model)
-        with closing(LayerLoader(engine.model, matched, engine.codec, trace, len(ids))) as loader:
+        with load(engine.model, prompt, engine.codec, Trace(engine.model), len(ids)) as layers:
             for number in range(engine.model.num_layers):
-                loader.layer(number)
+                layers.layer(number)
 
 
 def _drop_page_cache(folder: Path) -> None:

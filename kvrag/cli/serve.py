@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrag import sample
-from kvrag.cli.cluster import add_ray_argument, require_ray
+from kvrag.cli.cluster import add_ray_argument, ray_command
 from kvrag.cli.common import (
     add_answer_arguments,
     add_context_argument,
@@ -174,10 +174,7 @@ def run(args: argparse.Namespace, announce: Callable[..., None] | None = None) -
         if find_spec(module) is None:
             raise KvragError(f"{module} is not installed: pip install 'kvrag[server]'")
     if args.ray is not None:
-        require_ray()
-        from kvrag.cli.serve_ray import serve_on_cluster
-
-        return serve_on_cluster(args)
+        return int(ray_command("serve")(args))
     if args.replicas != (1, 1):
         raise SettingError("--replicas needs --ray")
     settings, config = read_settings(args), read_config(args)  # report mistakes before the slow imports

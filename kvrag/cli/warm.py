@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.cli.cluster import add_ray_argument
+from kvrag.cli.cluster import add_ray_argument, ray_command
 from kvrag.cli.common import (
     add_context_argument,
     add_engine_arguments,
@@ -124,9 +124,7 @@ def run(args: argparse.Namespace) -> int:
         raise SettingError("--api-key and --tokenizer need --server URL")
     args.model = args.model or "reader"
     if args.ray is not None:
-        from kvrag.cli.warm_ray import warm_on_cluster
-
-        return _finish(warm_on_cluster(args), args, started)
+        return _finish(ray_command("warm")(args), args, started)
     with open_engine(args, **args.context_tokens) as engine, open_index(engine, args.namespace, args.embedder) as index:
         gone = find_gone(engine.store, index, args.paths, args.namespace)
         # first: otherwise a chunk moved to another file would temporarily belong to two documents

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from kvrag.backend.transformers import Model
 from kvrag.config import BlendConfig, check_ratio
 from kvrag.control.prompts import first_word
 from kvrag.errors import ModelError, PromptError, SettingError, StoreError
-from kvrag.reuse.stitch import Stitched
+from kvrag.reuse.stitch import Prefilled
 from kvrag.store import KVStore
 from kvrag.types import Messages
 
@@ -144,14 +144,7 @@ class Calibration:
         return f"other settings ({', '.join(different)})" if different else ""
 
 
-class _Prefilled(Protocol):
-    @property
-    def stitched(self) -> Stitched: ...
-    @property
-    def logits(self) -> Tensor: ...
-
-
-Prefill = Callable[[list[int], BlendConfig], _Prefilled]
+Prefill = Callable[[list[int], BlendConfig], Prefilled]
 """From prompt ids to a complete cache, like `BlendEngine.prefill`."""
 
 
@@ -197,7 +190,7 @@ def calibrate(
             if len(rows) == count:
                 break
             first = prefill(ids, _at(config, grid[0]))
-            if not len(first.stitched.inexact):
+            if not len(first.inexact):
                 left_out += 1
                 if words is None:
                     progress(done := done + len(grid) + 1, total)
@@ -307,21 +300,21 @@ def _at(config: BlendConfig, ratio: float) -> BlendConfig:
     return replace(config, ratio=ratio, controller="off")
 
 
-def _greedy(model: Model, full: _Prefilled, count: int) -> list[int]:
+def _greedy(model: Model, full: Prefilled, count: int) -> list[int]:
     """Return the greedy tokens after a prompt; the last may be an end token."""
     answer, logits = [], full.logits
     while True:
         answer.append(int(_sound(logits).argmax()))
         if len(answer) == count or answer[-1] in model.eos_ids:
             return answer
-        logits = model.forward_each(answer[-1:], [full.stitched.cache])
+        logits = model.forward_each(answer[-1:], [full.cache])
 
 
-def _same(model: Model, blended: _Prefilled, answer: Sequence[int]) -> list[bool]:
+def _same(model: Model, blended: Prefilled, answer: Sequence[int]) -> list[bool]:
     """Compare this cache's likeliest token with the answer's at each position, with the answer as input."""
     logits = blended.logits
     if len(answer) > 1:
-        following = model.forward_all(torch.tensor([answer[:-1]]), blended.stitched.cache)[0]
+        following = model.forward_all(torch.tensor([answer[:-1]]), blended.cache)[0]
         logits = torch.cat([logits, following])  # (S, V)
     best = _sound(logits).argmax(dim=-1).tolist()
     return [ours == theirs for ours, theirs in zip(best, answer, strict=True)]

@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 
 from kvrag.backend.protocol import PREFILL_BLOCK
-from kvrag.config import CANDIDATES, BlendConfig
 from kvrag.control.cost import Speed
+from kvrag.reuse.select import CANDIDATES
 
 NOTICEABLE_S = 0.01
 """Minimum advantage of full prefill in seconds: smaller differences should not make answers depend on timing."""
@@ -104,16 +104,6 @@ def blend_seconds(speed: Speed, request: Workload, ratio: float) -> float:
         + touched * compute
         + max(rest * load, rest * (compute + stitch))
     )
-
-
-def selecting(config: BlendConfig, num_layers: int) -> tuple[float, float, float]:
-    """Return (query_pass, detection_pass, candidate_pass) of a policy; see Workload."""
-    if config.policy in ("query", "query_hkvd"):
-        candidate_pass = num_layers // 2 / num_layers if config.policy == "query_hkvd" else 0.0
-        return math.ceil(config.band[1] * num_layers) / num_layers, 0.0, candidate_pass
-    if config.policy.startswith("hkvd"):
-        return 0.0, min(config.check_layer, num_layers - 1) / num_layers, 0.0
-    return 0.0, 0.0, 0.0
 
 
 def seconds(value: float) -> str:

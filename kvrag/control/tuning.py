@@ -10,7 +10,7 @@ import logging
 import math
 import platform
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,10 +18,12 @@ from kvrag.backend.protocol import PREFILL_BLOCK, Backend
 from kvrag.config import DEFAULT_POLICY, DEFAULT_RATIO, BlendConfig
 from kvrag.control import calibrate, cost
 from kvrag.control.calibrate import Calibration
-from kvrag.control.controller import Decision, Workload, decide, selecting
+from kvrag.control.controller import Workload, decide
 from kvrag.control.cost import CostModel
 from kvrag.errors import StoreError
-from kvrag.reuse.load import Matched
+from kvrag.reuse.prompt import Prompt
+from kvrag.reuse.select import selecting
+from kvrag.reuse.stitch import Stitched
 from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader, KeepsTexts, KVStore, Texts
 from kvrag.store.codec import tokens_of
@@ -30,6 +32,32 @@ logger = logging.getLogger("kvrag")
 
 _KEEP_S = 60.0  # seconds between writes of the measurements, and between probes of a slow disk
 _PROBE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a prompt is prefilled: in full, or by blending at a ratio.
+
+    Attributes:
+        config: The settings that were asked for, with the ratio and, for full prefill, the policy filled in.
+        reason: The controller's choice and its reason; "" if it made none.
+        notes: Notes for the report.
+    """
+
+    config: BlendConfig
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the prompt is prefilled in full."""
+        return self.config.policy == "full"
+
+    @property
+    def ratio(self) -> float:
+        """Recompute ratio."""
+        assert self.config.ratio is not None
+        return self.config.ratio
 
 
 class Tuning:
@@ -45,25 +73,38 @@ class Tuning:
         self._speed_kept = time.monotonic()
         self._recall_speed()
 
-    def settle(self, config: BlendConfig, notes: list[str]) -> BlendConfig:
-        """Fill in the ratio, and switch the controller off where there is nothing to decide."""
-        if config.policy in ("none", "full"):
-            effective = 1.0 if config.policy == "full" else 0.0
-            return replace(config, ratio=effective if config.ratio is None else config.ratio, controller="off")
+    def plan(self, config: BlendConfig, prompt: Prompt | None = None) -> Plan:
+        """Choose between full prefill and blending, and the ratio, unless they were asked for.
+
+        Args:
+            config: Settings as they were asked for.
+            prompt: The prompt with its stored chunks. None = not known yet, so that the controller decides later.
+
+        Raises:
+            DamagedChunkError, ChunkUnreadableError: A chunk could not be read to measure the disk.
+        """
         if config.ratio is not None:
-            return replace(config, controller="off")
+            return Plan(config)
+        if config.policy in ("none", "full"):
+            return Plan(replace(config, ratio=1.0 if config.policy == "full" else 0.0))
+        plan = self._calibrated_plan(config)
+        decides = config.controller == "auto" and config.policy == DEFAULT_POLICY and not plan.is_full
+        return self._decide(plan, prompt) if decides and prompt is not None and prompt.runs else plan
+
+    def _calibrated_plan(self, config: BlendConfig) -> Plan:
+        """Return the plan at the calibrated ratio, or at the default one."""
         calibration, note = self._calibrated(config)
-        if note:
-            notes.append(note)
-        if calibration is not None and calibration.ratio is None:
-            none_found = f"calibration: no ratio up to {calibration.curve[-1].ratio:g} reaches the target"
-            if config.controller == "auto":
-                notes.append(f"{none_found}, so full prefill is used")
-                return replace(config, policy="full", ratio=1.0)
-            notes.append(f"{none_found}; ratio {DEFAULT_RATIO:g} is used because the policy was given")
-        ratio = calibration.ratio if calibration is not None else None
-        decides = config.controller == "auto" and config.policy == DEFAULT_POLICY
-        return replace(config, ratio=DEFAULT_RATIO if ratio is None else ratio, controller="auto" if decides else "off")
+        notes = (note,) if note else ()
+        if calibration is None:
+            return Plan(replace(config, ratio=DEFAULT_RATIO), notes=notes)
+        if calibration.ratio is not None:
+            return Plan(replace(config, ratio=calibration.ratio), notes=notes)
+        none_found = f"calibration: no ratio up to {calibration.curve[-1].ratio:g} reaches the target"
+        if config.controller == "auto":
+            full = replace(config, policy="full", ratio=1.0)
+            return Plan(full, notes=(*notes, f"{none_found}, so full prefill is used"))
+        note = f"{none_found}; ratio {DEFAULT_RATIO:g} is used because the policy was given"
+        return Plan(replace(config, ratio=DEFAULT_RATIO), notes=(*notes, note))
 
     def _calibrated(self, config: BlendConfig) -> tuple[Calibration | None, str]:
         """Return the calibration that is valid for these settings, if any, and a note on an invalid one."""
@@ -79,37 +120,34 @@ class Tuning:
             return None, f"the store's calibration is ignored: it was made for {why}"
         return calibration, note
 
-    def decide(self, config: BlendConfig, matched: Matched) -> Decision:
-        """Choose between full prefill and blending, and the ratio.
-
-        If only the disk speed is unknown, a small read measures it first.
-        """
-        costs, cold = self._costs, matched.cold
+    def _decide(self, plan: Plan, prompt: Prompt) -> Plan:
+        """Let the controller decide. If only the disk speed is unknown, a small read measures it first."""
+        costs, cold = self._costs, prompt.cold
         if cold and costs.knows_passes() and costs.speed() is None:
             self._probe(cold[0])
-        decision = self._predict(config, matched)
+        workload = self._workload(plan.config, prompt)
+        decision = decide(costs.speed(), workload, plan.ratio)
         if decision.full and cold and costs.load_age > _KEEP_S:  # full prefill loads nothing
             self._probe(cold[0])
-            decision = self._predict(config, matched)
-        return decision
+            decision = decide(costs.speed(), self._workload(plan.config, prompt), plan.ratio)
+        policy = "full" if decision.full else plan.config.policy
+        return replace(plan, config=replace(plan.config, policy=policy, ratio=decision.ratio), reason=decision.reason)
 
-    def _predict(self, config: BlendConfig, matched: Matched) -> Decision:
-        first = matched.runs[0]
-        behind_preamble = first.offset == 0 and first.start == len(self._backend.preamble)
-        reused = sum(map(len, matched.runs))
+    def _workload(self, config: BlendConfig, prompt: Prompt) -> Workload:
+        first = prompt.runs[0]
+        after_preamble = first.offset == 0 and first.start == len(self._backend.preamble)
+        reused = sum(map(len, prompt.runs))
         query_pass, detection_pass, candidate_pass = selecting(config, self._backend.num_layers)
-        workload = Workload(
-            prompt=len(matched.ids),
+        return Workload(
+            prompt=len(prompt.ids),
             reused=reused,
-            inexact=reused - (len(first) if behind_preamble else 0),
-            bytes=matched.cold_tokens * self._costs.bytes_per_token(self._backend.bytes_per_token),
+            inexact=reused - (len(first) if after_preamble else 0),
+            bytes=prompt.cold_tokens * self._costs.bytes_per_token(self._backend.bytes_per_token),
             query_pass=query_pass,
             detection_pass=detection_pass,
             candidate_pass=candidate_pass,
-            kept=matched.kept,
+            kept=prompt.kept,
         )
-        assert config.ratio is not None  # filled in by `settle`
-        return decide(self._costs.speed(), workload, config.ratio)
 
     def _probe(self, reader: ChunkReader) -> None:
         """Read the first layers of a chunk, or fewer on a slow disk."""
@@ -129,26 +167,24 @@ class Tuning:
         """
         self._costs.observe_pass("encode", tokens, pairs, seconds, passes)
 
-    def observe_full(self, num_tokens: int, trace: Trace) -> None:
-        """Observe the full prefill of a prompt of `num_tokens` tokens."""
-        if not trace.is_contended:
-            self._costs.observe_pass("full", num_tokens, num_tokens**2 / 2, trace.seconds["blend"])
-
-    def observe_blend(self, matched: Matched, rows: int, reused: int, pass_s: float, trace: Trace) -> None:
-        """Observe the blending of a prompt.
+    def observe(self, prompt: Prompt, stitched: Stitched, rows: int, trace: Trace) -> None:
+        """Observe the prefill of a prompt.
 
         Args:
             rows: Number of computed positions.
-            reused: Number of reused positions.
-            pass_s: Seconds of the forward pass alone, without waiting for the store and without layout.
         """
         if trace.is_contended:
             return
+        length, reused = len(prompt.ids), int(stitched.reused.sum())
+        pass_s = trace.own_seconds["blend"]  # without waiting for the store, and without layout
+        if not reused:
+            self._costs.observe_pass("full", length, length**2 / 2, pass_s)
+            return
         passes = 1 if self._backend.rope_follows_length else math.ceil(rows / PREFILL_BLOCK)
         if rows:
-            self._costs.observe_pass("blend", rows, rows * len(matched.ids), pass_s, passes)
-        self._costs.observe_load(matched.bytes_read, matched.cold_tokens, trace.seconds["read"])
-        if not matched.kept:  # copying a cached prefix involves no rotation
+            self._costs.observe_pass("blend", rows, rows * length, pass_s, passes)
+        self._costs.observe_load(prompt.bytes_read, prompt.cold_tokens, trace.seconds["read"])
+        if not prompt.kept:  # copying a cached prefix involves no rotation
             self._costs.observe_stitch(reused, trace.seconds["stitch"])
 
     def keep_speed_now_and_then(self) -> None:

@@ -47,13 +47,13 @@ class Texts:
 
     Attributes:
         ids: Each text's tokens.
-        keys: Key of each text's variant encoded alone; None if the text is too short to be matched.
+        chunk_keys: Key of each text's variant encoded alone; None if the text is too short to be matched.
         skipped: Number of different texts that are too short.
         warnings: Warnings about the texts.
     """
 
     ids: list[list[int]]
-    keys: list[str | None]
+    chunk_keys: list[str | None]
     skipped: int
     warnings: list[str]
 
@@ -68,7 +68,7 @@ class _Piece:
 
     document: str
     source: str
-    text: str
+    text_key: str
     ids: list[int]
     context: list[int]
 
@@ -78,7 +78,7 @@ class _Choice:
     """The variant that a piece relies on; `context` is empty for the variant encoded alone."""
 
     piece: _Piece
-    key: str
+    chunk_key: str
     context: list[int]
 
 
@@ -86,7 +86,7 @@ class _Choice:
 class _Tally:
     """Progress of the encoding: what is done and what is left."""
 
-    texts: set[str] = field(default_factory=set)
+    text_keys: set[str] = field(default_factory=set)
     tokens: int = 0
     bytes: int = 0
     done: int = 0
@@ -105,7 +105,7 @@ class Choosing:
             given = "one string" if isinstance(texts, str) else repr(texts)
             raise SettingError(f"texts must be a list of strings, not {given:.80}")
         tokens: list[list[int]] = []
-        keys: list[str | None] = []
+        chunk_keys: list[str | None] = []
         short: set[str] = set()
         least = self._config.min_run
         for number, text in enumerate(texts):
@@ -116,14 +116,14 @@ class Choosing:
             tokens.append(ids)
             if len(ids) < least:
                 short.add(text)
-            keys.append(None if len(ids) < least else self._fingerprint.chunk_key(ids, (), namespace))
+            chunk_keys.append(None if len(ids) < least else self._fingerprint.chunk_key(ids, (), namespace))
         warnings = []
         if short:
             warnings.append(
                 f"{len(short)} chunks have fewer than {least} tokens and will not be reused: "
                 "they are computed with the rest of the prompt"
             )
-        return Texts(tokens, keys, len(short), warnings)
+        return Texts(tokens, chunk_keys, len(short), warnings)
 
     def is_warm(self, texts: Sequence[str], document: str, namespace: str = "") -> bool:
         """Return whether `warm` with these texts of a document would encode nothing and change nothing."""
@@ -132,7 +132,7 @@ class Choosing:
         states = self._look_up(pieces)
         choices = self._choose(pieces, states, namespace, set())
         held = self._store.documents(document, namespace).get(document, [])
-        return not _missing(choices, states) and held == sorted({choice.key for choice in choices})
+        return not _missing(choices, states) and held == sorted({choice.chunk_key for choice in choices})
 
     def _pieces(
         self,
@@ -149,12 +149,12 @@ class Choosing:
         """
         pieces: dict[tuple[str, str, str], _Piece] = {}
         contexts = self._headings if self._config.context == "headings" else self._preceding
-        for name, source, ids, key, context in zip(
-            names, sources, given.ids, given.keys, contexts(given.ids, sources, before), strict=True
+        for name, source, ids, chunk_key, context in zip(
+            names, sources, given.ids, given.chunk_keys, contexts(given.ids, sources, before), strict=True
         ):
-            if key:
-                text = text_key(namespace, ids)
-                pieces.setdefault((name, source, text), _Piece(name, source, text, ids, context))
+            if chunk_key:
+                piece = _Piece(name, source, text_key(namespace, ids), ids, context)
+                pieces.setdefault((name, source, piece.text_key), piece)
         return list(pieces.values())
 
     def _preceding(
@@ -210,7 +210,7 @@ class Choosing:
         return self._outline.context_window - len(self._outline.tokenizer.preamble) - len(ids)
 
     def _look_up(self, pieces: Sequence[_Piece]) -> dict[str, TextState]:
-        return self._store.look_up(list(dict.fromkeys(piece.text for piece in pieces)))
+        return self._store.look_up(list(dict.fromkeys(piece.text_key for piece in pieces)))
 
     def _choose(
         self, pieces: Sequence[_Piece], states: Mapping[str, TextState], namespace: str, shared: set[str]
@@ -220,12 +220,12 @@ class Choosing:
         Args:
             shared: Texts held elsewhere with another context under the same source; adds to them.
         """
-        sources = {text: set(state.sources) for text, state in states.items()}
+        sources = {key: set(state.sources) for key, state in states.items()}
         for piece in pieces:
-            sources[piece.text].add(piece.source)
-        shared.update(text for text, state in states.items() if "" in state.sources.values())
-        several = shared | {text for text, names in sources.items() if len(names) > 1}
-        contexts = [[] if piece.text in several else piece.context for piece in pieces]
+            sources[piece.text_key].add(piece.source)
+        shared.update(key for key, state in states.items() if "" in state.sources.values())
+        several = shared | {key for key, names in sources.items() if len(names) > 1}
+        contexts = [[] if piece.text_key in several else piece.context for piece in pieces]
         return [
             _Choice(piece, self._fingerprint.chunk_key(piece.ids, context, namespace), context)
             for piece, context in zip(pieces, contexts, strict=True)
@@ -298,13 +298,13 @@ class Ingestion(Choosing):
                 f"{len(missing)} of these chunks were evicted at once: the store's byte budget is too small for "
                 "all of them, raise max_bytes or the namespace's budget"
             )
-        num_texts = len({piece.text for piece in pieces})
+        num_texts = len({piece.text_key for piece in pieces})
         return WarmReport(
             chunks=num_texts + given.skipped,
             tokens=tally.tokens,
             bytes=tally.bytes,
-            new=len(tally.texts),
-            reused=num_texts - len(tally.texts),
+            new=len(tally.text_keys),
+            reused=num_texts - len(tally.text_keys),
             skipped=given.skipped,
             seconds=time.perf_counter() - started,
             warnings=tuple(warnings),
@@ -321,7 +321,7 @@ class Ingestion(Choosing):
         """Record each document's holdings durably; chunks that no document relies on any more are removed."""
         held: dict[str, list[Holding]] = {document: [] for document in documents}
         for choice in choices:
-            held[choice.piece.document].append(Holding(choice.piece.text, choice.key, choice.piece.source))
+            held[choice.piece.document].append(Holding(choice.piece.text_key, choice.chunk_key, choice.piece.source))
         for document, holdings in held.items():
             self._store.set_document(document, holdings, namespace, replace=mode == "replace")
 
@@ -339,14 +339,14 @@ class Ingestion(Choosing):
             progress(tally.done, tally.total)
         for portion in _portions(missing, self._model.bytes_per_token):
             # another process may be warming the same corpus
-            wanted = set(self._store.missing([choice.key for choice in portion]))
-            new = [choice for choice in portion if choice.key in wanted]
-            tally.done += sum(len(choice.piece.ids) for choice in portion if choice.key not in wanted)
+            wanted = set(self._store.missing([choice.chunk_key for choice in portion]))
+            new = [choice for choice in portion if choice.chunk_key in wanted]
+            tally.done += sum(len(choice.piece.ids) for choice in portion if choice.chunk_key not in wanted)
             with reporting_memory():
                 for choices, records in self._encode(new, namespace):
                     tally.bytes += self._store.put(records)
                     tokens = sum(len(choice.piece.ids) for choice in choices)
-                    tally.texts.update(choice.piece.text for choice in choices)
+                    tally.text_keys.update(choice.piece.text_key for choice in choices)
                     tally.tokens += tokens
                     tally.done += tokens
                     progress(tally.done, tally.total)
@@ -367,7 +367,7 @@ class Ingestion(Choosing):
             ids = np.asarray(chunks[number], np.uint32)
             packed = pack(layers, self._codec, f"{self._model.tokenizer.decode(chunks[number][:12])}...")
             context = np.asarray(contexts[number], np.uint32)
-            records.append(ChunkRecord(choices[number].key, namespace, ids, context, packed))
+            records.append(ChunkRecord(choices[number].chunk_key, namespace, ids, context, packed))
             done.append(choices[number])
             size += len(ids) * self._model.bytes_per_token
             if not left or size >= _PUT_BYTES or time.perf_counter() - stored >= _PUT_S:
@@ -382,7 +382,9 @@ class Ingestion(Choosing):
 def _missing(choices: Sequence[_Choice], states: Mapping[str, TextState]) -> list[_Choice]:
     """Return the choices whose variant is not stored, each variant once, in reading order."""
     missing = {
-        choice.key: choice for choice in reversed(choices) if choice.key not in states[choice.piece.text].variants
+        choice.chunk_key: choice
+        for choice in reversed(choices)
+        if choice.chunk_key not in states[choice.piece.text_key].variants
     }
     return list(reversed(missing.values()))
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from html import unescape
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kvrag.backend.transformers import Tokenizer
-from kvrag.errors import KvragError, SettingError
+from kvrag.errors import SettingError
 from kvrag.fingerprint import Fingerprint, text_key
+from kvrag.generate.history import Answered
 from kvrag.inspect.changes import CHANGES, pieces, unquoted
 from kvrag.inspect.elsewhere import Elsewhere, segment_of
 from kvrag.inspect.explanation import Explanation, Finding, Kind, Reason, Stretch
@@ -24,34 +22,13 @@ from kvrag.reuse.match import GRAM, match
 from kvrag.store import KVStore
 from kvrag.types import BlendReport, Run
 
-logger = logging.getLogger("kvrag")
-
 Find = Callable[[Sequence[int], int], list[tuple[Run, NDArray[np.uint32]]]]
 """Function of token ids and the shortest run; returns the runs of stored chunks, each with the ids of its chunk."""
 
-_LONG = 512  # tokens of a prompt that probably contains retrieved text
-_LITTLE = 0.1  # reused share that is suspiciously low
 _STRETCH = 64  # tokens of a fresh stretch that may be a chunk
 _CANDIDATES = 16  # candidate chunks of a stretch; text shared by more chunks is boilerplate
 _EDGES = 4  # tokens at a chunk's ends merge with neighbouring text
 _RECOGNISED, _VERBATIM = 0.3, 0.95  # shares of a chunk's pieces
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A prefilled prompt.
-
-    Attributes:
-        ids: (T,) token ids of the prompt.
-        selected: (S,) reused positions that were recomputed.
-        report: Report of the answer.
-        namespace: Namespace of the prompt.
-    """
-
-    ids: Tensor
-    selected: Tensor
-    report: BlendReport
-    namespace: str = ""
 
 
 def explain(
@@ -59,14 +36,14 @@ def explain(
     store: KVStore,
     fingerprint: Fingerprint,
     find: Find,
-    call: Call,
+    answered: Answered,
     min_run: int,
     retrieved: Sequence[str] | None = None,
 ) -> Explanation:
     """Explain what was reused and why not more. Writes nothing.
 
     Args:
-        find: See `Find`; must search the call's namespace.
+        find: See `Find`; must search the prompt's namespace.
         retrieved: Texts that a retriever returned for this prompt. None = explain the stored chunks recognised in the
             prompt, and the stretches that are in no stored chunk.
 
@@ -75,8 +52,8 @@ def explain(
     """
     if isinstance(retrieved, str) or not all(isinstance(text, str) for text in retrieved or ()):
         raise SettingError("retrieved must be a list of strings: the texts of the chunks")
-    namespace = call.namespace
-    prompt, elsewhere = _Prompt(tokenizer, find, call, min_run), Elsewhere(store, fingerprint, min_run, namespace)
+    namespace = answered.namespace
+    prompt, elsewhere = _Prompt(tokenizer, find, answered, min_run), Elsewhere(store, fingerprint, min_run, namespace)
     documents = _documents(store, {run.key: text_key(namespace, ids.tolist()) for run, ids in prompt.stored}, namespace)
     if retrieved is None:
         found = [*prompt.recognised(), *prompt.unknown(elsewhere)]
@@ -84,74 +61,43 @@ def explain(
         found = [prompt.judge(text, elsewhere) for text in retrieved]
     found = [replace(chunk, documents=documents.get(chunk.key, ())) for chunk in found]
     found.sort(key=lambda chunk: chunk.reason == "reused")
-    stretches = tuple(_stretches(tokenizer, call, documents))
-    return Explanation(tuple(_summary(call, store)), stretches, tuple(found), call.report)
+    stretches = tuple(_stretches(tokenizer, answered, documents))
+    return Explanation(tuple(_summary(answered, store)), stretches, tuple(found), answered.report)
 
 
-def _documents(store: KVStore, texts: dict[str, str], namespace: str) -> dict[str, tuple[str, ...]]:
+def _documents(store: KVStore, text_keys: dict[str, str], namespace: str) -> dict[str, tuple[str, ...]]:
     """Return the names of the documents that hold each chunk's text, in any variant.
 
     Args:
-        texts: Chunk key -> text key.
+        text_keys: Text key by chunk key.
     """
     holders: dict[str, list[str]] = {}
     for name, keys in store.documents(namespace=namespace).items():
         for key in keys:
             holders.setdefault(key, []).append(name)
-    states = store.look_up(list(set(texts.values())))
-    found = {key: {*states[text].variants, key} for key, text in texts.items()}
+    states = store.look_up(list(set(text_keys.values())))
+    variants = {chunk_key: {*states[text_key].variants, chunk_key} for chunk_key, text_key in text_keys.items()}
     return {
-        key: tuple(sorted({name for each in keys for name in holders.get(each, ())})) for key, keys in found.items()
+        chunk_key: tuple(sorted({name for key in keys for name in holders.get(key, ())}))
+        for chunk_key, keys in variants.items()
     }
 
 
-class Watch:
-    """Logs one warning when prompts reuse suspiciously little. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._has_warned = False
-        self._misses = 0
-
-    def look(self, tokenizer: Tokenizer, store: KVStore, find: Find, call: Call, min_run: int) -> None:
-        """Check an answered prompt.
-
-        A long prompt with little reuse gives a warning if a changed chunk is recognised in it. Otherwise it may be a
-        prompt without retrieved text, such as an agent's first one; then two in a row give a warning.
-        """
-        report = call.report
-        if self._has_warned or report.policy == "full" or report.prompt_tokens < _LONG:
-            return
-        if report.reused_tokens >= _LITTLE * report.prompt_tokens:
-            self._misses = 0
-            return
-        try:
-            changed = [chunk for chunk in _Prompt(tokenizer, find, call, min_run).recognised() if chunk.detail]
-            # without the chunk's text, which must not be logged
-            found = [f"chunk {chunk.key[:8]} is {chunk.reason}, {chunk.detail}" for chunk in changed[:1]]
-            reason = found[0] if found else _nothing(store, call)
-        except KvragError:
-            return  # the store was closed or is unreadable; the answer is not affected
-        with self._lock:
-            self._misses += 1
-            if self._has_warned or not (changed or self._misses > 1):
-                return
-            self._has_warned = True
-        logger.warning(
-            "only %d of %d tokens of a prompt were reused: %s. Inspect the last prompt with `print(engine.explain())` "
-            "or with `explain()` of the LLM class, and any other with `kvrag explain PROMPT`. (Logged once.)",
-            report.reused_tokens,
-            report.prompt_tokens,
-            reason,
-        )
+def why_little(tokenizer: Tokenizer, store: KVStore, find: Find, answered: Answered, min_run: int) -> tuple[str, bool]:
+    """Return why little of a prompt was reused, and whether that is because a changed chunk is in it."""
+    changed = (chunk for chunk in _Prompt(tokenizer, find, answered, min_run).recognised() if chunk.detail)
+    if chunk := next(changed, None):
+        # without the chunk's text, which must not be logged
+        return f"chunk {chunk.key[:8]} is {chunk.reason}, {chunk.detail}", True
+    return _nothing(store, answered), False
 
 
-def _nothing(store: KVStore, call: Call) -> str:
+def _nothing(store: KVStore, answered: Answered) -> str:
     """Return why no changed chunk was recognised in a prompt with little reuse."""
-    if _is_empty(store, call.namespace):
-        where = f"the namespace {call.namespace!r}" if call.namespace else f"the store {store.stats().path}"
+    if _is_empty(store, answered.namespace):
+        where = f"the namespace {answered.namespace!r}" if answered.namespace else f"the store {store.stats().path}"
         return f"{where} is empty: warm texts for this model and codec"
-    part = "the rest of it is in no warmed chunk" if call.report.reused_tokens else "it contains no warmed chunk"
+    part = "the rest of it is in no warmed chunk" if answered.report.reused_tokens else "it contains no warmed chunk"
     return f"{part}: warm texts as they are pasted"
 
 
@@ -162,8 +108,8 @@ def _is_empty(store: KVStore, namespace: str) -> bool:
 # -------------------------------------------------------------------- the prompt
 
 
-def _summary(call: Call, store: KVStore) -> Iterator[str]:
-    report = call.report
+def _summary(answered: Answered, store: KVStore) -> Iterator[str]:
+    report = answered.report
     prompt, computed = report.prompt_tokens, report.fresh_tokens + report.recomputed_tokens
     kept = f", {report.conversation_tokens} of them from the conversation" if report.conversation_tokens else ""
     yield (
@@ -176,15 +122,15 @@ def _summary(call: Call, store: KVStore) -> Iterator[str]:
     seconds |= {"selecting": report.select_s, "computing": report.blend_s}
     yield "milliseconds: " + ", ".join(f"{name} {value * 1000:.0f}" for name, value in seconds.items())
     yield from filter(None, [report.decision, *report.notes])
-    if _is_empty(store, call.namespace):
-        yield _nothing(store, call)
+    if _is_empty(store, answered.namespace):
+        yield _nothing(store, answered)
 
 
-def _stretches(tokenizer: Tokenizer, call: Call, documents: dict[str, tuple[str, ...]]) -> Iterator[Stretch]:
-    ids: list[int] = call.ids.tolist()
+def _stretches(tokenizer: Tokenizer, answered: Answered, documents: dict[str, tuple[str, ...]]) -> Iterator[Stretch]:
+    ids: list[int] = answered.ids.tolist()
     again = np.zeros(len(ids), bool)
-    again[call.selected.numpy()] = True
-    parts = list(_parts(len(ids), call.report))
+    again[answered.selected.numpy()] = True
+    parts = list(_parts(len(ids), answered.report))
     starts = {start for start, *_ in parts} | set((np.flatnonzero(np.diff(again)) + 1).tolist())
     cuts = sorted(starts | {len(ids)})
     texts = dict(zip(cuts, _texts(tokenizer, ids, cuts), strict=False))
@@ -230,11 +176,11 @@ def _texts(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> Iterator[st
 class _Prompt:
     """One prompt, compared with chunks."""
 
-    def __init__(self, tokenizer: Tokenizer, find: Find, call: Call, min_run: int) -> None:
-        self._tokenizer, self._find, self._report, self._min_run = tokenizer, find, call.report, min_run
-        self._ids: list[int] = call.ids.tolist()
+    def __init__(self, tokenizer: Tokenizer, find: Find, answered: Answered, min_run: int) -> None:
+        self._tokenizer, self._find, self._report, self._min_run = tokenizer, find, answered.report, min_run
+        self._ids: list[int] = answered.ids.tolist()
         self._reused = np.zeros(len(self._ids), bool)
-        for _, stop, kind, run in _parts(len(self._ids), call.report):
+        for _, stop, kind, run in _parts(len(self._ids), answered.report):
             if kind != "fresh":
                 self._reused[run.start if run else 0 : stop] = True
         self._explained: set[int] = set()  # starts of explained stretches

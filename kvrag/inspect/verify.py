@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
@@ -23,14 +23,17 @@ from kvrag.fingerprint import text_key
 from kvrag.generate.decode import decode
 from kvrag.ingest.encode import encode
 from kvrag.reuse.blend import blend
-from kvrag.reuse.load import LayerLoader, Matched
+from kvrag.reuse.load import load
+from kvrag.reuse.lookup import Match
 from kvrag.reuse.match import match
+from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.segment import Segment
 from kvrag.reuse.select import Selection
 from kvrag.reuse.stitch import Stitched, stitch
 from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkRecord, FileStore
 from kvrag.store.codec import pack
+from kvrag.types import Run
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}  # relative, over many layers
 # added by a codec: for keys, half a step of at most twice the largest, rotated by RoPE; for logits, a tolerance
@@ -123,7 +126,7 @@ class _Warmed:
     folder: Path
     codec: str
     segment: Segment
-    keys: dict[str, str]  # text -> chunk key
+    keys: dict[str, str]  # chunk key by text key
 
 
 def _warm(model: Model, chunks: Sequence[str], folder: Path, codec: str) -> _Warmed:
@@ -149,12 +152,18 @@ def _stitch(model: Model, ids: list[int], warmed: _Warmed) -> Stitched:
     """Stitch from a reopened store; everything is read before it is closed."""
     store = FileStore(warmed.folder, min_free_bytes=0)
     store.bind(model.fingerprint.stored_as(warmed.codec))
-    runs = [replace(run, key=warmed.keys[run.key]) for run in match([warmed.segment], ids, _MIN_RUN)]
-    readers = {key: reader for key in {run.key for run in runs} if (reader := store.open(key)) is not None}
-    with closing(store), closing(Matched(ids, runs, readers)) as matched:
-        capacity = len(ids) + _NEW_TOKENS
-        loader = LayerLoader(model, matched, warmed.codec, Trace(model), capacity)
-        stitched = stitch(model, matched, loader, capacity, warmed.codec)
+    matches = [
+        Match(Run(run.start, run.stop, warmed.keys[run.text_key], run.offset), run.text_key, 0)
+        for run in match([warmed.segment], ids, _MIN_RUN)
+    ]
+    keys = {found.run.key for found in matches}
+    readers = {key: reader for key in keys if (reader := store.open(key)) is not None}
+    with (
+        closing(store),
+        closing(Prompt(ids, matches=matches, readers=readers)) as prompt,
+        load(model, prompt, warmed.codec, Trace(model), len(ids) + _NEW_TOKENS) as layers,
+    ):
+        stitched = stitch(model, prompt, layers)
         for number in range(model.num_layers):
             stitched.cache.layer(number)
     return stitched

@@ -71,8 +71,12 @@ class SharedIndex(ChunkIndex):
             for name, found in latest.items():
                 if mine.get(name, ("", ""))[0] != found:
                     content = self._place.read_published(self._folder, found)
-                    if content is not None:  # replaced in the meantime
-                        self._take(name, found, content)
+                    if content is None:  # replaced in the meantime
+                        continue
+                    if found != f"{name}-{_digest(content)}":
+                        logger.warning("%s in the index is damaged: add its document again", found)
+                        continue
+                    self._take(name, found, content)
             self._seen = publications
 
     def _take(self, name: str, found: str, content: bytes) -> None:
@@ -115,10 +119,10 @@ class SharedIndex(ChunkIndex):
         made = {"embedder": self.embedder, "document": document, "chunks": chunks, "pages": its_pages}
         content = zlib.compress(json.dumps(made).encode(), 1)
         name = _hash(document)
-        found = f"{name}-{blake2b(content, digest_size=8).hexdigest()}"
+        found = f"{name}-{_digest(content)}"
         published = self._place.published(self._folder)
-        if found not in published:
-            before = [each for each in published if each.partition("-")[0] == name]
+        if found not in published or self._place.read_published(self._folder, found) != content:  # damaged
+            before = [each for each in published if each.partition("-")[0] == name and each != found]
             self._place.publish(self._folder, found, content, before)
         with self._transaction() as db:
             db.execute("INSERT OR REPLACE INTO mirrored VALUES (?, ?, ?)", (name, found, document))
@@ -143,6 +147,10 @@ class SharedIndex(ChunkIndex):
         """See ChunkIndex.counts."""
         self._try_sync()
         return super().counts()
+
+
+def _digest(content: bytes) -> str:
+    return blake2b(content, digest_size=8).hexdigest()
 
 
 def _hash(text: str) -> str:

@@ -6,7 +6,6 @@ a mask by true positions.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend, prefill_blocks
@@ -17,11 +16,14 @@ from kvrag.reuse.stitch import Stitched
 def blend(backend: Backend, stitched: Stitched, selection: Selection) -> Tensor:
     """Recompute fresh and selected positions in `stitched.cache`. The cache is then ready to decode.
 
-    A backend that leaves the tail to its engine gets no rows of it, which can be none at all.
+    With nothing reused, this is full prefill: the model's ordinary forward pass. A backend that leaves the tail to its
+    engine otherwise gets no rows of it, which can be none at all.
 
     Returns:
         (1, V) float32 logits after the prompt's last token.
     """
+    if not stitched.reused.any():
+        return backend.forward(stitched.ids[None], stitched.cache)
     for rows in prefill_blocks(backend, blended_rows(backend, stitched, selection)):
         logits = backend.forward(stitched.ids[rows][None], stitched.cache, rows)
     stitched.cache.set_length(len(stitched.ids))
@@ -42,14 +44,3 @@ def uncomputed(stitched: Stitched, selection: Selection) -> Tensor:
     if len(inexact):  # positions before the first inexact one, such as a system prompt, cannot change
         rows[final[final < inexact[0]]] = False
     return rows.nonzero().squeeze(1)
-
-
-def prefill(backend: Backend, ids: Tensor, capacity: int) -> tuple[Tensor, Stitched]:
-    """Full prefill, the reference: the model's ordinary forward pass over (T,) ids.
-
-    Returns:
-        (1, V) float32 logits after the last token, and the prompt with a complete cache and nothing reused.
-    """
-    nothing = torch.zeros(len(ids), dtype=torch.bool)
-    stitched = Stitched(ids, (), nothing, nothing, backend.new_cache(capacity))
-    return backend.forward(ids[None], stitched.cache), stitched

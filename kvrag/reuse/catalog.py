@@ -26,11 +26,10 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from kvrag.errors import StoreError
-from kvrag.reuse.match import match
+from kvrag.reuse.match import TextRun, match
 from kvrag.reuse.segment import MAX_TOKENS, SUFFIX, DamagedSegmentError, Ids, Segment, join, read, write
 from kvrag.store.durable import write_file
 from kvrag.store.protocol import KVStore
-from kvrag.types import Run
 
 logger = logging.getLogger("kvrag")
 
@@ -83,17 +82,17 @@ class _Snapshot:
 class Catalog:
     """The texts of a store, for matching. Thread-safe.
 
-    Opening maps files without reading them. `match` sees what this process has refreshed and, usually, recent changes
-    by other processes.
+    Opening maps files without reading them. After `update`, `match` sees what this process has refreshed and, usually,
+    recent changes by other processes.
     """
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
         self._folder = store.catalog_folder
         self._snapshot = _Snapshot()
-        self._refreshing = threading.Lock()  # whoever makes the next snapshot; prompts do not wait for it
+        self._refreshing = threading.Lock()  # held while building the next snapshot; prompts do not wait for it
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()  # whoever starts the thread
+        self._starting = threading.Lock()  # held while starting the thread
         self._closed = threading.Event()
         self._is_writable = self._folder is not None and not store.read_only
         self._damaged: set[str] = set()  # files that have been logged
@@ -101,20 +100,23 @@ class Catalog:
             is_behind = self._advance(_AT_ONCE)
         self._maintain(is_behind)
 
-    def match(
-        self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "", removals: int | None = None
-    ) -> list[Run]:
-        """Return the prompt's runs; see `kvrag.reuse.match.match`. `Run.key` is the key of the text.
+    def update(self) -> int:
+        """Index what has been stored or removed, unless another thread is doing so; a thread takes in large additions.
 
-        Args:
-            removals: The store's counter, if it has just been read.
+        Returns:
+            The store's counter of removals.
         """
+        removals = self._store.removals()
         if self._refreshing.acquire(blocking=False):
             try:
                 is_behind = self._advance(_AT_ONCE, removals)
             finally:
                 self._refreshing.release()
             self._maintain(is_behind)
+        return removals
+
+    def match(self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[TextRun]:
+        """Return the prompt's runs in the current snapshot; see `kvrag.reuse.match.match`."""
         return match(self._snapshot.segments, ids, min_run, namespace)
 
     def refresh(self) -> None:
@@ -128,17 +130,17 @@ class Catalog:
             thread.join()
             self._maintain(False)
 
-    def ids(self, text: str) -> Ids:
+    def ids(self, text_key: str) -> Ids:
         """Return a text's token ids.
 
         Raises:
             KeyError: The text is not in the catalog.
         """
         for segment in reversed(self._snapshot.segments):
-            row = segment.row(text)
+            row = segment.row(text_key)
             if row is not None:
                 return segment.text(row)
-        raise KeyError(text)
+        raise KeyError(text_key)
 
     def __len__(self) -> int:
         return sum(segment.num_alive for segment in self._snapshot.segments)
@@ -156,7 +158,7 @@ class Catalog:
         """Make the next snapshot, with about `limit` tokens of new texts; return whether there is more to do."""
         is_patient = limit > _AT_ONCE
         snapshot = self._adopt(self._snapshot)
-        # behind the entries once more, so that one which has gone meanwhile is among the removed
+        # applied again after the entries, so that an entry removed in the meantime is covered
         snapshot, is_behind = self._apply_removals(snapshot, is_patient, removals)
         entries, num_tokens = [], 0
         for entry in self._store.entries(snapshot.last):
@@ -167,7 +169,7 @@ class Catalog:
                 break
         if entries:
             segments = [*snapshot.segments, Segment.of(entries)]
-            while _are_alike(segments[-2:]):  # like a binary counter: few segments, and every text is moved seldom
+            while _are_alike(segments[-2:]):  # like a binary counter: few segments, and every text is rarely moved
                 segments[-2:] = [join(segments[-2:])]
             snapshot = replace(snapshot, segments=tuple(segments), last=entries[-1].number)
             snapshot, _ = self._apply_removals(snapshot, is_patient)
@@ -206,7 +208,7 @@ class Catalog:
             for segment, mask in zip(snapshot.segments, alive, strict=True):
                 row = int(np.searchsorted(segment.numbers, entry.number))
                 if row < len(segment) and segment.numbers[row] == entry.number:
-                    if segment.key(row) != entry.text:
+                    if segment.text_key(row) != entry.text_key:
                         return _Snapshot(head=snapshot.head)  # another store's numbers: begin again
                     mask[row] = True
         segments = tuple(replace(s, alive=s.alive & mask) for s, mask in zip(snapshot.segments, alive, strict=True))
@@ -222,7 +224,7 @@ class Catalog:
         if signature == snapshot.head:
             return snapshot
         files, base, position = self._read_head(snapshot)
-        if base < snapshot.base:  # the tail begins behind it
+        if base < snapshot.base:  # the tail begins after it
             return _Snapshot(tuple(files), base, base, position, -1, signature)
         tail = []
         for segment in snapshot.tail:
@@ -370,8 +372,8 @@ def _are_alike(segments: Sequence[Segment]) -> bool:
     """Return whether two segments are both in memory and of similar size."""
     if len(segments) < 2 or segments[0].name:
         return False
-    before, behind = (segment.num_tokens for segment in segments)
-    return 2 * behind >= before and before + behind < MAX_TOKENS
+    first, second = (segment.num_tokens for segment in segments)
+    return 2 * second >= first and first + second < MAX_TOKENS
 
 
 def _to_merge(files: Sequence[Segment]) -> slice | None:

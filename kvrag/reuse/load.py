@@ -1,12 +1,11 @@
-"""The matched part of a prompt, and its KV read layer by layer, ahead of the forward pass that needs it."""
+"""Loading: the KV of a prompt's chunks, read layer by layer, ahead of the forward pass that needs it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,15 +15,13 @@ from torch import Tensor
 from kvrag.backend.protocol import Backend
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, out_of_memory
 from kvrag.openmp import own_team
-from kvrag.reuse.conversation import CachedPrefix
+from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkReader, MemoryTier
 from kvrag.store.codec import unpack
-from kvrag.types import Run
 
 _AHEAD = 4  # layers read before they are needed
 _LANES = 4  # chunks of a layer that are read at the same time
-_MEMORY = ("ram", "device")  # tiers
 _pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="kvrag-layer")
 _lanes = ThreadPoolExecutor(max_workers=16, thread_name_prefix="kvrag-read")  # tasks of `_pool` wait for it
 
@@ -40,60 +37,20 @@ class _Laid(NamedTuple):
     copied: torch.cuda.Event | None
 
 
-@dataclass(frozen=True)
-class Matched:
-    """A prompt and its reusable parts.
+def load(
+    backend: Backend, prompt: Prompt, codec: str, trace: Trace, capacity: int
+) -> AbstractContextManager[LayerLoader]:
+    """Start reading the first layer of the prompt's chunks, or all of them if a pass may not wait.
 
-    Attributes:
-        ids: Token ids of the prompt.
-        runs: Runs of stored chunks after the cached prefix, ascending and disjoint.
-        readers: An open reader for every key in `runs`.
-        prefix: Cached prefix from a conversation.
-        texts: Keys of the texts of these chunks.
+    Args:
+        prompt: Runs and open readers. The caller closes it.
+        codec: Codec of the tensors that the readers return.
+        capacity: Number of positions of a layer, including those that are not filled.
+
+    Returns:
+        A context manager, which waits for pending reads at its end.
     """
-
-    ids: Sequence[int]
-    runs: Sequence[Run] = ()
-    readers: Mapping[str, ChunkReader] = field(default_factory=dict)
-    prefix: CachedPrefix | None = None
-    texts: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def kept(self) -> int:
-        """Number of positions in the cached prefix."""
-        return self.prefix.length if self.prefix else 0
-
-    @property
-    def cold(self) -> list[ChunkReader]:
-        """Readers of the chunks that are not in memory."""
-        return [reader for reader in self.readers.values() if reader.tier not in _MEMORY]
-
-    @property
-    def cold_tokens(self) -> int:
-        """Number of tokens that are read from below the tiers in memory."""
-        return sum(len(run) for run in self.runs if self.readers[run.key].tier not in _MEMORY)
-
-    @property
-    def behind(self) -> dict[str, str]:
-        """Keys of the texts, and of their chunks, that were encoded behind something."""
-        keys = {run.key for run in self.runs}
-        return {self.texts[key]: key for key in keys if self.readers[key].context_tokens}
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read from below the RAM tier so far."""
-        return sum(reader.bytes_read for reader in self.readers.values())
-
-    @property
-    def tier(self) -> str:
-        """Source of the chunks: as `ChunkReader.tier`, "mixed", or "" without chunks."""
-        tiers = {reader.tier for reader in self.readers.values()}
-        return tiers.pop() if len(tiers) == 1 else "mixed" if tiers else ""
-
-    def close(self) -> None:
-        """Close the readers."""
-        for reader in self.readers.values():
-            reader.close()
+    return closing(LayerLoader(backend, prompt, codec, trace, capacity))
 
 
 class LayerLoader:
@@ -101,25 +58,24 @@ class LayerLoader:
 
     All runs of a layer are laid out by one concatenation and, for a GPU, in pinned memory and by one copy on a stream
     of its own: an operation per run and layer would cost more than the bytes.
+
+    Attributes:
+        codec: Codec of the chunks.
+        trace: Where the time is recorded.
+        capacity: Number of positions of a layer.
     """
 
-    def __init__(self, backend: Backend, matched: Matched, codec: str, trace: Trace, capacity: int) -> None:
-        """Start reading the first layer, or all of them if a pass may not wait.
-
-        Args:
-            matched: Runs and open readers. The caller closes it.
-            codec: Codec of the tensors that the readers return.
-            capacity: Number of positions of a layer, including those that are not filled.
-        """
-        self.trace = trace
-        self._backend, self._matched, self._codec, self._capacity = backend, matched, codec, capacity
-        at_hand = codec == "native" and not matched.cold
+    def __init__(self, backend: Backend, prompt: Prompt, codec: str, trace: Trace, capacity: int) -> None:
+        """See `load`."""
+        self.codec, self.trace, self.capacity = codec, trace, capacity
+        self._backend, self._prompt = backend, prompt
+        at_hand = codec == "native" and not prompt.cold
         # nothing to wait for, so no reason to queue behind a slow disk
         self._is_at_hand = at_hand and backend.device.type == "cpu"
         self._ahead = _AHEAD if backend.passes_may_wait else backend.num_layers
         self._reads: dict[int, Future[_Laid | _Chunks]] = {}
         self._start(0)
-        if not backend.passes_may_wait:
+        if prompt.runs and not backend.passes_may_wait:
             self._read_ahead(0)
             with trace.step("stall", synchronise=False):
                 self._wait_for_all()
@@ -127,7 +83,7 @@ class LayerLoader:
     @property
     def span(self) -> slice:
         """The positions from the first run's start to the last run's end."""
-        runs = self._matched.runs
+        runs = self._prompt.runs
         return slice(runs[0].start, runs[-1].stop) if runs else slice(0, 0)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
@@ -184,7 +140,7 @@ class LayerLoader:
             self._start(layer)
 
     def _start(self, number: int) -> None:
-        if self._is_at_hand or not self._matched.runs or number in self._reads:
+        if self._is_at_hand or not self._prompt.runs or number in self._reads:
             return
         # all layers at once would fill a device whose memory the engine has divided up
         prepare = self._prepare if self._backend.passes_may_wait else self._read
@@ -195,7 +151,7 @@ class LayerLoader:
         return self._lay_out(number, self._read(number))
 
     def _read(self, number: int) -> _Chunks:
-        readers = list(self._matched.readers.items())
+        readers = list(self._prompt.readers.items())
         if self._is_at_hand:
             return self._read_some(number, readers)
         lanes = [
@@ -216,16 +172,16 @@ class LayerLoader:
         with _copying(device):
             for key, packed in chunks.items():
                 with _unreadable_without_memory(key):
-                    chunks[key] = unpack(packed, self._codec, device)
+                    chunks[key] = unpack(packed, self.codec, device)
             keys, values = (self._lay_out_side(side, chunks, device) for side in (0, 1))
             copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         return _Laid(keys, values, copied)
 
     def _lay_out_side(self, side: int, chunks: _Chunks, device: torch.device) -> Tensor:
         """Return the (1, H, capacity, D) keys (side 0) or values (1) of a layer."""
-        runs, span, heads = self._matched.runs, self.span, self._backend.heads
+        runs, span, heads = self._prompt.runs, self.span, self._backend.heads
         parts = [chunks[run.key][side][heads, run.offset : run.offset + len(run)] for run in runs]
-        laid = _empty(parts[0], self._capacity, device)
+        laid = _empty(parts[0], self.capacity, device)
         landing = laid[0, :, span]
         if all(part.device == device for part in parts):
             torch.cat(self._with_gaps(parts), dim=1, out=landing)
@@ -245,7 +201,7 @@ class LayerLoader:
 
     def _with_gaps(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the runs' (H, T, D) tensors with uninitialised ones between them, as long as the gaps."""
-        gaps = [after.start - before.stop for before, after in pairwise(self._matched.runs)]
+        gaps = [after.start - before.stop for before, after in pairwise(self._prompt.runs)]
         gap = _empty(parts[0], max(gaps, default=0), parts[0].device)[0]
         spaced = [parts[0]]
         for part, length in zip(parts[1:], gaps, strict=True):

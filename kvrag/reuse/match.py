@@ -10,7 +10,7 @@ of candidates. Each candidate is extended only over tokens that no run covers ye
 that share less than a run are dropped before, in one vectorised step.
 
 This is done twice. The KV of a token depends on everything before it in its text, so a run from the inside of a text
-depends on words that may not be in the prompt, and anybody can store a text that has somebody else's behind words of
+depends on words that may not be in the prompt, and anybody can store a text that has somebody else's after words of
 their own (HijackKV, arXiv:2607.19957). Texts that are in the prompt from their beginning to at least half of their
 length are therefore matched first, up to where they end, and all others only where these leave gaps.
 
@@ -41,24 +41,39 @@ from kvrag.reuse.segment import (
     spread,
     window_minima,
 )
-from kvrag.types import Run
 
-__all__ = ["GRAM", "gram_hashes", "match"]
+__all__ = ["GRAM", "TextRun", "gram_hashes", "match"]
 
 _CANDIDATES = 16  # per anchor: boilerplate that stands in every text says little about where it is from
 _PER_TOKEN = 2  # candidates looked at, per token of the prompt; beyond, each anchor has one
 _COMPARED = 1  # candidates compared token by token, per token of the prompt; beyond, each anchor has one
 _GAP = 12  # tokens of a gap on either side: an escaped character and what it merges with
-_AGAIN = 4  # as many equal tokens behind a gap are no chance
+_AGAIN = 4  # this many equal tokens after a gap rule out coincidence
 _EDGE = 4  # tokens at a text's beginning that merge with what stands before it in the prompt
 _FROM_START = 1 / 8  # candidates compared from their beginning, per token of the prompt; beyond, none
-_LEAST = 128  # of these, in short prompts
-_STEP = 4  # of these, as expensive as following a text over a gap
-_BENEATH = 64  # tokens that other runs cover, compared at the price of one of these
+_LEAST = 128  # candidates compared from their beginning, at least, in short prompts
+_STEP = 4  # comparisons that following a text over a gap counts as
+_BENEATH = 64  # tokens covered by other runs that count as one comparison
 _GOLDEN = 0x9E3779B1  # 2**32 divided by the golden ratio: its multiples are spread evenly, modulo 2**32
 _BLOCK = 4096  # candidates compared at once: temporaries stay in the CPU's cache
 
 Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TextRun:
+    """A stretch of prompt tokens identical to a stretch of a stored text.
+
+    Prompt positions `start` to `stop` (half-open) equal the text's tokens from `offset` on.
+    """
+
+    start: int
+    stop: int
+    text_key: str
+    offset: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +106,7 @@ class _Candidates:
         return _Candidates(*(getattr(self, column.name)[index] for column in fields(self)))
 
 
-def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
+def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[TextRun]:
     """Return disjoint, ascending runs of the namespace's live texts.
 
     Runs have at least `min_run` tokens, except continuations of another run after a small gap. No stretch of `min_run`
@@ -114,7 +129,7 @@ def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, n
     found: list[_Found] = []
     for some, from_start in ((candidates[candidates.from_start], True), (candidates, False)):
         found = _bridge(segments, raw, _cover(segments, raw, some, min_run, found, from_start), frozenset(found))
-    return [Run(f.start, f.stop, segments[f.segment].key(f.row), f.address - f.first) for f in found]
+    return [TextRun(f.start, f.stop, segments[f.segment].text_key(f.row), f.address - f.first) for f in found]
 
 
 def _look_up(
@@ -169,7 +184,7 @@ def _look_up(
 def _have_start(
     prompt: Ids, position: Numbers, segment: Segment, address: Numbers, first: Numbers
 ) -> NDArray[np.bool_]:
-    """Return whether the prompt has one gram of each candidate's text, the first behind `_EDGE` tokens, in its place.
+    """Return whether the prompt has one gram of each candidate's text, the first after `_EDGE` tokens, in its place.
 
     Otherwise it does not have the text from its beginning, and the candidate need not be compared for that.
     """
@@ -291,7 +306,7 @@ def _is_there(segments: Sequence[Segment], prompt: bytes, run: _Found, high: int
     """Return whether the prompt has a run's text up to its half, and the number of gaps crossed to find out.
 
     Args:
-        high: Start of the run behind. What that covers can be this text, too.
+        high: Start of the next run. What that covers can be this text, too.
         steps: Number of gaps to cross, at most.
     """
     stop, half = run.address + run.stop - run.start, (run.first + run.last) // 2

@@ -33,7 +33,7 @@ from kvrag.store.protocol import Entry
 
 GRAM = 8
 WINDOW = 8
-PAD = 32  # tokens before the first and behind the last text, so that a window around any address lies inside
+PAD = 32  # tokens before the first and after the last text, so that a window around any address lies inside
 MAX_TOKENS = 1 << 31  # addresses have 32 bits
 _REPEATS = 4  # postings of one hash in one text: a rule of dashes has the same gram everywhere
 _PER_BUCKET = 8  # postings that share an entry of the directory, on average, at most
@@ -191,7 +191,7 @@ class Segment:
             directory=_directory(counts),
             starts=starts,
             numbers=np.array([entry.number for entry in entries], np.int64),
-            keys=np.array([entry.text.encode() for entry in entries] or [b""], np.bytes_)[: len(entries)],
+            keys=np.array([entry.text_key.encode() for entry in entries] or [b""], np.bytes_)[: len(entries)],
             spaces=spaces,
             namespaces=tuple(namespaces),
             alive=np.ones(len(entries), bool),
@@ -235,9 +235,9 @@ class Segment:
             count[full] = np.searchsorted(self.postings, wanted | _LOW, "right") - first[full]
         return first, count.clip(0)
 
-    def row(self, key: str) -> int | None:
+    def row(self, text_key: str) -> int | None:
         """Return the row of a text; None if it is missing or not live."""
-        rows = np.flatnonzero(self.keys == key.encode())
+        rows = np.flatnonzero(self.keys == text_key.encode())
         rows = rows[self.alive[rows]]
         return int(rows[-1]) if len(rows) else None
 
@@ -245,7 +245,7 @@ class Segment:
         """Return the ids of a text."""
         return self.ids[self.starts[row] : self.starts[row + 1]]
 
-    def key(self, row: int) -> str:
+    def text_key(self, row: int) -> str:
         """Return the key of a text."""
         return bytes(self.keys[row]).decode()
 
@@ -276,7 +276,7 @@ class Segment:
     def entries(self) -> Iterator[Entry]:
         """Yield the live texts."""
         for row in np.flatnonzero(self.alive).tolist():
-            yield Entry(int(self.numbers[row]), self.key(row), self.namespaces[self.spaces[row]], self.text(row))
+            yield Entry(int(self.numbers[row]), self.text_key(row), self.namespaces[self.spaces[row]], self.text(row))
 
 
 def _thinned(postings: Hashes, starts: Numbers) -> Hashes:

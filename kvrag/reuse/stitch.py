@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend, KVCache
+from kvrag.config import BlendConfig
 from kvrag.reuse.conversation import CachedPrefix
-from kvrag.reuse.load import LayerLoader, Matched
+from kvrag.reuse.load import LayerLoader
+from kvrag.reuse.prompt import Prompt
 from kvrag.store import ChunkReader
-from kvrag.types import Run
+from kvrag.types import BlendReport, Run
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stitched:
     """A prompt with KV at its reused positions; the other positions are computed later.
 
@@ -23,7 +25,7 @@ class Stitched:
         ids: (T,) token ids of the prompt.
         runs: Runs of reused chunks, ascending and disjoint.
         reused: (T,) bool.
-        exact: (T,) bool, reused positions whose KV equals full prefill's: a run right behind the preamble, encoded
+        exact: (T,) bool, reused positions whose KV equals full prefill's: a run right after the preamble, encoded
             there, with a lossless codec.
         cache: Each layer is stitched when a forward pass first reaches it.
         prefix: Cached prefix from a conversation.
@@ -65,16 +67,36 @@ class Stitched:
         return int(deviating.int().argmax()) if deviating.any() else len(self.ids)
 
 
-def stitch(backend: Backend, matched: Matched, loader: LayerLoader, capacity: int, codec: str = "native") -> Stitched:
-    """Prepare a cache with room for `capacity` positions.
+@dataclass(frozen=True, eq=False)
+class Prefilled(Stitched):
+    """A prompt with a complete cache, ready for `kvrag.generate.decode`.
+
+    Attributes:
+        selected: (S,) reused positions that were recomputed.
+        logits: (1, V) float32, after the last token.
+        config: Settings that it was blended with.
+        report: Report without `ttft_s`, which the caller sets.
+        with_context: Chunk keys of the reused chunks that were encoded with context, by text key.
+        keys: Keys of the chunks that the prompt contains, reused or computed, with those of its cached prefix.
+    """
+
+    selected: Tensor = field(kw_only=True)
+    logits: Tensor = field(kw_only=True)
+    config: BlendConfig = field(kw_only=True)
+    report: BlendReport = field(kw_only=True)
+    with_context: Mapping[str, str] = field(kw_only=True)
+    keys: frozenset[str] = field(kw_only=True)
+
+
+def stitch(backend: Backend, prompt: Prompt, loader: LayerLoader) -> Stitched:
+    """Return the prompt with a cache whose layers are stitched when a forward pass first reaches them.
 
     The last position is never reused: its logits are needed.
 
     Args:
-        loader: Provides the layers of the matched chunks.
-        codec: Codec of the stored chunks.
+        loader: Provides the layers of the prompt's chunks.
     """
-    ids, runs, prefix = matched.ids, matched.runs, matched.prefix
+    ids, runs, prefix = prompt.ids, prompt.runs, prompt.prefix
     num_tokens = len(ids)
     reused = torch.zeros(num_tokens, dtype=torch.bool)
     exact = torch.zeros(num_tokens, dtype=torch.bool)
@@ -84,10 +106,10 @@ def stitch(backend: Backend, matched: Matched, loader: LayerLoader, capacity: in
         reused[: prefix.length] = True
         exact[: prefix.exact] = True
     reused[-1] = False
-    if runs and codec == "native" and _is_exact(backend, ids, runs[0], matched.readers[runs[0].key]):
+    if runs and loader.codec == "native" and _is_exact(backend, ids, runs[0], prompt.readers[runs[0].key]):
         exact[runs[0].start : runs[0].stop] = reused[runs[0].start : runs[0].stop]
     if not runs and not prefix:
-        return Stitched(torch.tensor(ids), runs, reused, exact, backend.new_cache(capacity))
+        return Stitched(torch.tensor(ids), runs, reused, exact, backend.new_cache(loader.capacity))
     tables = backend.tables(torch.arange(num_tokens))
 
     def lay_out(number: int) -> tuple[Tensor, Tensor]:
@@ -99,13 +121,13 @@ def stitch(backend: Backend, matched: Matched, loader: LayerLoader, capacity: in
     kept = (prefix.conversation.cache, prefix.length) if prefix else None
     filled = reused.clone()
     filled[: prefix.length if prefix else 0] = False
-    cache = backend.new_cache(capacity, lay_out if runs else None, filled.nonzero().squeeze(1), kept)
+    cache = backend.new_cache(loader.capacity, lay_out if runs else None, filled.nonzero().squeeze(1), kept)
     return Stitched(torch.tensor(ids), runs, reused, exact, cache, prefix)
 
 
 def _is_exact(backend: Backend, ids: Sequence[int], run: Run, reader: ChunkReader) -> bool:
-    """Return whether a run is where its chunk was encoded: alone, right behind the preamble."""
-    behind_preamble = run.offset == 0 and tuple(ids[: run.start]) == backend.preamble
+    """Return whether a run is where its chunk was encoded: alone, right after the preamble."""
+    after_preamble = run.offset == 0 and tuple(ids[: run.start]) == backend.preamble
     # where RoPE depends on the length, the chunk may have been encoded in a pass longer than the prompt
     encoded = len(backend.preamble) + len(reader.ids)
-    return behind_preamble and not reader.context_tokens and max(len(ids), encoded) <= backend.stable_length
+    return after_preamble and not reader.context_tokens and max(len(ids), encoded) <= backend.stable_length

@@ -15,13 +15,19 @@ from kvrag.backend.protocol import Backend
 class Trace:
     """Seconds per step of one request.
 
-    Steps: `match`, `select`, `blend` in this order; within `select` and `blend`, `stall` (waiting for chunks) and
-    `stitch` (rotation, and layout where the reading threads did not do it); `read` while at least one thread was
-    reading chunks, mostly beside the others.
+    Steps: `match`, `select`, `blend` in this order; within `select` and `blend`, as layers are loaded while others are
+    computed, `stall` (waiting for chunks) and `stitch` (rotation, and layout where the reading threads did not do it);
+    `read` while at least one thread was reading chunks, mostly beside the others.
+
+    Attributes:
+        seconds: Duration of each step, with the steps inside of it.
+        own_seconds: Without them.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.seconds = dict.fromkeys(("match", "stall", "stitch", "select", "blend", "read"), 0.0)
+        self.own_seconds = dict(self.seconds)
+        self._inside = 0.0  # seconds of the steps inside of the current one
         self._backend, self._waits = backend, backend.waits
         self._mutex = threading.Lock()
         self._readers, self._reading_since = 0, 0.0
@@ -29,13 +35,17 @@ class Trace:
     @contextmanager
     def step(self, name: str, synchronise: bool = True) -> Iterator[None]:
         """Add the duration of the block, including the device's work, to a step."""
+        before, self._inside = self._inside, 0.0
         started = time.perf_counter()
         try:
             yield
         finally:
             if synchronise and self._backend.device.type == "cuda":
                 torch.cuda.synchronize(self._backend.device)
-            self.seconds[name] += time.perf_counter() - started
+            duration = time.perf_counter() - started
+            self.seconds[name] += duration
+            self.own_seconds[name] += duration - self._inside
+            self._inside = before + duration
 
     @contextmanager
     def reading(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Storage of chunk KV: the protocol, the embedded store, shared stores, the RAM tier."""
 
-from kvrag.store.files import FileStore, StoreCheck
+from kvrag.store.base import StoreCheck
+from kvrag.store.files import FileStore
 from kvrag.store.memory import MemoryTier
 from kvrag.store.others import OtherStore, other_stores
 from kvrag.store.protocol import (
@@ -16,10 +17,10 @@ from kvrag.store.protocol import (
     StoreStats,
     Texts,
     TextState,
-    serve,
+    visible_variant,
 )
-from kvrag.store.shared import SharedStore
-from kvrag.store.urls import is_shared, open_store
+from kvrag.store.shared import SharedStore, open_store
+from kvrag.store.urls import is_shared
 
 __all__ = [
     "ON_REQUEST",
@@ -42,5 +43,5 @@ __all__ = [
     "is_shared",
     "open_store",
     "other_stores",
-    "serve",
+    "visible_variant",
 ]

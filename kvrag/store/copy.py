@@ -113,7 +113,7 @@ def copy_store(
         progress(done, len(held))
     write()
     for (namespace, document), held_by in documents.items():
-        holdings = [Holding(holder.text, keys.get(holder.key, holder.key), holder.source) for holder in held_by]
+        holdings = [Holding(holder.text_key, keys.get(holder.key, holder.key), holder.source) for holder in held_by]
         target.set_document(document, holdings, namespace)
     for namespace in source.budgets().keys() - target.budgets().keys():
         target.set_budget(namespace, source.budgets()[namespace])

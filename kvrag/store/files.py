@@ -17,60 +17,34 @@ import re
 import shutil
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvrag.errors import (
     ChunkUnreadableError,
     DamagedChunkError,
-    FingerprintMismatchError,
     SettingError,
     StoreError,
     StoreFullError,
     StoreReadOnlyError,
 )
-from kvrag.fingerprint import FORMAT, Fingerprint, text_key
-from kvrag.store import budget, chunkfile
-from kvrag.store.chunkfile import SUFFIX, ChunkFile
+from kvrag.fingerprint import Fingerprint
+from kvrag.store.base import MANIFEST, UNUSED_DAYS, ManifestStore, Progress, StoreCheck, no_progress, row_of
+from kvrag.store.chunkfile import SUFFIX, ChunkFile, key_of
 from kvrag.store.durable import TEMPORARY, write_file
-from kvrag.store.manifest import Holder, Manifest, Row, old_format
-from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
+from kvrag.store.manifest import Manifest, Row
+from kvrag.store.owner import OWNER, check_layout, check_owner, read_owner
+from kvrag.store.protocol import Holding
 
 logger = logging.getLogger("kvrag")
 
-OWNER = "fingerprint.json"
-MANIFEST = "manifest.sqlite"
-_EVICT = 500  # chunks per transaction
 _TOUCH_EVERY = 1.0  # seconds
 _STALE = 3600.0  # seconds after which a file without a row is a leftover
-UNUSED_DAYS = 7.0
-"""Days after which unused texts of requests are collected."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreCheck:
-    """Result of `FileStore.check`.
-
-    Attributes:
-        sound: Intact chunks, including `adopted` and `repaired` ones.
-        damaged: Chunks moved to quarantine.
-        adopted: Intact files that had no row.
-        repaired: Chunks whose row did not match their file.
-        unreadable: Chunks that could not be read at the moment; they are kept.
-    """
-
-    sound: int
-    damaged: int
-    adopted: int
-    repaired: int
-    unreadable: int
-
-
-class FileStore:
+class FileStore(ManifestStore):
     """Chunk KV in a folder. Several processes may share it."""
 
     def __init__(self, path: str | Path, max_bytes: int | None = None, min_free_bytes: int = 1 << 30) -> None:
@@ -107,21 +81,16 @@ class FileStore:
                     raise StoreError(
                         f"cannot create the store folder {self.path} ({error.strerror}): choose another one"
                     ) from error
-            self._manifest = Manifest(self.path / MANIFEST)
+            self._manifest = self._changes = Manifest(self.path / MANIFEST)
             if not self._manifest.read_only:
                 self._sweep()
                 if self._manifest.is_new:
                     self._recover()
 
     @property
-    def read_only(self) -> bool:
+    def read_only(self) -> bool:  # type: ignore[override]
         """See KVStore.read_only."""
         return self._manifest.read_only
-
-    @property
-    def catalog_folder(self) -> Path:
-        """See KVStore.catalog_folder."""
-        return self.path / "catalog"
 
     def _file(self, name: str) -> Path:
         # a manifest that is damaged, or somebody's, must not lead to other files
@@ -148,10 +117,6 @@ class FileStore:
         """Return the fingerprint's parts, {} if unclaimed. Their own file survives a damaged manifest."""
         return read_owner(self.path)
 
-    def contents(self) -> Iterator[tuple[dict[str, int], list[Row], list[Holder]]]:
-        """See Manifest.contents."""
-        return self._manifest.contents()
-
     def _claim(self, parts: dict[str, str]) -> dict[str, str]:
         with contextlib.suppress(FileExistsError):  # the first of two processes wins
             self._durably(self.path / OWNER, json.dumps(parts, indent=1).encode(), replace=False)
@@ -169,40 +134,15 @@ class FileStore:
 
     # ---------------------------------------------------------------- chunks
 
-    def missing(self, keys: Sequence[str]) -> list[str]:
-        """See KVStore.missing."""
-        known = self._manifest.known(keys)
-        return [key for key in keys if key not in known]
-
-    def put(self, records: Sequence[ChunkRecord]) -> int:
-        """See KVStore.put."""
-        if self._manifest.read_only:
-            raise StoreReadOnlyError(f"{self.path} is not writable: choose another store folder")
-        new = {record.key: record for record in records}
-        wanted = [new[key] for key in self.missing(list(new))]
-        sizes = budget.sizes(wanted)
-        self._make_room(sizes)
-        writing = [self._writers.submit(self._write, record) for record in wanted]
-        wait(writing)  # wait for all of them, so that no writer is still running after an error
-        rows = [written.result() for written in writing if not written.exception()]
+    def _add(self, rows: Sequence[Row]) -> list[Row]:
         try:
-            for written in writing:
-                written.result()
-            known = self._manifest.add(rows)
+            return super()._add(rows)
         except BaseException:
-            self._unlink(row.file for row in rows)
+            self._delete(row.file for row in rows)
             raise
-        self._unlink(row.file for row in known)  # another writer was faster
-        self.keep_budgets(sizes)  # others have stored chunks since there was room
-        return sum(row.num_bytes for row in rows) - sum(row.num_bytes for row in known)
 
-    def _write(self, record: ChunkRecord) -> Row:
-        """Write a record to a file with a unique name."""
-        name = f"{record.key}-{uuid.uuid4().hex[:8]}{SUFFIX}"
-        size = self._durably(self._file(name), *chunkfile.serialise(record, self._fingerprint))
-        ids = record.ids.astype("<u4")
-        text = text_key(record.namespace, ids.tolist())
-        return Row(record.key, text, record.namespace, ids.tobytes(), len(record.context), name, size)
+    def _write_chunk(self, name: str, header: bytes, body: memoryview) -> None:
+        self._durably(self._file(name), header, body)
 
     def _explain(self, error: OSError) -> StoreError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -214,23 +154,14 @@ class FileStore:
         return StoreError(f"cannot write to {self.path}: {error}")
 
     def _make_room(self, sizes: Mapping[str, int]) -> None:
-        """Evict what has to go for this many bytes of each namespace."""
         needed = sum(sizes.values())
         if not needed:
             return
-        budgets = self._manifest.budgets()
-        budget.check_portion(sizes, budgets)
         if self.max_bytes is not None and needed > self.max_bytes:
             raise StoreFullError(f"{needed} bytes exceed the store's budget of {self.max_bytes} bytes: raise max_bytes")
-        rooms: list[tuple[str | None, int, int]] = [
-            (namespace, size, budgets[namespace]) for namespace, size in sizes.items() if namespace in budgets
-        ]
+        super()._make_room(sizes)
         if self.max_bytes is not None:
-            rooms.append((None, needed, self.max_bytes))
-        for namespace, size, most in rooms:
-            limit = budget.limit_for(size, self._manifest.num_bytes(namespace), most)
-            if limit is not None:
-                self._evict(limit, namespace)
+            self._evict_for(needed, self.max_bytes)
         try:
             free = shutil.disk_usage(self.path).free
         except OSError as error:
@@ -245,44 +176,7 @@ class FileStore:
         """Evict beyond the budgets, of the store and of these namespaces (None = all)."""
         if self.max_bytes is not None:
             self._evict(self.max_bytes)
-        for namespace, max_bytes in self._manifest.budgets().items():
-            if namespaces is None or namespace in namespaces:
-                self._evict(max_bytes, namespace)
-
-    def _evict(self, limit: int, namespace: str | None = None) -> int:
-        """Remove the chunks that save least until those of a namespace, None = all, take at most `limit` bytes.
-
-        Returns:
-            The number of removed chunks.
-        """
-        if self._manifest.num_bytes(namespace) <= limit:
-            return 0
-        self._flush_touched()
-        removed = 0
-        while names := self._manifest.evict(limit, _EVICT, namespace):
-            self._unlink(names)
-            removed += len(names)
-        return removed
-
-    def set_budget(self, namespace: str, max_bytes: int | None) -> int:
-        """Set the byte budget of a namespace, for all processes; None = none.
-
-        Beyond it, the namespace's own chunks are evicted, now and whenever chunks are stored.
-
-        Returns:
-            The number of chunks evicted now.
-
-        Raises:
-            SettingError: The budget is not positive.
-            StoreReadOnlyError: The store is not writable.
-        """
-        budget.check_budget(max_bytes)
-        self._manifest.set_budget(namespace, max_bytes)
-        return 0 if max_bytes is None else self._evict(max_bytes, namespace)
-
-    def budgets(self) -> dict[str, int]:
-        """Return the byte budget of each namespace that has one."""
-        return self._manifest.budgets()
+        super().keep_budgets(namespaces)
 
     def open(self, key: str) -> ChunkFile | None:
         """See KVStore.open."""
@@ -296,13 +190,7 @@ class FileStore:
                 seen = name
         return None
 
-    def remove(self, keys: Sequence[str]) -> None:
-        """See KVStore.remove. Rows go first: a file without a row is a leftover, a row without a file is damage."""
-        for i in range(0, len(keys), _EVICT):
-            self._unlink(self._manifest.remove(keys[i : i + _EVICT]))
-
-    def _unlink(self, names: Iterable[str]) -> None:
-        """Delete files without a row in the background. `gc` deletes those that cannot be deleted now."""
+    def _delete(self, names: Iterable[str]) -> None:
         for name in names:
             try:
                 self._file(name).unlink(missing_ok=True)
@@ -326,40 +214,6 @@ class FileStore:
         except OSError as error:
             raise self._explain(error) from error
 
-    # ---------------------------------------------------------------- texts and their holders
-
-    def look_up(self, texts: Sequence[str]) -> dict[str, TextState]:
-        """See KVStore.look_up."""
-        return self._manifest.look_up(texts)
-
-    def entries(self, after: int) -> Iterator[Entry]:
-        """See KVStore.entries."""
-        return self._manifest.entries(after)
-
-    def removed(self, after: int) -> tuple[int, Sequence[int]] | None:
-        """See KVStore.removed."""
-        return self._manifest.removed(after)
-
-    def removals(self) -> int:
-        """See KVStore.removals."""
-        return self._manifest.counter("removals")
-
-    def set_document(
-        self, document: str, holdings: Sequence[Holding], namespace: str = "", replace: bool = True
-    ) -> list[str]:
-        """See KVStore.set_document."""
-        removed = self._manifest.hold(document, holdings, namespace, replace and document not in ("", ON_REQUEST))
-        self._unlink(name for _, name in removed)
-        return [key for key, _ in removed]
-
-    def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:
-        """See KVStore.documents."""
-        return self._manifest.documents(prefix, namespace)
-
-    def count_tokens(self, prefix: str = "", namespace: str = "") -> dict[str, int]:
-        """See KVStore.count_tokens."""
-        return self._manifest.count_tokens(prefix, namespace)
-
     # ---------------------------------------------------------------- times of use
 
     def touch(self, keys: Sequence[str]) -> None:
@@ -367,11 +221,11 @@ class FileStore:
         with self._lock:
             self._touched.update(keys)
             if self._touched and self._flushing is None and not self._manifest.read_only:
-                self._flushing = threading.Timer(_TOUCH_EVERY, self._flush_touched)
+                self._flushing = threading.Timer(_TOUCH_EVERY, self._record_uses)
                 self._flushing.daemon = True
                 self._flushing.start()
 
-    def _flush_touched(self) -> None:
+    def _record_uses(self) -> None:
         with self._lock:
             touched, self._touched = self._touched, Counter()
             self._flushing = None
@@ -407,24 +261,7 @@ class FileStore:
 
     # ---------------------------------------------------------------- maintenance
 
-    def stats(self) -> StoreStats:
-        """See KVStore.stats."""
-        parts, namespaces = self.owner(), tuple(self._manifest.namespaces())
-        return StoreStats(
-            path=str(self.path),
-            fingerprint=parts.get("digest", ""),
-            model=json.loads(parts.get("model", '""')),
-            codec=codec_of(parts),
-            chunks=sum(namespace.chunks for namespace in namespaces),
-            tokens=sum(namespace.tokens for namespace in namespaces),
-            bytes=sum(namespace.bytes for namespace in namespaces),
-            documents=sum(namespace.documents for namespace in namespaces),
-            max_bytes=self.max_bytes,
-            damaged=self._manifest.counter("damaged"),
-            namespaces=namespaces,
-        )
-
-    def check(self, progress: Callable[[int, int], None] = lambda done, total: None) -> StoreCheck:
+    def check(self, progress: Progress = no_progress) -> StoreCheck:
         """Read all chunks and compare them with the manifest.
 
         Damaged chunks are moved to quarantine, intact files without a row get one, rows that do not match their file
@@ -436,7 +273,7 @@ class FileStore:
                 return self._recover(progress)
             return self._check(progress)
 
-    def _recover(self, progress: Callable[[int, int], None] = lambda done, total: None) -> StoreCheck:
+    def _recover(self, progress: Progress = no_progress) -> StoreCheck:
         """Rebuild an empty manifest from the chunk files.
 
         The files do not record which documents held them. Chunks encoded alone get an anonymous holder and are served
@@ -445,30 +282,23 @@ class FileStore:
         """
         return self._check(progress, hold=True)
 
-    def _check(self, progress: Callable[[int, int], None], hold: bool = False) -> StoreCheck:
+    def _check(self, progress: Progress, hold: bool = False) -> StoreCheck:
         rows = self._manifest.rows()
         names = {key: row.file for key, row in rows.items()}
         for path in sorted(self._chunks.glob(f"*/*{SUFFIX}")):  # a second file of a key is a leftover, for `gc`
-            names.setdefault(path.name.removesuffix(SUFFIX).partition("-")[0], path.name)
-        counts = dict.fromkeys(("sound", "damaged", "adopted", "repaired", "unreadable"), 0)
-        for done, (key, name) in enumerate(names.items(), 1):
-            for what in self._check_chunk(name, key, rows.get(key), hold):
-                counts[what] += 1
-            progress(done, len(names))
+            names.setdefault(key_of(path.name), path.name)
+        checked = (self._check_chunk(name, key, rows.get(key), hold) for key, name in names.items())
+        found = self._tally(len(names), checked, progress)
         if not self._manifest.read_only:
             self._manifest.recount()
-        return StoreCheck(**counts)
+        return found
 
     def _check_chunk(self, name: str, key: str, row: Row | None, hold: bool) -> list[str]:
         """Check one chunk file, repair what is possible, and return the StoreCheck counters that it adds to."""
         path = self._file(name)
         try:
-            chunk = ChunkFile(path, key, self._fingerprint)
-            try:
-                for number in range(chunk.num_layers):
-                    chunk.layer(number)
-            finally:
-                chunk.close()
+            with contextlib.closing(ChunkFile(path, key, self._fingerprint)) as chunk:
+                found = row_of(chunk, name, path.stat().st_size)
         except ChunkUnreadableError as error:
             logger.warning("%s", error)
             return ["unreadable"]
@@ -481,35 +311,19 @@ class FileStore:
                 logger.warning("%s is damaged and has no row: moved to quarantine", path)
                 self._put_aside(path)
             return ["damaged"]
-        ids, text = chunk.ids.astype("<u4").tobytes(), text_key(chunk.namespace, chunk.ids.tolist())
-        found = Row(key, text, chunk.namespace, ids, chunk.context_tokens, name, path.stat().st_size)
         if row == found or self._manifest.read_only:
             return ["sound"]
         self._manifest.correct(found)
         if hold and not chunk.context_tokens:
-            self._manifest.hold("", [Holding(text, key, "")], chunk.namespace, replace=False)
+            self._manifest.hold("", [Holding(found.text_key, key, "")], chunk.namespace, replace=False)
         if not path.exists():  # removed in the meantime, without deleting a row because there was none
             self._manifest.remove([key], file=name)
         return ["sound", "repaired" if row else "adopted"]
 
     def gc(self, unused_days: float = UNUSED_DAYS) -> tuple[int, int]:
-        """Delete unneeded chunks and files; return (chunks, files) deleted. Evicts beyond the budget.
-
-        Unneeded are chunks that no document relies on, including chunks of requests unused for `unused_days`, files
-        without a row, and quarantined files. Token ids of deleted texts are deleted from the manifest's log and from
-        the catalog, which is built anew.
-        """
+        """See ManifestStore.gc."""
         with _translated(self.path):
-            self._flush_touched()
-            self._manifest.release(self._manifest.unused_requests(time.time() - unused_days * 86400))
-            unheld = self._manifest.unheld()
-            self.remove(unheld)
-            self.keep_budgets()  # a writer that was killed has not
-            leftovers = self.delete_leftovers()
-            if self._manifest.purge():
-                for path in self.catalog_folder.glob("*"):
-                    path.unlink(missing_ok=True)
-            return len(unheld), leftovers
+            return super().gc(unused_days)
 
     def delete_leftovers(self) -> int:
         """Delete files without a row and quarantined files, unless they are recent; return their number."""
@@ -523,7 +337,7 @@ class FileStore:
 
     def keys(self) -> list[str]:
         """Return the keys of all chunks."""
-        return [name.partition("-")[0] for name in self._manifest.files()]
+        return list(map(key_of, self._manifest.files()))
 
     def _sweep(self) -> None:
         """Delete temporary files of killed writers."""
@@ -537,66 +351,9 @@ class FileStore:
             flushing = self._flushing
         if flushing is not None:
             flushing.cancel()
-        self._flush_touched()
+        self._record_uses()
         self._writers.shutdown()
         self._manifest.close()
-
-
-def read_owner(folder: Path) -> dict[str, str]:
-    """Return the parts of the fingerprint that a store folder is claimed for, {} if unclaimed; see `Fingerprint.parts`.
-
-    Raises:
-        StoreError: The file cannot be read.
-    """
-    try:
-        return parse_owner((folder / OWNER).read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except OSError as error:
-        raise StoreError(f"cannot read {folder / OWNER} ({error.strerror})") from error
-    except ValueError as error:
-        raise StoreError(f"{folder / OWNER} is damaged ({error}): delete the store folder and warm again") from error
-
-
-def parse_owner(content: bytes) -> dict[str, str]:
-    """Return the parts of the fingerprint in the content of such a file; raises ValueError."""
-    parts = json.loads(content)
-    if not (isinstance(parts, dict) and {"digest", "model"} <= set(parts)):
-        raise ValueError("it contains no fingerprint")
-    return parts
-
-
-def check_owner(theirs: dict[str, str], mine: dict[str, str], name: str, kind: str) -> None:
-    """Raise FingerprintMismatchError unless a store is claimed for this model and codec.
-
-    Args:
-        theirs, mine: Parts of the store's fingerprint and of the model's, both with `digest`.
-        name, kind: What to call the store, and stores of its kind.
-    """
-    if theirs["digest"] == mine["digest"]:
-        return
-    different = [name for name in mine if name not in ("digest", "model") and mine[name] != theirs.get(name)]
-    held, loaded = json.loads(theirs["model"]), json.loads(mine["model"])
-    way_out = f"load the model with the same settings, use another {kind}, or delete this one"
-    if different == ["codec"]:
-        way_out = f"use codec {codec_of(theirs)} instead of {codec_of(mine)}, or {way_out}"
-    raise FingerprintMismatchError(
-        f"{name} holds KV of {held}, not of {loaded} as it is loaded now (different: {', '.join(different)}): {way_out}"
-    )
-
-
-def check_layout(folder: Path) -> None:
-    """Raise StoreError if another version wrote the folder.
-
-    Raises:
-        StoreError: The message says how to encode it again.
-    """
-    try:
-        written = json.loads(read_owner(folder).get("format", str(FORMAT)))
-    except (StoreError, ValueError):  # a damaged file is reported by `bind`
-        return
-    if written != FORMAT:
-        raise old_format(folder, written)
 
 
 @contextlib.contextmanager
@@ -606,11 +363,6 @@ def _translated(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreError(f"cannot use the store {folder}: {error}") from error
-
-
-def codec_of(parts: dict[str, str]) -> str:
-    """Return the name of the codec in the settings."""
-    return str(json.loads(parts.get("codec", '"none"'))).replace("none", "native")
 
 
 def _is_stale(path: Path) -> bool:

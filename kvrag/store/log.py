@@ -18,14 +18,18 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import xxhash
 
 from kvrag.errors import StoreError
-from kvrag.store.manifest import CLOCK, Holder, Manifest, Row, budgets_in
+from kvrag.store.chunkfile import key_of
+from kvrag.store.eviction import budgets_in
+from kvrag.store.manifest import Holder, Manifest, Row
 from kvrag.store.protocol import Holding
 from kvrag.store.remote import Remote
+from kvrag.store.schema import CLOCK
 
 logger = logging.getLogger("kvrag")
 
@@ -38,8 +42,7 @@ _SNAPSHOT_EVERY = 1000  # operations
 _REPLACED = 5  # times that a snapshot may be replaced while it is read
 _CHECK_EVERY_S = 30.0
 _PAGE = 200  # chunks per operation ...
-_EVICT = 500  # ... if they are only removed ...
-_USES = 5000  # ... or were used
+_USES = 5000  # ... that counts their uses
 
 Operation = Mapping[str, Any]
 """JSON; `op` says which of the methods of `Log` made it."""
@@ -79,15 +82,17 @@ class Log:
         manifest: Manifest,
         removed: Callable[[Sequence[str]], None],
         rebuilding: Callable[[], None],
+        appended: Callable[[], None],
     ) -> None:
         """Read nothing yet.
 
         Args:
             removed: Called with the keys of chunks that operations have removed.
             rebuilding: Called before the manifest is made again; may raise StoreError to prevent it.
+            appended: Called when an operation has been appended, and the manifest has all before it.
         """
         self._remote, self._manifest = remote, manifest
-        self._removed, self._rebuilding = removed, rebuilding
+        self._removed, self._rebuilding, self._appended = removed, rebuilding, appended
         self._pulling, self._writing_snapshot = threading.Lock(), threading.Lock()
         self._checked = float("-inf")
         self._snapshot: int | None = None  # number of the newest snapshot; None = unknown
@@ -139,7 +144,8 @@ class Log:
             for entry in entries:
                 if entry.before != last or entry.operation is None:
                     break
-                removed += [key for key, _ in self._apply(entry.operation).removed]
+                with _noticing_damage(f"{self._remote.url}/{_name(position + 1)}"):
+                    removed += [key for key, _ in self._apply(entry.operation).removed]
                 position, last = position + 1, entry.id
             self._manifest.set_counters({_POSITION: position, _LAST: last})
         self._removed(removed)
@@ -156,9 +162,9 @@ class Log:
             return Outcome(removed=manifest.hold(*names, operation["replace"]))
         if op == "remove":
             files = manifest.remove(operation["keys"], operation["counter"], operation["file"])
-            return Outcome(removed=[(file.partition("-")[0], file) for file in files])
+            return Outcome(removed=[(key_of(file), file) for file in files])
         if op == "release":
-            manifest.release([(namespace, text) for namespace, text in operation["requests"]])
+            manifest.release([(namespace, text_key) for namespace, text_key in operation["requests"]])
         elif op == "used":
             keys = operation["keys"]
             manifest.touch(dict(zip(keys, operation.get("uses", [1] * len(keys)), strict=True)))
@@ -216,6 +222,7 @@ class Log:
                 outcome = self._apply(operation)
                 self._manifest.set_counters({_POSITION: position + 1, _LAST: mine})
             self._removed([key for key, _ in outcome.removed])
+            self._appended()
             return outcome
         raise StoreError(f"{self._remote.url} has too many writers at the moment: try again")
 
@@ -225,19 +232,18 @@ class Log:
         beginning = self._remote.peek(name)  # mine, if the answer to a first attempt was lost
         return beginning is not None and beginning[:16] == content[:16]
 
-    def put(self, rows: Sequence[Row]) -> list[str]:
-        """Record stored chunks; return the files of those that had been stored already."""
-        files = []
+    def add(self, rows: Sequence[Row]) -> list[Row]:
+        """See Manifest.add."""
+        known: list[Row] = []
         for i in range(0, len(rows), _PAGE):
-            page = [[*row[:3], base64.b64encode(row.ids).decode(), *row[4:]] for row in rows[i : i + _PAGE]]
-            files += [row.file for row in self.append({"op": "put", "rows": page}).known]
-        return files
+            known += self.append({"op": "put", "rows": _listed(rows[i : i + _PAGE])}).known
+        return known
 
     def hold(
         self, document: str, holdings: Sequence[Holding], namespace: str, replace: bool
     ) -> Sequence[tuple[str, str]]:
         """See Manifest.hold."""
-        listed = [[holding.text, holding.key, holding.source] for holding in holdings]
+        listed = [[holding.text_key, holding.key, holding.source] for holding in holdings]
         names = {"document": document, "namespace": namespace}
         return self.append({"op": "hold", **names, "holdings": listed, "replace": replace}).removed
 
@@ -246,18 +252,18 @@ class Log:
         removed = self.append({"op": "remove", "keys": list(keys), "counter": counter, "file": file}).removed
         return [file for _, file in removed]
 
-    def evict(self, limit: int, namespace: str) -> list[tuple[str, str]]:
-        """Remove some of the chunks of Manifest.coldest; return their (key, file), and none if nothing is left to do.
+    def evict(self, limit: int, most: int, namespace: str | None = None) -> list[str]:
+        """See Manifest.evict.
 
-        They are chosen from the manifest that has all operations before this one. So of two machines that evict at the
-        same time, the second finds that there is room.
+        Chunks are chosen from the manifest with all operations before this one: of two machines that evict at the same
+        time, the second finds that there is room.
         """
 
         def make() -> Operation | None:
-            keys = self._manifest.coldest(limit, _EVICT, namespace)
+            keys = self._manifest.coldest(limit, most, namespace)
             return {"op": "remove", "keys": keys, "counter": None, "file": None} if keys else None
 
-        return list(self._append(make).removed)
+        return [file for _, file in self._append(make).removed]
 
     def set_budget(self, namespace: str, max_bytes: int | None) -> None:
         """See Manifest.set_budget."""
@@ -268,7 +274,7 @@ class Log:
         self.append({"op": "release", "requests": requests})
 
     def touch(self, uses: Mapping[str, int]) -> None:
-        """See Manifest.touch. The time is that of each machine, when it hears of it."""
+        """See Manifest.touch. The time is that at which each machine applies it."""
         keys = list(uses)
         for i in range(0, len(keys), _USES):
             page = keys[i : i + _USES]
@@ -283,7 +289,7 @@ class Log:
     def _snapshots(self) -> list[int]:
         """Return the numbers of complete snapshots, ascending."""
         names = self._remote.names("snapshots/")
-        return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"snapshots/(\d+)/index", name)))
+        return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"snapshots/([0-9]{12})/index", name)))
 
     def _rebuild_from_newest(self) -> None:
         """Make the manifest again, from the newest snapshot, even if that is replaced meanwhile."""
@@ -300,7 +306,7 @@ class Log:
         number = self._snapshot = numbers[-1] if numbers else 0
         position = self.position
         logger.info("%s: starting from snapshot %d", self._remote.url, number)
-        with self._manifest.transaction():
+        with _noticing_damage(f"{self._remote.url}/snapshots/{number:012d}"), self._manifest.transaction():
             if self.position != position:
                 return  # another process has done it
             index: dict[str, Any] = {"last": 0, "damaged": 0, "rows": 0, "holders": 0}
@@ -344,20 +350,19 @@ class Log:
             finally:
                 self._writing_snapshot.release()
 
-    def write_snapshot(self) -> int:
-        """Write a snapshot of the manifest as it is; return its number."""
+    def write_snapshot(self) -> tuple[int, int]:
+        """Write a snapshot of the manifest as it is; return its number and the id of its last operation."""
         number = 0
-        index: dict[str, Any] = {"rows": 0, "holders": 0, "scores": 0, "budgets": {}}
+        index: dict[str, Any] = {"last": 0, "rows": 0, "holders": 0, "scores": 0, "budgets": {}}
         for counters, rows, holders in self._manifest.contents():
             if counters:
                 number = counters.get(_POSITION, 0)
                 index |= {"last": counters.get(_LAST, 0), "damaged": counters.get("damaged", 0)}
                 index |= {"clock": counters.get(CLOCK, 0), "budgets": budgets_in(counters)}
             kind: str = "rows" if rows else "holders"
-            page: list[Any] = [[*row[:3], base64.b64encode(row.ids).decode(), *row[4:]] for row in rows]
-            if page or holders:
+            if page := _listed(rows) or holders:
                 name = f"snapshots/{number:012d}/{kind}-{index[kind]:06d}"
-                self._remote.write(name, _pack(page or holders))
+                self._remote.write(name, _pack(page))
                 index[kind] += 1
         for scores in self._manifest.scores():
             self._remote.write(f"snapshots/{number:012d}/scores-{index['scores']:06d}", _pack(scores))
@@ -365,27 +370,37 @@ class Log:
         if number:
             self._remote.write(f"snapshots/{number:012d}/index", _pack(index))
             self._snapshot = number
-        return number
+        return number, index["last"]
 
     def trim(self) -> None:
         """Write a snapshot, erase the operations before it, and delete older snapshots."""
         self.pull()
-        number = self.write_snapshot()
+        number, last = self.write_snapshot()
         (trimmed,) = self._remote.read([_TRIMMED])
-        first = int(trimmed or 0) + 1
-        for at in range(first, number + 1, _BATCH):
+        first = int(trimmed) + 1 if trimmed and re.fullmatch(rb"[0-9]{1,12}", trimmed) else 1
+        for at in range(first if first <= number + 1 else 1, number + 1, _BATCH):
             names = [_name(n) for n in range(at, min(at + _BATCH, number + 1))]
             for name, content in zip(names, self._remote.read(names), strict=True):
-                if content:  # maybe damaged, but this machine has applied it
-                    self._remote.write(name, _encode(*_ids(content, name), None, number))
+                if content:
+                    try:
+                        ids = _ids(content, name)
+                    except StoreError:  # damaged, but this machine has applied it
+                        ids = (last if name == _name(number) else 0), 0
+                    self._remote.write(name, _encode(*ids, None, number))
         self._remote.write(_TRIMMED, str(number).encode())
-        older = [name for name in self._remote.names("snapshots/") if int(name.split("/")[1]) < number]
+        found = (re.match(r"snapshots/([0-9]{12})/", name) for name in self._remote.names("snapshots/"))
+        older = [each.string for each in found if each and int(each[1]) < number]
         self._remote.delete([name for name in older if name.endswith("index")])  # first: a snapshot with it is whole
         self._remote.delete(older)
 
 
 def _name(number: int) -> str:
     return f"log/{number:012d}"
+
+
+def _listed(rows: Sequence[Row]) -> list[Any]:
+    """Return rows as JSON; see `_row`."""
+    return [[*row[:3], base64.b64encode(row.ids).decode(), *row[4:]] for row in rows]
 
 
 def _row(listed: Sequence[Any]) -> Row:
@@ -400,15 +415,17 @@ def _encode(number: int, before: int, operation: Operation | None, snapshot: int
 
 def _decode(content: bytes, where: str) -> _Entry:
     ids, read = _ids(content, where), _unpack(content[34:], where)
+    if not isinstance(read, int | dict):
+        raise _damaged(where)
     return _Entry(*ids, None, read) if isinstance(read, int) else _Entry(*ids, read)
 
 
 def _ids(content: bytes, where: str) -> tuple[int, int]:
     """Return the id of a stored operation, and of the one before it."""
-    try:
-        return int(content[:16], 16), int(content[17:33], 16)
-    except ValueError:
-        raise _damaged(where) from None
+    found = re.match(rb"([0-3][0-9a-f]{15}) ([0-3][0-9a-f]{15}) ", content)
+    if not found:
+        raise _damaged(where)
+    return int(found[1], 16), int(found[2], 16)
 
 
 def _pack(content: Any) -> bytes:
@@ -419,7 +436,17 @@ def _pack(content: Any) -> bytes:
 def _unpack(content: bytes, where: str) -> Any:
     if xxhash.xxh3_64_hexdigest(content[16:]).encode() != content[:16]:
         raise _damaged(where)
-    return json.loads(zlib.decompress(content[16:]))
+    with _noticing_damage(where):
+        return json.loads(zlib.decompress(content[16:]))
+
+
+@contextmanager
+def _noticing_damage(where: str) -> Iterator[None]:
+    """Raise StoreError for content that no operation has written: a digest is no proof of who wrote it."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, zlib.error) as error:
+        raise _damaged(where) from error
 
 
 def _damaged(where: str) -> StoreError:

@@ -146,8 +146,9 @@ class ObjectStore:
                 found = obstore.get(self._reader, name)
                 mode = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
                 before = bytes(found.bytes())
+            content = change(before)
             with suppress(AlreadyExistsError, PreconditionError), self._translated(writing=True):
-                obstore.put(self._reader, name, change(before), mode=mode, use_multipart=False)
+                obstore.put(self._reader, name, content, mode=mode, use_multipart=False)
                 return
         raise StoreError(f"{self.url} has too many writers at the moment: try again")
 
@@ -187,7 +188,7 @@ class ObjectStore:
         except FileNotFoundError:
             return None
         except StoreError as error:
-            if "InvalidRange" in str(error):  # it is empty
+            if re.search("InvalidRange|status code: 416", str(error.__cause__)):  # it is empty
                 return _Object(self, _path(name), 0, b"")
             raise
 
@@ -243,6 +244,8 @@ class ObjectStore:
             if reason.startswith(("401", "403")):
                 raise StoreError(f"access to {self.url} was denied ({reason}): check {names}") from error
             raise StoreError(f"cannot use {self.url} ({reason}): check the URL and the network") from error
+        except (ValueError, OverflowError) as error:  # a time in its answer is no time
+            raise StoreError(f"cannot use {self.url} (damaged metadata: {error}): check the objects there") from error
 
     def _no_bucket(self) -> StoreError:
         return StoreError(f"{self.url}: the bucket {self._bucket} does not exist: create it, or correct the URL")

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from kvrag.store.files import MANIFEST, OWNER, check_layout, read_owner
+from kvrag.store.base import MANIFEST
 from kvrag.store.manifest import Manifest
+from kvrag.store.owner import OWNER, check_layout, read_owner
 from kvrag.store.protocol import Entry
 
 _MOST = 20  # folders, the most recent first

@@ -41,7 +41,7 @@ class Entry:
     """A text with a stored variant. `number` rises with every text; a text that comes back gets a new number."""
 
     number: int
-    text: str
+    text_key: str
     namespace: str
     ids: NDArray[np.uint32]
 
@@ -50,7 +50,7 @@ class Entry:
 class Holding:
     """A piece of a document: it holds a text from `source` ("" = unknown) and relies on the variant `key`."""
 
-    text: str
+    text_key: str
     key: str
     source: str
 
@@ -69,7 +69,7 @@ class TextState:
     sources: Mapping[str, str]
 
 
-def serve(state: TextState, alone_only: bool) -> str | None:
+def visible_variant(state: TextState, alone_only: bool) -> str | None:
     """Return the key of the variant that a prompt gets; None = the text is computed with the prompt.
 
     Words of one document must not reach readers of another. The variant with context is served only if the text has a
@@ -198,7 +198,7 @@ class KVStore(Protocol):
             ChunkUnreadableError: The file cannot be read at the moment.
         """
 
-    def look_up(self, texts: Sequence[str]) -> dict[str, TextState]:
+    def look_up(self, text_keys: Sequence[str]) -> dict[str, TextState]:
         """Return the durable state of all of these texts from one snapshot."""
 
     def entries(self, after: int) -> Iterable[Entry]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvrag.errors import ChunkUnreadableError, StoreError
+from kvrag.errors import ChunkUnreadableError, DamagedChunkError, StoreError
 from kvrag.store.chunkfile import PackedChunk
 
 _GROUP = 4 << 20  # bytes of adjacent layers per request ...
@@ -48,6 +48,7 @@ class Blob(Protocol):
         """Read a range of bytes.
 
         Raises:
+            DamagedChunkError: It is not as it was written.
             DeletedError: It has been deleted.
             StoreError: It cannot be read.
         """
@@ -102,10 +103,14 @@ class Remote(Protocol):
         """
 
     def open_chunk(self, name: str) -> Blob | None:
-        """Open a chunk; None if there is none."""
+        """Open a chunk; None if there is none.
+
+        Raises:
+            DamagedChunkError: Its record is not as it was written.
+        """
 
     def list_chunks(self) -> Iterator[Listed]:
-        """Yield all chunks, quarantined ones included."""
+        """Yield all chunks, quarantined ones included, and damaged ones, whose age is infinite if it is unknown."""
 
     def delete_chunks(self, names: Sequence[str]) -> None:
         """Delete chunks; missing ones are ignored."""
@@ -138,7 +143,8 @@ class RemoteChunk(PackedChunk):
         self._blob, self._pool, self._failed = blob, pool, failed
         self._groups: list[tuple[int, int]] = []
         super().__init__(key, fingerprint, blob.size, bytes(blob.beginning))
-        self._first, self._groups = self._grouped()
+        with self._noticing_faults():
+            self._first, self._groups = self._grouped()
         self._fetches: list[Future[bytes | memoryview]] = []
         self._lock = threading.Lock()
         self._is_closed = False
@@ -208,6 +214,8 @@ class RemoteChunk(PackedChunk):
             while len(self._fetches) <= number:
                 self._fetch_next()
             fetched = np.frombuffer(self._fetches[number].result(TIMEOUT_S), np.uint8)
+        except DamagedChunkError:
+            raise
         except (WaitTimeoutError, StoreError) as error:
             reason = f"no answer for {TIMEOUT_S:g} s" if isinstance(error, WaitTimeoutError) else str(error)
             if not isinstance(error, DeletedError):  # then the place answers

@@ -17,10 +17,9 @@ import json
 import logging
 import threading
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from dataclasses import replace
 from hashlib import blake2b
@@ -35,26 +34,19 @@ from kvrag.errors import (
     StoreFullError,
     StoreReadOnlyError,
 )
-from kvrag.fingerprint import FORMAT, Fingerprint, text_key
-from kvrag.store import budget, chunkfile
-from kvrag.store.chunkfile import SUFFIX, PackedChunk
+from kvrag.fingerprint import FORMAT, Fingerprint
+from kvrag.store import chunkfile
+from kvrag.store.base import MANIFEST, UNUSED_DAYS, ManifestStore, Progress, StoreCheck, no_progress, row_of
+from kvrag.store.chunkfile import PackedChunk
 from kvrag.store.durable import write_file
-from kvrag.store.files import (
-    MANIFEST,
-    OWNER,
-    UNUSED_DAYS,
-    FileStore,
-    StoreCheck,
-    check_owner,
-    codec_of,
-    parse_owner,
-)
+from kvrag.store.files import FileStore
 from kvrag.store.follower import Follower
 from kvrag.store.log import PUBLICATIONS, Log
 from kvrag.store.manifest import Holder, Manifest, Row
-from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
+from kvrag.store.owner import OWNER, check_owner, parse_owner
+from kvrag.store.protocol import ChunkRecord, KVStore, StoreStats, TextState
 from kvrag.store.remote import TIMEOUT_S, RemoteChunk
-from kvrag.store.urls import connect
+from kvrag.store.urls import connect, is_shared
 
 logger = logging.getLogger("kvrag")
 
@@ -73,7 +65,7 @@ def default_cache() -> Path:
     return Path.home() / ".cache" / "kvrag" / "shared"
 
 
-class SharedStore:
+class SharedStore(ManifestStore):
     """Chunk KV in a bucket or a Valkey server, shared by machines, with a local folder in front. Thread-safe.
 
     Attributes:
@@ -131,7 +123,7 @@ class SharedStore:
             parts = parse_owner(content)
         except ValueError as error:
             raise StoreError(f"{self.url}/{OWNER} is damaged ({error}): delete the store and warm again") from error
-        if json.loads(parts.get("format", "0")) != FORMAT:
+        if parts.get("format") != str(FORMAT):
             raise StoreError(f"the store {self.url} has another format: use another prefix, and warm again")
         return parts
 
@@ -152,11 +144,12 @@ class SharedStore:
                     "other: use a newer version of the object store, or another one"
                 )
             self._owner = self._read_owner()
+            if not self._owner:
+                raise StoreError(f"{self.url}/{OWNER} is damaged (no text): delete the store and warm again")
         check_owner(self._owner, self._mine, f"the store {self.url}", "prefix")
 
     def _open_local(self) -> None:
-        digest = self._owner["digest"]
-        self.path = self._place / f"{self._name}-{digest}"
+        self.path = self._place / f"{self._name}-{self._fingerprint}"
         local = self.path / "local"
         try:
             for folder in (self.path, local):
@@ -167,15 +160,16 @@ class SharedStore:
             raise StoreError(
                 f"cannot create the local folder {self.path} ({error.strerror}): choose another store_cache"
             ) from error
-        self._digest = digest
         self._manifest = Manifest(self.path / MANIFEST)
         if self._manifest.read_only:
             raise StoreReadOnlyError(f"the local folder {self.path} is not writable: choose another store_cache")
         self._local = FileStore(local, **self._settings)
-        self._log = Log(self._remote, self._manifest, self._drop_local, self._recheck_owner)
+        self._log = self._changes = Log(
+            self._remote, self._manifest, self._drop_local, self._recheck_owner, lambda: self._follower.confirm()
+        )
         self._fetchers = ThreadPoolExecutor(32, "kvrag-fetch")
         self._openers = ThreadPoolExecutor(16, "kvrag-open")
-        self._workers = ThreadPoolExecutor(4, "kvrag-shared")
+        self._writers = ThreadPoolExecutor(4, "kvrag-shared")
         self._promoter = ThreadPoolExecutor(1, "kvrag-promote")
         self._promotions = threading.BoundedSemaphore(_PROMOTIONS)
         self._lock = threading.Lock()  # guards the next three attributes
@@ -196,6 +190,12 @@ class SharedStore:
         if not self._is_open:
             raise StoreError(f"{self.url} has no store: create one with `kvrag warm PATH --store {self.url}`")
 
+    @property
+    def _current(self) -> Manifest:
+        self._check_open()
+        self._follower.glance()
+        return self._manifest
+
     def _pull(self) -> None:
         self._log.pull()
         try:
@@ -211,9 +211,8 @@ class SharedStore:
             self._remote.create(OWNER, json.dumps(self._owner, indent=1).encode())
 
     @property
-    def catalog_folder(self) -> Path:
-        """See KVStore.catalog_folder."""
-        return self.path / "catalog"
+    def _fingerprint(self) -> str:
+        return self._owner["digest"]
 
     @property
     def max_bytes(self) -> int | None:
@@ -221,7 +220,7 @@ class SharedStore:
         return self._local.max_bytes
 
     @max_bytes.setter
-    def max_bytes(self, size: int) -> None:
+    def max_bytes(self, size: int | None) -> None:
         self._local.max_bytes = size
 
     def sync(self) -> None:
@@ -235,70 +234,17 @@ class SharedStore:
 
     # ---------------------------------------------------------------- chunks
 
-    def missing(self, keys: Sequence[str]) -> list[str]:
-        """See KVStore.missing."""
-        self._check_open()
-        self._follower.glance()
-        known = self._manifest.known(keys)
-        return [key for key in keys if key not in known]
-
     def put(self, records: Sequence[ChunkRecord]) -> int:
         """See KVStore.put."""
-        new = {record.key: record for record in records}
-        wanted = [new[key] for key in self.missing(list(new))]
-        sizes = budget.sizes(wanted)
-        self._make_room(sizes)
-        writing = [self._workers.submit(self._upload, record) for record in wanted]
-        wait(writing)
-        rows = [written.result() for written in writing if not written.exception()]
-        if error := next(filter(None, (written.exception() for written in writing)), None):
-            self._delete(row.file for row in rows)
-            raise error
         # an error may come after the rows were recorded, so the objects stay: `gc` deletes those without a row
-        known = set(self._log.put(rows)) if rows else set()
-        self._follower.confirm()
-        self._delete(known)  # another machine was faster
-        budgets = self._manifest.budgets()
-        for namespace in sizes.keys() & budgets.keys():
-            self._evict(budgets[namespace], namespace)
+        num_bytes, stored = self._put(records)
         if self.keep_copies:
-            self._copy(wanted)
+            self._copy(stored)
         self._in_background(self._log.snapshot_if_long)
-        return sum(row.num_bytes for row in rows if row.file not in known)
+        return num_bytes
 
-    def _make_room(self, sizes: Mapping[str, int]) -> None:
-        """Evict what has to go for this many bytes of each namespace."""
-        budgets = self._manifest.budgets()
-        budget.check_portion(sizes, budgets)
-        for namespace in sizes.keys() & budgets.keys():
-            used = self._manifest.num_bytes(namespace)
-            limit = budget.limit_for(sizes[namespace], used, budgets[namespace])
-            if limit is not None:
-                self._evict(limit, namespace)
-
-    def _evict(self, limit: int, namespace: str) -> int:
-        """See FileStore._evict. All machines stop to serve these chunks."""
-        if self._manifest.num_bytes(namespace) <= limit:
-            return 0
-        self._report_used(now=True)
-        evicted = 0
-        while removed := self._log.evict(limit, namespace):
-            self._delete(name for _, name in removed)
-            evicted += len(removed)
-        return evicted
-
-    def set_budget(self, namespace: str, max_bytes: int | None) -> int:
-        """See FileStore.set_budget. The budget is for all machines; that of the local copies is `max_bytes`."""
-        budget.check_budget(max_bytes)
-        self._check_open()
-        self._log.set_budget(namespace, max_bytes)
-        return 0 if max_bytes is None else self._evict(max_bytes, namespace)
-
-    def budgets(self) -> dict[str, int]:
-        """See FileStore.budgets."""
-        self._check_open()
-        self._follower.glance()
-        return self._manifest.budgets()
+    def _write_chunk(self, name: str, header: bytes, body: memoryview) -> None:
+        self._remote.put_chunk(name, header + bytes(body), chunkfile.borders(header))
 
     def _copy(self, records: Sequence[ChunkRecord]) -> None:
         """Store chunks in the local folder; on a full disk the copies may not grow any further."""
@@ -312,16 +258,6 @@ class SharedStore:
                 self._local.max_bytes = used
         except StoreError as error:
             logger.info("no local copy: %s", error)
-
-    def _upload(self, record: ChunkRecord) -> Row:
-        """Write a record under a unique name."""
-        name = f"{record.key}-{uuid.uuid4().hex[:8]}{SUFFIX}"
-        header, body = chunkfile.serialise(record, self._digest)
-        self._remote.put_chunk(name, header + bytes(body), chunkfile.borders(header))
-        ids = record.ids.astype("<u4")
-        text = text_key(record.namespace, ids.tolist())
-        size = len(header) + len(body)
-        return Row(record.key, text, record.namespace, ids.tobytes(), len(record.context), name, size)
 
     def read_ahead(self, keys: Sequence[str]) -> None:
         """See ReadsAhead.read_ahead."""
@@ -372,7 +308,7 @@ class SharedStore:
             try:
                 blob = self._remote.open_chunk(name)
                 if blob is not None:
-                    chunk = RemoteChunk(key, self._digest, blob, self._fetchers, self._follower.fail)
+                    chunk = RemoteChunk(key, self._fingerprint, blob, self._fetchers, self._follower.fail)
                     chunk.when_used(self._promote)
                     return chunk
                 self._log.pull()  # removed meanwhile, and maybe stored again
@@ -410,18 +346,11 @@ class SharedStore:
         self._check_open()
         self._local.remove(self._local.keys())
 
-    def remove(self, keys: Sequence[str]) -> None:
-        """See KVStore.remove."""
-        self._check_open()
-        if keys:
-            self._delete(self._log.remove(keys))
-
     def _drop_local(self, keys: Sequence[str]) -> None:
         if keys:
             self._local.remove(keys)
 
     def _delete(self, names: Iterable[str]) -> None:
-        """Delete chunks without a row. `gc` deletes those that cannot be deleted now."""
         try:
             if listed := list(names):
                 self._remote.delete_chunks(listed)
@@ -452,53 +381,14 @@ class SharedStore:
             pass
         return False
 
-    # ---------------------------------------------------------------- texts and their holders
+    # ---------------------------------------------------------------- texts and their uses
 
-    def look_up(self, texts: Sequence[str]) -> dict[str, TextState]:
-        """See KVStore.look_up. While the place cannot be reached, nobody counts as a holder."""
-        self._check_open()
-        self._follower.glance()
-        states = self._manifest.look_up(texts)
+    def look_up(self, text_keys: Sequence[str]) -> dict[str, TextState]:
+        """See KVStore.look_up. While the place cannot be reached, no holders are reported."""
+        states = super().look_up(text_keys)
         if self._follower.age() <= _TRUST_S:
             return states
-        return {text: replace(state, sources={}) for text, state in states.items()}
-
-    def entries(self, after: int) -> Iterable[Entry]:
-        """See KVStore.entries. Numbers are this machine's."""
-        self._check_open()
-        return self._manifest.entries(after)
-
-    def removed(self, after: int) -> tuple[int, Sequence[int]] | None:
-        """See KVStore.removed."""
-        return self._manifest.removed(after)
-
-    def removals(self) -> int:
-        """See KVStore.removals."""
-        self._check_open()
-        self._follower.glance()
-        return self._manifest.counter("removals")
-
-    def set_document(
-        self, document: str, holdings: Sequence[Holding], namespace: str = "", replace: bool = True
-    ) -> list[str]:
-        """See KVStore.set_document."""
-        self._check_open()
-        removed = self._log.hold(document, holdings, namespace, replace and document not in ("", ON_REQUEST))
-        self._follower.confirm()
-        self._delete(name for _, name in removed)
-        return [key for key, _ in removed]
-
-    def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:
-        """See KVStore.documents."""
-        self._check_open()
-        self._follower.glance()
-        return self._manifest.documents(prefix, namespace)
-
-    def count_tokens(self, prefix: str = "", namespace: str = "") -> dict[str, int]:
-        """See KVStore.count_tokens."""
-        self._check_open()
-        self._follower.glance()
-        return self._manifest.count_tokens(prefix, namespace)
+        return {text_key: replace(state, sources={}) for text_key, state in states.items()}
 
     def touch(self, keys: Sequence[str]) -> None:
         """See KVStore.touch. Counts for the local copies; reported to all once an hour."""
@@ -519,6 +409,9 @@ class SharedStore:
             else self._manifest.held_by_requests(list(used))
         )
         self._log.touch({key: used[key] for key in sorted(keys)})
+
+    def _record_uses(self) -> None:
+        self._report_used(now=True)
 
     # ---------------------------------------------------------------- small texts
 
@@ -558,9 +451,7 @@ class SharedStore:
 
     def publications(self) -> int:
         """Return a number that changes when any machine publishes or withdraws something."""
-        self._check_open()
-        self._follower.glance()
-        return self._manifest.counter(PUBLICATIONS)
+        return self._current.counter(PUBLICATIONS)
 
     def published(self, folder: str) -> list[str]:
         """Return the names of what was published in a folder."""
@@ -588,22 +479,7 @@ class SharedStore:
 
     def stats(self) -> StoreStats:
         """See KVStore.stats."""
-        self._check_open()
-        self._follower.glance()
-        namespaces = tuple(self._manifest.namespaces())
-        return StoreStats(
-            path=self.url,
-            fingerprint=self._owner.get("digest", ""),
-            model=json.loads(self._owner.get("model", '""')),
-            codec=codec_of(self._owner),
-            chunks=sum(namespace.chunks for namespace in namespaces),
-            tokens=sum(namespace.tokens for namespace in namespaces),
-            bytes=sum(namespace.bytes for namespace in namespaces),
-            documents=sum(namespace.documents for namespace in namespaces),
-            max_bytes=None,
-            damaged=self._manifest.counter("damaged"),
-            namespaces=namespaces,
-        )
+        return replace(super().stats(), path=self.url, max_bytes=None)
 
     def local_stats(self) -> StoreStats:
         """Return the counts of this machine's copies."""
@@ -618,9 +494,9 @@ class SharedStore:
         """See Manifest.contents."""
         self._check_open()
         self._log.pull()
-        return self._manifest.contents()
+        return super().contents()
 
-    def check(self, progress: Callable[[int, int], None] = lambda done, total: None) -> StoreCheck:
+    def check(self, progress: Progress = no_progress) -> StoreCheck:
         """Read all chunks in the place, and compare them with the manifest; also check the local copies.
 
         Damaged chunks are moved to quarantine, rows without a chunk are removed, rows that do not match their chunk are
@@ -630,11 +506,7 @@ class SharedStore:
         self._log.pull()
         self._local.check()
         rows = self._manifest.rows()
-        counts = dict.fromkeys(("sound", "damaged", "adopted", "repaired", "unreadable"), 0)
-        for done, row in enumerate(rows.values(), 1):
-            counts[self._check_chunk(row)] += 1
-            progress(done, len(rows))
-        return StoreCheck(**counts)
+        return self._tally(len(rows), ([self._check_chunk(row)] for row in rows.values()), progress)
 
     def _check_chunk(self, row: Row) -> str:
         """Check one chunk; return the StoreCheck counter that it adds to."""
@@ -643,9 +515,8 @@ class SharedStore:
             if blob is None:
                 self._log.remove([row.key], "damaged", row.file)
                 return "damaged"
-            chunk = RemoteChunk(row.key, self._digest, blob, self._fetchers)
-            for number in range(chunk.num_layers):
-                chunk.layer(number)
+            chunk = RemoteChunk(row.key, self._fingerprint, blob, self._fetchers)
+            found = row_of(chunk, row.file, blob.size)
         except DamagedChunkError:
             if self._log.remove([row.key], "damaged", row.file):
                 self._remote.rename_chunk(row.file, _ORPHANS + row.file)
@@ -653,27 +524,20 @@ class SharedStore:
         except StoreError as error:
             logger.warning("%s", error)
             return "unreadable"
-        ids = chunk.ids.astype("<u4").tobytes()
-        text = text_key(chunk.namespace, chunk.ids.tolist())
-        found = Row(row.key, text, chunk.namespace, ids, chunk.context_tokens, row.file, blob.size)
         if row == found:
             return "sound"
         self._log.remove([row.key], None, row.file)
-        self._log.put([found])
+        self._log.add([found])
         return "repaired"
 
     def gc(self, unused_days: float = UNUSED_DAYS) -> tuple[int, int]:
-        """Delete unneeded chunks; return the numbers of chunks with and without a row that were deleted.
-
-        As in `FileStore.gc`. Token ids of deleted texts are erased from the log and from this machine's catalog.
-        """
+        """See ManifestStore.gc. Token ids of deleted texts are also erased from the log."""
         self._check_open()
-        self._report_used(now=True)
         self._log.pull()
-        if requests := self._manifest.unused_requests(time.time() - unused_days * 86400):
-            self._log.release(requests)
-        unheld = self._manifest.unheld()
-        self.remove(unheld)
+        return super().gc(unused_days)
+
+    def delete_leftovers(self) -> int:
+        """See ManifestStore.delete_leftovers. Also trims the log, and deletes what the local folder need not keep."""
         listed = list(self._remote.list_chunks())
         self._log.pull()  # rows of all that was listed
         known = self._manifest.files()
@@ -683,10 +547,7 @@ class SharedStore:
         self._local.remove(self.missing(self._local.keys()))
         self._local.keep_budgets()
         self._local.delete_leftovers()
-        if self._manifest.purge():
-            for path in self.catalog_folder.glob("*"):
-                path.unlink(missing_ok=True)
-        return len(unheld), len(leftovers)
+        return len(leftovers)
 
     def _in_background(self, work: Callable[..., object], *args: object) -> None:
         def guarded() -> None:
@@ -696,7 +557,7 @@ class SharedStore:
                 logger.warning("%s", error)
 
         with contextlib.suppress(RuntimeError):  # the store has been closed
-            self._workers.submit(guarded)
+            self._writers.submit(guarded)
 
     def close(self) -> None:
         """See KVStore.close."""
@@ -711,9 +572,26 @@ class SharedStore:
             opening = [opening for opening, _ in self._opening.values()]
         for pending in opening:
             pending.cancel()
-        for pool in (self._openers, self._workers, self._promoter):
+        for pool in (self._openers, self._writers, self._promoter):
             pool.shutdown()
         self._fetchers.shutdown(wait=False)
         self._local.close()
         self._manifest.close()
         self._remote.close()
+
+
+def open_store(store: KVStore | str | Path, cache: str | Path | None = None) -> KVStore:
+    """Open a store by its name; a store is returned as it is.
+
+    Args:
+        cache: Folder of the local copy of a shared store.
+
+    Raises:
+        SettingError: The URL has an unknown scheme, or a cache is given for a store that has none.
+        StoreError: The store cannot be opened.
+    """
+    if isinstance(store, (str, Path)) and is_shared(store):
+        return SharedStore(str(store), cache)
+    if cache is not None:
+        raise SettingError("store_cache is the folder of local copies of a shared store: leave it out")
+    return FileStore(store) if isinstance(store, (str, Path)) else store

@@ -9,8 +9,6 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvrag.config import without_password
 from kvrag.errors import SettingError
-from kvrag.store.files import FileStore
-from kvrag.store.protocol import KVStore
 from kvrag.store.remote import Remote
 
 _OBJECTS = ("s3", "gs", "az")
@@ -34,25 +32,6 @@ def is_shared(store: str | Path) -> bool:
     if re.match(rf"({'|'.join((*_OBJECTS, *_SERVERS))}):", text):
         raise SettingError(f"{text} is not a URL: write {text.partition(':')[0]}://, and pass it as a string")
     return False
-
-
-def open_store(store: KVStore | str | Path, cache: str | Path | None = None) -> KVStore:
-    """Open a store by its name; a store is returned as it is.
-
-    Args:
-        cache: Folder of the local copy of a shared store.
-
-    Raises:
-        SettingError: The URL has an unknown scheme, or a cache is given for a store that has none.
-        StoreError: The store cannot be opened.
-    """
-    if isinstance(store, (str, Path)) and is_shared(store):
-        from kvrag.store.shared import SharedStore  # it needs `connect`
-
-        return SharedStore(str(store), cache)
-    if cache is not None:
-        raise SettingError("store_cache is the folder of local copies of a shared store: leave it out")
-    return FileStore(store) if isinstance(store, (str, Path)) else store
 
 
 def connect(url: str) -> Remote:

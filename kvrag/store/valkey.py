@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from math import inf
 from typing import Any
 
 import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-from kvrag.errors import SettingError, StoreError, StoreFullError, StoreReadOnlyError
+from kvrag.errors import DamagedChunkError, SettingError, StoreError, StoreFullError, StoreReadOnlyError
+from kvrag.store.chunkfile import key_of
 from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError, Listed, split
 
 _CONNECT_S = 5.0
@@ -128,7 +131,7 @@ class ValkeyStore:
         """See Remote.names."""
         with self._translated():
             found = self._client.scan_iter(match=_escaped(self._key(prefix)) + "*", count=1000)
-            return sorted({key.decode().removeprefix(self._prefix) for key in found})
+            return sorted({key.decode("utf-8", "ignore").removeprefix(self._prefix) for key in found})
 
     def delete(self, names: Sequence[str]) -> None:
         """See Remote.delete."""
@@ -157,15 +160,15 @@ class ValkeyStore:
     def open_chunk(self, name: str) -> Blob | None:
         """See Remote.open_chunk."""
         key = self._chunk(name)
-        with self._translated():
+        with self._noticing_damage(key):
             reading = self._client.pipeline(transaction=True)
             reading.hmget(key, ["size", "starts", "0"])
             if self._expire:
                 reading.expire(key, self._expire)
             size, starts, beginning = reading.execute()[0]
-        if size is None or starts is None or beginning is None:
-            return None
-        return _Hash(self, key, int(size), [int(start) for start in starts.split(b",")], beginning)
+            if size is None or starts is None or beginning is None:
+                return None
+            return _Hash(self, key, _number(size), list(map(_number, starts.split(b","))), beginning)
 
     def list_chunks(self) -> Iterator[Listed]:
         """See Remote.list_chunks."""
@@ -173,14 +176,23 @@ class ValkeyStore:
             now = self._client.time()[0]
             for prefix in ("chunks/", "quarantine/"):
                 for key in self._client.scan_iter(match=_escaped(self._key(prefix)) + "*", count=1000):
-                    created, size = self._client.hmget(key, [_CREATED, b"size"])
-                    name = key.decode().removeprefix(self._prefix).removeprefix("chunks/")
-                    if created is not None and size is not None:  # otherwise it has just expired
-                        yield Listed(name, int(size), now - int(created))
+                    name = key.decode("utf-8", "ignore").removeprefix(self._prefix)
+                    if listed := self._listed(name.removeprefix("chunks/"), now):
+                        yield listed
+
+    def _listed(self, name: str, now: int) -> Listed | None:
+        """Return a chunk for the listing; None if it has just expired. A damaged one is of any age."""
+        key = self._chunk(name)
+        try:
+            with self._noticing_damage(key):
+                created, size = self._client.hmget(key, [_CREATED, b"size"])
+                return Listed(name, _number(size), now - _number(created))
+        except DamagedChunkError:
+            return Listed(name, 0, inf) if self._client.exists(key) else None
 
     def delete_chunks(self, names: Sequence[str]) -> None:
         """See Remote.delete_chunks."""
-        self.delete([self._chunk(name).removeprefix(self._prefix) for name in names])
+        self.delete([name if "/" in name else f"chunks/{name}" for name in names])
 
     def rename_chunk(self, name: str, other: str) -> None:
         """See Remote.rename_chunk."""
@@ -197,6 +209,17 @@ class ValkeyStore:
             self._client.close()
 
     # ---------------------------------------------------------------- errors
+
+    @contextmanager
+    def _noticing_damage(self, key: str) -> Iterator[None]:
+        """Raise DamagedChunkError for a record that is not as it was written, and StoreError as `_translated`."""
+        with self._translated():
+            try:
+                yield
+            except (ValueError, redis.ResponseError) as error:
+                if isinstance(error, redis.ResponseError) and "WRONGTYPE" not in str(error):
+                    raise
+                raise DamagedChunkError(key_of(key), error) from error
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -235,13 +258,22 @@ class _Hash:
         first = bisect_right(self._starts, start) - 1
         last = bisect_right(self._starts, stop - 1)
         fields = [str(start) for start in self._starts[first:last]]
-        with self._store._translated():
+        with self._store._noticing_damage(self._key):
             parts = self._store._client.hmget(self._key, fields)
-        if None in parts:
-            raise DeletedError("it has been deleted")
+            if None in parts:
+                if self._store._client.exists(self._key):
+                    raise ValueError("it lacks layers")
+                raise DeletedError("it has been deleted")
         content = parts[0] if len(parts) == 1 else b"".join(parts)
         offset = self._starts[first]
         return memoryview(content)[start - offset : stop - offset]
+
+
+def _number(field: bytes | None) -> int:
+    """Return the number in a field; raises ValueError."""
+    if field is None or not re.fullmatch(rb"\d{1,15}", field):
+        raise ValueError(f"{field!r:.40} is no number")
+    return int(field)
 
 
 def _escaped(pattern: str) -> str:

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
-from kvrag import BlendConfig, BlendEngine
+from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.answer import overridden
-from kvrag.request import Prefilled, Prompt
-from kvrag.reuse.load import LayerLoader
-from kvrag.reuse.stitch import Stitched, stitch
+from kvrag.reuse.blend import blend
+from kvrag.reuse.load import load
+from kvrag.reuse.prompt import Prompt
+from kvrag.reuse.recovery import Recovery
+from kvrag.reuse.select import Selection
+from kvrag.reuse.stitch import Prefilled, Stitched, stitch
 from kvrag.reuse.trace import Trace
 
 CHUNKS = [
@@ -41,6 +44,13 @@ def _fields(config: BlendConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in BlendConfig.__dataclass_fields__}
 
 
+def full_prefill(model: Model, ids: torch.Tensor, capacity: int) -> tuple[torch.Tensor, Stitched]:
+    """(1, V) logits after the last of (T,) ids, and the prompt with a complete cache and nothing reused."""
+    nothing = torch.zeros(len(ids), dtype=torch.bool)
+    stitched = Stitched(ids, (), nothing, nothing, model.new_cache(capacity))
+    return blend(model, stitched, Selection(stitched.inexact)), stitched
+
+
 @torch.inference_mode()
 def plain_logits(hf: Any, ids: list[int]) -> torch.Tensor:
     """(T, V) by the model itself, nothing of ours involved."""
@@ -63,8 +73,11 @@ def laying_out(engine: BlendEngine) -> Iterator[LayOut]:
 
         def lay_out(*chunks: str, ids: list[int] | None = None) -> Stitched:
             ids = engine.model.tokenizer.render(messages(*chunks)) if ids is None else ids
-            matched = stack.enter_context(closing(engine._pipeline._match(Prompt(ids, engine.config))))
-            loader = LayerLoader(engine.model, matched, engine.codec, Trace(engine.model), len(ids) + 10)
-            return stitch(engine.model, matched, loader, len(ids) + 10, engine.codec)
+            engine._lookup.update()
+            model, matches = engine.model, engine._lookup.find(ids, engine.config.min_run)
+            recovery = Recovery(model, engine.store, engine._pipeline.memory)
+            prompt = stack.enter_context(closing(recovery.open(Prompt(ids), matches)))
+            layers = stack.enter_context(load(model, prompt, engine.codec, Trace(model), len(ids) + 10))
+            return stitch(model, prompt, layers)
 
         yield lay_out

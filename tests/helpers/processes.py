@@ -75,12 +75,12 @@ import records as made
 store = made.opened({folder!r})
 for line in sys.stdin:
     first, kills = map(int, line.split())
-    unlink = store._unlink
+    unlink = store._delete
     def deadly(names):
         unlink(list(names)[:1])
         os.kill(os.getpid(), signal.SIGKILL)
     if kills:
-        store._unlink = deadly
+        store._delete = deadly
     for i in range(first, first + 8):
         store.put([made.record(i, namespace="us")])
     print("done", flush=True)

@@ -11,7 +11,7 @@ import torch
 
 from kvrag import FileStore, KVStore
 from kvrag.fingerprint import Fingerprint, text_key
-from kvrag.store import ChunkRecord, Holding, chunkfile, serve
+from kvrag.store import ChunkRecord, Holding, chunkfile, visible_variant
 
 HELPERS = str(Path(__file__).parent)
 """The folder of the helpers, for processes of their own."""
@@ -47,7 +47,7 @@ def packed(wanted: ChunkRecord, fingerprint: str = FINGERPRINT.digest) -> bytes:
 
 
 def served(store: FileStore, wanted: ChunkRecord, alone_only: bool = False) -> str | None:
-    return serve(store.look_up([text(wanted)])[text(wanted)], alone_only)
+    return visible_variant(store.look_up([text(wanted)])[text(wanted)], alone_only)
 
 
 def opened(path: Path, **settings: Any) -> FileStore:

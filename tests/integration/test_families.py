@@ -45,7 +45,7 @@ def test_gate(family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.M
             report = done.report
             assert report.exact
             assert len(report.runs) == 4
-            assert report.recomputed_tokens == len(done.stitched.inexact) > 80
+            assert report.recomputed_tokens == len(done.inexact) > 80
             assert relative(done.logits[0], full) <= TOLERANCE
         answer = engine.generate(prompt, ratio=1.0, max_new_tokens=20, temperature=0)
         assert list(answer.token_ids) == generated[0, len(ids) :].tolist()
@@ -76,8 +76,8 @@ def _layer_0_keys_are_the_models_own(engine: BlendEngine, hf: Any, ids: list[int
     done = prepare(engine, ids, 0.0, "none")
     own = engine.model.new_cache(len(ids))
     engine.model.forward(torch.tensor([ids]), own)
-    reused = done.stitched.reused
-    for ours, theirs in zip(done.stitched.cache.layer(0), own.layer(0), strict=True):
+    reused = done.reused
+    for ours, theirs in zip(done.cache.layer(0), own.layer(0), strict=True):
         torch.testing.assert_close(ours[:, :, : len(ids)][:, :, reused], theirs[:, :, reused], atol=1e-5, rtol=1e-5)
 
 
@@ -198,7 +198,7 @@ def test_half_precision_stays_near_full_prefill(
         done = prepare(engine, ids, 1.0, "random")
         if family != "qwen3_moe":  # a rounding error may send a token to another expert
             assert relative(done.logits[0], full) < 0.15
-        assert done.stitched.cache.layer(1)[0].dtype == dtype
+        assert done.cache.layer(1)[0].dtype == dtype
         assert torch.isfinite(prepare(engine, ids, 0.2, "query").logits).all()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from blending import CHUNKS, messages
 from processes import COMMON, expect, start, tell
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
-from kvrag.control.controller import Decision
+from kvrag.control.tuning import Plan
 
 PROMPT = messages(*CHUNKS)
 OTHER: dict[str, Any] = {"max_new_tokens": 1, "policy": "full"}  # of a prompt after which no conversation is kept
@@ -60,7 +61,7 @@ def check(engine: BlendEngine) -> None:
     following = [*PROMPT, {"role": "assistant", "content": "Zel."}, {"role": "user", "content": "Why?"}]
     report = engine.generate(following, max_new_tokens=1).report
     assert (report.conversation_tokens, report.runs) == (0, ())
-    assert len(engine._pipeline.catalog) == 0
+    assert len(engine._catalog) == 0
 
 
 @pytest.mark.parametrize("ends", ["complete", "abandoned"])
@@ -123,7 +124,7 @@ def test_reading_ahead_leaves_nothing(engine: BlendEngine, forget: Forget, monke
 def test_chunks_that_the_controller_has_recomputed_are_forgotten_too(
     engine: BlendEngine, forget: Forget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine._tuning, "decide", lambda *_: Decision(True, 1.0, "full prefill: it is faster"))
+    monkeypatch.setattr(engine._tuning, "_decide", lambda plan, _: Plan(replace(plan.config, policy="full", ratio=1.0)))
     report = engine.generate(PROMPT, controller="auto", max_new_tokens=2).report
     assert (report.policy, report.runs, len(engine._answering._conversations)) == ("full", (), 1)
     forget()

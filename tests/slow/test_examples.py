@@ -87,7 +87,7 @@ def test_an_openai_client_and_the_server(tmp_path: Path) -> None:
 
 def test_every_script_is_run_and_listed() -> None:
     assert {*OUTPUT, *ELSEWHERE} == {*SCRIPTS}
-    listed = (ROOT / "docs" / "examples.md").read_text()
+    listed = (ROOT / "docs" / "quickstart.md").read_text()
     assert [name for name in SCRIPTS if f"python examples/{name}" not in listed] == []
 
 

@@ -142,7 +142,7 @@ def test_ports_and_probes_are_the_servers(variant: str) -> None:
 
 @every
 def test_environment_variables_are_read_by_somebody(variant: str) -> None:
-    documented = (ROOT / "docs" / "shared-stores.md").read_text()
+    documented = (ROOT / "docs" / "many-machines.md").read_text()
     for _, container, _ in kvrags(variant):
         used = set(re.findall(r"\$\((\w+)\)", " ".join(container["args"])))
         assert used <= set(settings(variant))
@@ -153,7 +153,7 @@ def test_environment_variables_are_read_by_somebody(variant: str) -> None:
             "CODEC",
         }:
             assert name == "HF_HOME" or f"`{name}`" in documented
-    page = (ROOT / "docs" / "scale.md").read_text()
+    page = (ROOT / "docs" / "many-machines.md").read_text()
     assert set(re.findall(r"--from-literal=(\w+)=", page)) >= SECRETS, "the page says how to make the secret"
     assert serve._KEYS == KEY_VARIABLE
 

@@ -38,9 +38,10 @@ def _copy(folder: Path) -> Path:
 
 
 def test_campaigns_run_and_are_reported(tmp_path: Path) -> None:
-    report = _torture(tmp_path, "--only", "damage,matching", "--scale", 0.002, "--seed", 5)
+    report = _torture(tmp_path, "--only", "damage,records,matching", "--scale", 0.002, "--seed", 5)
     assert [(each["name"], each["cases"], each["failures"]) for each in report["campaigns"]] == [
         ("damage", 4, []),
+        ("records", 1, []),
         ("matching", 4, []),
     ]
     page = tmp_path / "page.md"
@@ -111,7 +112,7 @@ def test_an_inexact_answer_is_noticed(tmp_path: Path) -> None:
             tiny.check_answer(engine, tiny.prompt([2, 1, 3]), ratio=0.0, policy="none")
 
 
-@pytest.mark.parametrize("page", ["SECURITY.md", "docs/reliability.md"])
+@pytest.mark.parametrize("page", ["SECURITY.md", "docs/operations.md"])
 def test_the_tests_that_pages_name_exist(page: str) -> None:
     sources = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     named = re.findall(r"`(?:(test_\w+\.py)(?:::)?)?(test_\w+)?`", (ROOT / page).read_text())

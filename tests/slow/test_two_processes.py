@@ -29,7 +29,7 @@ def _check(folder: Path, model: Model) -> None:
     assert {warmer.served(text) for text in TEXTS} == keys
     stats = store.stats()
     assert (stats.chunks, stats.damaged) == (len(keys), 0)
-    entries = [entry.text for entry in store.entries(0)]
+    entries = [entry.text_key for entry in store.entries(0)]
     assert sorted(entries) == sorted({warmer.text(text) for text in TEXTS}), "nothing twice"
     assert store.check() == StoreCheck(sound=len(keys), damaged=0, adopted=0, repaired=0, unreadable=0)
     for path in folder.glob("chunks/*/*"):  # what killed writers have left

@@ -113,4 +113,4 @@ def _forget_in_flight(folder: Path, rng: random.Random) -> None:
 def _check_nothing_is_left(engine: Any) -> None:
     left = {*engine._pipeline.memory.keys(), *engine._answering._conversations.keys()}
     assert not left, f"KV of {len(left)} forgotten chunks is kept"
-    assert engine.store.stats().chunks == len(engine._pipeline.catalog) == 0
+    assert engine.store.stats().chunks == len(engine._catalog) == 0

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import kvrag.reuse.catalog
 from kvrag.errors import KvragError
-from kvrag.store import ChunkRecord, FileStore
-from kvrag.store.chunkfile import ChunkFile
+from kvrag.store import ChunkRecord, FileStore, SharedStore
+from kvrag.store.chunkfile import ChunkFile, PackedChunk
 from torture import tiny
 from torture.campaign import Campaign
 
@@ -72,7 +72,7 @@ def _case(campaign: Campaign, rng: random.Random, folder: Path, truth: Layers) -
     ram_bytes = rng.choice([0, 1 << 30])
     how = []
     is_open = rng.random() < 0.3
-    with _only_what_was_stored(truth):
+    with only_what_was_stored(truth, ChunkFile, FileStore):
         try:
             if not is_open:
                 how.append(_damage(rng, folder, everything=True))
@@ -105,16 +105,18 @@ def _check_repairs(store: Any) -> None:
 
 
 @contextmanager
-def _only_what_was_stored(truth: Layers) -> Iterator[None]:
+def only_what_was_stored(
+    truth: Layers, chunk: type[PackedChunk], store: type[FileStore] | type[SharedStore]
+) -> Iterator[None]:
     """Raise AssertionError if a layer is read that is not the one that was stored under the key."""
-    read, put, stored = ChunkFile.layer, FileStore.put, dict[str, list[ChunkRecord]]()
+    read, put, stored = chunk.layer, store.put, dict[str, list[ChunkRecord]]()
 
-    def recorded(self: FileStore, records: Sequence[ChunkRecord]) -> int:
+    def recorded(self: Any, records: Sequence[ChunkRecord]) -> int:
         for record in records:  # encoded again: the last bits depend on what is encoded beside it
             stored.setdefault(record.key, []).append(record)
         return put(self, records)
 
-    def compared(self: ChunkFile, number: int) -> tuple[Tensor, Tensor]:
+    def compared(self: PackedChunk, number: int) -> tuple[Tensor, Tensor]:
         got = read(self, number)
         possible = [record.layers[number] for record in stored.get(self.key, [])]
         if (self.key, number) in truth:
@@ -123,11 +125,11 @@ def _only_what_was_stored(truth: Layers) -> Iterator[None]:
         assert same, f"layer {number} of {self.key} is not as stored"
         return got
 
-    ChunkFile.layer, FileStore.put = compared, recorded  # type: ignore[method-assign]
+    chunk.layer, store.put = compared, recorded  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        ChunkFile.layer, FileStore.put = read, put  # type: ignore[method-assign]
+        chunk.layer, store.put = read, put  # type: ignore[method-assign]
 
 
 def _damage(rng: random.Random, folder: Path, everything: bool) -> str:

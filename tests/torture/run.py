@@ -21,7 +21,7 @@ from pathlib import Path
 from torture.campaign import Campaign, Failure, Limits, Result
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "operations.md"
 BEGIN, END = "<!-- last run -->", "<!-- end of last run -->"
 _CRASHES = 20  # of one campaign; then it ends
 _VLLM = ROOT / ".venv-vllm"
@@ -29,6 +29,7 @@ _VLLM = ROOT / ".venv-vllm"
 COUNTS = {
     "kill": 100,
     "damage": 2000,
+    "records": 500,
     "faults": 500,
     "operations": 500,
     "abandoned": 300,
@@ -42,6 +43,7 @@ COUNTS = {
 UNITS = {
     "kill": "kills",
     "damage": "damaged stores",
+    "records": "damaged records",
     "faults": "injected faults",
     "operations": "operations",
     "abandoned": "groups of streams",

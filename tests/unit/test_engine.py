@@ -32,7 +32,7 @@ from kvrag import (
     StoreError,
 )
 from kvrag.fingerprint import text_key
-from kvrag.request import Pipeline
+from kvrag.reuse.recovery import Recovery
 from kvrag.store import serve
 
 PROMPT = messages(*CHUNKS)
@@ -45,9 +45,12 @@ def _engine(model: Model, path: Path, **settings: Any) -> BlendEngine:
 # ---------------------------------------------------------------- reports
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
-@pytest.mark.parametrize("chunks", [(), (0,), (0, 1, 2, 3), (3, 3, 1)])
+RATIOS = [0.0, 0.15, 1.0]
+NUMBERS = [(), (0,), (0, 1, 2, 3), (3, 3, 1)]
+PAIRWISE = [(policy, RATIOS[(i + j) % 3], NUMBERS[j]) for i, policy in enumerate(POLICIES) for j in range(4)]
+
+
+@pytest.mark.parametrize(("policy", "ratio", "chunks"), PAIRWISE)
 def test_report_arithmetic(policy: str, ratio: float, chunks: tuple[int, ...], engine: BlendEngine) -> None:
     engine.warm(CHUNKS)
     prompt = messages(*(CHUNKS[i] for i in chunks), question="Something else entirely?")
@@ -361,14 +364,14 @@ def test_a_chunk_that_goes_while_it_is_read(model: Model, tmp_path: Path, monkey
         engine.warm(CHUNKS, document="a")
         ids = engine.model.tokenizer.render(PROMPT)
         before = prepare(engine, ids, 0.0, "none").logits
-        match = Pipeline._match
+        opening = Recovery.open
 
         def removed(*args: Any) -> Any:
-            found = match(*args)
+            prompt = opening(*args)
             engine.forget("a")
-            return found
+            return prompt
 
-        monkeypatch.setattr(Pipeline, "_match", removed)
+        monkeypatch.setattr(Recovery, "open", removed)
         assert torch.equal(prepare(engine, ids, 0.0, "none").logits, before)
 
 
@@ -825,7 +828,7 @@ def test_a_chunk_of_several_sources_knows_of_none(model: Model, tmp_path: Path, 
         assert context == 0
         torch.testing.assert_close(values, _values(alone, shared)[0])
         ids = model.tokenizer.render(prompt)
-        stitched = engine.prefill(ids, BlendConfig("none", controller="off")).stitched
+        stitched = engine.prefill(ids, BlendConfig("none", controller="off"))
         run = stitched.runs[-1]
         torch.testing.assert_close(stitched.cache.layer(1)[1][0, :, run.start : run.stop], values[:, : len(run)])
         report = engine.warm([first, shared], document="a")

@@ -14,10 +14,11 @@ import pytest
 import torch
 from blending import CHUNKS, messages, plain_logits, prepare, relative
 
-from kvrag import BlendConfig, BlendEngine, FileStore, Model, OutOfMemoryError, request
+from kvrag import BlendConfig, BlendEngine, FileStore, Model, OutOfMemoryError
 from kvrag.backend.lock import FairLock
-from kvrag.control.controller import Decision
+from kvrag.control.tuning import Plan
 from kvrag.errors import ChunkUnreadableError
+from kvrag.reuse import recovery
 from kvrag.reuse.load import LayerLoader
 
 PROMPT = messages(*CHUNKS)
@@ -150,7 +151,7 @@ def test_a_chunk_that_another_process_cannot_read_for_the_decision_is_left_out_i
 
     def gather(value: Any) -> tuple[Any, ...]:
         """What two processes say."""
-        if isinstance(value, Decision) and not other:
+        if isinstance(value, Plan) and not other:
             other.append(ChunkUnreadableError(failing, "Input/output error"))
             return value, other[0]
         return value, value
@@ -183,7 +184,7 @@ def test_a_store_that_fails_altogether_is_given_up_after_a_few_chunks(
         raise ChunkUnreadableError(key, "Input/output error")
 
     ids = cold.model.tokenizer.render(PROMPT)
-    monkeypatch.setattr("kvrag.request._FAILURES", 2)
+    monkeypatch.setattr("kvrag.reuse.recovery._FAILURES", 2)
     _intercept(cold, monkeypatch, fail)
     done = prepare(cold, ids, 0.2)
     assert done.report.runs == ()
@@ -258,24 +259,29 @@ def test_a_prompt_hashes_each_chunk_once_and_reads_the_removals_before_and_after
 ) -> None:
     ids = cold.model.tokenizer.render(messages(CHUNKS[0], CHUNKS[1], CHUNKS[0], CHUNKS[0], CHUNKS[1]))
     hashed, removals = [], []
-    hashing, reading = request.text_key, cold.store.removals
-    monkeypatch.setattr(request, "text_key", lambda *text: hashed.append(text) or hashing(*text))
+    hashing, reading = recovery.text_key, cold.store.removals
+    monkeypatch.setattr(recovery, "text_key", lambda *text: hashed.append(text) or hashing(*text))
     monkeypatch.setattr(cold.store, "removals", lambda: removals.append(1) or reading())
-    assert len(cold.prefill(ids).stitched.runs) == 5
+    assert len(cold.prefill(ids).runs) == 5
     assert (len(hashed), len(removals)) == (2, 2)
 
 
+FAILURES = [
+    MemoryError(),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: can't allocate memory\nframe #0"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4 GiB"),
+]
+
+
 @pytest.mark.parametrize(
-    "failure",
+    ("policy", "failure", "after"),
     [
-        MemoryError(),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: can't allocate memory\nframe #0"),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4 GiB"),
+        (policy, failure, 3 * ((i + j) % 2))
+        for i, policy in enumerate(["full", "query", "hkvd", "first_k"])
+        for j, failure in enumerate(FAILURES)
     ],
-    ids=lambda failure: type(failure).__name__,
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
-@pytest.mark.parametrize("policy", ["full", "query", "hkvd", "first_k"])
-@pytest.mark.parametrize("after", [0, 3])
 def test_memory_that_runs_out_in_a_forward_pass_is_an_error_with_a_way_out(
     after: int, policy: str, failure: Exception, cold: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ A Llama of five million parameters learns to answer questions about the syntheti
 answers and, with smaller weights, the questions' own tokens and three auxiliary targets: the subject of a passage
 (`Net.subject_logits`), the answer's first token (`Net.answer_logits`), and the attention of two heads (`pointers` of
 `Net.forward`). The parameters of the first two targets are not saved. Contexts grow from one article to
-26. An interrupted run resumes from `DIR/checkpoint.pt`. Needs torch 2.9 (for Muon). Reasons: docs/decisions/0009.
+26. An interrupted run resumes from `DIR/checkpoint.pt`. Needs torch 2.9 (for Muon). Reasons: benchmarks/notes/0009.
 """
 
 from __future__ import annotations

@@ -145,6 +145,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_write_one_file_at_once(records: SQLiteRecordManager, path: Path) -> None:
     command = [sys.executable, "-c", CHILD, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:

@@ -27,6 +27,8 @@ from serving import NAME, Served, serving
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, PromptError, RemoteEngine, ServerError, SettingError
 from kvrag.server import ApiKey
 
+pytestmark = pytest.mark.slow  # starts servers
+
 CHUNKS = [
     "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day.",
     "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror.",

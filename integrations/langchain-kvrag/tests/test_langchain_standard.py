@@ -167,7 +167,7 @@ class TestIntegration(ChatModelIntegrationTests):
         return message
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def server(parrots: None) -> Iterator[None]:
     """A server with the parrot."""
     with serving(BlendEngine.shared("parrot")) as served:
@@ -175,6 +175,8 @@ def server(parrots: None) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("server")
 class TestIntegrationOnServer(TestIntegration):
     """The same with `kvrag serve` in between."""
 

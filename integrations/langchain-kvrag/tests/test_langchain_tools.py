@@ -85,10 +85,10 @@ def merged(pieces: list[Any]) -> AIMessageChunk:
     ("choice", "names"),
     [
         ("any", {"look", "Count", "rest"}),
-        ("required", {"look", "Count", "rest"}),
-        (True, {"look", "Count", "rest"}),
+        pytest.param("required", {"look", "Count", "rest"}, marks=pytest.mark.slow),
+        pytest.param(True, {"look", "Count", "rest"}, marks=pytest.mark.slow),
         ("look", {"look"}),
-        ("rest", {"rest"}),
+        pytest.param("rest", {"rest"}, marks=pytest.mark.slow),
         ({"type": "function", "function": {"name": "Count"}}, {"Count"}),
     ],
 )
@@ -171,8 +171,15 @@ def test_text_models_take_grammars_but_no_tools(settings: dict[str, Any]) -> Non
 # ---------------------------------------------------------------- structured output
 
 
-@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-@pytest.mark.parametrize("strict", [None, True])
+@pytest.mark.parametrize(
+    ("method", "strict"),
+    [
+        ("json_schema", None),
+        ("function_calling", True),
+        pytest.param("json_schema", True, marks=pytest.mark.slow),
+        pytest.param("function_calling", None, marks=pytest.mark.slow),
+    ],
+)
 async def test_structured_output_keeps_to_the_schema(chat: ChatBlend, method: Any, strict: bool | None) -> None:
     def structured(schema: Any) -> Any:
         return chat.with_structured_output(schema, method=method, strict=strict)

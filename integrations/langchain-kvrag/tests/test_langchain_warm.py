@@ -27,7 +27,7 @@ from langchain_tests.integration_tests import RetrieversIntegrationTests, Vector
 
 from kvrag import BlendEngine, KvragError, Model, SettingError, StoreFullError
 from kvrag.fingerprint import text_key
-from kvrag.store import serve
+from kvrag.store import visible_variant
 
 EMBEDDING = DeterministicFakeEmbedding(size=16)
 OTHER = "Florton is a town by the sea. It has a harbour, a museum and two schools. Its mayor is Tran Hol."
@@ -83,7 +83,7 @@ def context(engine: BlendEngine, text: str) -> int:
     """How many tokens the variant that prompts get was encoded behind."""
     key = text_key("", engine.model.tokenizer.encode(text))
     state = engine.store.look_up([key])[key]
-    served = serve(state, alone_only=False)
+    served = visible_variant(state, alone_only=False)
     assert served is not None
     return state.variants[served]
 

@@ -48,6 +48,7 @@ class TestBlendLLM(LLMTests):
         return KVWarmVectorStore(SimpleVectorStore(), llm, **changes)
 
 
+@pytest.mark.slow
 class TestBlendLLMOnServer(TestBlendLLM):
     """The same with `kvrag serve` in between."""
 

@@ -29,7 +29,7 @@ from llama_index.vector_stores.kvrag import KVWarmVectorStore
 from kvrag import FileStore, PromptError, SettingError, StoreFullError
 from kvrag.fingerprint import text_key
 from kvrag.ingest import ingest
-from kvrag.store import serve
+from kvrag.store import visible_variant
 
 MIRA = "Mira Brel was born in Florton. She lives in Grelville. She drives a red car and plays the harp every day."
 TRAN = "Tran Works was founded by Mira Brel. The company sells chairs. Its logo is blue. It employs Kan Dror."
@@ -448,7 +448,7 @@ def test_nodes_of_one_document_know_of_each_other(llm: BlendLLM, vector_store: K
     def contexts() -> list[bool]:
         keys = [text_key("", engine.model.tokenizer.encode(text)) for text in (first, second, third)]
         states = engine.store.look_up(keys)
-        return [states[key].variants[serve(states[key], alone_only=False) or ""] > 0 for key in keys]
+        return [states[key].variants[visible_variant(states[key], alone_only=False) or ""] > 0 for key in keys]
 
     vector_store.add(nodes)
     assert contexts() == [False, False, True]

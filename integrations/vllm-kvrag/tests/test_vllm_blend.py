@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from vllm_engines import CHUNKS, Engine, blended, checkpoint, distance, prompt_of, reference, started, text_of
 
 from kvrag import BlendEngine, FileStore
-from kvrag.request import Pipeline, Prefilled
+from kvrag.request import Pipeline
+from kvrag.reuse.stitch import Prefilled
 
 NEAR = 1e-4
 ORDER = [CHUNKS[2], CHUNKS[0], CHUNKS[3], CHUNKS[1]]
@@ -40,8 +41,8 @@ def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[Prefilled]:
     seen: list[Prefilled] = []
     prefill = Pipeline.prefill
 
-    def spied(self: Pipeline, *args: object) -> Prefilled:
-        seen.append(prefill(self, *args))
+    def spied(self: Pipeline, *args: Any, **settings: Any) -> Prefilled:
+        seen.append(prefill(self, *args, **settings))
         return seen[-1]
 
     monkeypatch.setattr(Pipeline, "prefill", spied)

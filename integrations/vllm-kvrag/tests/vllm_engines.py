@@ -29,7 +29,7 @@ from vllm_kvrag import worker
 from kvrag import BlendEngine, Model
 from kvrag.answer import overridden
 from kvrag.backend.transformers.loading import reader_path
-from kvrag.request import Prefilled, Prompt
+from kvrag.reuse.stitch import Prefilled
 from kvrag.store import KVStore
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -248,8 +248,7 @@ def reference(model: Path, store: Path | KVStore, **settings: Any) -> Iterator[B
 
 def blended(engine: BlendEngine, ids: list[int], ratio: float, policy: str) -> Prefilled:
     """The prompt as kvrag's own engine blends it."""
-    config = engine._tuning.settle(overridden(engine.config, ratio, policy, None), [])
-    return engine._pipeline.prefill(Prompt(ids, config))
+    return engine.prefill(ids, overridden(engine.config, ratio, policy, None))
 
 
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:

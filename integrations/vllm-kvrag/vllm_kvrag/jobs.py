@@ -13,9 +13,11 @@ from kvrag.config import BlendConfig
 from kvrag.control.tuning import Tuning
 from kvrag.errors import KvragError
 from kvrag.ingest.ingest import Ingestion, Mode
-from kvrag.request import Found, Pipeline, Prompt
+from kvrag.request import Pipeline
 from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.conversation import CachedPrefix, Conversation
+from kvrag.reuse.lookup import Lookup, Match
+from kvrag.reuse.prompt import Prompt
 from kvrag.store import KVStore, MemoryTier
 from vllm_kvrag.backend import VllmBackend
 from vllm_kvrag.turns import Job
@@ -44,7 +46,7 @@ class BlendTask:
         kept: Number of leading positions that are in its pages already.
         config: Blend settings.
         namespace: Namespace of the chunks.
-        found: The runs of stored chunks behind the kept positions.
+        matches: The runs of stored chunks after the kept positions.
     """
 
     ids: list[int]
@@ -52,7 +54,7 @@ class BlendTask:
     kept: int
     config: BlendConfig
     namespace: str
-    found: list[Found]
+    matches: list[Match]
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Jobs:
         self._backend, self._store, self._config, self._codec = backend, store, config, codec
         self._memory = MemoryTier(ram_bytes)
         self._tuning = Tuning(backend, store)
-        self._catalog = Catalog(store)
+        self._lookup = Lookup(Catalog(store), store, alone_only=not config.context_tokens)
         self._removals = store.removals()
 
     @property
@@ -123,15 +125,12 @@ class Jobs:
         started = time.perf_counter()
         self._notice_removals()
         backend = self._backend.on(task.blocks, job)
-        notes: list[str] = []
-        config = backend.gather(self._tuning.settle(task.config, notes))[0]
-        alone_only = not self._config.context_tokens
-        pipeline = Pipeline(backend, self._store, self._memory, self._catalog, self._tuning, self._codec, alone_only)
-        prefix = _prefix(task, config) if task.kept else None
-        done = pipeline.prefill(Prompt(task.ids, config, task.namespace, prefix, task.found, notes))
+        pipeline = Pipeline(backend, self._store, self._memory, self._lookup, self._tuning, self._codec)
+        prefix = _prefix(task, self._tuning.plan(task.config).config) if task.kept else None
+        done = pipeline.prefill(Prompt(task.ids, task.config, task.namespace, prefix), task.matches)
         self._tuning.keep_speed_now_and_then()
         report = replace(done.report, ttft_s=time.perf_counter() - started).to_dict()
-        return JobOutcome(report, done.stitched.tail or None)  # nothing reused: all was computed
+        return JobOutcome(report, done.tail or None)  # nothing reused: all was computed
 
     def _warm(self, task: WarmTask, job: Job) -> dict[str, Any]:
         # the null block, which no request reads, has room for the preamble

@@ -14,9 +14,9 @@ from typing import Any
 
 from kvrag.config import DEFAULT_RATIO, BlendConfig
 from kvrag.errors import KvragError
-from kvrag.request import Found, match
 from kvrag.reuse.catalog import Catalog
-from kvrag.store import KVStore, serve
+from kvrag.reuse.lookup import Lookup, Match
+from kvrag.store import KVStore
 from kvrag.types import BlendReport
 from vllm_kvrag.fingerprint import tokenizer_of
 from vllm_kvrag.jobs import BlendTask, ForgetTask, JobOutcome, Task, WarmTask
@@ -35,7 +35,7 @@ class _Request:
 
     Attributes:
         request: vLLM's own.
-        found: Its runs of stored chunks behind the first `kept` tokens.
+        matches: Its runs of stored chunks after the first `kept` tokens.
         is_sent: A worker has it.
         cached: Number of leading tokens that were in blended pages.
         report: What the workers said.
@@ -44,7 +44,7 @@ class _Request:
     wish: Wish
     ids: list[int]
     request: Any
-    found: list[Found] = field(default_factory=list)
+    matches: list[Match] = field(default_factory=list)
     kept: int = 0
     is_sent: bool = False
     is_done: bool = False
@@ -57,7 +57,7 @@ class Matching:
 
     def __init__(self, store: KVStore, settings: ConnectorSettings, vllm_config: Any) -> None:
         self._store, self._settings = store, settings
-        self._catalog = Catalog(store)
+        self._lookup = Lookup(Catalog(store), store, alone_only=not settings.config.context_tokens)
         self._model_config = vllm_config.model_config
         scheduler = vllm_config.scheduler_config
         self._rows = settings.rows_per_step or scheduler.max_num_batched_tokens
@@ -67,7 +67,7 @@ class Matching:
         self._cancelled: list[str] = []
         self._tags: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._tokenizer: Any = None
-        self._served: dict[str, str] = {}  # the variant of each text that prompts got last; "" = none
+        self._variants: dict[str, str] = {}  # chunk key by text key that prompts got last; "" = none
         self._changes = 0  # of these
 
     def refuse(self, reason: str) -> None:
@@ -88,10 +88,10 @@ class Matching:
             self._salt(request, uuid.uuid4().hex)  # its pages are scratch space
         elif wish.mode == "forget":
             self._salt(request, uuid.uuid4().hex)
-        elif wish.mode == "blend" and wish.config.policy != "full" and (found := self._match(entry, 0)):
+        elif wish.mode == "blend" and wish.config.policy != "full" and (matches := self._match(entry, 0)):
             try:
                 self._salt(request, self._recipe(wish))
-                entry.found = found
+                entry.matches = matches
             except KvragError as error:
                 logger.warning("the store cannot be read, so a prompt is computed: %s", error)
 
@@ -104,14 +104,14 @@ class Matching:
             return 0  # vLLM computes it
         if entry.wish.mode in ("warm", "forget"):
             return 0 if entry.is_done else len(entry.ids) - num_computed
-        if not entry.found:
+        if not entry.matches:
             return 0
         entry.cached = num_computed
         if num_computed != entry.kept or entry.is_sent:  # a prefix is cached, or the request was preempted
-            found = self._match(entry, num_computed)
-            if not found:
+            matches = self._match(entry, num_computed)
+            if not matches:
                 return 0
-            entry.found, entry.kept = found, num_computed
+            entry.matches, entry.kept = matches, num_computed
         return len(entry.ids) - num_computed
 
     def allocated(self, request: Any, blocks: list[int]) -> None:
@@ -125,8 +125,8 @@ class Matching:
         elif wish.mode == "forget":
             task = ForgetTask(wish.document if isinstance(wish.document, str) else "", wish.namespace)
         else:
-            entry.found = self._still_served(entry)
-            task = BlendTask(entry.ids, blocks, entry.kept, wish.config, wish.namespace, entry.found)
+            entry.matches = self._still_usable(entry)
+            task = BlendTask(entry.ids, blocks, entry.kept, wish.config, wish.namespace, entry.matches)
         entry.is_sent, entry.is_done = True, False
         self._tasks[request.request_id] = task
 
@@ -156,7 +156,7 @@ class Matching:
                 entry.request.num_computed_tokens = min(entry.request.num_computed_tokens, outcome.complete)
             if entry.wish.mode == "warm":
                 with contextlib.suppress(KvragError):
-                    self._catalog.refresh()  # the next prompt finds it
+                    self._lookup.refresh()  # the next prompt finds it
             if entry.wish.tag:
                 self._keep(entry.wish.tag, report)
 
@@ -205,42 +205,34 @@ class Matching:
             and getattr(request, "pooling_params", None) is None
         )
 
-    def _match(self, entry: _Request, kept: int) -> list[Found]:
-        config = self._settings.config
+    def _match(self, entry: _Request, kept: int) -> list[Match]:
         withheld: set[str] = set()
         try:
-            found = match(
-                self._catalog,
-                self._store,
-                entry.ids,
-                config.min_run,
-                entry.wish.namespace,
-                kept,
-                alone_only=not config.context_tokens,
-                withheld=withheld,
-            )
+            self._lookup.update()
+            min_run = self._settings.config.min_run
+            matches = self._lookup.find(entry.ids, min_run, entry.wish.namespace, kept, withheld)
         except (KvragError, OSError) as error:
             logger.warning("the store cannot be matched, so a prompt is computed: %s", error)
             return []
-        self._notice_variants(found, withheld)
-        return found
+        self._notice_variants(matches, withheld)
+        return matches
 
-    def _still_served(self, entry: _Request) -> list[Found]:
-        """Return the runs whose chunks a prompt would get now: the request may have waited for long."""
+    def _still_usable(self, entry: _Request) -> list[Match]:
+        """Return the runs whose chunks a prompt may use now: the request may have waited for long."""
         try:
-            states = self._store.look_up(list({each.text for each in entry.found}))
+            usable = self._lookup.usable(match.text_key for match in entry.matches)
         except (KvragError, OSError):
             return []
-        alone_only = not self._settings.config.context_tokens
-        return [each for each in entry.found if serve(states[each.text], alone_only) == each.run.key]
+        return [match for match in entry.matches if usable.get(match.text_key) == match.run.key]
 
-    def _notice_variants(self, found: list[Found], withheld: set[str]) -> None:
-        if len(self._served) > _TEXTS:
-            self._served.clear()
+    def _notice_variants(self, matches: list[Match], withheld: set[str]) -> None:
+        if len(self._variants) > _TEXTS:
+            self._variants.clear()
             self._changes += 1  # those that are forgotten here may change unnoticed
-        for text, key in {**{text: run.key for run, text, _ in found}, **dict.fromkeys(withheld, "")}.items():
-            self._changes += self._served.get(text, key) != key
-            self._served[text] = key
+        now = {match.text_key: match.run.key for match in matches} | dict.fromkeys(withheld, "")
+        for text_key, chunk_key in now.items():
+            self._changes += self._variants.get(text_key, chunk_key) != chunk_key
+            self._variants[text_key] = chunk_key
 
     def _recipe(self, wish: Wish) -> str:
         """Return what blended pages depend on beside their tokens: they are shared between such requests only.

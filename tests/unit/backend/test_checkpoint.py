@@ -36,10 +36,14 @@ def save(tmp_path: Path, tokenizer: Any) -> Save:
     return save
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize(
-    ("stored", "loaded"),
-    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
+    ("stored", "loaded", "is_tied"),
+    [
+        (torch.float32, torch.float32, False),
+        (torch.bfloat16, torch.bfloat16, True),
+        (torch.float32, torch.bfloat16, False),
+        (torch.float32, torch.bfloat16, True),
+    ],
 )
 @pytest.mark.parametrize("family", COMMON)
 def test_equals_the_loaded_models(
@@ -62,6 +66,7 @@ def test_equals_that_of_the_bundled_reader(preamble: bool) -> None:
     assert checkpoint_fingerprint("reader", torch.bfloat16, preamble=preamble) == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(COMMON)))
 def test_any_familys_weights_are_equal_or_refused(save: Save, family: str) -> None:
     folder = save(family)

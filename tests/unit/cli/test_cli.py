@@ -672,6 +672,7 @@ def test_looking_at_a_store_makes_none(tmp_path: Path, fails: Callable[..., str]
 # -------------------------------------------------------------------- demo
 
 
+@pytest.mark.slow
 def test_the_demo_is_right_by_full_prefill_and_honest_about_the_rest(tmp_path: Path, as_json: Json) -> None:
     pytest.importorskip("langchain_kvrag")
     result = as_json("demo", "--no-speed", "--store", tmp_path / "kv")
@@ -684,6 +685,13 @@ def test_the_demo_is_right_by_full_prefill_and_honest_about_the_rest(tmp_path: P
         assert (outcome["way"] == "blending") == (outcome["recomputed_tokens"] > 0)
         assert outcome["correct"] or not full
     assert len(keys(tmp_path / "kv")) == result["warm"]["new"] == result["warm"]["chunks"]
+    right = [(outcome["way"], outcome["correct"]) for outcome in result["alone"]]
+    assert right == [("full prefill", True), ("plain reuse", False), ("blending", True)] * 5
+    assert all(
+        outcome["recomputed_tokens"] < 0.2 * outcome["reused_tokens"]
+        for outcome in result["alone"]
+        if outcome["way"] == "blending"
+    )
 
 
 def test_the_demo_begins_with_its_number_and_fits_80_columns(
@@ -698,12 +706,14 @@ def test_the_demo_begins_with_its_number_and_fits_80_columns(
     monkeypatch.setattr(demo, "_measure", lambda chain: TtftResult(rows, 3146, settings))
     assert main(["demo", "--store", str(tmp_path / "kv")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.match(r"\d+\.\dx (sooner|later): first token after \d+ ms instead of \d+ ms", lines[0])
+    assert re.match(r"\d+\.\dx (faster|slower): first token after \d+ ms instead of \d+ ms", lines[0])
     assert lines[1] == "5 of 5 answers are full prefill's"
-    assert "A larger model: 5.5x sooner: first token after 2020 ms instead of 11120 ms" in lines
+    assert "Right: 5 of 5 by full prefill; 0 of 5 by plain reuse; 5 of 5 by blending." in lines
+    assert any("picked because plain reuse answers them wrong" in line for line in lines)
+    assert "A larger model: 5.5x faster: first token after 2020 ms instead of 11120 ms" in lines
     assert max(map(len, lines)) <= 80
     slow = TtftResult([rows[0], TtftRow("query", 22.24, 0.5, 6.9)], 3146, settings)
-    assert demo.speed_lines(slow)[0].startswith("A larger model: 2.0x later: first token after 22240 ms")
+    assert demo.speed_lines(slow)[0].startswith("A larger model: 2.0x slower: first token after 22240 ms")
 
 
 def test_the_demos_columns_stay_apart_on_a_slow_machine() -> None:
@@ -744,6 +754,7 @@ def test_calibrate_by_questions(own: Path, tmp_path: Path, as_json: Json) -> Non
     assert as_json("ask", QUESTION, "--store", own, "--ratio", "0.3")["report"]["ratio"] == 0.3
 
 
+@pytest.mark.slow
 def test_calibrate_for_chunks_encoded_alone(tmp_path: Path, reader: Model, as_json: Json) -> None:
     alone = ("--store", tmp_path / "alone", "--context-tokens", "0")
     as_json("warm", CORPUS, *CUT, *alone)
@@ -755,6 +766,7 @@ def test_calibrate_for_chunks_encoded_alone(tmp_path: Path, reader: Model, as_js
             assert (report.ratio, bool(report.notes)) == (ratio, context_tokens > 0)
 
 
+@pytest.mark.slow
 def test_calibrate_without_questions(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--store", str(own), "--prompts", "8", "--ratios", "0.0", "0.2", "--target", "1"]) == 0
     captured = capsys.readouterr()

@@ -74,7 +74,7 @@ def test_a_calibration_counts_what_it_says(warmed: BlendEngine, endless: Model) 
             full = warmed.generate(prompt, policy="full", max_new_tokens=3, temperature=0).token_ids
             ours = warmed.generate(prompt, ratio=point.ratio, max_new_tokens=1, temperature=0).token_ids
             same += ours[0] == full[0]
-            cache = warmed.prefill(endless.tokenizer.render(prompt), BlendConfig(ratio=point.ratio)).stitched.cache
+            cache = warmed.prefill(endless.tokenizer.render(prompt), BlendConfig(ratio=point.ratio)).cache
             for given, wanted in pairwise(full):
                 following += int(endless.forward(torch.tensor([[given]]), cache).argmax()) == wanted
         assert (point.first, point.following) == (same, following)
@@ -216,7 +216,7 @@ def test_prompts_are_made_of_the_chunks_and_guesses_are_left_out(
         answer, logits = [], done.logits
         for _ in range(8):
             answer.append(int(logits.argmax()))
-            logits = warmed.model.forward(torch.tensor([answer[-1:]]), done.stitched.cache)
+            logits = warmed.model.forward(torch.tensor([answer[-1:]]), done.cache)
         words.append(first_word(warmed.model.tokenizer.decode(answer)))
     wanted = [words[0], "never", words[2], *words[3:]]
     changed = [replace(one, gap=replace(one.gap, word=word)) for one, word in zip(made, wanted, strict=True)]

@@ -15,8 +15,9 @@ from blending import CHUNKS, messages
 import kvrag.control.tuning
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, SettingError
 from kvrag.config import DEFAULT_POLICY
-from kvrag.control.controller import Workload, blend_seconds, decide, full_seconds, selecting
+from kvrag.control.controller import Workload, blend_seconds, decide, full_seconds
 from kvrag.control.cost import CostModel, Speed, fit, read, write
+from kvrag.reuse.select import selecting
 from kvrag.reuse.trace import Trace
 
 PROMPT = messages(*CHUNKS)

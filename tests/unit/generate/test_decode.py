@@ -306,11 +306,11 @@ def test_the_window_ends_the_answer(tokenizer: Any, tmp_path: Path) -> None:
     ids = model.tokenizer.encode(CHUNKS[0] + CHUNKS[1])[:60]
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
         done = prepare(engine, ids)
-        deltas = list(decode(model, done.ids, done.stitched.cache, done.logits, Sampling(max_new_tokens=50)))
+        deltas = list(decode(model, done.ids, done.cache, done.logits, Sampling(max_new_tokens=50)))
         assert sum(len(delta.token_ids) for delta in deltas) == 4
         assert deltas[-1].finish_reason == "length"
         done = prepare(engine, ids[:10])
-        deltas = list(decode(model, done.ids, done.stitched.cache, done.logits, Sampling(max_new_tokens=1)))
+        deltas = list(decode(model, done.ids, done.cache, done.logits, Sampling(max_new_tokens=1)))
         assert [(len(delta.token_ids), delta.finish_reason) for delta in deltas] == [(1, "length")]
 
 

@@ -94,15 +94,13 @@ def check(call: ToolCall) -> bool:
 # ---------------------------------------------------------------- forced calls
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", "any", "look", "count", "rest", {"type": "function", "function": {"name": "count"}}]
-)
+@pytest.mark.parametrize("choice", ["required", "look", "rest", {"type": "function", "function": {"name": "count"}}])
 def test_a_forced_call_comes_whatever_the_model_and_its_dialect(talker: BlendEngine, choice: Any) -> None:
     settings = {"tools": TOOLS, "tool_choice": choice, "temperature": 1.5, "seed": 7, "max_new_tokens": 100}
     answer = talker.generate(HELLO, **settings)
     [call] = answer.tool_calls
     assert check(call)
-    assert choice in ("required", "any") or call.name in str(choice)
+    assert choice == "required" or call.name in str(choice)
     assert len(call.id) == 9
     assert call.id.isalnum()
     assert (answer.text, answer.finish_reason) == ("", "stop")
@@ -232,7 +230,6 @@ HERMES_UP = '<tool_call>\n{"name": "look", "arguments": {"where": "up"}}\n</tool
 HERMES_ONE = '<tool_call>{"name": "count", "arguments": "{\\"number\\": 1}"}</tool_call>'
 
 
-@pytest.mark.parametrize("size", [1, 4, 1000])
 @pytest.mark.parametrize(
     ("text", "said", "calls"),
     [
@@ -254,11 +251,11 @@ HERMES_ONE = '<tool_call>{"name": "count", "arguments": "{\\"number\\": 1}"}</to
         ('{"name": "look"}', "", [("look", {})]),
     ],
 )  # fmt: skip
-def test_calls_are_found(text: str, said: str, calls: list[Any], size: int) -> None:
-    assert listen(text, size)[:2] == (said, calls)
+def test_calls_are_found(text: str, said: str, calls: list[Any]) -> None:
+    for size in (1, 4, 1000):
+        assert listen(text, size)[:2] == (said, calls), size
 
 
-@pytest.mark.parametrize("size", [1, 4, 1000])
 @pytest.mark.parametrize(
     "text",
     [
@@ -280,8 +277,9 @@ def test_calls_are_found(text: str, said: str, calls: list[Any], size: int) -> N
         'Use {"name": "look", "parameters": {}}',
     ],
 )
-def test_what_is_no_call_is_said_as_it_is(text: str, size: int) -> None:
-    assert listen(text, size)[:2] == (text, [])
+def test_what_is_no_call_is_said_as_it_is(text: str) -> None:
+    for size in (1, 4, 1000):
+        assert listen(text, size)[:2] == (text, []), size
 
 
 def test_text_is_said_as_soon_as_it_is_certainly_no_call() -> None:
@@ -376,10 +374,11 @@ def test_an_answer_that_only_resembles_a_call_is_text_when_cut() -> None:
     assert (call.name, call.arguments) == ("", "")
 
 
-def test_a_forced_call_cut_off_is_never_text(talker: BlendEngine) -> None:
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_forced_call_cut_off_is_never_text(talker: BlendEngine, step: int) -> None:
     settings = {"tools": TOOLS, "temperature": 1.5, "seed": 7}
     whole = len(talker.generate(HELLO, tool_choice="look", max_new_tokens=100, **settings).token_ids)
-    for length in range(1, whole):
+    for length in range(1, whole, step):
         deltas = list(talker.stream(HELLO, tool_choice="look", max_new_tokens=length, **settings))
         answer = join(deltas)
         assert answer.finish_reason == "length"

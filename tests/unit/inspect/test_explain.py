@@ -60,7 +60,7 @@ def test_every_token_is_told_with_what_really_happened_to_it(
     assert "".join(stretch.text for stretch in stretches) == engine.model.tokenizer.decode(ids, control_tokens=True)
     reused = [stretch for stretch in stretches if stretch.kind == "reused"]
     positions = {position for stretch in reused for position in range(stretch.start, stretch.stop)}
-    assert positions == set(done.stitched.reused.nonzero().flatten().tolist())
+    assert positions == set(done.reused.nonzero().flatten().tolist())
     assert sum(stretch.recomputed for stretch in stretches) == done.report.recomputed_tokens
     assert (len(reused) >= 3) == (policy != "full")
     for stretch in reused:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +16,12 @@ import pytest
 from kvrag.reuse import catalog as catalog_module
 from kvrag.reuse import segment as segment_module
 from kvrag.reuse.catalog import Catalog, _to_merge
-from kvrag.reuse.match import match
+from kvrag.reuse.match import TextRun, match
 from kvrag.reuse.segment import DamagedSegmentError, Segment, join, read, write
 from kvrag.store import FileStore
-from kvrag.store.files import MANIFEST
+from kvrag.store.base import MANIFEST
 from kvrag.store.manifest import Manifest, Row
 from kvrag.store.protocol import Entry
-from kvrag.types import Run
 
 MIN_RUN = 16
 
@@ -44,7 +44,7 @@ class Store:
         return text
 
     def remove(self, text: str) -> None:
-        for number in [number for number, entry in self.texts.items() if entry.text == text]:
+        for number in [number for number, entry in self.texts.items() if entry.text_key == text]:
             del self.texts[number]
             self.log.append(number)
 
@@ -82,6 +82,12 @@ def _text(rng: random.Random, length: int = 100) -> list[int]:
     return [rng.randrange(30000) for _ in range(length)]
 
 
+def _match(catalog: Catalog, ids: Any, min_run: int, namespace: str = "") -> list[TextRun]:
+    """As a prompt does."""
+    catalog.update()
+    return catalog.match(ids, min_run, namespace)
+
+
 def _settle(catalog: Catalog) -> None:
     """Let the thread that writes files finish."""
     catalog.refresh()
@@ -92,10 +98,10 @@ def _settle(catalog: Catalog) -> None:
 
 def _check(catalog: Catalog, present: dict[str, list[int]], absent: dict[str, list[int]]) -> None:
     for text, ids in present.items():
-        assert catalog.match(ids, MIN_RUN) == [Run(0, len(ids), text, 0)]
+        assert _match(catalog, ids, MIN_RUN) == [TextRun(0, len(ids), text, 0)]
         assert catalog.ids(text).tolist() == ids
     for text, ids in absent.items():
-        assert catalog.match(ids, MIN_RUN) == []
+        assert _match(catalog, ids, MIN_RUN) == []
         with pytest.raises(KeyError):
             catalog.ids(text)
     assert len(catalog) == len(present)
@@ -165,13 +171,13 @@ def test_namespaces_share_nothing(rng: random.Random) -> None:
     anonymous = store.add(_text(rng))
     assert ours != theirs
     catalog = Catalog(store)
-    assert [run.key for run in catalog.match(ids, MIN_RUN, "ours")] == [ours]
-    assert [run.key for run in catalog.match(ids, MIN_RUN, "theirs")] == [theirs]
-    assert catalog.match(ids, MIN_RUN) == []
-    assert catalog.match(catalog.ids(anonymous), MIN_RUN, "ours") == []
+    assert [run.text_key for run in _match(catalog, ids, MIN_RUN, "ours")] == [ours]
+    assert [run.text_key for run in _match(catalog, ids, MIN_RUN, "theirs")] == [theirs]
+    assert _match(catalog, ids, MIN_RUN) == []
+    assert _match(catalog, catalog.ids(anonymous), MIN_RUN, "ours") == []
     for _ in range(100):  # more than an anchor has candidates
         store.add([*ids, *_text(rng, 20)], "theirs")
-    assert [run.key for run in catalog.match(ids, MIN_RUN, "ours")] == [ours]
+    assert [run.text_key for run in _match(catalog, ids, MIN_RUN, "ours")] == [ours]
     segment = Segment.of([*store.entries(0)])
     hashes = segment.postings >> np.uint64(32)
     addresses = (segment.postings & np.uint64(0xFFFFFFFF)).astype(np.int64)
@@ -239,7 +245,7 @@ def test_a_flipped_bit_anywhere_in_a_segment_never_makes_a_wrong_run(tmp_path: P
             segment.check()
         for run in match([segment], prompt, MIN_RUN):
             # the engine compares the ids once more, with those of the chunk that it opens
-            theirs = segment.text(segment.row(run.key) or 0)[run.offset : run.offset + len(run)]
+            theirs = segment.text(segment.row(run.text_key) or 0)[run.offset : run.offset + len(run)]
             assert theirs.tolist() == prompt[run.start : run.stop]
 
 
@@ -311,7 +317,7 @@ def test_prompts_are_matched_while_others_write(tmp_path: Path, rng: random.Rand
         mine = random.Random(seed)
         while not stop.is_set():
             text = mine.choice(list(present))
-            if [run.key for run in catalog.match(present[text], MIN_RUN)] != [text]:
+            if [run.text_key for run in _match(catalog, present[text], MIN_RUN)] != [text]:
                 errors.append(text)
 
     threads = [threading.Thread(target=ask, args=(catalogs[i % 2], i)) for i in range(4)]
@@ -378,7 +384,7 @@ def test_a_store_on_disk_opened_twice(tmp_path: Path, rng: random.Random) -> Non
             manifest.add(rows[30:])
             manifest.remove([row.key for row in rows[:5]])
         for one in (other, catalog):
-            assert [bool(one.match(ids, MIN_RUN)) for ids in texts] == [False] * 5 + [True] * 35
+            assert [bool(_match(one, ids, MIN_RUN)) for ids in texts] == [False] * 5 + [True] * 35
             one.close()
         with closing(Catalog(theirs)) as third:
             assert len(third) == 35
@@ -400,7 +406,7 @@ def test_a_read_only_store_maps_files_and_writes_none(tmp_path: Path, rng: rando
         _check(catalog, present, {})
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()} == before
     with closing(Catalog(Store(tmp_path / "none", read_only=True))) as catalog:
-        assert catalog.match([1] * 20, MIN_RUN) == []
+        assert _match(catalog, [1] * 20, MIN_RUN) == []
     assert not (tmp_path / "none").exists()
 
 
@@ -424,7 +430,7 @@ def test_closing_gives_up_what_is_being_written(
     portions = segment_module._Merge.postings
     monkeypatch.setattr(segment_module._Merge, "postings", slow)
     catalog = Catalog(store)
-    catalog.match([1] * 20, MIN_RUN)
+    _match(catalog, [1] * 20, MIN_RUN)
     assert writing.wait(10)
     thread = catalog._thread
     closing_thread = threading.Thread(target=catalog.close)

@@ -7,23 +7,23 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from blending import CHUNKS, messages, plain_logits, relative
+from blending import CHUNKS, full_prefill, messages, plain_logits, relative
 
 import kvrag.answer
 import kvrag.reuse.conversation
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, ModelError, SettingError
 from kvrag.backend.transformers import BlendCache
-from kvrag.control.controller import Decision
-from kvrag.request import Prefilled
-from kvrag.reuse.blend import prefill
+from kvrag.control.tuning import Plan
 from kvrag.reuse.conversation import Conversation, Conversations, Turn
-from kvrag.reuse.load import Matched
+from kvrag.reuse.prompt import Prompt
+from kvrag.reuse.stitch import Prefilled
 from kvrag.types import Answer, Delta, Messages
 
 FIRST = messages(*CHUNKS[:3], question="Question: Who likes to eat curry and apples?")
@@ -95,7 +95,7 @@ def test_at_ratio_1_the_next_turn_has_full_prefills_logits(policy: str, talk: Ta
 @pytest.mark.parametrize("policy", ["query", "hkvd", "hkvd_gradual", "first_k", "random", "none"])
 def test_below_ratio_1_the_blended_chunks_and_the_answer_are_taken_over(policy: str, talk: Talk) -> None:
     said = talk(FIRST, ratio=0.3, policy=policy)
-    before = talk.done[-1].stitched.cache
+    before = talk.done[-1].cache
     prompt = _next(FIRST, said, CHUNKS[3])
     report = talk(prompt, ratio=0.3, policy=policy).report
     done = talk.done[-1]
@@ -103,7 +103,7 @@ def test_below_ratio_1_the_blended_chunks_and_the_answer_are_taken_over(policy: 
     assert not report.exact
     assert len(report.runs) == 1
     for number in range(talk.engine.model.num_layers):
-        for old, new in zip(before.layer(number), done.stitched.cache.layer(number), strict=True):
+        for old, new in zip(before.layer(number), done.cache.layer(number), strict=True):
             assert torch.equal(old[:, :, : report.conversation_tokens], new[:, :, : report.conversation_tokens]), (
                 "as blended, and as decoded"
             )
@@ -275,7 +275,7 @@ def test_full_prefill_as_the_reference_stays_out_of_it(policy: str, talk: Talk, 
     report = talk(prompt, policy="full").report
     assert (report.conversation_tokens, report.reused_tokens) == (0, 0)
     ids = torch.tensor(_ids(talk.engine, prompt))
-    assert torch.equal(talk.logits, prefill(talk.engine.model, ids, 600)[0][0])
+    assert torch.equal(talk.logits, full_prefill(talk.engine.model, ids, 600)[0][0])
 
 
 def test_what_only_asks_for_a_cache_has_nothing_to_do_with_conversations(talk: Talk) -> None:
@@ -308,11 +308,11 @@ def test_full_prefill_that_the_controller_chooses_goes_on_from_the_conversation(
     ids = _ids(talk.engine, prompt)
     asked: list[int] = []
 
-    def decide(config: Any, matched: Matched) -> Any:
-        asked.append(matched.kept)
-        return Decision(True, 1.0, "full prefill: it is sooner")
+    def decide(plan: Plan, prompt: Prompt) -> Plan:
+        asked.append(prompt.kept)
+        return replace(plan, config=replace(plan.config, policy="full", ratio=1.0), reason="it is faster")
 
-    monkeypatch.setattr(talk.engine._tuning, "decide", decide)
+    monkeypatch.setattr(talk.engine._tuning, "_decide", decide)
     report = talk(prompt).report
     assert asked == [report.conversation_tokens]
     assert (report.policy, report.ratio, report.runs, report.exact) == ("full", 1.0, (), True)
@@ -413,7 +413,7 @@ def test_closing_lets_go_of_all(endless: Model, tmp_path: Path) -> None:
 
 def test_a_turn_holds_on_to_nothing_of_the_turns_before(talk: Talk) -> None:
     said = talk(FIRST, ratio=0.3)
-    old = weakref.ref(talk.done.pop().stitched.cache)
+    old = weakref.ref(talk.done.pop().cache)
     assert old() is not None
     talk(_next(FIRST, said, CHUNKS[3]), ratio=0.3)
     talk.done.clear()

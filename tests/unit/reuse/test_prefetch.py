@@ -94,7 +94,7 @@ def test_it_does_not_wait_and_errors_are_left_to_the_request(
 
 def test_what_a_request_reads_is_not_read_twice(engine: BlendEngine) -> None:
     memory, store = engine._pipeline.memory, engine.store
-    key, other = engine._pipeline.served_keys([entry.text for entry in store.entries(0)])[:2]
+    key, other = list(engine._lookup.usable(entry.text_key for entry in store.entries(0)).values())[:2]
     opened = store.open(key)
     assert opened is not None
     reading = memory.keeping(opened)
@@ -106,7 +106,7 @@ def test_what_a_request_reads_is_not_read_twice(engine: BlendEngine) -> None:
 
 def test_room_that_has_gone_meanwhile_is_not_taken(engine: BlendEngine) -> None:
     memory, store = engine._pipeline.memory, engine.store
-    keys = engine._pipeline.served_keys([entry.text for entry in store.entries(0)])
+    keys = list(engine._lookup.usable(entry.text_key for entry in store.entries(0)).values())
     readers = [memory.keeping(reader, only_free=True) for key in keys if (reader := store.open(key))]
     for reader in readers:
         for number in range(reader.num_layers):

@@ -49,7 +49,7 @@ from kvrag.store import (
     TextState,
     files,
     other_stores,
-    serve,
+    visible_variant,
 )
 from kvrag.store.chunkfile import ChunkFile
 from kvrag.store.durable import write_file
@@ -74,7 +74,7 @@ def test_round_trip(store: FileStore, dtype: torch.dtype, layers: int) -> None:
     assert size == file_of(store, wanted).stat().st_size == store.stats().bytes
     assert same(store, wanted)
     (entry,) = store.entries(0)
-    assert (entry.text, entry.ids.tolist(), entry.namespace) == (text(wanted), wanted.ids.tolist(), "")
+    assert (entry.text_key, entry.ids.tolist(), entry.namespace) == (text(wanted), wanted.ids.tolist(), "")
 
 
 def test_the_file_is_a_safetensors_file_with_each_layer_in_one_piece(store: FileStore) -> None:
@@ -119,7 +119,7 @@ def test_a_restart_loses_nothing(tmp_path: Path) -> None:
     first.close()
     second = opened(tmp_path)
     assert all(same(second, record(i)) for i in range(5))
-    assert [entry.text for entry in second.entries(0)] == [text(record(i)) for i in range(5)]
+    assert [entry.text_key for entry in second.entries(0)] == [text(record(i)) for i in range(5)]
     second.close()
 
 
@@ -147,11 +147,21 @@ def test_a_budget_is_positive(tmp_path: Path, max_bytes: int) -> None:
         FileStore(tmp_path, max_bytes=max_bytes)
 
 
+def test_readers_of_the_manifest_do_not_wait_for_writers(store: FileStore) -> None:
+    with contextlib.closing(sqlite3.connect(store.path / "manifest.sqlite")) as connection:
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
 # ---------------------------------------------------------------- damage
 
 
-@pytest.mark.parametrize("namespace", ["", "tenant"])
-@pytest.mark.parametrize("context", [(), (7, 8, 9)])
+def _write_at(path: Path, at: int, byte: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([byte]))
+
+
+@pytest.mark.parametrize(("context", "namespace"), [((), ""), ((7, 8, 9), "tenant")])
 def test_every_single_flipped_bit_of_a_header_is_found(
     store: FileStore, context: tuple[int, ...], namespace: str
 ) -> None:
@@ -163,12 +173,10 @@ def test_every_single_flipped_bit_of_a_header_is_found(
     header = 8 + int.from_bytes(good[:8], "little")
     for at in range(header + 8 * (len(wanted.ids) + len(context))):
         for bit in range(8):
-            bad = bytearray(good)
-            bad[at] ^= 1 << bit
-            path.write_bytes(bad)
+            _write_at(path, at, good[at] ^ 1 << bit)
             with pytest.raises(DamagedChunkError):
                 store.open(wanted.key)
-    path.write_bytes(good)
+        _write_at(path, at, good[at])
     assert same(store, wanted)
 
 
@@ -347,6 +355,7 @@ print(len(os.listdir("/proc/self/fd")))
 """
 
 
+@pytest.mark.slow
 def test_more_chunks_are_read_at_once_than_files_may_be_open(tmp_path: Path) -> None:
     code = MANY.format(helpers=HELPERS, folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -514,7 +523,7 @@ def test_a_damaged_manifest_is_rebuilt_from_the_chunk_files(how: str, tmp_path: 
     assert again.stats().chunks == 40
     assert again.stats().bytes == sum(path.stat().st_size for path in tmp_path.glob("chunks/*/*"))
     assert all(same(again, record(i)) for i in range(40))
-    entries = {entry.text: entry.ids.tolist() for entry in again.entries(0)}
+    entries = {entry.text_key: entry.ids.tolist() for entry in again.entries(0)}
     assert entries == {text(record(i)): record(i).ids.tolist() for i in range(40)}
     assert again.missing([record(i).key for i in range(41)]) == [record(40).key]
     if how in ("garbage", "header", "truncated"):
@@ -534,7 +543,7 @@ def test_a_damaged_chunk_is_not_adopted_when_the_manifest_is_rebuilt(tmp_path: P
     store.close()
     _spoil(tmp_path / "manifest.sqlite", "garbage")
     again = opened(tmp_path)
-    assert sorted(entry.text for entry in again.entries(0)) == sorted(text(record(i)) for i in (3, 4, 5))
+    assert sorted(entry.text_key for entry in again.entries(0)) == sorted(text(record(i)) for i in (3, 4, 5))
     assert len(list(tmp_path.glob("quarantine/*"))) == 3
     again.close()
 
@@ -567,7 +576,7 @@ def test_random_damage_to_the_manifest_is_repaired_or_named(tmp_path: Path) -> N
         broken.check()
         broken.put([record(100)])
         assert broken.missing([record(i).key for i in range(60)]) == [], trial
-        entries = {entry.text: entry.ids.tolist() for entry in broken.entries(0)}
+        entries = {entry.text_key: entry.ids.tolist() for entry in broken.entries(0)}
         for i in range(60):
             assert entries[text(record(i))] == record(i).ids.tolist(), trial
             assert same(broken, record(i))
@@ -692,7 +701,7 @@ def test_a_read_only_folder_can_be_read(read_only: Path) -> None:
     assert store.stats().chunks == 3
     assert all(same(store, record(i)) for i in range(3))
     store.touch([record(0).key])
-    store._flush_touched()
+    store._record_uses()
     store.quarantine(record(0).key)
     assert store.read_only
     for write in (
@@ -820,6 +829,7 @@ assert not list(Path({folder!r}).rglob("*.tmp"))
 """
 
 
+@pytest.mark.slow
 def test_a_real_file_size_limit(tmp_path: Path) -> None:
     code = LIMITED.format(helpers=HELPERS, folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -952,7 +962,7 @@ def test_a_variant_that_nobody_relies_on_any_more_is_removed(store: FileStore) -
     assert served(store, alone) == behind.key
     store.put([alone])
     assert store.set_document("a", [holding(alone, "a")]) == [behind.key]
-    assert [entry.text for entry in store.entries(0)] == [text(alone)], "the text has been there all the time"
+    assert [entry.text_key for entry in store.entries(0)] == [text(alone)], "the text has been there all the time"
     assert served(store, alone) == alone.key
 
 
@@ -981,8 +991,8 @@ B0, B1, B2 = "alone", "behind a", "behind b"
 def test_one_documents_words_never_reach_the_readers_of_another(
     variants: dict[str, int], sources: dict[str, str], wanted: str | None, wanted_alone: str | None
 ) -> None:
-    assert serve(TextState(variants, sources), alone_only=False) == wanted
-    assert serve(TextState(variants, sources), alone_only=True) == wanted_alone
+    assert visible_variant(TextState(variants, sources), alone_only=False) == wanted
+    assert visible_variant(TextState(variants, sources), alone_only=True) == wanted_alone
 
 
 def test_what_is_recorded_of_a_text(store: FileStore) -> None:
@@ -1101,7 +1111,7 @@ def test_a_position_from_before_the_manifest_was_lost_is_unknown(tmp_path: Path)
 
 
 def test_the_log_of_removals_is_bounded(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.store.manifest._LOG", 3)
+    monkeypatch.setattr("kvrag.store.eviction._LOG", 3)
     store.put([record(i) for i in range(10)])
     start, _ = store.removed(0) or (0, ())
     for i in range(10):
@@ -1124,7 +1134,7 @@ def test_a_namespace_sees_nothing_of_another(store: FileStore) -> None:
     assert store.look_up([text(mine)]) == {text(mine): TextState({mine.key: 0}, {"report": mine.key})}
     assert store.documents(namespace="me") == {"report": [mine.key]}
     assert store.documents() == {}
-    assert {entry.namespace: entry.text for entry in store.entries(0)} == {"me": text(mine), "them": text(theirs)}
+    assert {entry.namespace: entry.text_key for entry in store.entries(0)} == {"me": text(mine), "them": text(theirs)}
     counted = {
         part.namespace: (part.texts, part.chunks, part.tokens, part.documents) for part in store.stats().namespaces
     }
@@ -1257,7 +1267,7 @@ def test_check_adopts_whole_files_and_quarantines_damaged_ones(store: FileStore)
     assert found == StoreCheck(sound=3, damaged=3, adopted=1, repaired=0, unreadable=0)
     assert seen[-1] == (6, 6)
     assert same(store, orphan)
-    assert {entry.text for entry in store.entries(0)} == {text(wanted) for wanted in (record(0), record(3), orphan)}
+    assert {entry.text_key for entry in store.entries(0)} == {text(wanted) for wanted in (record(0), record(3), orphan)}
     assert store.check() == StoreCheck(sound=3, damaged=0, adopted=0, repaired=0, unreadable=0)
     assert served(store, orphan) == orphan.key, "alone, so anybody may have it"
     assert store.gc()[0] == 3
@@ -1281,11 +1291,11 @@ def test_check_repairs_what_a_row_says_wrong(store: FileStore, spoil: str) -> No
     if spoil == "ids":
         entry, reader = next(iter(store.entries(0))), store.open(one.key)
         assert reader is not None
-        assert (entry.text, entry.ids.tolist()) == (text(one), two.ids.tolist())
+        assert (entry.text_key, entry.ids.tolist()) == (text(one), two.ids.tolist())
         assert reader.ids.tolist() == one.ids.tolist(), "whoever compares sees it"
         reader.close()
     assert store.check().repaired == (0 if spoil == "totals" else 2)
-    assert {entry.text: entry.ids.tolist() for entry in store.entries(0)} == {
+    assert {entry.text_key: entry.ids.tolist() for entry in store.entries(0)} == {
         text(wanted): wanted.ids.tolist() for wanted in (one, two)
     }
     assert store.stats() == before
@@ -1351,14 +1361,14 @@ def test_a_chunk_removed_and_stored_again_at_the_same_time_has_its_file(tmp_path
     """One side removes: row, then file. The other has stored the chunk in between, in a file of its own."""
     remover, writer = opened(tmp_path), opened(tmp_path)
     remover.put([record(1)])
-    unlink = remover._unlink
+    unlink = remover._delete
 
     def late(names: Any) -> None:
         names = list(names)
         writer.put([record(1)])
         unlink(names)
 
-    remover._unlink = late  # type: ignore[method-assign]
+    remover._delete = late  # type: ignore[method-assign]
     remover.remove([record(1).key])
     assert same(writer, record(1)), "a row has a file"
     assert len(list(tmp_path.glob("chunks/*/*"))) == 1
@@ -1495,6 +1505,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", [False, True])
 def test_several_processes_open_a_folder_at_once(tmp_path: Path, damaged: bool) -> None:
     processes = [
@@ -1526,9 +1537,9 @@ def test_several_processes_open_a_folder_at_once(tmp_path: Path, damaged: bool) 
 def test_a_text_that_two_writers_add_keeps_its_number(store: FileStore) -> None:
     store.put([record(1), record(2)])
     (entry, _) = store.entries(0)
-    row = Row(record(1).key, entry.text, "", entry.ids.tobytes(), 0, "another file", 1)
+    row = Row(record(1).key, entry.text_key, "", entry.ids.tobytes(), 0, "another file", 1)
     assert store._manifest.add([row]) == [row]
-    assert next((e.number, e.text) for e in store.entries(0)) == (entry.number, entry.text)
+    assert next((e.number, e.text) for e in store.entries(0)) == (entry.number, entry.text_key)
     assert same(store, record(1))
 
 
@@ -1584,7 +1595,10 @@ def test_other_stores_are_read_and_never_written(tmp_path: Path, monkeypatch: py
     others = {other.path.name: other for other in other_stores(tmp_path / "mine")}
     assert set(others) == {"closed", "live", "bare"}
     for name in ("closed", "live"):
-        assert [entry.text for entry in others[name].entries()] == [text(record(1)), text(record(2, namespace="them"))]
+        assert [entry.text_key for entry in others[name].entries()] == [
+            text(record(1)),
+            text(record(2, namespace="them")),
+        ]
         assert others[name].parts["digest"] == FINGERPRINT.digest
     with pytest.raises(StoreError, match="unable to open"):
         others["bare"].entries()

@@ -23,7 +23,7 @@ from kvrag import (
     SharedStore,
     StoreFullError,
 )
-from kvrag.store import ON_REQUEST, ChunkRecord, TextState, serve
+from kvrag.store import ON_REQUEST, ChunkRecord, TextState, visible_variant
 
 Open = Callable[[], KVStore]
 Budgeted = FileStore | SharedStore
@@ -31,6 +31,7 @@ Budgeted = FileStore | SharedStore
 # name -> opens a store in an empty place of its own; opened there again, it has what it had
 STORES: dict[str, Callable[[Path, pytest.FixtureRequest], KVStore]] = {
     "files": lambda path, _: FileStore(path, min_free_bytes=0),
+    "memory": lambda path, request: shared(request.getfixturevalue("memory").url, path),
     "s3": lambda path, request: shared(request.getfixturevalue("s3").url, path),
     "valkey": lambda path, request: shared(request.getfixturevalue("valkey").url, path),
 }
@@ -42,7 +43,10 @@ def shared(url: str, path: Path) -> SharedStore:
     return SharedStore(url.replace("PLACE", place), path, min_free_bytes=0)
 
 
-@pytest.fixture(params=STORES)
+SLOW = ("s3", "valkey")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in STORES])
 def opens(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """Opens the store under test, each time on the same place."""
     opened: list[KVStore] = []
@@ -70,7 +74,7 @@ def test_what_comes_out_is_what_went_in(store: KVStore, dtype: torch.dtype) -> N
     assert store.put([wanted]) > sum(tensor.nbytes for layer in wanted.layers for tensor in layer)
     assert has(store, wanted)
     (entry,) = store.entries(0)
-    assert (entry.text, entry.namespace) == (text(wanted), wanted.namespace)
+    assert (entry.text_key, entry.namespace) == (text(wanted), wanted.namespace)
     assert entry.ids.tolist() == wanted.ids.tolist()
 
 
@@ -88,8 +92,8 @@ def test_entries_are_numbered_in_the_order_they_came(store: KVStore) -> None:
     store.put([C])
     numbers = [entry.number for entry in store.entries(0)]
     assert numbers == sorted(set(numbers))
-    assert {entry.text for entry in first} == {text(A), text(B)}
-    assert [entry.text for entry in store.entries(first[-1].number)] == [text(C)]
+    assert {entry.text_key for entry in first} == {text(A), text(B)}
+    assert [entry.text_key for entry in store.entries(first[-1].number)] == [text(C)]
 
 
 def test_a_text_is_one_entry_whatever_it_was_encoded_behind(store: KVStore) -> None:
@@ -124,7 +128,7 @@ def test_documents_share_chunks(store: KVStore) -> None:
     assert store.removals() != before
     assert [has(store, chunk) for chunk in (A, B, C)] == [False, True, True]
     assert list(store.documents()) == ["x/two"]
-    assert {entry.text for entry in store.entries(0)} == {text(B), text(C)}
+    assert {entry.text_key for entry in store.entries(0)} == {text(B), text(C)}
     store.set_document("x/two", held("x/two", A), replace=False)
     assert set(store.documents()["x/two"]) == {A.key, B.key, C.key}
 
@@ -134,11 +138,11 @@ def test_who_holds_a_text_decides_what_is_served(store: KVStore) -> None:
     store.put([behind])
     store.set_document("one", held("a", behind))
     assert store.look_up([text(A)]) == {text(A): TextState({behind.key: 2}, {"a": behind.key})}
-    assert serve(store.look_up([text(A)])[text(A)], alone_only=False) == behind.key
+    assert visible_variant(store.look_up([text(A)])[text(A)], alone_only=False) == behind.key
     store.set_document("two", held("b", A))
-    assert serve(store.look_up([text(A)])[text(A)], alone_only=False) is None
+    assert visible_variant(store.look_up([text(A)])[text(A)], alone_only=False) is None
     store.put([A])
-    assert serve(store.look_up([text(A)])[text(A)], alone_only=False) == A.key
+    assert visible_variant(store.look_up([text(A)])[text(A)], alone_only=False) == A.key
     store.remove([A.key, behind.key])
     assert store.look_up([text(A)])[text(A)].sources == {"a": behind.key, "b": A.key}
 
@@ -301,7 +305,7 @@ def test_a_budget_below_what_is_stored_evicts_at_once_and_forgets_no_holder(budg
     assert budgeted.look_up([text(alone)])[text(alone)] == TextState({}, {"a": behind.key, "b": alone.key})
     budgeted.set_budget("", None)
     budgeted.put([behind])
-    assert serve(budgeted.look_up([text(alone)])[text(alone)], alone_only=False) is None
+    assert visible_variant(budgeted.look_up([text(alone)])[text(alone)], alone_only=False) is None
     (part,) = (part for part in budgeted.stats().namespaces if part.namespace == "")
     assert (part.chunks, part.documents) == (1, 2)
 

@@ -1,0 +1,398 @@
+"""`kvrag warm --ray`: workers on a Ray cluster encode whole documents into one store.
+
+This process reads and splits the files, and sends out the documents that are not warm yet. KV never passes through it:
+workers write to the store and return counts. A document whose worker died is sent again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from kvrag.cli.common import folder, human_bytes, open_engine, open_index, progress, say
+from kvrag.cli.warm import INTERRUPTED, TOTALS, bytes_per_token, check_room, drop, find_gone, read_chunks
+from kvrag.config import BlendConfig
+from kvrag.errors import KvragError, SettingError
+from kvrag.fingerprint import Fingerprint, text_key
+from kvrag.retrieval.documents import Problem
+from ray_kvrag.cluster import Cluster, connect, on_all_machines, report_missing
+
+if TYPE_CHECKING:
+    from kvrag.backend.transformers.tokenizer import Tokenizer
+    from kvrag.engine import BlendEngine
+    from kvrag.retrieval.index import ChunkIndex
+    from kvrag.store import KVStore
+
+_PATIENCE_S = 30.0  # without a worker, until a line reports what they wait for
+_TRIES = 3  # at a document whose workers die: it may be the cause
+_HOLDERS = 2  # documents that contain a text until it is stored alone, after which it is not encoded again
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Model and store of a worker: with the tokenizer, all that the choice of chunks needs.
+
+    Attributes:
+        store: Folder or URL.
+        model: Display name.
+        bytes_per_token: Bytes that a stored token takes.
+    """
+
+    store: str
+    fingerprint: Fingerprint
+    model: str
+    context_window: int
+    stable_length: int
+    bytes_per_token: float
+
+
+class Worker:
+    """Ray actor with its own engine. Its methods return an error as a string: an actor's exceptions are pages long."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._args = argparse.Namespace(**options)
+        self._opened: tuple[BlendEngine, ChunkIndex] | None = None
+
+    def _open(self) -> tuple[BlendEngine, ChunkIndex]:
+        if self._opened is None:
+            engine = open_engine(self._args, **self._args.context_tokens)
+            self._opened = engine, open_index(engine, self._args.namespace, self._args.embedder)
+        return self._opened
+
+    def open(self) -> Facts | str:
+        """Load the model and open the store."""
+        try:
+            engine, _ = self._open()
+        except (KvragError, OSError) as error:
+            return str(error)
+        model, store = engine.model, self._args.store or str(folder(engine).path)
+        size = bytes_per_token(engine, self._args.chunk_tokens)
+        return Facts(store, engine.fingerprint, model.name, model.context_window, model.stable_length, size)
+
+    def warm(self, name: str, chunks: list[str], pages: dict[str, tuple[int, int]]) -> dict[str, Any] | str:
+        """Encode a document and add it to the index."""
+        from kvrag.store import SharedStore
+
+        started = time.perf_counter()
+        try:
+            engine, index = self._open()
+            if isinstance(engine.store, SharedStore):  # a text that another worker has just stored is not encoded again
+                engine.store.sync()
+            report = engine.warm(chunks, document=name, namespace=self._args.namespace)
+            indexed = index.add(chunks, document=name, pages=pages)
+        except (KvragError, OSError) as error:
+            return str(error)
+        totals = {field: getattr(report, field) for field in TOTALS}
+        return totals | {"indexed": indexed, "seconds": time.perf_counter() - started}
+
+
+class _ModelOutline:
+    """`kvrag.backend.protocol.Outline` of a model whose weights only the workers load."""
+
+    def __init__(self, facts: Facts, tokenizer: Tokenizer) -> None:
+        self.context_window, self.stable_length = facts.context_window, facts.stable_length
+        self.preamble, self.tokenizer = facts.fingerprint.preamble, tokenizer
+
+    def check_window(self, num_tokens: int, what: str = "the prompt") -> None:
+        """Do nothing: the workers reject chunks that are too long."""
+
+
+@dataclass
+class _OpenStore:
+    """Takes the place of an engine where only its store is needed."""
+
+    store: KVStore
+
+
+class DocumentQueue:
+    """Documents to encode, in order.
+
+    Two documents with a text in common are encoded one after the other until the text is stored alone. If they were
+    encoded at the same time, each worker would encode the text with the preceding context of its own document, then
+    find the other one's, and encode it again alone.
+    """
+
+    def __init__(self, texts: Mapping[str, Iterable[str]], done: Iterable[str]) -> None:
+        """Take the keys of each document's texts, and the documents that are done."""
+        self._texts = {name: set(keys) for name, keys in texts.items()}
+        holders = Counter(key for keys in self._texts.values() for key in keys)
+        # of each common text, the documents to encode until it is stored alone
+        self._left = {key: _HOLDERS for key, count in holders.items() if count > 1}
+        self._encoding: set[str] = set()  # texts of the documents that are sent, if not stored alone
+        self._blocked: dict[str, list[str]] = defaultdict(list)  # documents, by a text that is being encoded
+        self._todo: deque[str] = deque()
+        skipped = set(done)
+        for name in texts:
+            if name in skipped:
+                self.finish(name)
+            else:
+                self._todo.append(name)
+
+    def next(self) -> str | None:
+        """Return a document to encode now; None if there is none, or if all must wait."""
+        while self._todo:
+            name = self._todo.popleft()
+            shared = {key for key in self._texts[name] if self._left.get(key, 0) > 0}
+            if busy := shared & self._encoding:
+                self._blocked[min(busy)].append(name)
+                continue
+            self._encoding |= shared
+            return name
+        return None
+
+    def finish(self, name: str) -> None:
+        """Record that a document is encoded."""
+        self._release(name, 1)
+
+    def put_back(self, name: str) -> None:
+        """Make a document available again."""
+        self._release(name, 0)
+        self._todo.appendleft(name)
+
+    def _release(self, name: str, count: int) -> None:
+        for key in sorted(self._texts[name]):
+            if key in self._left:
+                self._left[key] -= count
+                self._encoding.discard(key)
+                self._todo.extendleft(reversed(self._blocked.pop(key, [])))
+
+
+@dataclass
+class _WorkerState:
+    """A worker and what it has done.
+
+    Attributes:
+        number: From 1.
+        seconds: Time it has encoded.
+    """
+
+    number: int
+    actor: Any
+    document: str | None = None
+    documents: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the throughput."""
+        speed = self.tokens / self.seconds if self.seconds else 0.0
+        counts = {"worker": self.number, "documents": self.documents, "tokens": self.tokens}
+        return counts | {"seconds": self.seconds, "tokens_per_second": speed}
+
+
+@dataclass
+class WorkerPool:
+    """Workers, started as the cluster has room. A worker that dies is replaced."""
+
+    cluster: Cluster
+    options: dict[str, Any]
+    size: int
+    workers: list[_WorkerState] = field(default_factory=list)
+    lost: int = 0
+    _waiting: dict[Any, _WorkerState] = field(default_factory=dict)
+    _idle: list[_WorkerState] = field(default_factory=list)
+    _deaths: int = 0  # since the last result
+
+    def start(self) -> Facts:
+        """Start all workers; return the facts of the first one that is ready."""
+        for _ in range(self.size):
+            self._start_one()
+        report_at = time.monotonic() + _PATIENCE_S
+        while True:
+            for _, result in self.results():
+                return cast(Facts, result)
+            if time.monotonic() > report_at:
+                report_missing(self.cluster, self._resources)
+                report_at = float("inf")
+
+    @property
+    def _resources(self) -> dict[str, float]:
+        return self.cluster.resources(self.options["device"], self.size)
+
+    def _start_one(self) -> None:
+        actor = ray.remote(Worker).options(**self._resources).remote(self.options)
+        self.workers.append(worker := _WorkerState(len(self.workers) + 1, actor))
+        self._waiting[actor.open.remote()] = worker
+
+    def assign(self, next_document: Callable[[], str | None], plan: ClusterPlan) -> None:
+        """Give documents to idle workers."""
+        while self._idle and (name := next_document()) is not None:
+            worker = self._idle.pop()
+            worker.document = name
+            self._waiting[worker.actor.warm.remote(name, plan.chunks[name], plan.pages[name])] = worker
+
+    def results(self, timeout: float = 1.0) -> Iterator[tuple[str | None, Any]]:
+        """Yield (document, result) as workers finish, None as the result of a document whose worker died.
+
+        The document is None and the result `Facts` when a worker becomes ready.
+
+        Raises:
+            KvragError: A worker reported an error, or workers die as soon as they start.
+        """
+        done, _ = ray.wait(list(self._waiting), timeout=timeout)
+        for ready in done:
+            worker = self._waiting.pop(ready)
+            name, worker.document = worker.document, None
+            try:
+                result = ray.get(ready)
+            except RayActorError as error:
+                self._replace(error)
+                if name is not None:
+                    yield name, None
+                continue
+            if isinstance(result, str):
+                raise KvragError(result)
+            self._deaths = 0
+            self._idle.append(worker)
+            if name is not None:
+                worker.documents += 1
+                worker.tokens += result["tokens"]
+                worker.seconds += result["seconds"]
+            yield name, result
+
+    def _replace(self, error: Exception) -> None:
+        self.lost += 1
+        self._deaths += 1
+        if self._deaths > _TRIES * self.size:
+            raise KvragError(f"workers die as soon as they start: {str(error).strip().splitlines()[0]}")
+        self._start_one()
+
+    def end(self) -> None:
+        """End all workers."""
+        for worker in self.workers:
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(worker.actor)
+
+
+@contextmanager
+def _worker_pool(cluster: Cluster, options: dict[str, Any], size: int) -> Iterator[WorkerPool]:
+    pool = WorkerPool(cluster, options, size)
+    try:
+        yield pool
+    finally:
+        pool.end()
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """Documents with their chunks and pages, and the problems in their files.
+
+    Attributes:
+        texts: By document, the number of tokens of each text, by its key.
+        warm: Documents that need no encoding.
+    """
+
+    chunks: dict[str, list[str]]
+    pages: dict[str, dict[str, tuple[int, int]]]
+    problems: list[Problem]
+    texts: dict[str, dict[str, int]]
+    warm: set[str]
+
+
+def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
+    """Split the files here, and encode their chunks on the Ray cluster in `args.ray`."""
+    from kvrag.store import open_store
+
+    with ExitStack() as stack:
+        cluster = stack.enter_context(connect(args.ray))
+        options = on_all_machines(args, cluster)
+        size = args.workers or (cluster.gpus if cluster.uses_gpus(args.device) else len(cluster.cpus)) or 1
+        pool = stack.enter_context(_worker_pool(cluster, options, size))
+        facts = pool.start()
+        here = _OpenStore(open_store(facts.store, options["store_cache"]))
+        stack.enter_context(closing(here.store))
+        here.store.bind(facts.fingerprint)
+        index = stack.enter_context(open_index(here, args.namespace, args.embedder))
+        gone = find_gone(here.store, index, args.paths, args.namespace)
+        dropped = drop(here.store, index, gone, args.namespace) if args.prune else 0
+        plan = _make_plan(args, facts, here.store, index)
+        tokens = sum(sum(texts.values()) for texts in plan.texts.values())
+        new = sum(sum(texts.values()) for name, texts in plan.texts.items() if name not in plan.warm)
+        say(
+            f"{len(plan.chunks)} documents, {len(plan.warm)} of them warm, {tokens} tokens, at most {new} of them new: "
+            f"needs {human_bytes(new * facts.bytes_per_token)} in {folder(here).stats().path}"
+        )
+        check_room(here.store, new * facts.bytes_per_token)
+        try:
+            result = _warm(pool, plan, args.json)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(INTERRUPTED) from None
+        result |= {"gone": gone, "dropped": dropped, "problems": plan.problems}
+        return result | {"store": str(folder(here).stats().path), "model": facts.model}
+
+
+def _make_plan(args: argparse.Namespace, facts: Facts, store: KVStore, index: ChunkIndex) -> ClusterPlan:
+    """Read and split all files, and find the documents that are warm."""
+    from kvrag.backend.transformers.loading import load_tokenizer
+    from kvrag.backend.transformers.tokenizer import Tokenizer
+    from kvrag.ingest.ingest import Choosing
+
+    tokenizer = Tokenizer(load_tokenizer(args.model), args.model)
+    if tokenizer.digest != facts.fingerprint.tokenizer:
+        raise SettingError(f"the cluster has another tokenizer for {args.model!r}: install the same model everywhere")
+    config = BlendConfig(**args.context_tokens)
+    choosing = Choosing(_ModelOutline(facts, tokenizer), store, config, facts.fingerprint)
+    chunks, pages, problems = read_chunks(args, tokenizer.encode)
+    texts: dict[str, dict[str, int]] = {}
+    warm: set[str] = set()
+    for name, pieces in chunks.items():
+        tokenized = [ids for ids in map(tokenizer.encode, pieces) if len(ids) >= config.min_run]
+        texts[name] = {text_key(args.namespace, ids): len(ids) for ids in tokenized}
+        # a killed worker may have stored a document's KV without indexing it
+        indexed = [text for text in dict.fromkeys(pieces) if text.strip()]
+        if index.texts(name) == indexed and choosing.is_warm(pieces, name, args.namespace):
+            warm.add(name)
+    return ClusterPlan(chunks, pages, problems, texts, warm)
+
+
+def _warm(pool: WorkerPool, plan: ClusterPlan, quiet: bool) -> dict[str, Any]:
+    """Send a plan's documents to the workers until all are done."""
+    queue = DocumentQueue(plan.texts, plan.warm)
+    lengths = {name: sum(texts.values()) for name, texts in plan.texts.items() if name not in plan.warm}
+    totals: dict[str, Any] = dict.fromkeys((*TOTALS, "indexed"), 0)
+    for name in plan.warm:
+        totals["chunks"] += len(set(plan.chunks[name]))
+        totals["reused"] += len(plan.texts[name])
+        totals["skipped"] += len(set(plan.chunks[name])) - len(plan.texts[name])
+    sent: Counter[str] = Counter()
+    left = set(lengths)
+    with progress("encoding", quiet) as report:
+        while left:
+            pool.assign(queue.next, plan)
+            for document, result in pool.results():
+                if document is None:
+                    continue
+                if result is None:
+                    sent[document] += 1
+                    if sent[document] == _TRIES:
+                        why = "they may need more memory, see Ray's logs"
+                        raise KvragError(f"{_TRIES} workers died while they encoded {document}: {why}")
+                    queue.put_back(document)
+                    continue
+                queue.finish(document)
+                left.discard(document)
+                for count in totals:
+                    totals[count] += result[count]
+            report(sum(length for name, length in lengths.items() if name not in left), sum(lengths.values()))
+    workers = [worker.to_dict() for worker in pool.workers if worker.documents]
+    for worker in workers:
+        say(
+            f"worker {worker['worker']}: {worker['documents']} documents, {worker['tokens']} tokens, "
+            f"{worker['tokens_per_second']:.0f} tokens/s"
+        )
+    warnings = []
+    if totals["skipped"]:
+        warnings.append(f"{totals['skipped']} chunks are too short: they can be retrieved but not reused")
+    if pool.lost:
+        warnings.append(f"{pool.lost} workers died and were replaced: nothing is missing")
+    result = totals | {"files": len(plan.chunks), "warm": len(plan.warm), "warnings": warnings}
+    return result | {"workers": workers, "lost": pool.lost}

@@ -1,0 +1,112 @@
+"""Answered prompts: the most recent ones, kept for explanations, and a warning when they reuse little."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvrag.errors import KvragError, PromptError
+from kvrag.types import BlendReport
+
+logger = logging.getLogger("kvrag")
+
+_ANSWERS = 32  # per namespace
+_NAMESPACES = 256
+_LONG = 512  # tokens of a prompt that probably contains retrieved text
+_LITTLE = 0.1  # reused share that is suspiciously low
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What is kept of a prompt once it was answered.
+
+    Attributes:
+        ids: (T,) token ids of the prompt.
+        selected: (S,) reused positions that were recomputed.
+        report: Report of the answer.
+        namespace: Namespace of the prompt.
+    """
+
+    ids: Tensor
+    selected: Tensor
+    report: BlendReport
+    namespace: str = ""
+
+
+class History:
+    """The most recent prompts of each namespace, as they were answered. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._answers: OrderedDict[str, deque[Answered]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, answered: Answered) -> None:
+        """Keep an answered prompt, in place of the oldest."""
+        with self._lock:
+            self._answers.setdefault(answered.namespace, deque(maxlen=_ANSWERS)).append(answered)
+            self._answers.move_to_end(answered.namespace)
+            if len(self._answers) > _NAMESPACES:
+                self._answers.popitem(last=False)
+
+    def find(self, namespace: str, report: BlendReport | dict[str, Any] | None) -> Answered:
+        """Return the prompt of a report; None = the last prompt of the namespace.
+
+        Raises:
+            PromptError: The answer is unknown.
+        """
+        with self._lock:
+            answers = list(self._answers.get(namespace, ()))
+        if not answers:
+            raise PromptError("there is no answer in this namespace yet: pass a prompt to explain")
+        for answered in reversed(answers):
+            own = answered.report
+            if report is None or report == (own if isinstance(report, BlendReport) else own.to_dict()):
+                return answered
+        raise PromptError(f"this answer is not among the last {_ANSWERS} of the namespace: pass its prompt to explain")
+
+
+class Watch:
+    """Logs one warning when prompts reuse suspiciously little. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._has_warned = False
+        self._misses = 0
+
+    def look(self, answered: Answered, explain: Callable[[], tuple[str, bool]]) -> None:
+        """Check an answered prompt.
+
+        A long prompt with little reuse gives a warning if a changed chunk is recognised in it. Otherwise it may be a
+        prompt without retrieved text, such as an agent's first one; then two in a row give a warning.
+
+        Args:
+            explain: Returns why little was reused, and whether a changed chunk was recognised.
+        """
+        report = answered.report
+        if self._has_warned or report.policy == "full" or report.prompt_tokens < _LONG:
+            return
+        if report.reused_tokens >= _LITTLE * report.prompt_tokens:
+            self._misses = 0
+            return
+        try:
+            reason, has_changed = explain()
+        except KvragError:
+            return  # the store was closed or is unreadable; the answer is not affected
+        with self._lock:
+            self._misses += 1
+            if self._has_warned or not (has_changed or self._misses > 1):
+                return
+            self._has_warned = True
+        logger.warning(
+            "only %d of %d tokens of a prompt were reused: %s. Inspect the last prompt with `print(engine.explain())` "
+            "or with `explain()` of the LLM class, and any other with `kvrag explain PROMPT`. (Logged once.)",
+            report.reused_tokens,
+            report.prompt_tokens,
+            reason,
+        )

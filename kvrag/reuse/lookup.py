@@ -1,0 +1,99 @@
+"""Lookup: where the tokens of a prompt are stored, and which variant of each text may be used for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from kvrag.reuse.catalog import Catalog
+from kvrag.reuse.segment import Ids
+from kvrag.store import KVStore, visible_variant
+from kvrag.types import Run
+
+
+class Match(NamedTuple):
+    """A run of a stored chunk in a prompt.
+
+    Attributes:
+        run: Its `key` is the chunk key.
+        text_key: Key of the chunk's text.
+        context_tokens: Number of context tokens that the chunk was encoded with.
+    """
+
+    run: Run
+    text_key: str
+    context_tokens: int
+
+
+class Lookup:
+    """Looks up the chunks that prompts may reuse. Thread-safe.
+
+    Texts are matched on the catalog's snapshot; the variant to use depends on the store's current state.
+    """
+
+    def __init__(self, catalog: Catalog, store: KVStore, alone_only: bool) -> None:
+        """Combine a catalog and its store. `alone_only`: use only chunks that were encoded without context."""
+        self._catalog, self._store, self._alone_only = catalog, store, alone_only
+
+    def update(self) -> int:
+        """Take in what was stored or removed since; return the store's counter of removals. Call it once per prompt."""
+        return self._catalog.update()
+
+    def refresh(self) -> None:
+        """Take in everything that was stored or removed, however much. Call it after ingestion."""
+        self._catalog.refresh()
+
+    def find(
+        self,
+        ids: Sequence[int],
+        min_run: int,
+        namespace: str = "",
+        kept: int = 0,
+        withheld: set[str] | None = None,
+    ) -> list[Match]:
+        """Return the runs of stored chunks in a prompt after its first `kept` tokens, ascending and disjoint.
+
+        Args:
+            withheld: Gets the keys of the matched texts of which no variant may be used at present.
+        """
+        runs = self._catalog.match(ids[kept:], min_run, namespace)
+        variants = self._variants(run.text_key for run in runs)
+        if withheld is not None:
+            withheld.update(text_key for text_key, variant in variants.items() if variant is None)
+        return [
+            Match(Run(run.start + kept, run.stop + kept, variant[0], run.offset), run.text_key, variant[1])
+            for run in runs
+            if (variant := variants.get(run.text_key))
+        ]
+
+    def find_chunks(self, ids: Sequence[int], min_run: int, namespace: str = "") -> list[tuple[Run, Ids]]:
+        """Return the runs of stored chunks in a prompt, each with the token ids of its chunk."""
+        self.update()
+        found = []
+        for run, text_key, _ in self.find(ids, min_run, namespace):
+            with suppress(KeyError):  # removed in the meantime
+                found.append((run, self._catalog.ids(text_key)))
+        return found
+
+    def usable(self, text_keys: Iterable[str]) -> dict[str, str]:
+        """Return the chunk key of each text's usable variant, by text key; texts without one are left out."""
+        return {text_key: variant[0] for text_key, variant in self._variants(text_keys).items() if variant}
+
+    def _variants(self, text_keys: Iterable[str]) -> dict[str, tuple[str, int] | None]:
+        """Return chunk key and context tokens of each text's usable variant, by text key; None without one."""
+        states = self._store.look_up(list(dict.fromkeys(text_keys)))
+        usable = {text_key: visible_variant(state, self._alone_only) for text_key, state in states.items()}
+        return {
+            text_key: None if chunk_key is None else (chunk_key, states[text_key].variants[chunk_key])
+            for text_key, chunk_key in usable.items()
+        }
+
+    def withdrawn(self, variants: Mapping[str, str]) -> list[str]:
+        """Return the chunk keys that a prompt may no longer use, because another source has their text by now.
+
+        Args:
+            variants: Chunk key by text key.
+        """
+        usable = self.usable(variants) if variants else {}
+        return [chunk_key for text_key, chunk_key in variants.items() if usable.get(text_key) != chunk_key]

@@ -1,0 +1,101 @@
+"""Measurements that policies score by: deviation of the stitched KV, and attention of the question."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from kvrag.backend.protocol import prefill_blocks
+from kvrag.reuse.select import Context, Scores, no_rows
+
+_MIN_QUERIES = 8
+_FIRST_SHARE = 1 / 2  # of the budget, at most, for the first tokens of runs
+
+
+def deviation(context: Context, layer: int, rows: Tensor) -> Tensor:
+    """Return the (T,) KV deviation of the fresh KV of (S,) `rows` on a layer, -inf elsewhere. The fresh KV is kept."""
+    backend, stitched, config = context.backend, context.stitched, context.config
+    keys, values = stitched.cache.layer(layer)
+    scores = torch.full((len(stitched.ids),), -torch.inf)
+
+    def measure(block: Tensor, fresh_keys: Tensor, fresh_values: Tensor) -> None:
+        at = block.to(keys.device)
+        pairs = {"k": (fresh_keys, keys[:, :, at]), "v": (fresh_values, values[:, :, at])}
+        deviations = [_METRICS[config.metric](*pairs[name]) for name in config.deviation_of]
+        total = backend.sum_over_processes(torch.stack(deviations).sum(dim=0))
+        scores[block] = (total / backend.num_processes if config.metric == "cosine" else total).cpu()
+        stitched.cache.write(layer, at, fresh_keys, fresh_values)
+
+    def run(block: Tensor, positions: Tensor | None) -> None:
+        def observe(number: int, fresh_keys: Tensor, fresh_values: Tensor) -> bool:
+            if number == layer:
+                measure(block, fresh_keys, fresh_values)
+            return number == layer
+
+        backend.forward_until(observe, stitched.ids[block][None], stitched.cache, positions)
+
+    if len(rows) == len(scores) and backend.rows_per_pass is None:  # plain prefill of the prefix: no mask needed
+        stitched.cache.set_length(0)
+        run(rows, None)
+    else:
+        for block in prefill_blocks(backend, rows):
+            run(block, block)
+    measured = scores[stitched.inexact]
+    measured = measured.masked_fill(measured < config.min_deviation, -torch.inf)
+    return torch.full_like(scores, -torch.inf).index_copy_(0, stitched.inexact, measured)
+
+
+def attention(context: Context) -> Scores:
+    """Return the attention of the question, the tokens after the last run.
+
+    Root mean square over the heads and a band of layers, so that one head with high attention counts more than many
+    with low attention; optionally smoothed over neighbours.
+    """
+    backend, stitched, config = context.backend, context.stitched, context.config
+    fresh = stitched.fresh
+    last_reused = int(stitched.reused.nonzero()[-1])
+    num_queries = max(int((fresh > last_reused).sum()), min(_MIN_QUERIES, len(fresh)))
+    low, high = math.floor(config.band[0] * backend.num_layers), math.ceil(config.band[1] * backend.num_layers)
+    layers = range(min(max(low, 1), backend.num_layers - 1), max(high, low + 1, 2))  # layer 0 has no context yet
+    received, left = torch.zeros(len(stitched.ids)), len(fresh)
+    for rows in prefill_blocks(backend, fresh):
+        left -= len(rows)
+        queries = min(len(rows), num_queries - left)
+        ids = stitched.ids[rows][None]
+        if queries > 0:
+            part = backend.attention_received(ids, stitched.cache, rows, queries, layers)
+            received[: len(part)] += part
+        else:
+            backend.forward_until(lambda number, *_: number == layers.stop, ids, stitched.cache, rows)
+    received = (received / num_queries).sqrt_()
+    values = avg_pool1d(
+        received[None], config.smoothing, stride=1, padding=config.smoothing // 2, count_include_pad=False
+    )[0]
+    return Scores(values, fresh if layers.stop == backend.num_layers else no_rows())
+
+
+def first_tokens(context: Context) -> Tensor:
+    """Return (T,) scores above any attention for `first_tokens` of every run, the same number of each, 0 elsewhere."""
+    stitched, config = context.stitched, context.config
+    scores = torch.zeros(len(stitched.ids))
+    runs = [run for run in stitched.runs if not stitched.exact[run.start]]
+    num = min(config.first_tokens, int(_FIRST_SHARE * context.budget) // max(len(runs), 1))
+    for run in runs:
+        scores[run.start : run.start + min(num, len(run))] = 2.0  # attention is at most 1
+    return scores
+
+
+def _l2(fresh: Tensor, cached: Tensor) -> Tensor:
+    """Return the (T,) squared distance of two (1, H, T, D) tensors."""
+    return (fresh.float() - cached.float()).square().sum(dim=(0, 1, 3))
+
+
+def _cosine(fresh: Tensor, cached: Tensor) -> Tensor:
+    """Return the (T,) cosine distance of two (1, H, T, D) tensors, mean over heads."""
+    return 1 - torch.cosine_similarity(fresh.float(), cached.float(), dim=-1).mean(dim=(0, 1))
+
+
+_METRICS = {"l2": _l2, "cosine": _cosine}

@@ -1,0 +1,15 @@
+"""The first tokens of every run (EPIC / LegoLink, arXiv:2410.15332, section 4)."""
+
+from __future__ import annotations
+
+import torch
+
+from kvrag.reuse.select import Context, Scores
+
+
+def score(context: Context) -> Scores:
+    """The first tokens of every run, the same number of each."""
+    scores = torch.full((len(context.stitched.ids),), -torch.inf)
+    for run in context.stitched.runs:
+        scores[run.start : run.stop] = -torch.arange(len(run), dtype=torch.float32)
+    return Scores(scores)

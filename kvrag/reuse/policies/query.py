@@ -1,0 +1,23 @@
+"""The first tokens of every run, then those that the question attends to over the stitched KV (ProphetKV, QCFuse)."""
+
+from __future__ import annotations
+
+import math
+
+from kvrag.config import BlendConfig
+from kvrag.reuse.measure import attention, first_tokens
+from kvrag.reuse.select import Context, Passes, Scores
+
+
+def score(context: Context) -> Scores:
+    """Score the first tokens above all others, and these by their attention.
+
+    The first tokens of a chunk were encoded without the text before them, so they count regardless of the question.
+    """
+    received = attention(context)
+    return Scores(received.values + first_tokens(context), received.final_rows)
+
+
+def passes(config: BlendConfig, num_layers: int) -> Passes:
+    """Return the layers up to the end of the band, on the fresh tokens."""
+    return Passes(query=math.ceil(config.band[1] * num_layers) / num_layers)

@@ -1,0 +1,325 @@
+"""Base of the stores: a manifest in a local folder, and a chunk per row of it somewhere."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrag.errors import SettingError, StoreFullError, StoreReadOnlyError
+from kvrag.store import chunkfile
+from kvrag.store.chunkfile import SUFFIX, PackedChunk
+from kvrag.store.log import Log
+from kvrag.store.manifest import EVICT, Holder, Manifest, Row
+from kvrag.store.owner import codec_of
+from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
+
+MANIFEST = "manifest.sqlite"
+_LOW_WATERMARK = 0.8  # share of a budget that eviction leaves
+
+UNUSED_DAYS = 7.0
+"""Days after which unused texts of requests are collected."""
+
+Progress = Callable[[int, int], None]
+"""Called with (chunks done, chunks to do)."""
+
+
+def no_progress(done: int, total: int) -> None:
+    """Report nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCheck:
+    """Result of `check`.
+
+    Attributes:
+        sound: Intact chunks, including `adopted` and `repaired` ones.
+        damaged: Chunks moved to quarantine.
+        adopted: Intact files that had no row.
+        repaired: Chunks whose row did not match their file.
+        unreadable: Chunks that could not be read at the moment; they are kept.
+    """
+
+    sound: int
+    damaged: int
+    adopted: int
+    repaired: int
+    unreadable: int
+
+
+class ManifestStore(ABC):
+    """A store whose manifest answers everything but the content of chunks. Thread-safe.
+
+    Subclasses set these before they are used:
+        path: The local folder.
+        read_only: Nothing can be written.
+        max_bytes: Byte budget of the chunks in the local folder.
+        _manifest: Rows of all chunks.
+        _changes: Where changes are recorded: the manifest itself, or the log that it follows.
+        _writers: Threads that write chunks.
+    """
+
+    path: Path
+    read_only: bool
+    max_bytes: int | None
+    _manifest: Manifest
+    _changes: Manifest | Log
+    _writers: ThreadPoolExecutor
+
+    @property
+    def catalog_folder(self) -> Path:
+        """See KVStore.catalog_folder."""
+        return self.path / "catalog"
+
+    @property
+    @abstractmethod
+    def _fingerprint(self) -> str:
+        """Return the digest of the fingerprint that chunks are written and read with."""
+
+    @abstractmethod
+    def owner(self) -> dict[str, str]:
+        """Return the parts of the fingerprint that the store is claimed for, {} if unclaimed."""
+
+    @abstractmethod
+    def _write_chunk(self, name: str, header: bytes, body: memoryview) -> None:
+        """Store a chunk durably under a new name."""
+
+    @abstractmethod
+    def _delete(self, names: Iterable[str]) -> None:
+        """Delete chunks without a row. `gc` deletes those that cannot be deleted now."""
+
+    @abstractmethod
+    def delete_leftovers(self) -> int:
+        """Delete chunks without a row and quarantined ones, unless they are recent; return their number."""
+
+    @abstractmethod
+    def _record_uses(self) -> None:
+        """Record the uses that `touch` has collected."""
+
+    def _check_open(self) -> None:  # noqa: B027
+        """Raise StoreError if the store cannot be used."""
+
+    @property
+    def _current(self) -> Manifest:
+        """Return the manifest; of a shared store, up to date if that takes only a moment."""
+        return self._manifest
+
+    # ---------------------------------------------------------------- chunks
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """See KVStore.missing."""
+        known = self._current.known(keys)
+        return [key for key in keys if key not in known]
+
+    def put(self, records: Sequence[ChunkRecord]) -> int:
+        """See KVStore.put."""
+        return self._put(records)[0]
+
+    def _put(self, records: Sequence[ChunkRecord]) -> tuple[int, list[ChunkRecord]]:
+        """Store chunks; return the bytes that they take, and those that were not stored before."""
+        if self.read_only:
+            raise StoreReadOnlyError(f"{self.path} is not writable: choose another store folder")
+        new = {record.key: record for record in records}
+        wanted = [new[key] for key in self.missing(list(new))]
+        sizes: Counter[str] = Counter()
+        for record in wanted:
+            sizes[record.namespace] += chunkfile.estimate(record)
+        self._make_room(sizes)
+        writing = [self._writers.submit(self._write, record) for record in wanted]
+        wait(writing)  # wait for all of them, so that no writer is still running after an error
+        rows = [written.result() for written in writing if not written.exception()]
+        if error := next(filter(None, (written.exception() for written in writing)), None):
+            self._delete(row.file for row in rows)
+            raise error
+        known = self._add(rows)
+        self._delete(row.file for row in known)  # another writer was faster
+        self.keep_budgets(sizes)  # others have stored chunks since there was room
+        return sum(row.num_bytes for row in rows) - sum(row.num_bytes for row in known), wanted
+
+    def _write(self, record: ChunkRecord) -> Row:
+        """Write a record under a unique name."""
+        name = f"{record.key}-{uuid.uuid4().hex[:8]}{SUFFIX}"
+        header, body = chunkfile.serialise(record, self._fingerprint)
+        self._write_chunk(name, header, body)
+        size = len(header) + body.nbytes
+        return Row.of(record.key, record.namespace, record.ids, len(record.context), name, size)
+
+    def _add(self, rows: Sequence[Row]) -> list[Row]:
+        """Record stored chunks; return the rows whose key had another file already."""
+        return self._changes.add(rows)
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """See KVStore.remove. Rows go first: a file without a row is a leftover, a row without a file is damage."""
+        self._check_open()
+        for i in range(0, len(keys), EVICT):
+            self._delete(self._changes.remove(keys[i : i + EVICT]))
+
+    # ---------------------------------------------------------------- texts and their holders
+
+    def look_up(self, text_keys: Sequence[str]) -> dict[str, TextState]:
+        """See KVStore.look_up."""
+        return self._current.look_up(text_keys)
+
+    def entries(self, after: int) -> Iterator[Entry]:
+        """See KVStore.entries. Numbers are this machine's."""
+        self._check_open()
+        return self._manifest.entries(after)
+
+    def removed(self, after: int) -> tuple[int, Sequence[int]] | None:
+        """See KVStore.removed."""
+        self._check_open()
+        return self._manifest.removed(after)
+
+    def removals(self) -> int:
+        """See KVStore.removals."""
+        return self._current.counter("removals")
+
+    def set_document(
+        self, document: str, holdings: Sequence[Holding], namespace: str = "", replace: bool = True
+    ) -> list[str]:
+        """See KVStore.set_document."""
+        self._check_open()
+        removed = self._changes.hold(document, holdings, namespace, replace and document not in ("", ON_REQUEST))
+        self._delete(name for _, name in removed)
+        return [key for key, _ in removed]
+
+    def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:
+        """See KVStore.documents."""
+        return self._current.documents(prefix, namespace)
+
+    def count_tokens(self, prefix: str = "", namespace: str = "") -> dict[str, int]:
+        """See KVStore.count_tokens."""
+        return self._current.count_tokens(prefix, namespace)
+
+    # ---------------------------------------------------------------- budgets
+
+    def budgets(self) -> dict[str, int]:
+        """Return the byte budget of each namespace that has one."""
+        return self._current.budgets()
+
+    def set_budget(self, namespace: str, max_bytes: int | None) -> int:
+        """Set the byte budget of a namespace, for all processes and machines; None = none.
+
+        Beyond it, the namespace's own chunks are evicted, now and whenever chunks are stored.
+
+        Returns:
+            The number of chunks evicted now.
+
+        Raises:
+            SettingError: The budget is not positive.
+            StoreReadOnlyError: The store is not writable.
+        """
+        if max_bytes is not None and not 0 < max_bytes < 1 << 63:
+            raise SettingError(f"a budget must be positive, got {max_bytes} bytes")
+        self._check_open()
+        self._changes.set_budget(namespace, max_bytes)
+        return 0 if max_bytes is None else self._evict(max_bytes, namespace)
+
+    def keep_budgets(self, namespaces: Collection[str] | None = None) -> None:
+        """Evict beyond the budgets of these namespaces; None = all."""
+        for namespace, max_bytes in self._manifest.budgets().items():
+            if namespaces is None or namespace in namespaces:
+                self._evict(max_bytes, namespace)
+
+    def _make_room(self, sizes: Mapping[str, int]) -> None:
+        """Evict what has to go for this many bytes of each namespace."""
+        budgets = {name: size for name, size in self._manifest.budgets().items() if name in sizes}
+        for namespace, max_bytes in budgets.items():
+            if sizes[namespace] > max_bytes:
+                name = f"the namespace {namespace!r}" if namespace else "the default namespace"
+                raise StoreFullError(
+                    f"{sizes[namespace]} bytes exceed the budget of {max_bytes} bytes of {name}: "
+                    "raise it with `kvrag store budget`"
+                )
+        for namespace, max_bytes in budgets.items():
+            self._evict_for(sizes[namespace], max_bytes, namespace)
+
+    def _evict_for(self, needed: int, max_bytes: int, namespace: str | None = None) -> None:
+        """Evict down to less than a budget for `needed` bytes, so that not every `put` evicts."""
+        if self._manifest.num_bytes(namespace) + needed > max_bytes:
+            self._evict(max(0, int(max_bytes * _LOW_WATERMARK) - needed), namespace)
+
+    def _evict(self, limit: int, namespace: str | None = None) -> int:
+        """Remove the chunks that save least until those of a namespace, None = all, take at most `limit` bytes.
+
+        Returns:
+            The number of removed chunks.
+        """
+        if self._manifest.num_bytes(namespace) <= limit:
+            return 0
+        self._record_uses()
+        evicted = 0
+        while names := self._changes.evict(limit, EVICT, namespace):
+            self._delete(names)
+            evicted += len(names)
+        return evicted
+
+    # ---------------------------------------------------------------- maintenance
+
+    def stats(self) -> StoreStats:
+        """See KVStore.stats."""
+        parts, namespaces = self.owner(), tuple(self._current.namespaces())
+        return StoreStats(
+            path=str(self.path),
+            fingerprint=parts.get("digest", ""),
+            model=json.loads(parts.get("model", '""')),
+            codec=codec_of(parts),
+            chunks=sum(namespace.chunks for namespace in namespaces),
+            tokens=sum(namespace.tokens for namespace in namespaces),
+            bytes=sum(namespace.bytes for namespace in namespaces),
+            documents=sum(namespace.documents for namespace in namespaces),
+            max_bytes=self.max_bytes,
+            damaged=self._manifest.counter("damaged"),
+            namespaces=namespaces,
+        )
+
+    def contents(self) -> Iterator[tuple[dict[str, int], list[Row], list[Holder]]]:
+        """See Manifest.contents."""
+        return self._manifest.contents()
+
+    def gc(self, unused_days: float = UNUSED_DAYS) -> tuple[int, int]:
+        """Delete unneeded chunks and files; return (chunks, files) deleted. Evicts beyond the budgets.
+
+        Unneeded are chunks that no document relies on, including chunks of requests unused for `unused_days`, files
+        without a row, and quarantined files. Token ids of deleted texts are deleted from the manifest's log and from
+        the catalog, which is built anew.
+        """
+        self._record_uses()
+        if requests := self._manifest.unused_requests(time.time() - unused_days * 86400):
+            self._changes.release(requests)
+        unheld = self._manifest.unheld()
+        self.remove(unheld)
+        self.keep_budgets()  # a writer that was killed has not
+        leftovers = self.delete_leftovers()
+        if self._manifest.purge():
+            for path in self.catalog_folder.glob("*"):
+                path.unlink(missing_ok=True)
+        return len(unheld), leftovers
+
+    @staticmethod
+    def _tally(total: int, checked: Iterable[Sequence[str]], progress: Progress) -> StoreCheck:
+        """Count the names of StoreCheck's fields that each checked chunk adds to."""
+        counts = dict.fromkeys(("sound", "damaged", "adopted", "repaired", "unreadable"), 0)
+        for done, names in enumerate(checked, 1):
+            for name in names:
+                counts[name] += 1
+            progress(done, total)
+        return StoreCheck(**counts)
+
+
+def row_of(chunk: PackedChunk, file: str, num_bytes: int) -> Row:
+    """Return the row that a chunk must have; reads all of it.
+
+    Raises:
+        DamagedChunkError: It is damaged.
+        ChunkUnreadableError: It cannot be read at the moment.
+    """
+    for number in range(chunk.num_layers):
+        chunk.layer(number)
+    return Row.of(chunk.key, chunk.namespace, chunk.ids, chunk.context_tokens, file, num_bytes)

@@ -1,0 +1,113 @@
+"""Which chunks go when there is no room, and the budgets that say so.
+
+Chunks are evicted by their score, lowest first: see decision 23. The score is the logarithm of
+
+    (tokens to compute again) / bytes * sum over all uses of 2 ** (clock at that use / half-life)
+
+Counting a use only adds a term, and scores of different ages compare as they are, so an index can hold them. The clock
+counts uses: it is 1 further when there were as many uses as there are chunks.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from kvrag.store.schema import PAGE, Database, advance, clock_of
+
+_LOG = 100_000  # number of removals kept
+_BUDGET = "budget "  # and a namespace: counter with its budget in bytes
+
+
+class Eviction(Database):
+    """The part of the manifest that scores chunks and removes those that save least."""
+
+    def num_bytes(self, namespace: str | None = None) -> int:
+        """Return the total size of all chunks of a namespace; None = of all."""
+        return int(self._all("SELECT total(bytes) FROM totals WHERE ?1 IS NULL OR namespace = ?1", namespace)[0][0])
+
+    def evict(self, limit: int, most: int, namespace: str | None = None) -> list[str]:
+        """Delete the rows of at most `most` chunks, see `coldest`; return the names of their files.
+
+        The size is read in the same transaction, so that several processes do not evict for the same need.
+        """
+        with self._writing() as connection:
+            removed = remove_rows(connection, self.coldest(limit, most, namespace))
+        return [file for _, file in removed]
+
+    def coldest(self, limit: int, most: int, namespace: str | None = None) -> list[str]:
+        """Return the keys of the chunks to remove until all take `limit` bytes, at most `most`.
+
+        Args:
+            namespace: Only chunks of this namespace count, and only these are removed; None = all.
+        """
+        keys = []
+        where, names = ("", ()) if namespace is None else ("WHERE chunk_namespace = ?", (namespace,))
+        with self._writing() as connection:
+            total = "SELECT total(bytes) FROM totals WHERE ?1 IS NULL OR namespace = ?1"
+            (left,) = connection.execute(total, (namespace,)).fetchone()
+            query = f"SELECT key, num_bytes FROM chunks {where} ORDER BY score, key LIMIT ?"
+            for key, size in connection.execute(query, (*names, most)):
+                if left <= limit:
+                    break
+                keys.append(key)
+                left -= size
+        return keys
+
+    def touch(self, uses: Mapping[str, int]) -> None:
+        """Record that these chunks were used now, so many times each."""
+        now = time.time()
+        with self._writing() as connection:
+            clock, before = clock_of(connection), connection.total_changes
+            connection.executemany(
+                "UPDATE chunks SET used = ?1, uses = uses + ?2, score = raised(score, ?2, context_tokens +"
+                " (SELECT num_tokens FROM texts WHERE texts.text = chunks.text), num_bytes, ?3) WHERE key = ?4",
+                [(now, count, clock, key) for key, count in uses.items()],
+            )
+            if connection.total_changes > before:  # a shared store also hears of chunks that it does not have
+                advance(connection, sum(uses.values()))
+
+    # ---------------------------------------------------------------- budgets
+
+    def set_budget(self, namespace: str, max_bytes: int | None) -> None:
+        """Set the byte budget of a namespace; None = none. Removes no chunks."""
+        with self._writing() as connection:
+            connection.execute("DELETE FROM counters WHERE name = ?", (_BUDGET + namespace,))
+            if max_bytes is not None:
+                connection.execute("INSERT INTO counters VALUES (?, ?)", (_BUDGET + namespace, max_bytes))
+
+    def budgets(self) -> dict[str, int]:
+        """Return the byte budget of each namespace that has one."""
+        return budgets_in(dict(self._all("SELECT name, value FROM counters WHERE name GLOB ?", f"{_BUDGET}*")))
+
+    def scores(self) -> Iterator[list[tuple[str, float]]]:
+        """Yield pages of (key, score) of all chunks; see `set_scores`."""
+        query, after = "SELECT key, score FROM chunks WHERE key > ? AND score IS NOT NULL ORDER BY key LIMIT ?", ""
+        while page := self._all(query, after, PAGE):
+            yield page
+            after = page[-1][0]
+
+    def set_scores(self, scores: Iterable[tuple[str, float]]) -> None:
+        """Replace the scores of these chunks by those of another manifest with the same clock."""
+        with self._writing() as connection:
+            connection.executemany("UPDATE chunks SET score = ?2 WHERE key = ?1", scores)
+
+
+def budgets_in(counters: Mapping[str, int]) -> dict[str, int]:
+    """Return the budgets of namespaces that are among these counters."""
+    return {name.removeprefix(_BUDGET): value for name, value in counters.items() if name.startswith(_BUDGET)}
+
+
+def remove_rows(connection: sqlite3.Connection, keys: Sequence[str], file: str | None = None) -> list[tuple[str, str]]:
+    """Delete rows within the current transaction; return (key, file) of the deleted ones."""
+    removed = []
+    for key in keys:
+        row = connection.execute("SELECT file FROM chunks WHERE key = ?", (key,)).fetchone()
+        if row and file in (None, row[0]):
+            connection.execute("DELETE FROM chunks WHERE key = ?", (key,))
+            removed.append((key, str(row[0])))
+    connection.execute(
+        "DELETE FROM removed WHERE position <= (SELECT seq FROM sqlite_sequence WHERE name = 'removed') - ?", (_LOG,)
+    )
+    return removed

@@ -1,0 +1,387 @@
+"""The manifest's file: its tables, how it is opened, and connections to it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock
+
+from kvrag.errors import StoreError, StoreFullError, StoreReadOnlyError
+from kvrag.fingerprint import FORMAT
+from kvrag.store.owner import old_format
+
+logger = logging.getLogger("kvrag")
+
+PAGE = 2000
+"""Rows per read or write."""
+
+CLOCK = "clock"
+"""Counter with the clock of the scores, see `kvrag.store.eviction`."""
+
+TICKS = 10**9
+"""Value of that counter per unit of the clock."""
+
+_HALF_LIFE = 4.0  # of a use, on the clock
+
+# A text row lives as long as one of its chunks. Triggers guarantee it on every code path.
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS totals (
+    namespace TEXT PRIMARY KEY, texts INTEGER NOT NULL DEFAULT 0, chunks INTEGER NOT NULL DEFAULT 0,
+    tokens INTEGER NOT NULL DEFAULT 0, bytes INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS texts (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    text TEXT NOT NULL UNIQUE,
+    namespace TEXT NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    ids BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS chunks (
+    key TEXT PRIMARY KEY,
+    text TEXT NOT NULL,
+    context_tokens INTEGER NOT NULL,
+    file TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    created REAL NOT NULL,
+    used REAL NOT NULL,
+    uses INTEGER NOT NULL DEFAULT 0,
+    chunk_namespace TEXT,
+    score REAL
+);
+CREATE INDEX IF NOT EXISTS chunks_text ON chunks (text, key, context_tokens);
+CREATE INDEX IF NOT EXISTS chunks_score ON chunks (score, key, num_bytes);
+CREATE INDEX IF NOT EXISTS chunks_namespace ON chunks (chunk_namespace, score, key, num_bytes);
+DROP INDEX IF EXISTS chunks_used;
+CREATE TABLE IF NOT EXISTS holders (
+    namespace TEXT NOT NULL, document TEXT NOT NULL, text TEXT NOT NULL, source TEXT NOT NULL, key TEXT NOT NULL,
+    PRIMARY KEY (namespace, document, text, source)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS holders_text ON holders (text, source, key);
+CREATE INDEX IF NOT EXISTS holders_key ON holders (key);
+CREATE TABLE IF NOT EXISTS removed (position INTEGER PRIMARY KEY AUTOINCREMENT, number INTEGER NOT NULL);
+CREATE TRIGGER IF NOT EXISTS text_added AFTER INSERT ON texts BEGIN
+    INSERT INTO totals (namespace, texts) VALUES (NEW.namespace, 1)
+        ON CONFLICT (namespace) DO UPDATE SET texts = texts + 1;
+END;
+CREATE TRIGGER IF NOT EXISTS text_removed AFTER DELETE ON texts BEGIN
+    UPDATE totals SET texts = texts - 1 WHERE namespace = OLD.namespace;
+    INSERT INTO removed (number) VALUES (OLD.number);
+END;
+CREATE TRIGGER IF NOT EXISTS chunk_added AFTER INSERT ON chunks BEGIN
+    UPDATE totals SET chunks = chunks + 1, bytes = bytes + NEW.num_bytes,
+        tokens = tokens + (SELECT num_tokens FROM texts WHERE text = NEW.text)
+        WHERE namespace = (SELECT namespace FROM texts WHERE text = NEW.text);
+END;
+CREATE TRIGGER IF NOT EXISTS chunk_removed AFTER DELETE ON chunks BEGIN
+    UPDATE totals SET chunks = chunks - 1, bytes = bytes - OLD.num_bytes,
+        tokens = tokens - (SELECT num_tokens FROM texts WHERE text = OLD.text)
+        WHERE namespace = (SELECT namespace FROM texts WHERE text = OLD.text);
+    INSERT INTO counters VALUES ('removals', 1) ON CONFLICT (name) DO UPDATE SET value = value + 1;
+    DELETE FROM texts WHERE text = OLD.text AND NOT EXISTS (SELECT 1 FROM chunks WHERE text = OLD.text);
+END;
+"""
+RECOUNT = """
+DELETE FROM texts WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE chunks.text = texts.text);
+DELETE FROM totals;
+INSERT INTO totals (namespace, texts, chunks, tokens, bytes)
+    SELECT namespace, count(DISTINCT number), count(*), total(num_tokens), total(num_bytes)
+    FROM chunks JOIN texts USING (text) GROUP BY namespace;
+"""
+
+
+class Database:
+    """SQLite in WAL mode: readers never wait, writers of several processes are serialised.
+
+    Attributes:
+        read_only: The folder is not writable.
+        is_new: The file did not exist, or was damaged and has been moved aside. The caller fills the new one from the
+            chunk files.
+    """
+
+    def __init__(self, path: Path, read_only: bool = False) -> None:
+        """Open or create the manifest.
+
+        Args:
+            read_only: Do not create or change any file.
+
+        Raises:
+            StoreError: The file cannot be opened, or has another format.
+        """
+        self._path = path
+        self._lock = threading.RLock()  # guards the one writing connection
+        self._idle: deque[sqlite3.Connection] = deque()  # reading connections
+        self.read_only, self.is_new, self._closed = read_only, False, False
+        with translated(path):
+            if read_only:
+                self._writer = self._open_to_read()
+                return
+            with _alone(path):
+                try:
+                    self._writer = self._open()
+                except _DAMAGED as error:
+                    if isinstance(error, sqlite3.OperationalError):
+                        raise
+                    self._replace(error)
+
+    def _open(self) -> sqlite3.Connection:
+        # SQLite reports a read-only file only on the first write
+        if self._path.exists() and not all(os.access(path, os.W_OK) for path in (self._path, self._path.parent)):
+            self.read_only = True
+            return self._open_to_read()
+        try:
+            connection = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
+            self.is_new = not _check_format(self._path, connection)
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA secure_delete=ON")  # a deleted text's ids are overwritten
+            connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, and `check` finds its file again
+            connection.execute(f"PRAGMA user_version={FORMAT}")
+            connection.create_function("raised", 5, raised)
+            _add_columns(connection)
+            connection.executescript(_SCHEMA)
+            _add_scores(connection)
+            # positions are never reused, even when a damaged manifest is rebuilt
+            connection.execute(
+                "INSERT INTO sqlite_sequence SELECT 'removed', ?"
+                " WHERE NOT EXISTS (SELECT 1 FROM sqlite_sequence WHERE name = 'removed')",
+                (time.time_ns() // 1000,),
+            )
+        except sqlite3.OperationalError as error:
+            if not self._path.exists() or _primary(error) not in _UNWRITABLE:
+                raise
+            connection = self._open_to_read()
+            self.read_only = True
+        for table in ("texts", "chunks", "holders", "totals", "counters", "removed"):
+            connection.execute(f"SELECT * FROM {table} LIMIT 1").fetchone()
+        return connection
+
+    def _open_to_read(self) -> sqlite3.Connection:
+        """Open for reading, including the write-ahead log if it is readable."""
+        uri = f"{self._path.as_uri()}?mode=ro"
+        # SQLite would create missing log files
+        has_log = all(self._path.with_name(self._path.name + suffix).exists() for suffix in ("-wal", "-shm"))
+        for way in ("", "&immutable=1") if has_log else ("&immutable=1",):
+            connection = sqlite3.connect(uri + way, uri=True, timeout=60, isolation_level=None, check_same_thread=False)
+            try:
+                _check_format(self._path, connection)
+                connection.execute("SELECT count(*) FROM totals").fetchone()
+                break
+            except sqlite3.OperationalError:
+                connection.close()
+                if way:
+                    raise
+        return connection
+
+    def _replace(self, error: object) -> None:
+        aside = self._path.with_name(f"{self._path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns()}")
+        logger.warning("%s is damaged (%s); moved to %s", self._path, error, aside.name)
+        self._path.rename(aside)
+        for suffix in ("-wal", "-shm"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        self._writer = self._open()
+
+    def is_sound(self) -> bool:
+        """Return whether SQLite's integrity check passes; reads the whole file."""
+        try:
+            with self._reading() as connection:
+                return bool(connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)])
+        except StoreError:
+            return False
+
+    def rebuild(self) -> None:
+        """Move the file aside and start a new one, which the caller fills from the chunk files."""
+        with self._lock, _alone(self._path), translated(self._path):
+            self._writer.close()
+            while self._idle:
+                self._idle.pop().close()
+            self._replace("the integrity check failed")
+
+    # ---------------------------------------------------------------- connections
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """Run one write transaction, or a part of this thread's."""
+        if self.read_only:
+            raise StoreReadOnlyError(f"{self._path.parent} is not writable: choose another store folder")
+        with self._lock, translated(self._path):
+            if self._writer.in_transaction:
+                yield self._writer
+                return
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._writer
+                self._writer.execute("COMMIT")
+            except BaseException:
+                if self._writer.in_transaction:  # SQLite rolls back by itself on a full disk
+                    self._writer.execute("ROLLBACK")
+                raise
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """Yield a connection for this thread with a consistent snapshot; it does not wait for writers."""
+        with translated(self._path):
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = self._connect_reader()
+            try:
+                connection.execute("BEGIN")
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                connection.close()
+                raise
+            self._idle.append(connection)
+            if self._closed:
+                self._close_idle()
+
+    def _connect_reader(self) -> sqlite3.Connection:
+        if self._closed:
+            raise StoreError(f"the store {self._path.parent} is closed")
+        if self.read_only:
+            return self._open_to_read()
+        connection = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA query_only=1")
+        connection.execute("PRAGMA cache_size=-8000")
+        return connection
+
+    def _close_idle(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().close()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Make all changes of this thread within one transaction; an error undoes all of them."""
+        with self._writing():
+            yield
+
+    def _all(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
+        with self._reading() as connection:
+            return connection.execute(query, values).fetchall()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._closed = True
+        with self._lock:
+            self._close_idle()
+            self._writer.close()
+
+
+def raised(score: float | None, uses: int, tokens: int, num_bytes: int, clock: float) -> float:
+    """Return the score of a chunk after more uses; None = it had none."""
+    gained = math.log2(max(uses * tokens, 1) / max(num_bytes, 1)) + clock / _HALF_LIFE
+    if score is None:
+        return gained
+    return max(score, gained) + math.log2(1 + 2.0 ** -abs(score - gained))
+
+
+def clock_of(connection: sqlite3.Connection) -> float:
+    """Return the time on the clock of the scores."""
+    row = connection.execute("SELECT value FROM counters WHERE name = ?", (CLOCK,)).fetchone()
+    return row[0] / TICKS if row else 0.0
+
+
+def advance(connection: sqlite3.Connection, uses: int) -> None:
+    """Advance the clock by this many uses."""
+    (chunks,) = connection.execute("SELECT total(chunks) FROM totals").fetchone()
+    connection.execute(
+        "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2",
+        (CLOCK, int(uses * TICKS / max(chunks, 1))),
+    )
+
+
+def _add_columns(connection: sqlite3.Connection) -> None:
+    """Add the columns that chunks do not have in manifests of older versions.
+
+    Older versions must be able to go on: new columns may be NULL, and no other table has a column of their name.
+    """
+    columns = {row[1] for row in connection.execute("PRAGMA table_info(chunks)")}
+    for name, kind in (("chunk_namespace", "TEXT"), ("score", "REAL")):
+        if columns and name not in columns:
+            connection.execute(f"ALTER TABLE chunks ADD COLUMN {name} {kind}")
+
+
+def _add_scores(connection: sqlite3.Connection) -> None:
+    """Fill in the rows of older versions: as if each chunk had been used once, when it was used last."""
+    (rows, first, last) = connection.execute(
+        "SELECT count(*), min(used), max(used) FROM chunks WHERE chunk_namespace IS NULL"
+    ).fetchone()
+    if not rows:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    clock = clock_of(connection) + 1
+    connection.execute(
+        "UPDATE chunks SET chunk_namespace = (SELECT namespace FROM texts WHERE texts.text = chunks.text), score ="
+        " coalesce(score, raised(NULL, 1, context_tokens + (SELECT num_tokens FROM texts WHERE texts.text ="
+        " chunks.text), num_bytes, ? + (used - ?) / ?)) WHERE chunk_namespace IS NULL",
+        (clock, last, max(last - first, 1.0)),
+    )
+    connection.execute("INSERT OR REPLACE INTO counters VALUES (?, ?)", (CLOCK, int(clock * TICKS)))
+    connection.execute("COMMIT")
+
+
+def _check_format(path: Path, connection: sqlite3.Connection) -> bool:
+    """Raise StoreError for the first format and DatabaseError for an unknown one. Return whether tables exist."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    columns = "SELECT count(*), total(name = 'anchors') FROM pragma_table_info('chunks')"
+    num_columns, is_first = connection.execute(columns).fetchone()
+    if is_first:
+        raise old_format(path.parent, 1)
+    if num_columns and version != FORMAT:
+        raise sqlite3.DatabaseError(f"unknown format {version}")
+    return bool(num_columns)
+
+
+_DAMAGED = (sqlite3.DatabaseError, UnicodeDecodeError)  # SQLite's messages repeat file content
+_UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_FULL)
+
+
+def _primary(error: sqlite3.Error) -> int:
+    """Return SQLite's primary error code, without the extended code in the upper bits."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let one process at a time open a manifest: creating it or moving a damaged one aside takes several steps."""
+    lock = FileLock(path.with_name(f"{path.name}.lock"), mode=0o600)
+    try:
+        lock.acquire()
+    except OSError:
+        yield  # a read-only folder: nothing to create or move
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Raise StoreError for an error of SQLite or the operating system."""
+    try:
+        yield
+    except sqlite3.ProgrammingError as error:
+        raise StoreError(f"the store {path.parent} is closed") from error
+    except sqlite3.OperationalError as error:
+        if _primary(error) == sqlite3.SQLITE_FULL:
+            raise StoreFullError(
+                f"the disk of {path.parent} is full: free space, or choose another store folder"
+            ) from error
+        if _primary(error) == sqlite3.SQLITE_READONLY:
+            raise StoreReadOnlyError(f"{path.parent} is not writable: choose another store folder") from error
+        raise StoreError(f"{path}: {error}") from error
+    except _DAMAGED as error:
+        raise StoreError(f"{path}: {error}; `kvrag store check` repairs a damaged manifest") from error
+    except OSError as error:
+        raise StoreError(f"cannot use {path}: {error}") from error

@@ -1,0 +1,1154 @@
+"""Shared stores: what several machines see of each other, and what faults of the place do to them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+import redis
+import torch
+from blending import CHUNKS, messages
+from places import Bucket, Faults, Server, free_port, run_valkey
+from records import FINGERPRINT, A, B, C, has, held, record, text
+
+from kvrag import (
+    BlendEngine,
+    ChunkUnreadableError,
+    DamagedChunkError,
+    FileStore,
+    FingerprintMismatchError,
+    LLMSettings,
+    Model,
+    SettingError,
+    SharedStore,
+    StoreError,
+    StoreFullError,
+)
+from kvrag.cli.main import main
+from kvrag.fingerprint import text_key
+from kvrag.retrieval.mirror import SharedIndex
+from kvrag.store import Holding, log, open_store, shared, visible_variant
+from kvrag.store import follower as following
+from kvrag.store.objects import ObjectStore
+from kvrag.store.urls import connect
+from kvrag.store.valkey import ValkeyStore
+
+Machine = Callable[..., SharedStore]
+
+
+@pytest.fixture(params=["memory", pytest.param("valkey", marks=pytest.mark.slow)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A place of this test's own."""
+    server = request.getfixturevalue(request.param)
+    return str(server.url.replace("PLACE", blake2b(str(tmp_path).encode(), digest_size=8).hexdigest()))
+
+
+@pytest.fixture
+def machine(url: str, tmp_path: Path) -> Iterator[Machine]:
+    """Opens the place from a machine, each with a local folder of its own."""
+    with contextlib.ExitStack() as stack:
+
+        def connected(name: str, bound: bool = True, **settings: Any) -> SharedStore:
+            store = SharedStore(url, tmp_path / name, **{"min_free_bytes": 0, **settings})
+            stack.callback(store.close)
+            if bound:
+                store.bind(FINGERPRINT)
+            return store
+
+        yield connected
+
+
+def soon(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether this holds before long; the time is generous, the machine may be busy."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def chunks_in(store: SharedStore) -> list[str]:
+    return sorted(found.name for found in store._remote.list_chunks())
+
+
+# ---------------------------------------------------------------- several machines
+
+
+def test_a_machine_finds_what_another_has_stored_and_copies_what_it_reads(machine: Machine) -> None:
+    one, two = machine("one"), machine("two")
+    one.put([A, B])
+    one.set_document("doc", held("doc", A, B))
+    assert soon(lambda: two.documents() == {"doc": sorted([A.key, B.key])})
+    assert [entry.text_key for entry in two.entries(0)] == [text(A), text(B)]
+    reader = two.open(A.key)
+    assert reader is not None
+    assert reader.tier == "shared"
+    assert torch.equal(reader.layer(2)[1], A.layers[2][1])
+    reader.close()
+    two.settle()
+    again = two.open(A.key)
+    assert again is not None
+    assert again.tier == "disk"
+    again.close()
+    assert two.local_stats().chunks == 1
+    assert one.local_stats().chunks == 2
+
+
+def test_removals_reach_other_machines_and_their_copies(machine: Machine) -> None:
+    one, two = machine("one"), machine("two")
+    one.put([A, B])
+    one.set_document("doc", held("doc", A, B))
+    assert soon(lambda: not two.missing([A.key]))
+    assert has(two, A)
+    two.settle()
+    before = two.removals()
+    one.set_document("doc", held("doc", B))
+    assert soon(lambda: two.removals() != before)
+    assert two.missing([A.key]) == [A.key]
+    assert two.open(A.key) is None
+    assert soon(lambda: two.local_stats().chunks == 0), "the follower deletes them right after its transaction"
+    assert [name.partition("-")[0] for name in chunks_in(one)] == [B.key]
+
+
+def test_two_machines_that_store_the_same_keep_one_object(machine: Machine) -> None:
+    one, two = machine("one"), machine("two")
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda store: store.put([A, B, C]), (one, two)))
+    for store in (one, two):
+        store._log.pull()
+        assert store.stats().chunks == 3
+    assert len(chunks_in(one)) == 3
+
+
+def test_all_machines_apply_the_same_operations_in_the_same_order(machine: Machine) -> None:
+    """Whatever they do at the same time."""
+    stores = [machine(name) for name in ("one", "two", "three")]
+    records = [record(number) for number in range(10, 16)]
+
+    def work(number: int) -> None:
+        store = stores[number]
+        for turn, chunk in enumerate(records):
+            store.put([chunk])
+            store.set_document(f"{turn % 2}", held(f"source {number}", chunk), replace=turn % 3 == 0)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    states = []
+    for store in stores:
+        store._log.pull()
+        states.append((store._manifest.rows(), sorted(h for _, _, page in store.contents() for h in page)))
+    assert states[0][0] == states[1][0] == states[2][0]
+    assert states[0][1] == states[1][1] == states[2][1]
+    assert stores[0]._log.position >= 3 * len(records)
+
+
+def test_sources_that_come_at_the_same_time_see_each_other(machine: Machine) -> None:
+    """Of two machines that record a holder, at least one sees both: see decision 14."""
+    one, two = machine("one"), machine("two")
+    for number in range(20, 26):
+        behind = {name: record(number, context=[ord(name), 1, 2]) for name in "ab"}
+
+        def warm(store: SharedStore, name: str, behind: dict[str, Any] = behind) -> int:
+            store.put([behind[name]])
+            store.set_document(name + str(number), held(name, behind[name]))  # noqa: B023
+            return len(store.look_up([text(behind[name])])[text(behind[name])].sources)
+
+        with ThreadPoolExecutor(2) as pool:
+            seen = list(pool.map(warm, (one, two), "ab"))
+        assert max(seen) == 2
+
+
+def test_a_new_machine_starts_from_a_snapshot(machine: Machine) -> None:
+    one, behind = machine("one"), machine("behind")
+    one.put([A])
+    one.set_document("doc", held("doc", A))
+    behind._log.pull()
+    one.put([B])
+    one.set_document("doc", held("doc", B), replace=False)
+    one.quarantine(B.key)
+    assert one.gc()[0] == 0
+    contents = b"".join(filter(None, one._remote.read([f"log/{n:012d}" for n in range(1, one._log.position + 1)])))
+    assert A.key.encode() not in contents
+    assert len(contents) < 100 * one._log.position, "operations are cut to a line: token ids are gone"
+    one.put([C])
+    new = machine("new")
+    for store in (new, behind):
+        store._log.pull()
+        assert store._log.rebuilt == 1
+        assert store._manifest.rows() == one._manifest.rows()
+        assert store.documents() == one.documents() == {"doc": sorted([A.key, B.key])}
+        assert store.stats() == one.stats()
+        assert has(store, A)
+        assert has(store, C)
+
+
+def test_snapshots_are_written_now_and_then(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_SNAPSHOT_EVERY", 4)
+    one = machine("one")
+    for number in range(30, 36):
+        one.put([record(number)])
+    one._writers.submit(lambda: None).result()
+    assert soon(lambda: one._log._snapshots() != [])
+    new = machine("new")
+    assert new._log.rebuilt == 1
+    assert new.stats().chunks == 6
+
+
+def test_the_local_copies_stay_within_their_budget(machine: Machine) -> None:
+    one = machine("one")
+    records = [record(number) for number in range(8)]
+    size = one.put(records) // 8
+    small = machine("small", cache_bytes=3 * size)
+    for chunk in records:
+        assert has(small, chunk)
+        small.settle()
+        assert small.local_stats().bytes <= 3 * size
+    assert small.local_stats().chunks >= 2
+    bare = machine("bare", keep_copies=False)
+    assert has(bare, A)
+    bare.settle()
+    assert bare.local_stats().chunks == 0
+
+
+def test_on_a_full_disk_the_oldest_copies_make_room(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [record(number) for number in range(8)]
+    size = machine("one").put(records) // 8
+    two = machine("two")
+
+    def free(_: object) -> Any:
+        return shutil._ntuple_diskusage(0, 0, 4 * size - two.local_stats().bytes)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    for chunk in records:
+        assert has(two, chunk)
+        two.settle()
+    assert 2 * size <= two.local_stats().bytes <= 4 * size
+    newest = two.open(records[-1].key)
+    assert newest is not None
+    assert newest.tier == "disk"
+    newest.close()
+
+
+def test_a_store_is_for_one_model(machine: Machine, url: str, tmp_path: Path) -> None:
+    machine("one").put([A])
+    other = SharedStore(url, tmp_path / "two", min_free_bytes=0)
+    with pytest.raises(FingerprintMismatchError, match="use codec native instead of int8"):
+        other.bind(replace(FINGERPRINT, codec="int8"))
+    other.close()
+
+
+def test_chunks_read_ahead_arrive_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine("one").put([A, B, C])
+    two = machine("two")
+    opened: list[str] = []
+    real = two._remote.open_chunk
+    monkeypatch.setattr(two._remote, "open_chunk", lambda name: (opened.append(name), real(name))[1])
+    two.read_ahead([A.key, B.key, "0" * 32])
+    two.read_ahead([A.key])
+    assert has(two, A)
+    assert has(two, B)
+    assert len(opened) == 2
+    two.settle()
+    two.read_ahead([A.key, B.key])
+    assert len(opened) == 2, "they are here"
+
+
+# ---------------------------------------------------------------- budgets
+
+
+def test_a_budget_is_for_all_machines(machine: Machine) -> None:
+    one, two = machine("one"), machine("two")
+    size = one.put([A])
+    two._log.pull()
+    assert has(two, A)
+    two.settle()
+    assert one.set_budget("", 3 * size) == 0
+    assert soon(lambda: two.budgets() == {"": 3 * size})
+    one.set_document("doc", held("doc", A))
+    for number in range(40, 48):
+        two.put([record(number)])
+        assert two._manifest.num_bytes("") <= 3 * size
+    one._log.pull()
+    assert one.missing([A.key]) == [A.key]
+    assert one.stats().bytes == two.stats().bytes <= 3 * size
+    assert one.open(A.key) is None
+    for store in (one, two):
+        assert store._local.missing([A.key]), "copies go, too"
+    assert len(chunks_in(one)) == one.stats().chunks
+    assert one.documents() == {"doc": [A.key]}
+
+
+def test_two_machines_that_evict_at_once_evict_for_their_need_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine("one"), machine("two")
+    size = one.put([record(number) for number in range(40, 50)]) // 10
+    two._log.pull()
+    for store in (one, two):
+        store._log.set_budget("", 5 * size)
+    real = two._log._append
+
+    def late(make: Any) -> Any:
+        monkeypatch.undo()
+        assert one._evict(5 * size, "") == 5
+        return real(make)
+
+    monkeypatch.setattr(two._log, "_append", late)
+    position = two._log.position
+    assert two._evict(5 * size, "") == 0
+    assert two.stats().chunks == 5
+    assert one._log.position == two._log.position == position + 1
+
+
+def test_a_machine_that_is_killed_while_it_evicts_leaves_objects_to_gc(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine("one"), machine("two")
+    size = one.put([A, B, C]) // 3
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one, "_delete", die)
+        with pytest.raises(KeyboardInterrupt):
+            one.set_budget("", size)
+    two._log.pull()
+    assert (two.stats().chunks, len(chunks_in(two))) == (1, 3)
+    assert two.budgets() == {"": size}
+    monkeypatch.setattr(shared, "_STALE_S", -5.0)
+    assert two.gc() == (1, 2), "one chunk has no document, two have no row"
+
+
+def test_what_is_popular_anywhere_stays_also_for_a_new_machine(machine: Machine) -> None:
+    one, two = machine("one"), machine("two")
+    records = [record(number) for number in range(40, 50)]
+    size = one.put(records) // 10
+    one.set_document("doc", held("doc", *records))
+    one.set_budget("", 20 * size)
+    two._log.pull()
+    for _ in range(3):
+        two.touch([records[3].key, records[7].key])
+    two._report_used(now=True)
+    one.gc()
+    new = machine("new")
+    assert new.budgets() == {"": 20 * size}
+    assert new._manifest.counter("clock") == one._manifest.counter("clock") > 0
+    assert new._manifest.coldest(0, 10) == one._manifest.coldest(0, 10)
+    assert new.set_budget("", 2 * size + size // 2) == 8
+    assert new.missing([chunk.key for chunk in records]) == [r.key for n, r in enumerate(records) if n not in (3, 7)]
+
+
+def test_a_snapshot_of_an_older_version_has_no_budgets(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = machine("one")
+    one.put([A])
+    one.set_document("doc", held("doc", A))
+    real = log._pack
+
+    def older(content: Any) -> bytes:
+        if isinstance(content, dict) and "holders" in content:
+            content = {name: content[name] for name in ("last", "damaged", "rows", "holders")}
+        return real(content)
+
+    monkeypatch.setattr(log, "_pack", older)
+    one.gc()
+    new = machine("new")
+    assert new.budgets() == {}
+    assert has(new, A)
+    assert len(new._manifest.coldest(0, 10)) == 1
+
+
+def test_changes_of_a_text_are_not_lost(machine: Machine) -> None:
+    """Such as speeds that several machines measure: the second is in between the first's reading and writing."""
+    one, two = machine("one"), machine("two")
+    turns: list[str | None] = []
+
+    def change(text: str | None) -> str:
+        turns.append(text)
+        if len(turns) < 3:
+            two.change_text("speed.json", lambda theirs: f"{theirs or ''}{len(turns)}")
+        return f"{text}!"
+
+    one.change_text("speed.json", change)
+    assert turns == [None, "1", "12"]
+    assert two.read_text("speed.json") == "12!"
+
+
+# ---------------------------------------------------------------- faults
+
+
+def test_a_damaged_object_is_put_aside_and_stored_again(machine: Machine) -> None:
+    one, two = machine("one"), machine("two")
+    one.put([A])
+    _spoil(one, A.key)
+    two._log.pull()
+    reader = two.open(A.key)
+    assert reader is not None
+    with pytest.raises(StoreError, match="damaged"):
+        reader.layer(2)
+    two.quarantine(A.key)
+    assert two.missing([A.key]) == [A.key]
+    assert [name.partition("/")[0] for name in chunks_in(two)] == ["quarantine"]
+    one._log.pull()
+    assert one.open(A.key) is None
+    assert one.put([A]) > 0
+    two._log.pull()
+    assert has(two, A)
+    assert two.stats().damaged == one.stats().damaged == 1
+
+
+def test_a_damaged_copy_is_put_aside_and_read_again(machine: Machine) -> None:
+    one = machine("one")
+    one.put([A])
+    (path,) = one.path.glob(f"local/chunks/*/{A.key}-*")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    reader = one.open(A.key)
+    assert reader is not None
+    with pytest.raises(StoreError, match="damaged"):
+        reader.layer(2)
+    one.quarantine(A.key)
+    assert one.stats().damaged == 0
+    again = one.open(A.key)
+    assert again is not None
+    assert again.tier == "shared"
+    path.unlink(missing_ok=True)
+    assert has(one, A)
+    path.write_bytes(b"")
+    assert has(one, A)
+
+
+def test_an_object_that_is_gone_is_a_miss_for_all(machine: Machine) -> None:
+    one, two = machine("one", keep_copies=False), machine("two")
+    one.put([A])
+    one._remote.delete_chunks(chunks_in(one))
+    two._log.pull()
+    assert two.open(A.key) is None
+    assert soon(lambda: one.missing([A.key]) == [A.key])
+    assert one.put([A]) > 0
+    assert has(one, A)
+
+
+def test_a_chunk_that_is_deleted_while_it_is_read_is_no_outage(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine("one"), machine("two", keep_copies=False)
+    one.put([A])
+    assert soon(lambda: not two.missing([A.key]))
+    opened, outages = two._remote.open_chunk, list[StoreError]()
+
+    def deleted(name: str) -> Any:
+        blob: Any = opened(name)
+        blob.beginning = blob.beginning[:1000]  # the chunk is small: otherwise nothing would be left to read
+        two._remote.delete_chunks([name])
+        return blob
+
+    monkeypatch.setattr(two._remote, "open_chunk", deleted)
+    monkeypatch.setattr(two._follower, "fail", outages.append)
+    with pytest.raises(ChunkUnreadableError, match="deleted"):
+        two.open(A.key).layer(2)  # type: ignore[union-attr]
+    assert not outages
+
+
+def test_a_writer_that_is_killed_leaves_nothing_that_is_served(machine: Machine, monkeypatch: Any) -> None:
+    one, two = machine("one"), machine("two")
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one._log, "add", die)
+        patch.setattr(one, "_delete", lambda names: None)
+        with pytest.raises(KeyboardInterrupt):
+            one.put([A])
+    assert len(chunks_in(one)) == 1
+    assert two.open(A.key) is None
+    assert two.gc() == (0, 0), "it may still be about to record it"
+    monkeypatch.setattr(shared, "_STALE_S", -5.0)
+    assert two.gc() == (0, 1)
+    assert chunks_in(one) == []
+    assert one.put([A]) > 0
+    assert soon(lambda: has(two, A))
+
+
+def test_an_answer_that_is_lost_does_not_append_twice(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client tries again, and finds its own operation."""
+    one = machine("one")
+    real = one._remote.create
+
+    def create(name: str, content: bytes) -> bool:
+        return real(name, content) and not name.startswith("log/")
+
+    monkeypatch.setattr(one._remote, "create", create)
+    one.put([A])
+    one.set_document("doc", held("doc", A))
+    assert one._log.position == 2
+    assert has(machine("two"), A)
+
+
+def test_a_store_that_was_deleted_starts_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for machines that run: they notice that the log does not continue what they have."""
+    monkeypatch.setattr(log, "_CHECK_EVERY_S", 0.0)
+    one, two = machine("one"), machine("two")
+    one.put([A, B])
+    one.set_document("doc", held("doc", A, B))
+    two._log.pull()
+    for prefix in ("log/", "snapshots/"):
+        one._remote.delete(one._remote.names(prefix))
+    one._remote.delete(["fingerprint.json"])
+    one._remote.delete_chunks(chunks_in(one))
+    before = one.removals()
+    one._pull()
+    assert one.removals() != before
+    assert one.documents() == {}
+    one.put([C])
+    two._pull()
+    assert [entry.text_key for entry in two.entries(0)] == [text(C)]
+    assert has(two, C)
+
+
+def test_a_store_that_now_belongs_to_another_model_is_left_alone(
+    machine: Machine, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "_CHECK_EVERY_S", 0.0)
+    one = machine("one")
+    one.put([A])
+    one._remote.delete([*one._remote.names("log/"), "fingerprint.json"])
+    other = SharedStore(url, tmp_path / "two", min_free_bytes=0)
+    other.bind(replace(FINGERPRINT, weights="other"))
+    with pytest.raises(FingerprintMismatchError, match="different: weights"):
+        one.put([B])
+    assert one.missing([A.key]) == []
+    assert has(one, A), "from the copy"
+    assert other._log.position == 0
+    other.close()
+
+
+def test_a_place_without_conditional_writes_is_refused(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machines would overwrite each other's operations."""
+    store = SharedStore(url, tmp_path, min_free_bytes=0)
+    monkeypatch.setattr(store._remote, "create", lambda name, content: True)
+    with pytest.raises(StoreError, match=r"ignores conditional writes \(If-None-Match\)"):
+        store.bind(FINGERPRINT)
+    store.close()
+
+
+def test_what_was_uploaded_stays_if_its_record_is_uncertain(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operation may have been added although the answer was an error."""
+    one = machine("one")
+    real = one._remote.create
+
+    def create(name: str, content: bytes) -> bool:
+        real(name, content)
+        raise StoreError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one._remote, "create", create)
+        with pytest.raises(StoreError, match="no answer"):
+            one.put([A])
+    assert soon(lambda: one.missing([A.key]) == [])
+    assert has(one, A)
+
+
+def test_a_damaged_log_says_how_to_go_on(machine: Machine) -> None:
+    one, two = machine("one"), machine("two")
+    two.put([A])
+    one.put([B])
+    one.set_document("doc", held("doc", A, B))
+    content = one._remote.read(["log/000000000002"])[0]
+    assert content is not None
+    one._remote.write("log/000000000002", content[:-3] + b"xyz")
+    with pytest.raises(StoreError, match=r"log/000000000002 is damaged: run `kvrag store gc`") as caught:
+        two._log.pull()
+    assert "\n" not in str(caught.value)
+    one.gc()
+    two._log.pull()
+    assert has(two, B)
+
+
+def test_check_finds_damage_and_losses(machine: Machine) -> None:
+    one = machine("one")
+    one.put([A, B, C])
+    _spoil(one, A.key)
+    one._remote.delete_chunks([name for name in chunks_in(one) if name.startswith(B.key)])
+    found = one.check()
+    assert (found.sound, found.damaged, found.unreadable) == (1, 2, 0)
+    assert one.missing([A.key, B.key, C.key]) == [A.key, B.key]
+    assert one.check().damaged == 0
+
+
+FIELDS = [("size", b"x"), ("size", None), ("starts", b"1,x"), ("starts", b"0,5"), ("created", b"soon"), ("0", b"")]
+
+
+@pytest.mark.parametrize(("field", "content"), FIELDS)
+def test_a_damaged_field_costs_one_chunk(valkey: Server, tmp_path: Path, field: str, content: bytes | None) -> None:
+    url = valkey.url.replace("PLACE", blake2b(str(tmp_path).encode(), digest_size=8).hexdigest())
+    with contextlib.closing(SharedStore(url, tmp_path, min_free_bytes=0, keep_copies=False)) as store:
+        store.bind(FINGERPRINT)
+        store.put([A, B])
+        store.set_document("doc", held("doc", A, B))
+        remote: Any = store._remote
+        (name,) = (name for name in chunks_in(store) if name.startswith(A.key))
+        if content is None:
+            remote._client.hdel(remote._chunk(name), field)
+        else:
+            remote._client.hset(remote._chunk(name), field, content)
+        if field != "created":  # nothing that a prompt needs
+            with contextlib.suppress(DamagedChunkError):
+                if reader := store.open(A.key):
+                    reader.layer(0)
+                assert reader is None
+        found = store.check()
+        assert (found.sound, found.damaged) in [(2, 0), (1, 1), (1, 0)]
+        store.gc()
+        store.put([A])
+        assert has(store, A)
+        assert has(store, B)
+        assert not store._follower.is_failing
+        assert store.check().damaged == 0
+
+
+def test_a_chunk_of_another_type_is_put_aside(valkey: Server, tmp_path: Path) -> None:
+    with contextlib.closing(SharedStore(valkey.url.replace("PLACE", "types"), tmp_path, min_free_bytes=0)) as store:
+        store.bind(FINGERPRINT)
+        store.put([A])
+        store.set_document("doc", held("doc", A))
+        remote: Any = store._remote
+        (name,) = chunks_in(store)
+        remote._client.set(remote._chunk(name), b"text")
+        remote._client.set(remote._prefix.encode() + b"log/\xff", b"")
+        assert store.check().damaged == 1
+        assert store._remote.names("log/")
+        assert store.gc() == (0, 1)
+        assert chunks_in(store) == []
+
+
+def test_an_empty_object_is_put_aside(s3: Bucket, tmp_path: Path) -> None:
+    with contextlib.closing(SharedStore(s3.url.replace("PLACE", "empty"), tmp_path, min_free_bytes=0)) as store:
+        store.bind(FINGERPRINT)
+        store.put([A])
+        (path,) = store._remote.names("chunks/")
+        store._remote.write(path, b"")
+        assert store.check().damaged == 1
+
+
+def test_a_listing_with_a_time_that_is_none_is_refused(s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listed(*_: Any) -> Any:
+        raise ValueError("year 0 is out of range")
+
+    monkeypatch.setattr(obstore, "list", listed)
+    with pytest.raises(StoreError, match="damaged metadata: year 0"):
+        connect(s3.url).names("log/")
+
+
+@pytest.mark.parametrize("part", ["format", "model", "rope", "digest"])
+def test_a_damaged_fingerprint_is_refused(machine: Machine, part: str) -> None:
+    one = machine("one")
+    for damaged in ("x", "../..", 1, None):
+        one._remote.write("fingerprint.json", json.dumps({**one.owner(), part: damaged}).encode())
+        with pytest.raises(StoreError, match=r"damaged|another format"):
+            machine("two", bound=False)
+
+
+def test_a_damaged_note_of_what_was_trimmed_does_not_stop_gc(machine: Machine) -> None:
+    one = machine("one")
+    one.put([A])
+    for note in (b"x", b"", b"9" * 5000, b"999"):
+        one._remote.write("trimmed", note)
+        one._remote.write("snapshots/old", b"")
+        one.gc()
+        assert one._remote.read(["trimmed"]) == [str(one._log.position).encode()]
+
+
+@pytest.mark.parametrize("operation", [{"op": "put", "rows": [[1]]}, {"op": "hold"}, [], "x", None, {"op": ["put"]}])
+def test_an_operation_that_no_machine_writes_is_refused(machine: Machine, operation: Any) -> None:
+    one = machine("one")
+    one.put([A])
+    last = one._manifest.counter("log last")
+    one._remote.write("log/000000000002", b"%016x %016x %s" % (7, last, log._pack(operation)))
+    with pytest.raises(StoreError):
+        one._log.pull()
+    one._remote.write("log/000000000002", b"ffffffffffffffff %016x %s" % (last, log._pack({"op": "published"})))
+    with pytest.raises(StoreError, match="log/000000000002 is damaged"):
+        one._log.pull()
+    assert has(one, A)
+
+
+def test_while_the_place_is_away_only_what_was_encoded_alone_is_served(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = machine("one")
+    behind, alone = record(1, context=[5, 6]), record(2)
+    one.put([behind, alone])
+    one.set_document("doc", held("doc", behind, alone))
+    names = [text(behind), text(alone)]
+
+    def served() -> list[str | None]:
+        return [visible_variant(state, alone_only=False) for state in one.look_up(names).values()]
+
+    assert served() == [behind.key, alone.key]
+    monkeypatch.setattr(shared, "_TRUST_S", 0.2)
+    monkeypatch.setattr("kvrag.store.follower._RETRY_S", 0.05)
+
+    def away(*_: object) -> Any:
+        raise StoreError("the network is down")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        for method in ("read", "peek", "open_chunk", "create", "put_chunk"):
+            patch.setattr(one._remote, method, away)
+        assert soon(lambda: served() == [None, alone.key])
+        assert has(one, alone), "the copy is here"
+        one._local.remove([alone.key])
+        with pytest.raises(ChunkUnreadableError, match=r"cannot be reached|network is down"):
+            one.open(alone.key)
+        with pytest.raises(StoreError, match="the network is down"):
+            one.put([C])
+        with pytest.raises(StoreError, match="the network is down"):
+            one.set_document("two", held("two", alone))
+    assert "prompts are answered from what this machine has" in caplog.text
+    assert soon(lambda: served() == [behind.key, alone.key])
+    assert soon(lambda: one.open(alone.key) is not None)
+
+
+def test_a_prompt_waits_for_the_log_once_and_for_a_moment(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = machine("one")
+    waits: list[float] = []
+    follower = one._follower
+    monkeypatch.setattr(follower._changed, "wait_for", lambda holds, most: waits.append(most))
+    one.removals()
+    assert waits == [], "it is fresh"
+    monkeypatch.setattr(follower, "_pull", lambda: time.sleep(0.01))
+    follower._current -= 100
+    monkeypatch.setattr(follower, "confirm", lambda since=None: None)
+    for _ in range(5):
+        one.removals()
+        one.look_up([text(A)])
+    assert waits == [following._WAIT_S]
+
+
+@pytest.mark.parametrize("fault", ["500", "hang", "cut"])
+def test_a_bucket_that_fails_costs_time_and_nothing_else(
+    s3: Bucket, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Errors of the server, no answers, answers that end half way: the answer stays that of full prefill."""
+    for name, seconds in {"objects.TIMEOUT_S": 1.0, "objects._WRITE_S": 1.0, "objects._RETRIES": 1}.items():
+        monkeypatch.setattr(f"kvrag.store.{name}", seconds)
+    monkeypatch.setattr("kvrag.store.follower._RETRY_S", 0.1)
+    faults = Faults(s3)
+    prompt: Any = messages(*CHUNKS)
+    url = faults.url.replace("PLACE", f"faults-{fault}")
+    with (
+        contextlib.closing(faults),
+        BlendEngine(model, SharedStore(url, tmp_path, min_free_bytes=0), ram_bytes=0) as engine,
+    ):
+        engine.warm(CHUNKS[:3], document="doc")
+        full = engine.generate(prompt, policy="full", max_new_tokens=8, temperature=0).token_ids
+        store: Any = engine.store
+        store.drop_copies()
+        faults.mode = fault
+        answer = engine.generate(prompt, ratio=1.0, policy="random", max_new_tokens=8, temperature=0)
+        assert answer.token_ids == full
+        assert answer.report.reused_tokens == 0
+        assert any("recomputed" in note for note in answer.report.notes)
+        assert not any("damaged" in note for note in answer.report.notes)
+        with pytest.raises(StoreError, match=r"cannot use s3://kvrag/faults-") as caught:
+            engine.warm(CHUNKS, document="doc")
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 250
+        faults.mode = "pass"
+        assert soon(lambda: engine.warm(CHUNKS, document="doc").chunks == 4 if store._pull() is None else False)
+        assert soon(lambda: engine.generate(prompt, ratio=1.0, max_new_tokens=1).report.reused_tokens > 80)
+        assert store.check().damaged == 0
+        assert store.stats().damaged == 0
+
+
+@pytest.mark.slow
+def test_valkey_that_is_full_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
+    with run_valkey("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
+        store = SharedStore(server.url, tmp_path, min_free_bytes=0)
+        store.bind(FINGERPRINT)
+        store.put([A])
+        big = record(2)
+        large = type(big)(big.key, "", big.ids, big.context, [(torch.zeros(1 << 20), torch.ones(1 << 20))])
+        with pytest.raises(StoreFullError, match="is full: raise its maxmemory"):
+            store.put([large])
+        assert store.missing([A.key, large.key]) == [large.key]
+        assert has(store, A)
+        assert [name.partition("-")[0] for name in chunks_in(store)] == [A.key]
+        store.close()
+
+
+@pytest.mark.slow
+def test_valkey_that_may_evict_the_record_is_refused(tmp_path: Path) -> None:
+    with (
+        run_valkey("--maxmemory", "50mb", "--maxmemory-policy", "allkeys-lru") as server,
+        pytest.raises(StoreError, match="maxmemory-policy to volatile-lru") as caught,
+    ):
+        SharedStore(server.url, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_chunks_in_valkey_expire_when_they_are_not_used(valkey: Server, tmp_path: Path) -> None:
+    url = valkey.url.replace("PLACE", "expiring") + "?expire=100"
+    store = SharedStore(url, tmp_path, min_free_bytes=0, keep_copies=False)
+    store.bind(FINGERPRINT)
+    store.put([A])
+    client: Any = redis.Redis(port=valkey.port)
+    (key,) = client.scan_iter(match="expiring:chunks/*")
+    assert 90 < client.ttl(key) <= 100
+    client.expire(key, 5)
+    assert has(store, A)
+    assert client.ttl(key) > 90, "using it counts"
+    assert client.ttl("expiring:log/000000000001") == -1
+    client.delete(key)
+    assert store.open(A.key) is None
+    assert soon(lambda: store.missing([A.key]) == [A.key])
+    assert store.stats().damaged == 0
+    client.close()
+    store.close()
+
+
+@pytest.mark.slow
+def test_valkey_that_restarts_empty_is_an_empty_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_CHECK_EVERY_S", 0.0)
+    with run_valkey() as server:
+        store = SharedStore(server.url, tmp_path, min_free_bytes=0)
+        store.bind(FINGERPRINT)
+        store.put([A])
+        server.stop()
+        with pytest.raises(StoreError, match=r"cannot use valkey://127.*check the URL, the server and the network"):
+            store.put([B])
+        server.start()
+        assert soon(lambda: store.put([B]) > 0)
+        assert store.missing([A.key, B.key]) == [A.key]
+        assert has(store, B)
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("s4://bucket/x", "unknown scheme: use a folder, or one of s3://, gs://"),
+        ("s3:/bucket/x", "is not a URL: write s3://"),
+        ("s3://", "names no bucket"),
+        ("s3://bucket/x?endpont=http://here", "unknown option endpont (known: endpoint, region)"),
+        ("gs://bucket/x?endpoint=http://here", "unknown option endpoint (there are none)"),
+        ("valkey://", "names no host"),
+        ("valkey://here:port/0", "has no valid port"),
+        ("valkey://here/0?expire=soon", "expire must be a number of seconds, got soon"),
+        ("valkey://here/0?ttl=5", "unknown option ttl"),
+    ],
+)
+def test_a_wrong_url_is_refused_in_one_line(url: str, says: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        open_store(url)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_url_is_not_taken_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for wrong in ("s3://bucket/x", Path("s3://bucket/x")):
+        with pytest.raises(SettingError, match=r"is not a folder: a URL needs kvrag\.SharedStore"):
+            FileStore(wrong)
+    with pytest.raises(SettingError, match="store_cache is the folder of local copies of a shared store"):
+        open_store(tmp_path / "kv", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("objects", "valkey"):
+        monkeypatch.delitem(sys.modules, f"kvrag.store.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    for package, url in (("obstore", "s3://bucket/x"), ("redis", "redis://here/0")):
+        with pytest.raises(SettingError, match=rf"needs the package {package}: pip install 'kvrag\[shared\]'"):
+            connect(url)
+
+
+def _connect_refused(url: str) -> None:
+    with pytest.raises(SettingError, match="forked from one that has used an object store"):
+        connect(url)
+
+
+def test_a_forked_process_is_refused(s3: Bucket) -> None:
+    """The client's threads do not survive a fork: the child would wait forever."""
+    connect(s3.url).close()
+    child = multiprocessing.get_context("fork").Process(target=_connect_refused, args=(s3.url,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def test_a_password_is_in_no_message() -> None:
+    remote = connect("valkey://me:secret@127.0.0.1:1/3/pre/fix?expire=5")
+    assert isinstance(remote, ValkeyStore)
+    assert remote.url == "valkey://127.0.0.1:1/3/pre/fix"
+    with pytest.raises(StoreError) as caught:
+        remote.read(["x"])
+    assert "secret" not in str(caught.value)
+    assert "refused" in str(caught.value)
+    remote.close()
+    settings = LLMSettings(model="reader", store="valkey://me:secret@here/0?expire=5")
+    assert settings.identity()["store"] == "valkey://here/0"
+
+
+def test_a_missing_bucket_and_a_wrong_address_are_named(s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StoreError, match="the bucket nothing does not exist: create it, or correct the URL"):
+        SharedStore(f"s3://nothing/x?endpoint={s3.endpoint}")
+    monkeypatch.setattr("kvrag.store.objects._RETRIES", 0)
+    with pytest.raises(StoreError, match=r"cannot use s3://kvrag/x \(.*refused.*\)") as caught:
+        SharedStore(f"s3://kvrag/x?endpoint=http://127.0.0.1:{free_port()}")
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.slow
+def test_wrong_credentials_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with run_valkey("--requirepass", "right") as server:
+        for password in ("", ":wrong@"):
+            with pytest.raises(StoreError, match=r"access to .* was denied.*: check user and password"):
+                SharedStore(f"valkey://{password}127.0.0.1:{server.port}/0/x", tmp_path)
+        SharedStore(f"valkey://:right@127.0.0.1:{server.port}/0/x", tmp_path).close()
+        monkeypatch.setenv("KVRAG_STORE_PASSWORD", "right")
+        SharedStore(f"valkey://127.0.0.1:{server.port}/0/x", tmp_path).close()
+
+
+def test_tls_is_checked(tmp_path: Path, s3: Bucket, valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does not speak it is refused, and not spoken to in plain."""
+    monkeypatch.setattr("kvrag.store.objects._RETRIES", 0)
+    monkeypatch.setattr("kvrag.store.valkey.TIMEOUT_S", 0.2)
+    for url in (f"valkeys://127.0.0.1:{valkey.port}/0/x", f"s3://kvrag/x?endpoint=https://127.0.0.1:{s3.port}"):
+        with pytest.raises(StoreError, match="cannot use") as caught:
+            SharedStore(url, tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------- engines
+
+
+@pytest.fixture
+def engines(model: Model, url: str, tmp_path: Path) -> Iterator[list[BlendEngine]]:
+    """Two machines on one place."""
+    with contextlib.ExitStack() as stack:
+        stores = [SharedStore(url, tmp_path / name, min_free_bytes=0) for name in ("one", "two")]
+        yield [stack.enter_context(BlendEngine(model, store)) for store in stores]
+
+
+def test_an_answer_is_the_same_on_every_machine(engines: list[BlendEngine]) -> None:
+    one, two = engines
+    prompt: Any = messages(*CHUNKS)
+    full = one.generate(prompt, policy="full", max_new_tokens=8, temperature=0)
+    one.warm(CHUNKS, document="doc")
+    assert soon(lambda: two.documents() == ["doc"])
+    for tier in ("shared", "ram"):
+        answer = two.generate(prompt, ratio=1.0, policy="random", max_new_tokens=8, temperature=0)
+        assert answer.token_ids == full.token_ids
+        assert (answer.report.tier, answer.report.reused_tokens > 80) == (tier, True)
+    none = two.generate(prompt, ratio=0.0, policy="none", max_new_tokens=8, temperature=0)
+    assert none.token_ids == one.generate(prompt, ratio=0.0, policy="none", max_new_tokens=8, temperature=0).token_ids
+    assert one.forget("doc") == len(CHUNKS)
+    assert soon(lambda: two.generate(prompt, max_new_tokens=1).report.reused_tokens == 0)
+    assert two.documents() == []
+
+
+def test_prefetch_reads_from_the_place(engines: list[BlendEngine]) -> None:
+    one, two = engines
+    one.warm(CHUNKS)
+    assert soon(lambda: len(list(two.store.entries(0))) == len(CHUNKS) or two.store.removals() < 0)
+    two.prefetch(CHUNKS)
+    two._prefetcher.wait()
+    assert two.generate(messages(*CHUNKS), ratio=0.2, max_new_tokens=1).report.tier == "ram"
+
+
+def test_two_machines_that_warm_a_shared_text_leave_it_alone(engines: list[BlendEngine]) -> None:
+    """Never is it missing, or behind one document's words."""
+    for number in range(4):
+        common = f"Number {number}. The company sells chairs. Its logo is blue. It employs Kan Dror of Stelburg."
+
+        def warm(engine: BlendEngine, name: str, common: str = common) -> None:
+            secret = f"{name} is a secret that Mira Brel told nobody in Florton or in Grelville before {name}."
+            engine.warm([secret, common], document=f"{name}{common}")
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(warm, engines, ("a", "b")))
+        for engine in engines:
+            engine.store._log.pull()  # type: ignore[attr-defined]
+            ids = engine.encode(common)
+            state = engine.store.look_up([text_key("", ids)])[text_key("", ids)]
+            assert visible_variant(state, alone_only=False) == engine.fingerprint.chunk_key(ids)
+
+
+def test_prompts_go_on_without_the_place(engines: list[BlendEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = engines
+    prompt: Any = messages(*CHUNKS)
+    one.warm(CHUNKS)
+    full = one.generate(prompt, policy="full", max_new_tokens=8, temperature=0).token_ids
+    assert soon(lambda: len(list(two.store.entries(0))) == len(CHUNKS) or two.store.removals() < 0)
+
+    def fail(*_: object) -> Any:
+        raise StoreError("the network is down")
+
+    monkeypatch.setattr(two.store._remote, "open_chunk", fail)  # type: ignore[attr-defined]
+    monkeypatch.setattr(two.store._remote, "read", fail)  # type: ignore[attr-defined]
+    answer = two.generate(prompt, ratio=1.0, policy="random", max_new_tokens=8, temperature=0)
+    assert answer.token_ids == full
+    assert answer.report.reused_tokens == 0
+    assert any("recomputed" in note for note in answer.report.notes)
+    with pytest.raises(StoreError, match="the network is down"):
+        two.warm(["A text that was never seen before, long enough to become a chunk of its own."])
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def test_the_command_line_copies_and_looks_into_a_shared_store(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = FileStore(tmp_path / "kv", min_free_bytes=0)
+    folder.bind(FINGERPRINT)
+    behind = record(1, context=[5, 6])
+    folder.put([A, B, behind])
+    folder.set_document("doc", held("doc", behind, B))
+    folder.set_document("other", [Holding(text(A), A.key, "x")], "")
+    folder.set_budget("", 10**6)
+    before = folder.look_up([text(A), text(B)])
+    folder.close()
+    cache = ["--store-cache", str(tmp_path / "cache")]
+    assert main(["store", "stats", "--store", url, *cache]) == 1
+    assert "has no store: create one with `kvrag warm PATH" in capsys.readouterr().err
+    assert main(["store", "copy", str(tmp_path / "kv"), url, *cache]) == 0
+    copied = capsys.readouterr()
+    assert "3 chunks copied" in copied.out
+    assert f"is not copied: run `kvrag warm DOCS --store {url}`, which encodes nothing" in copied.err
+    assert main(["store", "copy", str(tmp_path / "kv"), url, *cache]) == 0
+    assert "0 chunks copied (0 B), 3 were there; 2 documents" in capsys.readouterr().out
+    assert main(["store", "stats", "--store", url, *cache]) == 0
+    assert "copies     0 chunks" in capsys.readouterr().out
+    assert main(["store", "budget", "--store", url, *cache]) == 1
+    assert "budget needs --gib N, or --gib none" in capsys.readouterr().err
+    assert main(["store", "budget", "--store", url, "--namespace", "us", "--gib", "0.5", *cache]) == 0
+    assert capsys.readouterr().out == "us: 512.0 MiB\n"
+    assert main(["store", "stats", "--store", url, *cache]) == 0
+    stats = capsys.readouterr().out
+    assert re.search(r"\(default\) .* 976\.6 KiB +2\n", stats), stats
+    assert re.search(r"us +0 .* 512\.0 MiB +0\n", stats), stats
+    assert main(["store", "budget", "--store", url, "--namespace", "us", "--gib", "none", "--json", *cache]) == 0
+    assert json.loads(capsys.readouterr().out) == {"namespace": "us", "max_bytes": None, "evicted": 0}
+    for wrong in ("0", "-1", "much", "nan"):
+        with pytest.raises(SystemExit):
+            main(["store", "budget", "--store", url, "--gib", wrong, *cache])
+        assert "--gib" in capsys.readouterr().err
+    assert main(["store", "check", "--store", url, *cache]) == 0
+    assert main(["store", "gc", "--store", url, *cache]) == 0
+    assert main(["store", "copy", url, str(tmp_path / "back"), *cache, "--to-codec", "int8"]) == 0
+    assert main(["store", "copy", url, str(tmp_path / "same"), *cache]) == 0
+    capsys.readouterr()
+    assert main(["store", "copy", url, str(tmp_path / "back"), *cache]) == 1
+    assert "or pass --to-codec int8 to convert" in capsys.readouterr().err
+    assert main(["store", "copy", str(tmp_path / "back"), str(tmp_path / "x"), "--to-codec", "int4"]) == 1
+    assert "chunks in int8 cannot be converted" in capsys.readouterr().err
+    same = FileStore(tmp_path / "same", min_free_bytes=0)
+    assert same.look_up([text(A), text(B)]) == before
+    assert same.budgets() == {"": 10**6}
+    assert has(same, behind)
+    same.close()
+    back = FileStore(tmp_path / "back", min_free_bytes=0)
+    int8 = FINGERPRINT.stored_as("int8")
+    key = int8.chunk_key(behind.ids.tolist(), [5, 6])
+    assert back.look_up([text(A)])[text(A)].sources == {"doc": key, "x": int8.chunk_key(A.ids.tolist())}
+    back.bind(int8)
+    reader = back.open(key)
+    assert reader is not None
+    assert reader.layer(0)[0].dtype == torch.uint8
+    reader.close()
+    back.close()
+
+
+def _spoil(store: SharedStore, key: str) -> None:
+    """Flip a bit of a shared chunk's last layer."""
+    name = store._manifest.file(key)
+    assert name is not None
+    remote = store._remote
+    if isinstance(remote, ObjectStore):
+        path = f"chunks/{name[:2]}/{name}"
+        content = bytearray(bytes(obstore.get(remote._writer, path).bytes()))
+        content[-1] ^= 1
+        obstore.put(remote._writer, path, bytes(content))
+    else:
+        assert isinstance(remote, ValkeyStore)
+        name = remote._chunk(name)
+        starts = remote._client.hget(name, "starts").split(b",")
+        content = bytearray(remote._client.hget(name, starts[-1]))
+        content[-1] ^= 1
+        remote._client.hset(name, starts[-1], bytes(content))
+
+
+def test_a_machine_that_warmed_nothing_retrieves_and_answers(
+    s3: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`kvrag warm` on one machine, `kvrag ask` on another."""
+    url = s3.url.replace("PLACE", "cli")
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "harp.txt").write_text("\n\n".join(CHUNKS[:2]))
+    (docs / "snake.txt").write_text(CHUNKS[3])
+
+    def run(command: str, machine: str, *more: str) -> Any:
+        assert main([command, *more, "--store", url, "--store-cache", str(tmp_path / machine), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    warmed = run("warm", "one", str(docs), "--chunk-tokens", "40")
+    assert warmed["store"] == url.partition("?")[0]
+    assert warmed["new"] == warmed["chunks"]
+    answer = run("ask", "two", "Who owns a snake?", "--top-k", "1")
+    assert "snake" in json.dumps(answer)
+    assert answer["report"]["reused_tokens"] > 16
+    (docs / "snake.txt").unlink()
+    run("warm", "two", str(docs), "--chunk-tokens", "40", "--prune")
+    assert "snake" not in json.dumps(run("ask", "one", "Who owns a reptile?", "--top-k", "4"))
+
+
+def test_an_index_is_shared(machine: Machine, tmp_path: Path) -> None:
+    one, two = machine("one"), machine("two")
+    indexes = [SharedIndex(tmp_path / f"{number}.sqlite", None, store, "") for number, store in enumerate((one, two))]
+    mine, theirs = indexes
+    mine.add(CHUNKS[:2], "doc", pages={CHUNKS[0]: (3, 4)})
+    assert soon(lambda: theirs.counts() == {"doc": 2})
+    (hit,) = theirs.search("Who plays the harp?", k=1)
+    assert (hit.text, hit.document, hit.pages) == (CHUNKS[0], "doc", (3, 4))
+    theirs.add(CHUNKS[2:3], "doc")
+    assert soon(lambda: [hit.text for hit in mine.search("Who plays the harp?")] == CHUNKS[2:3])
+    assert len(one._remote.names("published/")) == 1, "the first version is gone"
+    (damaged,) = one._remote.names("published/")
+    one._remote.write(damaged, b"x")
+    one._log.publish()
+    late = SharedIndex(tmp_path / "late.sqlite", None, two, "")
+    assert late.counts() == {}
+    mine.add(CHUNKS[2:3], "doc")
+    assert soon(lambda: late.counts() == {"doc": 1})
+    late.close()
+    mine.remove("doc")
+    assert soon(lambda: theirs.counts() == {})
+    assert len(theirs) == 0
+    other = SharedIndex(tmp_path / "other.sqlite", "another", two, "tenant")
+    assert other.counts() == {}
+    for index in (*indexes, other):
+        index.close()

@@ -15,9 +15,7 @@ from kvrag.cli.common import at_least
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_shape(parser)
-    parser.add_argument(
-        "--rows", type=at_least(1), default=ROWS, metavar="N", help="answers together (default: 8)"
-    )
+    parser.add_argument("--rows", type=at_least(1), default=ROWS, metavar="N", help="answers together (default: 8)")
     add_number(parser, "--prompt-tokens", 96, "tokens of the shortest prompt")
     parser.add_argument(
         "--answer-tokens", type=at_least(2), default=24, metavar="N", help="tokens of an answer (default: 24)"

@@ -1,8 +1,8 @@
 """Time to first token of full prefill, an exact-prefix cache and blending, interleaved in one run.
 
 Times run from the call with messages to the first token, including rendering, tokenising, matching, disk reads,
-rotating, selecting and recomputing. Every repeat has a new order of chunks. The tiers in memory are off, unless they
-are given a size; the chunk files are in the page cache, unless `cold` is set.
+rotating, selecting and recomputing. Every repeat has a new order of chunks. By default the tiers in memory are off and
+the chunk files are in the page cache.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class TtftRow:
     `speedup` is relative to full prefill in the same run. `bound` is the speed-up if computing the tokens, detection
     layers included, were the only cost; `share` is the fraction of it that was reached.
 
-    `rows_s` is the model's own forward pass over as many tokens, with the prompt's others in its cache before them;
-    `rows_share` is `rows_s / ttft_s`. `load_stall_s` is what the forward pass waited for chunks, `load_alone_s` what
-    loading them takes while nothing is computed, and `hidden` the share of it that the forward pass did not wait for.
+    `rows_s` is the time of the model's own forward pass over as many tokens with the other tokens in its cache;
+    `rows_share` is `rows_s / ttft_s`. `load_stall_s` is how long the forward pass waited for chunks, `load_alone_s` how
+    long loading them takes while nothing is computed, and `hidden` the share of it that the forward pass did not wait.
     """
 
     name: str
@@ -101,7 +101,7 @@ class TtftSetup:
         chunks, chunk_tokens, question_tokens: The prompt.
         policies, ratio, check_layer: See BlendConfig.
         repeats: Rounds; the medians count.
-        ram_bytes, device_bytes: Sizes of the tiers in RAM and on the device; 0 = chunks are read from below them.
+        ram_bytes, device_bytes: Sizes of the tiers in RAM and on the device; 0 = off.
         cold: Drop the chunk files from the page cache before every prompt.
     """
 
@@ -120,7 +120,7 @@ class TtftSetup:
 
     def __post_init__(self) -> None:
         if self.cold and (self.ram_bytes or self.device_bytes):
-            raise SettingError("chunks cannot be cold in a tier: give either --cold or --ram-bytes and --device-bytes")
+            raise SettingError("chunks cannot be cold in a tier: pass either --cold or --ram-bytes and --device-bytes")
 
 
 def measure(
@@ -160,36 +160,28 @@ def measure(
             rng.shuffle(corpus)
             question = "".join(rng.choices(words, k=setup.question_tokens))
             messages = _messages(corpus, question)
-            ways: dict[str, Callable[[], object]] = {FULL: partial(_generate, net, messages)}
+            calls: dict[str, Callable[[], object]] = {FULL: partial(_generate, net, messages)}
             if with_prefix:
-                ways[PREFIX] = partial(prefix.generate, messages)
+                calls[PREFIX] = partial(prefix.generate, messages)
             for policy in setup.policies:
-                ways[policy] = partial(ask, engine, policy, list(corpus), question)
-            methods, ids = list(ways), net.tokenizer.render(messages)
-            ways[_LOAD] = partial(_load_alone, engine, ids)
-            for number in {_computed(of_method[-1]) for of_method in reports.values()}:
-                ways[f"{number} rows"] = partial(_rows_alone, engine, ids, cache, number)
-            for name, way in ways.items():
+                calls[policy] = partial(ask, engine, policy, list(corpus), question)
+            methods, ids = list(calls), net.tokenizer.render(messages)
+            calls[_LOAD] = partial(_load_alone, engine, ids)
+            for number in {_computed(method_reports[-1]) for method_reports in reports.values()}:
+                calls[f"{number} rows"] = partial(_rows_alone, engine, ids, cache, number)
+            for name, call in calls.items():
                 if setup.cold:
                     _drop_page_cache(Path(folder))
-                seconds, result = _timed(way)
+                seconds, result = _timed(call)
                 if repeat:
                     times.setdefault(name, []).append(seconds)
                 if isinstance(result, BlendReport):
                     reports.setdefault(name, []).append(result)
     medians = {name: statistics.median(values) for name, values in times.items()}
     rows = [_row(name, medians, reports.get(name, []), net, setup.check_layer) for name in methods]
-    settings = run_settings(net) | {
-        "chunks": setup.chunks,
-        "chunk_tokens": setup.chunk_tokens,
-        "question_tokens": setup.question_tokens,
-        "ratio": setup.ratio,
-        "check_layer": setup.check_layer,
-        "repeats": setup.repeats,
-        "ram_tier": bool(setup.ram_bytes),
-        "device_tier": bool(setup.device_bytes),
-        "cold": setup.cold,
-    }
+    names = ("chunks", "chunk_tokens", "question_tokens", "ratio", "check_layer", "repeats", "cold")
+    settings = run_settings(net) | {name: getattr(setup, name) for name in names}
+    settings |= {"ram_tier": bool(setup.ram_bytes), "device_tier": bool(setup.device_bytes)}
     return TtftResult(rows, next(iter(reports.values()))[-1].prompt_tokens, settings)
 
 
@@ -216,7 +208,7 @@ def _row(name: str, medians: dict[str, float], reports: list[BlendReport], net: 
     detection = report.prompt_tokens * check_layer / net.num_layers if name == "hkvd" else 0
     bound = report.prompt_tokens / (computed + detection)
     rows_s, load_s = medians[f"{computed} rows"], medians[_LOAD]
-    stall_s = statistics.median(each.load_stall_s for each in reports[1:])  # without the warm-up round
+    stall_s = statistics.median(report.load_stall_s for report in reports[1:])  # without the warm-up round
     return replace(
         row,
         bound=bound,
@@ -259,11 +251,11 @@ def _drop_page_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _timed(way: Callable[[], object]) -> tuple[float, object]:
+def _timed(call: Callable[[], object]) -> tuple[float, object]:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     started = time.perf_counter()
-    result = way()
+    result = call()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - started, result
@@ -320,8 +312,8 @@ def _processor() -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print the results."""
-    given = {name: getattr(args, name) for name in TtftSetup.__dataclass_fields__}
-    result = measure(TtftSetup(**given), progress=lambda line: print(line, file=sys.stderr, flush=True))
+    setup = TtftSetup(**{name: getattr(args, name) for name in TtftSetup.__dataclass_fields__})
+    result = measure(setup, progress=lambda line: print(line, file=sys.stderr, flush=True))
     if args.json:
         print(json.dumps(asdict(result)))
         return 0

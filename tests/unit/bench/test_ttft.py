@@ -63,4 +63,4 @@ def test_the_table_has_them_too(tiny: None, capsys: pytest.CaptureFixture[str]) 
 
 def test_cold_chunks_and_a_tier_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "ttft", "--cold", "--ram-bytes", "1000"]) != 0
-    assert "give either --cold or --ram-bytes" in capsys.readouterr().err
+    assert "pass either --cold or --ram-bytes" in capsys.readouterr().err

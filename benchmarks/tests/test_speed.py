@@ -1,4 +1,4 @@
-"""`python -m benchmarks decode` and `chat`, on a tiny model."""
+"""`python -m benchmarks decode`, `chat` and `ttft`, on a tiny model."""
 
 from __future__ import annotations
 
@@ -36,3 +36,25 @@ def test_chat(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         main(["chat", "--turns", "1"])
     assert "at least 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tier", [["--ram-bytes", str(1 << 30)], ["--cold"]], ids=["ram", "cold"])
+def test_ttft_reports_what_computing_and_loading_take_alone(
+    tier: list[str], model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvrag.bench.ttft.random_model", lambda *_: model)
+    sizes = ["--chunks", "3", "--chunk-tokens", "40", "--question-tokens", "20", "--repeats", "1"]
+    argv = ["ttft", *sizes, *tier, "--policies", "none", "first_k"]
+    assert main([*argv, "--json"]) == 0
+    full, prefix, *blended = json.loads(capsys.readouterr().out)["rows"]
+    assert "rows_s" not in full
+    assert "hidden" not in prefix
+    assert [row["name"] for row in blended] == ["none", "first_k"]
+    for row in blended:
+        assert row["rows_share"] == row["rows_s"] / row["ttft_s"]
+        assert 0 <= row["hidden"] <= 1
+        assert row["load_alone_s"] > 0
+    assert main(argv) == 0
+    *_, heads, _, _, _, row = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["TTFT", "of", "rows", "loading", "stall", "hidden"]
+    assert row.startswith("first_k")

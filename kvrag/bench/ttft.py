@@ -18,8 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import takewhile
@@ -28,22 +27,16 @@ from typing import Any
 
 import torch
 
-from kvrag.backend.protocol import KVCache
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.shapes import random_model
 from kvrag.config import DEFAULT_POLICY, BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
-from kvrag.reuse.load import load
-from kvrag.reuse.prompt import Prompt
-from kvrag.reuse.trace import Trace
-from kvrag.store import ChunkReader
 from kvrag.store.chunkfile import SUFFIX
 from kvrag.types import BlendReport, Messages
 
 _PREFIX_BLOCK = 16  # tokens, vLLM's default
 FULL, PREFIX = "full prefill", "exact prefix"
-_LOAD = "loading alone"
 
 
 @dataclass(frozen=True)
@@ -52,10 +45,7 @@ class TtftRow:
 
     `speedup` is relative to full prefill in the same run. `bound` is the speed-up if computing the tokens, detection
     layers included, were the only cost; `share` is the fraction of it that was reached.
-
-    `rows_s` is the time of the model's own forward pass over as many tokens with the other tokens in its cache;
-    `rows_share` is `rows_s / ttft_s`. `load_stall_s` is how long the forward pass waited for chunks, `load_alone_s` how
-    long loading them takes while nothing is computed, and `hidden` the share of it that the forward pass did not wait.
+    `load_stall_s` is how long the forward pass waited for chunks.
     """
 
     name: str
@@ -64,23 +54,21 @@ class TtftRow:
     bound: float | None = None
     share: float | None = None
     computed_tokens: int | None = None
-    rows_s: float | None = None
-    rows_share: float | None = None
     load_stall_s: float | None = None
-    load_alone_s: float | None = None
-    hidden: float | None = None
 
 
 @dataclass(frozen=True)
 class TtftResult:
-    """All rows, and the settings to reproduce them."""
+    """All rows, the settings to reproduce them, and the medians of further calls in seconds."""
 
     rows: list[TtftRow]
     prompt_tokens: int
     settings: dict[str, Any]
+    further_s: dict[str, float] = field(default_factory=dict)
 
 
 Ask = Callable[[BlendEngine, str, list[str], str], BlendReport]
+Calls = dict[str, Callable[[], object]]
 
 
 def _messages(chunks: Sequence[str], question: str) -> Messages:
@@ -129,6 +117,7 @@ def measure(
     progress: Callable[[str], None] = lambda line: None,
     net: Model | None = None,
     with_prefix: bool = True,
+    further: Callable[[BlendEngine, list[int], list[BlendReport]], Calls] = lambda engine, ids, reports: {},
 ) -> TtftResult:
     """Measure on a random model of that shape; medians over the rounds after one warm-up round.
 
@@ -136,6 +125,8 @@ def measure(
         ask: Function of (engine, policy, chunks, question) that answers with one token; it may use a framework.
         net: The model, if it exists already.
         with_prefix: Measure an exact prefix cache, too; it takes about as long as full prefill.
+        further: Function of (engine, ids of the prompt, last report of every policy) that returns more to measure in
+            the same round.
     """
     if net is None:
         progress(f"building a random model of {setup.model}'s shape")
@@ -153,22 +144,18 @@ def measure(
         progress(f"warming {setup.chunks} chunks of {setup.chunk_tokens} tokens")
         engine.warm(corpus)
         prefix = _PrefixCache(net)
-        ids = net.tokenizer.render(_messages(corpus, "".join(rng.choices(words, k=setup.question_tokens))))
-        cache = engine.prefill(ids, BlendConfig(policy="none", controller="off")).cache
         for repeat in range(setup.repeats + 1):
             progress(f"round {repeat} of {setup.repeats}" if repeat else "warm-up round")
             rng.shuffle(corpus)
             question = "".join(rng.choices(words, k=setup.question_tokens))
             messages = _messages(corpus, question)
-            calls: dict[str, Callable[[], object]] = {FULL: partial(_generate, net, messages)}
+            calls: Calls = {FULL: partial(_generate, net, messages)}
             if with_prefix:
                 calls[PREFIX] = partial(prefix.generate, messages)
             for policy in setup.policies:
                 calls[policy] = partial(ask, engine, policy, list(corpus), question)
             methods, ids = list(calls), net.tokenizer.render(messages)
-            calls[_LOAD] = partial(_load_alone, engine, ids)
-            for number in {_computed(method_reports[-1]) for method_reports in reports.values()}:
-                calls[f"{number} rows"] = partial(_rows_alone, engine, ids, cache, number)
+            calls |= further(engine, ids, [method_reports[-1] for method_reports in reports.values()])
             for name, call in calls.items():
                 if setup.cold:
                     _drop_page_cache(Path(folder))
@@ -182,7 +169,8 @@ def measure(
     names = ("chunks", "chunk_tokens", "question_tokens", "ratio", "check_layer", "repeats", "cold")
     settings = run_settings(net) | {name: getattr(setup, name) for name in names}
     settings |= {"ram_tier": bool(setup.ram_bytes), "device_tier": bool(setup.device_bytes)}
-    return TtftResult(rows, next(iter(reports.values()))[-1].prompt_tokens, settings)
+    further_s = {name: seconds for name, seconds in medians.items() if name not in methods}
+    return TtftResult(rows, next(iter(reports.values()))[-1].prompt_tokens, settings, further_s)
 
 
 def run_settings(net: Model) -> dict[str, Any]:
@@ -204,45 +192,12 @@ def _row(name: str, medians: dict[str, float], reports: list[BlendReport], net: 
     row = TtftRow(name, ttft_s, medians[FULL] / ttft_s)
     if not reports:
         return row
-    report, computed = reports[-1], _computed(reports[-1])
+    report = reports[-1]
+    computed = report.fresh_tokens + report.recomputed_tokens
     detection = report.prompt_tokens * check_layer / net.num_layers if name == "hkvd" else 0
     bound = report.prompt_tokens / (computed + detection)
-    rows_s, load_s = medians[f"{computed} rows"], medians[_LOAD]
     stall_s = statistics.median(report.load_stall_s for report in reports[1:])  # without the warm-up round
-    return replace(
-        row,
-        bound=bound,
-        share=row.speedup / bound,
-        computed_tokens=computed,
-        rows_s=rows_s,
-        rows_share=rows_s / ttft_s,
-        load_stall_s=stall_s,
-        load_alone_s=load_s,
-        hidden=max(1 - stall_s / load_s, 0.0),
-    )
-
-
-def _computed(report: BlendReport) -> int:
-    return report.fresh_tokens + report.recomputed_tokens
-
-
-def _rows_alone(engine: BlendEngine, ids: list[int], cache: KVCache, number: int) -> None:
-    """Run the model on a prompt's last tokens, with a complete cache of the others."""
-    cache.set_length(len(ids) - number)
-    engine.model.forward(torch.tensor(ids[-number:])[None], cache)
-
-
-def _load_alone(engine: BlendEngine, ids: list[int]) -> None:
-    """Load a prompt's chunks as a request does, without computing anything meanwhile."""
-    memory, readers = engine._pipeline.memory, dict[str, ChunkReader]()
-    with closing(Prompt(ids, matches=engine._lookup.find(ids, engine.config.min_run), readers=readers)) as prompt:
-        for run in prompt.runs:
-            reader = memory.open(run.key) or engine.store.open(run.key)
-            assert reader is not None
-            readers[run.key] = reader
-        with load(engine.model, prompt, engine.codec, Trace(engine.model), len(ids)) as layers:
-            for number in range(engine.model.num_layers):
-                layers.layer(number)
+    return replace(row, bound=bound, share=row.speedup / bound, computed_tokens=computed, load_stall_s=stall_s)
 
 
 def _drop_page_cache(folder: Path) -> None:
@@ -319,15 +274,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(", ".join(f"{name} {value}" for name, value in result.settings.items()))
     print(f"prompt of {result.prompt_tokens} tokens, medians of {args.repeats} rounds\n")
-    blended = f"{'bound':>8}{'share':>8}{'computed':>10}{'of rows':>9}{'stall':>9}{'hidden':>8}"
-    print(f"{'':14}{'TTFT':>10}{'speed-up':>10}{blended}")
+    print(f"{'':14}{'TTFT':>10}{'speed-up':>10}{'bound':>8}{'share':>8}{'computed':>10}{'stall':>9}")
     for row in result.rows:
-        print(f"{row.name:14}{row.ttft_s * 1000:>7.0f} ms{row.speedup:>9.2f}x{_blended_columns(row)}")
+        line = f"{row.name:14}{row.ttft_s * 1000:>7.0f} ms{row.speedup:>9.2f}x"
+        if row.load_stall_s is not None:
+            line += f"{row.bound:>7.2f}x{row.share:>8.2f}{row.computed_tokens:>10}{row.load_stall_s * 1000:>6.0f} ms"
+        print(line)
     return 0
-
-
-def _blended_columns(row: TtftRow) -> str:
-    if row.load_stall_s is None:
-        return ""
-    loading = f"{row.load_stall_s * 1000:>6.0f} ms{row.hidden:>8.2f}"
-    return f"{row.bound:>7.2f}x{row.share:>8.2f}{row.computed_tokens:>10}{row.rows_share:>9.2f}{loading}"

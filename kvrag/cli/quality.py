@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrag.bench.datasets import Row, document_rows, file_rows
-from kvrag.bench.grid import RIGHT, Cell, Setup, by_setup, make_cells
+from kvrag.bench.grid import FULL, NONE, RIGHT, Cell, Setup, by_setup, make_cells
 from kvrag.cli.common import context_settings, forecast, progress, require_extra, say
 from kvrag.cli.prompt import text_search
 from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES, BlendConfig, Sampling
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvrag.backend.transformers import Model
     from kvrag.bench.quality import Journal, Task
 
-_SELECTING = [policy for policy in POLICIES if policy not in ("full", "none", "random")]
+_SELECTING = [policy for policy in POLICIES if policy not in (FULL, NONE, "random")]
 _DEFAULTS: dict[str, Any] = {"samples": 200, "policies": [_SELECTING], "max_tokens": 16}
 _DEFAULTS_DOCS: dict[str, Any] = {
     "samples": 100,
@@ -82,6 +82,8 @@ def fill(args: argparse.Namespace) -> None:
             setattr(args, name, value)
     for name in ("policies", "ratios"):
         setattr(args, name, [value for values in getattr(args, name) for value in values])
+    if args.docs is not None and not set(args.policies) - {FULL, NONE}:
+        raise SettingError("--policies with --docs needs one that recomputes tokens")
 
 
 def read_rows(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:

@@ -521,6 +521,7 @@ def test_an_interrupted_run_reports_the_prompts_that_are_done(
         (["--docs", "{docs}", "--chunk-tokens", "15"], "--chunk-tokens: must be at least 16, got 15"),
         (["--docs", "{docs}", "--chunk-tokens", "x"], "--chunk-tokens: invalid int value: 'x'"),
         (["--docs", "{docs}", "--top-k", "1"], "--top-k with --docs must be at least 2"),
+        (["--docs", "{docs}", "--policies", "none,full"], "--policies with --docs needs one that recomputes tokens"),
     ],
 )
 def test_a_folder_that_cannot_be_asked_about(

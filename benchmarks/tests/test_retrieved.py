@@ -27,7 +27,7 @@ from kvrag.bench.grid import Setup, make_cells
 from kvrag.bench.quality import make_tasks
 from kvrag.fingerprint import text_key
 from kvrag.retrieval.index import ChunkIndex
-from kvrag.store import serve
+from kvrag.store import visible_variant
 
 load_embedder = functools.cache(kvrag.retrieval.index.load_embedder)
 
@@ -151,7 +151,7 @@ def _contexts(model: Model, folder: Path, setup: Setup) -> list[str]:
             engine.warm(chunks, document=name)
         for chunk in CHUNKS:
             text = text_key("", model.tokenizer.encode(chunk))
-            key = serve(engine.store.look_up([text])[text], alone_only=False)
+            key = visible_variant(engine.store.look_up([text])[text], alone_only=False)
             reader = engine.store.open(key) if key else None
             contexts.append(model.tokenizer.decode(reader.context.tolist()) if reader else "-")
     assert task.row.passages == (CHUNKS[2],)

@@ -98,7 +98,7 @@ class Bootstrap:
 
     def _medians(self, values: Values) -> Values:
         order = np.argsort(values)
-        last = self._times[:, order].cumsum(axis=1)  # of the sorted values drawn, where those of each sample end
+        last = self._times[:, order].cumsum(axis=1)  # where the copies of each sample end among the sorted draws
         low, high = ((last > middle[:, None]).argmax(axis=1) for middle in ((self._totals - 1) // 2, self._totals // 2))
         return (values[order[low]] + values[order[high]]) / 2
 

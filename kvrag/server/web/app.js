@@ -46,8 +46,8 @@ async function call(path, options = {}) {
 
 async function failure(response) {
   const body = await response.json().catch(() => null);
-  const said = body?.error?.message ?? `The server answered with status ${response.status}.`;
-  return new ServerError(said, response.status, body?.error?.code);
+  const message = body?.error?.message ?? `The server answered with status ${response.status}.`;
+  return new ServerError(message, response.status, body?.error?.code);
 }
 
 let asking = null; // the open dialog: several requests may need the key at once
@@ -98,7 +98,7 @@ const path = (name) => `v1/corpus/${name.split("/").map(encodeURIComponent).join
 const isPending = (one) => one.status === "queued" || one.status === "encoding";
 const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
-/** Read the list of documents, again and again while any of them is being encoded. */
+/** Read the list of documents, and repeat this while any of them is being encoded. */
 async function refresh() {
   documents = (await (await call("v1/corpus?limit=10000")).json()).data;
   showDocuments();
@@ -120,13 +120,13 @@ function showDocuments() {
   for (const one of documents) {
     if (uploads.has(one.id) && !isPending(one)) continue;
     const share = one.tokens ? one.tokens_done / one.tokens : null;
-    const said = {
+    const status = {
       ready: count(one.chunks, "chunk"),
       queued: "waiting",
       encoding: share === null ? "encoding" : `encoding, ${Math.round(100 * share)} %`,
       failed: one.error,
     };
-    const item = row(one.id, said[one.status], one.status === "encoding" ? share : null, one.status === "failed");
+    const item = row(one.id, status[one.status], one.status === "encoding" ? share : null, one.status === "failed");
     item.append(...(problems.get(one.id) ?? []).map((text) => element("span", "status problem", text)));
     rows.push(item);
   }
@@ -169,7 +169,7 @@ async function drop(name, button) {
   await refresh();
 }
 
-/** Upload [name, content] pairs, one after the other. */
+/** Upload [name, content] pairs sequentially. */
 async function add(named) {
   for (const [name] of named) uploads.set(name, 0);
   showDocuments();
@@ -363,7 +363,7 @@ function judge(turn, blend, first, full, second) {
 }
 
 const ratio = (blend, full) =>
-  blend < full ? `First word ${(full / blend).toFixed(1)}x sooner` : `Full prefill was sooner, ${(blend / full).toFixed(1)}x`;
+  blend < full ? `First token ${(full / blend).toFixed(1)}x faster` : `Full prefill was ${(blend / full).toFixed(1)}x faster`;
 
 function showScore() {
   $("score").hidden = !races.length;
@@ -389,7 +389,7 @@ function showSources(turn, found) {
   const names = [...new Set(found.map((one) => one.document))];
   const others = names.length > NAMED + 1 ? ` and ${names.length - NAMED} other documents` : "";
   const named = (others ? names.slice(0, NAMED) : names).join(", ");
-  box.querySelector("summary").textContent = `${count(found.length, "passage")} from ${named}${others}`;
+  box.querySelector("summary").textContent = `${count(found.length, "chunk")} from ${named}${others}`;
   box.querySelector("ol").replaceChildren(...found.map((one) => {
     const item = element("li");
     const details = element("details");
@@ -404,10 +404,10 @@ function showSources(turn, found) {
 // ---------------------------------------------------------------- the page
 
 function element(tag, name = "", text = "") {
-  const made = document.createElement(tag);
-  if (name) made.className = name;
-  if (text) made.textContent = text;
-  return made;
+  const created = document.createElement(tag);
+  if (name) created.className = name;
+  if (text) created.textContent = text;
+  return created;
 }
 
 /** Scroll to the end, unless the reader has scrolled up. */
@@ -464,7 +464,7 @@ function listen() {
     showDocuments();
   });
   $("run-all").addEventListener("click", async () => {
-    // each on its own, so that every prompt holds the same number of passages and nothing else
+    // without earlier turns, so that every prompt contains the same number of chunks and nothing else
     for (const question of samples.questions) {
       turns = [];
       if (!(await ask(question))) return;

@@ -158,7 +158,7 @@ class VectorStoreKV:
     # ---------------------------------------------------------------- existing documents and deleting
 
     def replace(self, pieces: Mapping[Any, tuple[str, str]], before: set[str]) -> WarmReport:
-        """Hold exactly these texts, given with their sources, in place of the KV documents `before`."""
+        """Replace the KV documents `before` by these texts, which come with their sources, by id."""
         names = [self._name(doc_id, text) for doc_id, (text, _) in pieces.items()]
         report = self._warm([text for text, _ in pieces.values()], names, [source for _, source in pieces.values()])
         self.forget(before - {*names})

@@ -211,17 +211,17 @@ class Vllm:
 
     def _room(self, request: Body) -> int:
         """Return the maximum length of the answer that fits: vLLM refuses prompts with longer ones."""
-        wanted = int(request["max_tokens"])
+        max_tokens = int(request["max_tokens"])
         prompt: Body = {name: request[name] for name in ("prompt", "messages", "tools") if name in request}
         # a token has at least one byte; tools and messages are surrounded by a template's own text
         template = 0 if "prompt" in prompt else 1000 + 20 * len(prompt["messages"])
         num_bytes = len(json.dumps(prompt, ensure_ascii=False).encode(errors="surrogatepass"))
-        if num_bytes + template + wanted <= self.window:
-            return wanted
+        if num_bytes + template + max_tokens <= self.window:
+            return max_tokens
         if kwargs := request["extra_body"].get("chat_template_kwargs"):
             prompt["chat_template_kwargs"] = kwargs
         room = self.window - self._tokenize(prompt)
-        return min(wanted, room) if room > 0 else wanted  # vLLM describes the error
+        return min(max_tokens, room) if room > 0 else max_tokens  # vLLM describes the error
 
     def _count(self, prompt: str) -> int:
         return self._tokenize({"prompt": prompt})

@@ -93,7 +93,7 @@ def completion_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenan
 
 
 def _calls(call: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return the arguments of several answers: with a seed, each has its own."""
+    """Return the arguments of `count` answers, with consecutive seeds if one is set."""
     seed = call["seed"]
     return [call | {"seed": None if seed is None else (seed + i) % (1 << 64)} for i in range(count)]
 

@@ -400,5 +400,5 @@ def _tasks_in(folder: Path) -> dict[int, CorpusTask]:
 
 
 def _read_task(path: Path) -> CorpusTask:
-    kept = json.loads(path.read_text())
-    return CorpusTask(**{**kept, "texts": tuple(kept["texts"]), "pages": tuple(kept.get("pages", ()))})
+    fields = json.loads(path.read_text())
+    return CorpusTask(**{**fields, "texts": tuple(fields["texts"]), "pages": tuple(fields.get("pages", ()))})

@@ -220,14 +220,14 @@ def openai_usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
     }
 
 
-def openai_logprob(known: TokenLogprob, token_text: TokenText) -> dict[str, Any]:
+def openai_logprob(row: TokenLogprob, token_text: TokenText) -> dict[str, Any]:
     """Return a token's log probability in the form of chats and responses."""
 
     def entry(token: int, value: float) -> dict[str, Any]:
         text, content = token_text(token)
         return {"token": text, "logprob": value, "bytes": list(content)}
 
-    return entry(known.token, known.logprob) | {"top_logprobs": [entry(token, value) for token, value in known.top]}
+    return entry(row.token, row.logprob) | {"top_logprobs": [entry(token, value) for token, value in row.top]}
 
 
 def _fragment(piece: CallPiece) -> dict[str, Any]:

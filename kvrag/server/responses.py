@@ -263,7 +263,7 @@ class ResponsesBuilder:
         part = self._message["content"][0]
         new = self._choice.logprobs[self._num_logprobs :] if self._has_logprobs else []
         self._num_logprobs += len(new)
-        logprobs = [openai_logprob(each, self._token_text) for each in new]
+        logprobs = [openai_logprob(row, self._token_text) for row in new]
         part["text"] += delta.text
         part["logprobs"] += logprobs
         return *opened, self._part_event("output_text.delta", delta=delta.text, logprobs=logprobs)

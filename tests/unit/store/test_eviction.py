@@ -188,7 +188,8 @@ def test_eviction_frees_a_fifth_of_the_budget_and_nothing_while_there_is_room(tm
     with closing(opened(tmp_path / "one")) as store:
         size = store.put([record(10)])
     with closing(opened(tmp_path / "ten", max_bytes=10 * size + size // 2)) as store:
-        store.put([record(number) for number in range(10, 20)])
+        for number in range(10, 20):
+            store.put([record(number)])
         assert store.stats().chunks == 10, "they fit"
         store.put([record(20)])
         assert store.stats().chunks == 8, "down to four fifths, with the new chunk"

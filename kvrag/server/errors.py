@@ -128,8 +128,8 @@ def _invalid(error: RequestValidationError, is_json: bool) -> ApiError:
         code, word, bound = _BOUNDS[kind]
         expected = f"Expected a value {bound.format(**context)}, but got {value} instead."
         return ApiError(400, f"Invalid '{param}': {number} {word} value. {expected}", f"{number}_{code}_value", param)
-    if expected := _EXPECTED.get(kind.removesuffix("_type")):
-        message = f"Invalid type for '{param}': expected {expected}, but got {_type_name(value)} instead."
+    if type_name := _EXPECTED.get(kind.removesuffix("_type")):
+        message = f"Invalid type for '{param}': expected {type_name}, but got {_type_name(value)} instead."
         return ApiError(400, message, "invalid_type", param)
     return ApiError(400, f"Invalid '{param}': {problem['msg']}.", "invalid_value", param)
 

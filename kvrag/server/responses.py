@@ -187,7 +187,8 @@ class ResponsesBuilder:
             events += self._add_text(shown)
         for fragment in shown.call_pieces:
             events += self._add_arguments(fragment)
-        for call in (*shown.tool_calls, *shown.invalid_calls):
+        ended: list[ToolCall | InvalidCall] = [*shown.tool_calls, *shown.invalid_calls]
+        for call in ended:
             events += self._close_call(call)
         if self._choice.report is not None:
             if not self._output:

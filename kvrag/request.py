@@ -1,10 +1,12 @@
 """Life of a request: from prompt ids to a cache that is ready to decode.
 
-`Pipeline.prefill` is CacheBlend (arXiv:2405.16444): look up the prompt's chunks, plan how much to recompute (section 5,
-"loading controller"), load their KV, stitch it in prompt order, select the tokens to recompute (4.3), blend (4.2), and
-observe the durations for the next plan. A layer is loaded and stitched while those before it are computed (section 5).
+`Pipeline.prefill` follows CacheBlend (arXiv:2405.16444): look up the prompt's chunks, plan how much to recompute (the
+paper's section 5, "loading controller"), load their KV, stitch it in prompt order, select the tokens to recompute
+(section 4.3), blend (section 4.2), and observe the durations for the next plan.
 
-Two values carry a request: `Prompt` until its KV is stitched, from then on `Stitched`, in the end as `Prefilled`.
+Loading and stitching are lazy: `select` and `blend` ask for one layer at a time, and the next layers are read meanwhile
+(section 5). A request is a `Prompt` until its KV is stitched, then a `Stitched`; `prefill` returns it as a `Prefilled`,
+which is a `Stitched` with the results.
 """
 
 from __future__ import annotations
@@ -26,15 +28,18 @@ from kvrag.reuse.trace import Trace
 from kvrag.store import KVStore, MemoryTier
 from kvrag.types import BlendReport
 
-_ROOM = 256  # positions of a new cache for the answer, before it grows
+_ROOM = 256  # spare positions for the answer in a new cache; it grows when they are used up
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Shared components of all requests. Thread-safe, because all components are.
+    """The components that all requests share. Each is thread-safe, so this class is too.
 
     Attributes:
-        backend, store, memory, lookup, tuning: The components.
+        backend: The model.
+        store, memory: Stored chunks, and those of them that are in memory.
+        lookup: Finds the runs of stored chunks in a prompt.
+        tuning: Chooses policy and ratio.
         codec: Codec of the stored chunks.
     """
 
@@ -46,10 +51,10 @@ class Pipeline:
     codec: str
 
     def prefill(self, prompt: Prompt, matches: Sequence[Match] | None = None) -> Prefilled:
-        """Prefill a prompt from stored chunks; chunks that cannot be read are recomputed.
+        """Prefill a prompt from stored chunks. Chunks that cannot be read are computed like fresh text.
 
         Args:
-            matches: The runs of stored chunks after the cached prefix; None = look them up.
+            matches: Runs of stored chunks after the conversation's cached prefix; None = look them up.
         """
         recovery = Recovery(self.backend, self.store, self.memory)
         return recovery.run(lambda: self._prefill(prompt, matches, recovery))
@@ -61,8 +66,8 @@ class Pipeline:
                 matches = self.lookup.find(prompt.ids, prompt.config.min_run, prompt.namespace, prompt.kept)
             prompt = recovery.open(prompt, matches)
         with closing(prompt):
-            plan = recovery.agree(lambda: self.tuning.plan(prompt.config, prompt))
-            keys = prompt.keys
+            plan = recovery.agree(lambda: self.tuning.plan(prompt.config, prompt))  # the same on all ranks
+            keys = prompt.keys  # also where nothing is reused: what is forgotten must be found in conversations
             if plan.is_full:
                 prompt = replace(prompt, matches=(), readers={})
             with load(self.backend, prompt, self.codec, trace, self._capacity(prompt)) as layers:
@@ -107,7 +112,7 @@ def _report(
         stitch_s=seconds["stitch"],
         select_s=seconds["select"],
         blend_s=seconds["blend"],
-        ttft_s=0.0,
+        ttft_s=0.0,  # set by the caller
         bytes_loaded=prompt.bytes_read,
         tier=prompt.tier,
         exact=stitched.num_exact(selection.positions) == num_tokens,

@@ -59,8 +59,8 @@ class KVWarmVectorStore(VectorStore):
 
     KV is written before the vectors and dropped after them, so that every retrievable document has its KV. A text in
     several documents is encoded once and kept while one of them contains it. If the wrapped store fails midway, the KV
-    of documents that it did not add is dropped. `langchain_core.indexing.index` works as with the wrapped store: unchanged
-    documents with an unchanged context are not encoded again.
+    of documents that it did not add is dropped. `langchain_core.indexing.index` works as usual: unchanged documents
+    with an unchanged context are not encoded again.
 
     Concurrent changes of one document may leave it without KV until the next change. This costs time, not correctness.
 

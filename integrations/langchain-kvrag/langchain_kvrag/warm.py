@@ -308,15 +308,17 @@ class KVWarmVectorStore(VectorStore):
         try:
             return _texts(documents_by_id(self.vectorstore, ids))
         except Exception as error:  # the caller raises the first error
-            return self._unknown(error)
+            self._log_failure(error)
+            return None
 
     async def _apresent(self, ids: list[str]) -> dict[str, str] | None:
         try:
             return _texts(await adocuments_by_id(self.vectorstore, ids))
         except Exception as error:
-            return self._unknown(error)
+            self._log_failure(error)
+            return None
 
-    def _unknown(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         logger.warning("%s cannot return its documents: %s", type(self.vectorstore).__name__, error)
 
     # ---------------------------------------------------------------- creating

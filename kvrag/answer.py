@@ -27,7 +27,7 @@ from kvrag.request import Pipeline
 from kvrag.reuse.conversation import CachedPrefix, Conversation, Conversations, Turn
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.stitch import Prefilled
-from kvrag.types import Answer, BlendReport, Delta, InvalidCall, Messages, TokenIds, TokenLogprob, ToolCall
+from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -79,10 +79,10 @@ class Question:
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer, prompt: str | Messages | TokenIds, config: BlendConfig, given: AnswerOptions
+        cls, tokenizer: Tokenizer, prompt: str | Messages | TokenIds, config: BlendConfig, overrides: AnswerOptions
     ) -> Question:
         """Return the question that a prompt and its options ask; raises the errors of `BlendEngine.stream`."""
-        options = fill_options("an answer", ANSWER_DEFAULTS, given)
+        options = fill_options("an answer", ANSWER_DEFAULTS, overrides)
         config = overridden(config, options["ratio"], options["policy"], options["controller"])
         prepared = prepare(tokenizer, prompt, options["tools"], options["tool_choice"], options["grammar"])
         if isinstance(options["stop"], str):
@@ -122,7 +122,7 @@ class Answering:
         with self._admission.admit(longest * self._model.bytes_per_token) as admitted:
             created = self._warm(question.documents, namespace, notes) if question.documents else set()
             done = self.prefill(ids, question.config, notes, namespace, goes_on=True)
-            # computed now, since a stream may be closed at any point; more text may change a plain prompt's last token
+            # computed now, since a stream may be closed at any point; the answer may change a plain prompt's last token
             generation_prompt = 1 if prepared.is_plain else tokenizer.generation_prompt_length(**prepared.template)
             control_tokens = parser is not None and parser.control_tokens
             cache, sampling = done.cache, question.sampling
@@ -158,24 +158,24 @@ class Answering:
         self, ids: list[int], config: BlendConfig, notes: Sequence[str], namespace: str, goes_on: bool
     ) -> Prefilled:
         """See `BlendEngine.prefill`."""
-        plan = self._pipeline.tuning.plan(config)  # as far as it is known before the chunks are
+        plan = self._pipeline.tuning.plan(config)  # final only if it does not depend on the chunks
         removals = self._pipeline.store.removals() if plan.is_full else self._pipeline.lookup.update()
         self._notice(removals)
-        takes_over = goes_on and not is_reference(config)
-        prefix = self._find_prefix(ids, plan.config, namespace) if takes_over else None
+        is_continued = goes_on and not is_reference(config)
+        prefix = self._find_prefix(ids, plan.config, namespace) if is_continued else None
         prompt = Prompt(ids, config, namespace, prefix, notes)
         try:
             done = self._pipeline.prefill(prompt, matches=() if plan.is_full else None)
-            if takes_over:
+            if is_continued:
                 self._conversations.begin(done, done.keys)
             return done
-        finally:  # what was removed meanwhile may have been read after it was freed
+        finally:  # chunks removed in the meantime may have been read after they were freed
             self._free_removed(since=removals)
 
     def _find_prefix(self, ids: Sequence[int], config: BlendConfig, namespace: str) -> CachedPrefix | None:
-        """Find what a conversation has of a prompt, as long as all that is in it would be reused now too."""
+        """Return a prompt's cached prefix; conversations with chunks that may no longer be used are dropped."""
         while prefix := self._conversations.find(ids, config, namespace):
-            withdrawn = self._pipeline.lookup.withdrawn(prefix.conversation.behind)
+            withdrawn = self._pipeline.lookup.withdrawn(prefix.conversation.with_context)
             if not withdrawn:
                 return prefix
             self._conversations.drop(withdrawn)
@@ -184,13 +184,13 @@ class Answering:
     def free(self, keys: Collection[str]) -> None:
         """Free the KV of chunks that are no longer stored, and the conversations that contain it.
 
-        Answers in progress end with their own KV, of which nothing is kept.
+        Answers in progress complete with their KV, which is not kept.
         """
         self._pipeline.memory.drop(keys)
         self._conversations.drop(keys)
 
     def close(self) -> None:
-        """Drop the conversations. Pending answers end with their own KV."""
+        """Drop the conversations. Answers in progress complete with their KV."""
         self._conversations.close()
 
     def notice_removals(self) -> None:
@@ -201,7 +201,7 @@ class Answering:
         """Free KV that was removed from the store, if its counter has changed."""
         if removals != self._removals:
             self._free_removed()
-            self._removals = removals  # not before: other prompts must not find what is about to be freed
+            self._removals = removals  # not before: other prompts must not find chunks that are about to be freed
 
     def _free_removed(self, since: int | None = None) -> None:
         """Free KV that is no longer stored, and all of it if the store cannot be asked.
@@ -222,15 +222,15 @@ class Answering:
     def _warm(self, documents: Sequence[str], namespace: str, notes: list[str], is_alone: bool = False) -> set[str]:
         """Encode the documents that are not stored, and return their keys; adds to `notes`."""
         missing: dict[str, str] = {}
-        given = self._ingestion.tokenize(documents, namespace)
-        text_keys = [text_key(namespace, ids) for ids in given.ids]
+        tokenized = self._ingestion.tokenize(documents, namespace)
+        text_keys = [text_key(namespace, ids) for ids in tokenized.ids]
         try:
             usable = self._pipeline.lookup.usable(text_keys)
-            for document, key, chunk_key in zip(documents, text_keys, given.chunk_keys, strict=True):
+            for document, key, chunk_key in zip(documents, text_keys, tokenized.chunk_keys, strict=True):
                 if chunk_key and key not in usable:
                     missing[chunk_key] = document
             if missing and not is_alone:
-                with self._warming:  # parallel answers with the same documents: one encodes, the others find them
+                with self._warming:  # parallel answers with the same documents encode them once
                     return self._warm(documents, namespace, notes, is_alone=True)
             if missing:
                 self._ingestion.warm(list(missing.values()), "", None, namespace, mode="on request")
@@ -258,9 +258,9 @@ class Answering:
         exact = len(ids) if exact == num_tokens else exact
         turn = Turn(done.kept, num_tokens - generation_prompt, num_tokens)
         turns = (*(prefix.turns if prefix else ()), turn)
-        # the prefix's own variants first: if another one is served by now, the conversation must not be continued
-        behind = {**done.with_context, **(prefix.conversation.behind if prefix else {})}
-        conversation = Conversation(ids, done.cache, exact, done.config, turns, namespace, done.keys, behind)
+        # the prefix's variants win: if another one is usable by now, the conversation must not be continued
+        with_context = {**done.with_context, **(prefix.conversation.with_context if prefix else {})}
+        conversation = Conversation(ids, done.cache, exact, done.config, turns, namespace, done.keys, with_context)
         self._conversations.finish(done, conversation, prefix)
 
 
@@ -279,31 +279,19 @@ def is_reference(config: BlendConfig) -> bool:
 
 def join(deltas: Iterable[Delta]) -> Answer:
     """Join the deltas of an answer."""
-    text, last, num_tokens = "", None, 0
-    token_ids: list[int] = []
-    calls: list[ToolCall] = []
-    invalid: list[InvalidCall] = []
-    logprobs: list[TokenLogprob] = []
-    for delta in deltas:
-        text += delta.text
-        token_ids += delta.token_ids
-        num_tokens += delta.num_tokens
-        calls += delta.tool_calls
-        invalid += delta.invalid_calls
-        logprobs += delta.logprobs
-        last = delta
-    assert last is not None
+    parts = list(deltas)
+    last = parts[-1]
     assert last.finish_reason is not None
     assert last.report is not None
     return Answer(
-        text,
-        tuple(token_ids),
+        "".join(delta.text for delta in parts),
+        tuple(token for delta in parts for token in delta.token_ids),
         last.finish_reason,
         last.report,
-        tuple(calls),
-        num_tokens,
-        tuple(invalid),
-        tuple(logprobs),
+        tuple(call for delta in parts for call in delta.tool_calls),
+        sum(delta.num_tokens for delta in parts),
+        tuple(call for delta in parts for call in delta.invalid_calls),
+        tuple(logprob for delta in parts for logprob in delta.logprobs),
     )
 
 

@@ -30,7 +30,7 @@ DEFAULT_CONTEXT = 256
 """Default number of context tokens that a chunk is encoded with."""
 
 CONTEXTS = ("text", "headings")
-"""What chunks are encoded behind: the preceding text of their source, or its title and the headings above them."""
+"""Context that chunks are encoded with: the preceding text of their source, or its title and the headings above."""
 
 CONTROLLERS = ("auto", "off")
 
@@ -54,6 +54,11 @@ def _check_range(name: str, value: object, limit: float) -> None:
     _require(ok, f"{name} must be in [{-limit:g}, {limit:g}], got {value!r}")
 
 
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> str:
+    _require(value in choices, f"unknown {name} {value!r}; choose one of {', '.join(choices)}")
+    return value
+
+
 def check_ratio(ratio: float) -> float:
     """Return `ratio` if it is a recompute ratio, else raise SettingError."""
     ok = isinstance(ratio, Real) and not isinstance(ratio, bool) and 0.0 <= ratio <= 1.0
@@ -69,14 +74,12 @@ def check_bytes(name: str, value: int) -> int:
 
 def check_codec(codec: str) -> str:
     """Return `codec` if it exists, else raise SettingError."""
-    _require(codec in CODECS, f"unknown codec {codec!r}; choose one of {', '.join(CODECS)}")
-    return codec
+    return _check_choice("codec", codec, CODECS)
 
 
 def check_policy(policy: str) -> str:
     """Return `policy` if it exists, else raise SettingError."""
-    _require(policy in POLICIES, f"unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
-    return policy
+    return _check_choice("policy", policy, POLICIES)
 
 
 def check_controller(controller: str) -> str:
@@ -126,7 +129,7 @@ class BlendConfig:
         context_tokens: At ingestion, a chunk is encoded with this many preceding tokens of its document as context, or
             more where they are computed anyway, so that its KV resolves pronouns and references. 0 = every chunk is
             encoded alone: its KV, and every chunk that prompts reuse, depends on its own text only.
-        context: "text" = as said. "headings" = the context is the source's title, which is its name without folders and
+        context: "text" = the preceding tokens. "headings" = the source's title, which is its name without folders and
             suffix, and the Markdown headings above the chunk: at most `context_tokens` of them.
         check_layer: Layer at which `hkvd` measures the KV deviation; costs that many full layers.
         deviation_of: "k", "v" or "kv": tensors that `hkvd` compares.
@@ -163,20 +166,17 @@ class BlendConfig:
             check_ratio(self.ratio)
         check_controller(self.controller)
         _check("min_run", self.min_run, 16, whole=True)  # guaranteed by the matcher
-        _check("context_tokens", self.context_tokens, 0, whole=True)
+        for name in ("context_tokens", "seam_before", "seam_after", "first_tokens", "seed"):
+            _check(name, getattr(self, name), 0, whole=True)
         _require(self.context in CONTEXTS, f"context must be {' or '.join(CONTEXTS)}, got {self.context!r}")
         _check("check_layer", self.check_layer, 1, whole=True)  # layer 0 cannot deviate
         _require(self.deviation_of in ("k", "v", "kv"), f"deviation_of must be k, v or kv, got {self.deviation_of!r}")
         _require(self.metric in ("l2", "cosine"), f"metric must be l2 or cosine, got {self.metric!r}")
         _check("min_deviation", self.min_deviation, 0)
-        _check("seam_before", self.seam_before, 0, whole=True)
-        _check("seam_after", self.seam_after, 0, whole=True)
-        _check("first_tokens", self.first_tokens, 0, whole=True)
         low, high = self.band
         _require(0.0 <= low < high <= 1.0, f"band must be two rising fractions in [0, 1], got {self.band}")
         _check("smoothing", self.smoothing, 1, whole=True)
         _require(self.smoothing % 2 == 1, f"smoothing must be odd, got {self.smoothing}")
-        _check("seed", self.seed, 0, whole=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +254,8 @@ class Grammar:
     lark: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("json_schema", "regex", "lark") if getattr(self, name) is not None]
-        _require(len(given) == 1, f"a grammar needs json_schema, regex or lark, got {', '.join(given) or 'none'}")
+        formats = [name for name in ("json_schema", "regex", "lark") if getattr(self, name) is not None]
+        _require(len(formats) == 1, f"a grammar needs json_schema, regex or lark, got {', '.join(formats) or 'none'}")
         for name, text in (("regex", self.regex), ("lark", self.lark)):
             _require(isinstance(text, str | None), f"{name} must be a string, got {text!r:.80}")
         if self.json_schema is not None:
@@ -274,8 +274,8 @@ class Grammar:
             return None
         if kind == "json_object":
             return cls(json_schema={"type": "object"})
-        described = response_format.get("json_schema") if kind == "json_schema" else None
-        schema = described.get("schema") if isinstance(described, Mapping) else None
+        wrapper = response_format.get("json_schema") if kind == "json_schema" else None
+        schema = wrapper.get("schema") if isinstance(wrapper, Mapping) else None
         _require(
             schema is not None,
             'response_format must be {"type": "text"}, {"type": "json_object"} or '
@@ -298,16 +298,16 @@ def show_options(table: type, defaults: Mapping[str, Any]) -> Callable[[F], F]:
     Type checkers and editors read the TypedDict; `help`, notebooks and Sphinx only read the signature.
     """
 
-    def shown(function: F) -> F:
+    def decorate(function: F) -> F:
         signature, keyword = inspect.signature(function), inspect.Parameter.KEYWORD_ONLY
-        parameters = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        parameters = [named for named in signature.parameters.values() if named.kind is not named.VAR_KEYWORD]
         for name, kind in table.__annotations__.items():
             kind = getattr(kind, "__forward_arg__", kind)
             parameters.append(inspect.Parameter(name, keyword, default=defaults[name], annotation=kind))
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function
 
-    return shown
+    return decorate
 
 
 def fill_options(function: str, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -155,12 +155,13 @@ class BlendEngine:
         The framework classes create their engine this way, on the first answer.
         """
         key = _shared_key(name_or_path, settings)
-        return _shared.get(key, lambda: cls.from_pretrained(name_or_path, **settings), lambda made: not made._closed)
+        create = partial(cls.from_pretrained, name_or_path, **settings)
+        return _shared.get(key, create, lambda engine: not engine._closed)
 
     @classmethod
     def shared_if_open(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine | None:
         """Return the engine that `shared` would return, if it is in use already."""
-        return _shared.made(_shared_key(name_or_path, settings))
+        return _shared.find(_shared_key(name_or_path, settings))
 
     # ---------------------------------------------------------------- ingestion
 
@@ -194,7 +195,7 @@ class BlendEngine:
         """
         self._check_open()
         report = self._ingestion.warm(texts, document, sources, check_namespace(namespace), progress)
-        self._lookup.refresh()  # the next prompt finds it, whatever other threads are doing
+        self._lookup.refresh()  # the next prompt finds them, whatever other threads are doing
         self._answering.notice_removals()  # of the chunks that these replace
         return report
 
@@ -209,20 +210,20 @@ class BlendEngine:
             texts: The chunks, as the prompt will contain them; others are ignored.
             namespace: Namespace of the chunks.
         """
-        given = [text for text in texts if isinstance(text, str)]
+        chunks = [text for text in texts if isinstance(text, str)]
         check_namespace(namespace)
 
         def find() -> list[str]:
-            return list(self._lookup.usable(text_key(namespace, self.encode(text)) for text in given).values())
+            return list(self._lookup.usable(text_key(namespace, self.encode(text)) for text in chunks).values())
 
-        if given:
+        if chunks:
             self._prefetcher.start(find)
 
     def forget(self, document: str, *, namespace: str = "") -> int:
         """Delete a document's chunks unless another document has them; return how many were deleted.
 
         Their files, their KV in RAM and the conversations that contain it are deleted when this returns. Answers in
-        progress end with what they have read, of which nothing is kept.
+        progress complete with the KV that they have read, which is not kept.
         """
         removed = self._ingestion.forget(document, check_namespace(namespace))
         self._answering.free(removed)
@@ -314,8 +315,8 @@ class BlendEngine:
         """
         if each is not None and len(each) != len(prompts):
             raise SettingError(f"each must have one dict per prompt: got {len(each)} for {len(prompts)} prompts")
-        given = [cast(AnswerOptions, {**options, **own}) for own in each or [{}] * len(prompts)]
-        return together([self.stream(prompt, **own) for prompt, own in zip(prompts, given, strict=True)])
+        merged = [cast(AnswerOptions, {**options, **overrides}) for overrides in each or [{}] * len(prompts)]
+        return together([self.stream(prompt, **settings) for prompt, settings in zip(prompts, merged, strict=True)])
 
     @_show
     def generate_batch(
@@ -328,7 +329,7 @@ class BlendEngine:
         deltas: list[list[Delta]] = [[] for _ in prompts]
         for number, delta in self.stream_batch(prompts, each, **options):
             deltas[number].append(delta)
-        return [join(own) for own in deltas]
+        return [join(answer) for answer in deltas]
 
     @_show
     async def astream(
@@ -340,7 +341,7 @@ class BlendEngine:
         context.run(is_left.set, left.is_set)
         step: asyncio.Future[Any] | None = None
         loop = asyncio.get_running_loop()
-        thread = ThreadPoolExecutor(1, "kvrag-async")  # of its own, see `kvrag.openmp`
+        thread = ThreadPoolExecutor(1, "kvrag-async")  # not shared, see `kvrag.openmp`
         try:
             while True:
                 step = loop.run_in_executor(thread, partial(context.run, next, deltas, end))
@@ -480,14 +481,15 @@ class BlendEngine:
         if prompts is None:
             texts = calibrate.chunk_texts(self.model, self.store, namespace)
             candidates = count * calibrate.CANDIDATES
-            made = make_prompts(self.model, texts, search or search_by_words(texts), candidates, chunks, seed, tokens)
-            ids, words = [prompt.ids for prompt in made], [prompt.gap.word for prompt in made]
+            search = search or search_by_words(texts)
+            gaps = make_prompts(self.model, texts, search, candidates, chunks, seed, tokens)
+            ids, words = [prompt.ids for prompt in gaps], [prompt.gap.word for prompt in gaps]
         else:
             ids = calibrate.render(self.model, prompts)
         prefill = partial(self.prefill, namespace=namespace)
         most = None if words is None else count
-        found = calibrate.calibrate(self.model, prefill, ids, config, criterion, progress, words, most)
-        return self._tuning.keep_calibration(found) if found.is_usable else found
+        calibration = calibrate.calibrate(self.model, prefill, ids, config, criterion, progress, words, most)
+        return self._tuning.keep_calibration(calibration) if calibration.is_usable else calibration
 
     def prefill(
         self,

@@ -1,4 +1,4 @@
-"""OpenMP threads of torch, ended by threads that are done with them.
+"""OpenMP threads of torch, ended when the calling thread no longer needs them.
 
 Every thread that runs a parallel operation of torch on the CPU gets a team of OpenMP threads, and keeps it. As soon as
 a process has more of them than processors, libgomp no longer lets them spin between two operations: they sleep, and

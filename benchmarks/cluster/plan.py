@@ -167,7 +167,7 @@ def profile_of(
     speed = replace(speed_of(replica, shape, 1.0), stitch_s=0.0)  # the layout is counted by ram_bytes_per_s
     selects = selecting(BlendConfig(policy=policy), shape.layers)
     reused = plan.chunks_per_prompt * plan.chunk_tokens
-    request = Workload(plan.prompt_tokens, reused, reused, 0.0, *selects, kept=plan.system_tokens)
+    request = Workload(plan.prompt_tokens, reused, reused, 0.0, selects, kept=plan.system_tokens)
     full_s, blend_s = full_seconds(speed, plan.prompt_tokens), blend_seconds(speed, request, ratio)
     # while everything waits for a long load, this much of the time for blending is left to come
     waiting = blend_seconds(speed, replace(request, bytes=1e6), ratio) - 1e6

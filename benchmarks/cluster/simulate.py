@@ -146,7 +146,7 @@ def simulate(
         if 2 * shape.params <= DEVICES[device].room:
             selects = selecting(BlendConfig(policy=policy), shape.layers)
             size = 0 if load == "RAM" else context * shape.bytes_per_token
-            request = Workload(context + _QUESTION, context, context, size, *selects)
+            request = Workload(context + _QUESTION, context, context, size, selects)
             decision = decide(speed_of(DEVICES[device], shape, LOADS[load]), request, ratio)
             cell = replace(cell, full_s=decision.full_s, blend_s=decision.blend_s, ratio=decision.ratio)
         yield cell
@@ -241,7 +241,7 @@ def check(net: Model, repeats: int, progress: Callable[[str], None]) -> list[Poi
             selects = selecting(BlendConfig(policy=policy), net.num_layers)
             inexact = report.reused_tokens - len(report.runs[0])
             request = Workload(
-                report.prompt_tokens, report.reused_tokens, inexact, report.reused_tokens * size, *selects
+                report.prompt_tokens, report.reused_tokens, inexact, report.reused_tokens * size, selects
             )
             speed = replace(learned, load=min(limit or learned.load, learned.load))
             predicted = decide(speed, request, ratio)

@@ -114,7 +114,7 @@ def test_an_idle_cluster_takes_what_the_cost_model_says(model: str) -> None:
         sizes = {"ram_gib": 1e9, "disk_gib": 0.0} if tier == "RAM" else {"ram_gib": 0.0, "disk_gib": 1e9}
         found = simulate(replace(plan, **sizes), profile, BLEND, 2)
         assert found.hits[tier] == 1
-        request = Workload(plan.prompt_tokens, reused, reused, loaded, *selects, kept=plan.system_tokens)
+        request = Workload(plan.prompt_tokens, reused, reused, loaded, selects, kept=plan.system_tokens)
         assert found.ttft_s[0] == pytest.approx(blend_seconds(speed, request, 0.15), rel=0.15)
 
 

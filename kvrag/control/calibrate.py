@@ -200,12 +200,12 @@ def calibrate(
                 guessed += 1
                 continue
             progress(done := done + 1, total)
-            same: dict[float, list[bool]] = {}
+            agreements: dict[float, list[bool]] = {}
             for ratio in grid:
                 blended = first if ratio == grid[0] else prefill(ids, _at(config, ratio))
-                same[ratio] = _same(model, blended, answer)
+                agreements[ratio] = _agreements(model, blended, answer)
                 progress(done := done + 1, total)
-            rows.append(same)
+            rows.append(agreements)
     except KeyboardInterrupt:
         if not rows:
             raise
@@ -221,13 +221,12 @@ def calibrate(
             "warm the corpus that the prompts are about"
         )
     curve = tuple(_agreement(ratio, [row[ratio] for row in rows]) for ratio in grid)
-    notes = [f"{left_out} prompts had nothing to recompute and were left out"] if left_out else []
-    if guessed:
-        notes.append(f"{guessed} prompts were left out: full prefill continues them differently from the documents")
-    if is_interrupted:
-        notes.append(f"interrupted after {len(rows)} of {count} prompts")
-    if len(rows) < _FEW:
-        notes.append(f"only {len(rows)} prompts: the interval is wide, give more prompts")
+    notes = {
+        f"{left_out} prompts had nothing to recompute and were left out": left_out,
+        f"{guessed} prompts were left out: full prefill continues them differently from the documents": guessed,
+        f"interrupted after {len(rows)} of {count} prompts": is_interrupted,
+        f"only {len(rows)} prompts: the interval is wide, give more prompts": len(rows) < _FEW,
+    }
     return Calibration(
         fingerprint=model.fingerprint.digest,
         policy=config.policy,
@@ -237,22 +236,22 @@ def calibrate(
         curve=curve,
         ratio=choose(curve, criterion.target, criterion.sure),
         made=datetime.now(UTC).isoformat(timespec="seconds"),
-        notes=tuple(notes),
+        notes=tuple(note for note, applies in notes.items() if applies),
         interrupted=is_interrupted,
     )
 
 
 def _agreement(ratio: float, rows: Sequence[list[bool]]) -> Agreement:
     first = sum(row[0] for row in rows)
-    following = [same for row in rows for same in row[1:]]
+    following = [agrees for row in rows for agrees in row[1:]]
     return Agreement(ratio, first, len(rows), *wilson(first, len(rows)), sum(following), len(following))
 
 
 def choose(curve: Sequence[Agreement], target: float, sure: bool = False) -> float | None:
-    """Return the smallest ratio that reaches the target together with the next larger one, None without one."""
+    """Return the smallest ratio that reaches the target together with the next larger ratio; None if none does."""
     holds = [(point.low if sure else point.share) >= target for point in curve]
     pairs = zip(curve, holds, [*holds[1:], True], strict=True)
-    return next((point.ratio for point, itself, larger in pairs if itself and larger), None)
+    return next((point.ratio for point, reached, next_reached in pairs if reached and next_reached), None)
 
 
 def wilson(hits: int, total: int) -> tuple[float, float]:
@@ -265,8 +264,8 @@ def wilson(hits: int, total: int) -> tuple[float, float]:
 
 def settings_of(config: BlendConfig) -> dict[str, Any]:
     """Return the settings, besides the policy, that a calibration depends on, as JSON types."""
-    own = {name: value for name, value in asdict(config).items() if name not in ("policy", "ratio", "controller")}
-    settings: dict[str, Any] = json.loads(json.dumps(own))
+    others = {name: value for name, value in asdict(config).items() if name not in ("policy", "ratio", "controller")}
+    settings: dict[str, Any] = json.loads(json.dumps(others))
     return settings
 
 
@@ -304,23 +303,23 @@ def _greedy(model: Model, full: Prefilled, count: int) -> list[int]:
     """Return the greedy tokens after a prompt; the last may be an end token."""
     answer, logits = [], full.logits
     while True:
-        answer.append(int(_sound(logits).argmax()))
+        answer.append(int(_without_nan(logits).argmax()))
         if len(answer) == count or answer[-1] in model.eos_ids:
             return answer
         logits = model.forward_each(answer[-1:], [full.cache])
 
 
-def _same(model: Model, blended: Prefilled, answer: Sequence[int]) -> list[bool]:
+def _agreements(model: Model, blended: Prefilled, answer: Sequence[int]) -> list[bool]:
     """Compare this cache's likeliest token with the answer's at each position, with the answer as input."""
     logits = blended.logits
     if len(answer) > 1:
         following = model.forward_all(torch.tensor([answer[:-1]]), blended.cache)[0]
         logits = torch.cat([logits, following])  # (S, V)
-    best = _sound(logits).argmax(dim=-1).tolist()
-    return [ours == theirs for ours, theirs in zip(best, answer, strict=True)]
+    best = _without_nan(logits).argmax(dim=-1).tolist()
+    return [token == expected for token, expected in zip(best, answer, strict=True)]
 
 
-def _sound(logits: Tensor) -> Tensor:
+def _without_nan(logits: Tensor) -> Tensor:
     if torch.isnan(logits).any():
         raise ModelError("the model's logits are NaN: a value overflowed; load it with dtype='bfloat16' or 'float32'")
     return logits

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvrag.backend.protocol import PREFILL_BLOCK
 from kvrag.control.cost import Speed
-from kvrag.reuse.select import CANDIDATES
+from kvrag.reuse.select import CANDIDATES, NO_PASSES, Passes
 
 NOTICEABLE_S = 0.01
 """Minimum advantage of full prefill in seconds: smaller differences should not make answers depend on timing."""
@@ -28,18 +28,14 @@ class Workload:
         prompt, reused, inexact: Tokens of the prompt; those with stored KV; those of them that may deviate.
         kept: Tokens of the conversation's cached prefix.
         bytes: Bytes to load from below the RAM tier.
-        query_pass: Share of the layers that selection runs on the fresh tokens (`query`).
-        detection_pass: Share of the layers that selection runs on all tokens (`hkvd`).
-        candidate_pass: Share of the layers that selection runs on candidates (`query_hkvd`).
+        passes: Shares of the layers that the policy runs to select.
     """
 
     prompt: int
     reused: int
     inexact: int
     bytes: float
-    query_pass: float = 0.0
-    detection_pass: float = 0.0
-    candidate_pass: float = 0.0
+    passes: Passes = NO_PASSES
     kept: int = 0
 
 
@@ -63,13 +59,12 @@ def decide(speed: Speed | None, request: Workload, ratio: float) -> Decision:
     """
     if speed is None:
         return Decision(False, ratio, f"blend at {ratio:g}: no measurements on this machine yet")
-    full_s, blend_s = full_seconds(speed, request.prompt, request.kept), blend_seconds(speed, request, ratio)
-    load_s = request.bytes / speed.load
+    full_s, load_s = full_seconds(speed, request.prompt, request.kept), request.bytes / speed.load
+    blend_s = blend_seconds(speed, request, ratio)
     if full_s + NOTICEABLE_S <= blend_s:
-        why = "the context is short"
-        if load_s > full_s:
-            why = f"loading alone takes {seconds(load_s)} at {speed.load / 1e9:.3g} GB/s"
-        reason = f"full prefill: predicted {seconds(full_s)}, blending {seconds(blend_s)}; {why}"
+        slow_load = f"loading alone takes {seconds(load_s)} at {speed.load / 1e9:.3g} GB/s"
+        cause = slow_load if load_s > full_s else "the context is short"
+        reason = f"full prefill: predicted {seconds(full_s)}, blending {seconds(blend_s)}; {cause}"
         return Decision(True, 1.0, reason, blend_s, full_s)
     hidden = _hidden(speed, request, ratio, blend_s)
     reason = f"blend at {hidden:g}: predicted {seconds(blend_s)}, full prefill {seconds(full_s)}"
@@ -93,17 +88,14 @@ def blend_seconds(speed: Speed, request: Workload, ratio: float) -> float:
     rows = fresh + ratio * request.inexact
     compute = _pass(speed, rows, rows * request.prompt) + (math.ceil(rows / PREFILL_BLOCK) - 1) * speed.pass_s
     load, stitch = request.bytes / speed.load, request.reused * speed.stitch_s
-    touched = min(1.0, max(request.query_pass, request.candidate_pass) + request.detection_pass) if ratio else 0.0
-    select = request.query_pass * _pass(speed, fresh, fresh * request.prompt)
-    select += request.detection_pass * full_seconds(speed, request.prompt, request.kept)
+    passes = request.passes
+    selecting = min(1.0, max(passes.query, passes.candidates) + passes.detection) if ratio else 0.0
+    select = passes.query * _pass(speed, fresh, fresh * request.prompt)
+    select += passes.detection * full_seconds(speed, request.prompt, request.kept)
     candidates = fresh + min(CANDIDATES * ratio, 1.0) * request.inexact
-    select += request.candidate_pass * _pass(speed, candidates, candidates * request.prompt)
-    rest = 1 - touched
-    return (
-        max(touched * load, (select if ratio else 0.0) + touched * stitch)
-        + touched * compute
-        + max(rest * load, rest * (compute + stitch))
-    )
+    select += passes.candidates * _pass(speed, candidates, candidates * request.prompt)
+    while_selecting = max(selecting * load, (select if ratio else 0.0) + selecting * stitch)
+    return while_selecting + selecting * compute + (1 - selecting) * max(load, compute + stitch)
 
 
 def seconds(value: float) -> str:
@@ -118,5 +110,5 @@ def _pass(speed: Speed, rows: float, pairs: float) -> float:
 def _hidden(speed: Speed, request: Workload, ratio: float, blend_s: float) -> float:
     """Return the largest ratio that takes no longer than `ratio` because loading takes as long."""
     steps = (round(number * STEP, 10) for number in range(1, math.ceil(1 / STEP)))
-    free = [step for step in steps if step > ratio and blend_seconds(speed, request, step) <= blend_s * 1.001]
-    return max([ratio, *free])
+    hidden = [step for step in steps if step > ratio and blend_seconds(speed, request, step) <= blend_s * 1.001]
+    return max([ratio, *hidden])

@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ _KEPT = 16  # observations of each kind: enough to average out noise, few enough
 _MACHINES = 16  # machines per store
 _STALE_S = 30 * 86400  # older measurements may be of another driver, disk or load
 _MEMORY = 4  # earlier observations count at most this many times as much as the current one
+_SUMS = ("load", "loaded", "stitch")  # (bytes, seconds), (bytes, tokens) and (tokens, seconds)
 _WARM_UP_ROWS = 1000  # shorter passes do not outweigh the start-up costs of a process's first pass
 
 
@@ -52,9 +54,8 @@ class CostModel:
         """Create an empty model. `hidden_size` relates pairs to rows while all passes have the same length."""
         self._pair_rows = 1 / (6 * hidden_size)  # a layer computes 24 E² per token and 4 E per pair
         self._lock = threading.Lock()
-        self._passes: dict[str, deque[tuple[float, float, float, float]]] = {}
-        self._load = self._stitch = (0.0, 0.0)  # amount, seconds
-        self._loaded = (0.0, 0.0)  # bytes, tokens
+        self._passes: dict[str, deque[tuple[float, ...]]] = {}
+        self._sums = dict.fromkeys(_SUMS, (0.0, 0.0))
         self._loaded_at = -math.inf
         self._warmed_up = False
         self._speed: Speed | None = None
@@ -77,22 +78,27 @@ class CostModel:
         """Observe a load of `num_bytes`, the KV of `tokens` tokens, from below the RAM tier."""
         if num_bytes and tokens and seconds > 0:
             with self._lock:
-                self._load = _fade(self._load, num_bytes, seconds)
-                self._loaded = _fade(self._loaded, num_bytes, tokens)
+                self._add("load", num_bytes, seconds)
+                self._add("loaded", num_bytes, tokens)
                 self._loaded_at = time.monotonic()
-                self._speed, self.changed = None, True
 
     def observe_stitch(self, tokens: int, seconds: float) -> None:
         """Observe the layout of `tokens` reused tokens."""
         if tokens:
             with self._lock:
-                self._stitch = _fade(self._stitch, tokens, seconds)
-                self._speed, self.changed = None, True
+                self._add("stitch", tokens, seconds)
+
+    def _add(self, name: str, amount: float, other: float) -> None:
+        """Add to two running sums with decay; their quotient is the estimate."""
+        total = self._sums[name]
+        weight = min(1.0, _MEMORY * amount / total[0], _MEMORY * other / total[1]) if all(total) else 0.0
+        self._sums[name] = total[0] * weight + amount, total[1] * weight + other
+        self._speed, self.changed = None, True
 
     def bytes_per_token(self, default: float) -> float:
         """Return the stored bytes per token."""
         with self._lock:
-            return self._loaded[0] / self._loaded[1] if self._loaded[1] else default
+            return _quotient(self._sums["loaded"], default)
 
     @property
     def load_age(self) -> float:
@@ -102,11 +108,10 @@ class CostModel:
     def speed(self) -> Speed | None:
         """Return the estimates; None until both a pass and a load were observed."""
         with self._lock:
-            passes = [seen for kept in self._passes.values() for seen in kept]
-            if self._speed is None and passes and self._load[1]:
-                a, b, c = fit(np.array(passes), self._pair_rows)
-                stitch_s = self._stitch[1] / self._stitch[0] if self._stitch[0] else 0.0
-                self._speed = Speed(a, b, c, stitch_s, self._load[0] / self._load[1])
+            passes = [observed for kept in self._passes.values() for observed in kept]
+            load, (tokens, seconds) = _quotient(self._sums["load"], 0.0), self._sums["stitch"]
+            if self._speed is None and passes and load:
+                self._speed = Speed(*fit(np.array(passes), self._pair_rows), _quotient((seconds, tokens), 0.0), load)
             return self._speed
 
     def knows_passes(self) -> bool:
@@ -118,24 +123,19 @@ class CostModel:
         with self._lock:
             self.changed = False
             passes = {kind: list(kept) for kind, kept in self._passes.items()}
-            sums = {"load": self._load, "loaded": self._loaded, "stitch": self._stitch}
-            return {"passes": passes, **sums, "made": time.time()}
+            return {"passes": passes, **self._sums, "made": time.time()}
 
     def take(self, kept: dict[str, Any]) -> None:
         """Restore the state of `to_dict`; raises ValueError and changes nothing if it is invalid."""
         try:
             if time.time() - _positive(kept["made"]) > _STALE_S:
                 return
-            passes = {
-                str(kind): deque([_four(seen) for seen in rows], maxlen=_KEPT) for kind, rows in kept["passes"].items()
-            }
-            sums = {name: (_positive(kept[name][0]), _positive(kept[name][1])) for name in ("load", "loaded", "stitch")}
+            passes = {str(kind): deque(map(_observed, rows), maxlen=_KEPT) for kind, rows in kept["passes"].items()}
+            sums = {name: (_positive(kept[name][0]), _positive(kept[name][1])) for name in _SUMS}
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         with self._lock:
-            self._passes = passes
-            self._load, self._loaded, self._stitch = sums["load"], sums["loaded"], sums["stitch"]
-            self._speed = None
+            self._passes, self._sums, self._speed = passes, sums, None
 
 
 def fit(passes: NDArray[np.float64], pair_rows: float) -> tuple[float, float, float]:
@@ -148,50 +148,50 @@ def fit(passes: NDArray[np.float64], pair_rows: float) -> tuple[float, float, fl
         passes: (N, 4) number of passes, rows, pairs, seconds.
     """
     seconds = passes[:, 3]
-    seen = passes[:, :3] * [1.0, 1.0, pair_rows]  # pairs in units of rows
-    scale = float((seconds / seen[:, 1].clip(min=1)).min())  # about the seconds of a row
-    beliefs = np.array([[0.01, -1.0, 0.0], [0.0, -1.0, 1.0]]) * 0.02 / scale
-    table = np.vstack([seen / seconds[:, None], beliefs])
-    wanted = np.append(np.ones(len(seconds)), [0.0, 0.0])
-    best, found = math.inf, np.zeros(3)
+    scaled = passes[:, :3] * [1.0, 1.0, pair_rows]  # pairs in units of rows
+    row_s = float((seconds / scaled[:, 1].clip(min=1)).min())  # about the seconds of a row
+    priors = np.array([[0.01, -1.0, 0.0], [0.0, -1.0, 1.0]]) * 0.02 / row_s
+    table = np.vstack([scaled / seconds[:, None], priors])
+    target = np.append(np.ones(len(seconds)), [0.0, 0.0])
+    least_error, fitted = math.inf, np.zeros(3)
     for size in (3, 2, 1):  # three unknowns: trying every set of zeros solves non-negative least squares
         for columns in map(list, itertools.combinations(range(3), size)):
-            solution, *_ = np.linalg.lstsq(table[:, columns], wanted, rcond=None)
-            error = float(np.square(table[:, columns] @ solution - wanted).sum())
-            if (solution >= 0).all() and error < best:
-                best, found = error, np.zeros(3)
-                found[columns] = solution
-    return float(found[0]), float(found[1]), float(found[2]) * pair_rows
+            solution, *_ = np.linalg.lstsq(table[:, columns], target, rcond=None)
+            error = float(np.square(table[:, columns] @ solution - target).sum())
+            if (solution >= 0).all() and error < least_error:
+                least_error, fitted = error, np.zeros(3)
+                fitted[columns] = solution
+    return float(fitted[0]), float(fitted[1]), float(fitted[2]) * pair_rows
 
 
 def read(text: str | None, machine: str) -> dict[str, Any] | None:
     """Return one machine's entry in a text of `write`; raises ValueError if the text is damaged."""
-    machines = json.loads(text) if text else {}
-    if not isinstance(machines, dict):
-        raise ValueError("it is not a table of machines")
-    return machines.get(machine)
+    return _machines(text).get(machine)
 
 
 def write(text: str | None, machine: str, entry: dict[str, Any]) -> str:
     """Return the text with this machine's entry replaced; entries of other machines are kept."""
-    try:
-        machines = json.loads(text) if text else {}
-    except ValueError:
-        machines = {}  # damaged: measured again within a few answers
-    others = [item for item in machines.items() if item[0] != machine] if isinstance(machines, dict) else []
+    others: list[Any] = []
+    with suppress(ValueError):  # damaged: measured again within a few answers
+        others = [item for item in _machines(text).items() if item[0] != machine]
     return json.dumps(dict([*others[-(_MACHINES - 1) :], (machine, entry)]))
 
 
-def _fade(total: tuple[float, float], amount: float, other: float) -> tuple[float, float]:
-    """Add to two running sums with decay; their quotient is the estimate."""
-    kept = min(1.0, _MEMORY * amount / total[0], _MEMORY * other / total[1]) if all(total) else 0.0
-    return total[0] * kept + amount, total[1] * kept + other
+def _machines(text: str | None) -> dict[str, Any]:
+    machines = json.loads(text) if text else {}
+    if not isinstance(machines, dict):
+        raise ValueError("it is not a table of machines")
+    return machines
 
 
-def _four(seen: Any) -> tuple[float, float, float, float]:
-    passes, rows, pairs, seconds = map(_positive, seen)
+def _quotient(sums: tuple[float, float], default: float) -> float:
+    return sums[0] / sums[1] if sums[1] else default
+
+
+def _observed(values: Any) -> tuple[float, ...]:
+    passes, rows, pairs, seconds = map(_positive, values)
     if not (passes and rows and seconds):
-        raise ValueError(f"{seen!r} is not a pass")
+        raise ValueError(f"{values!r} is not a pass")
     return passes, rows, pairs, seconds
 
 

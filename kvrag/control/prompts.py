@@ -13,6 +13,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from kvrag.errors import ContextWindowError, KvragError
@@ -31,7 +32,7 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])|\n\s*\n")
 _SHORTEST, _LONGEST = 6, 60  # words of a sentence
 _BEFORE = 4  # words before a gap
 _LETTERS = 4  # of a word to be completed: shorter ones are rarely names
-_RARE = 3, 0.01  # chunks that a rare word stands in, at most: this many, or this share of them
+_RARE = 3, 0.01  # maximum number of chunks with a rare word: this many, or this share of them
 _INSTRUCTION = "Complete the next sentence from the text above. Write nothing else."
 
 
@@ -43,7 +44,7 @@ class Gap:
         kind: CONTINUATION or CLOZE.
         beginning: The sentence up to the gap.
         sentence: The complete sentence.
-        word: The first word of what is missing.
+        word: The first missing word.
     """
 
     kind: str
@@ -67,7 +68,7 @@ class GapPrompt:
 
     @property
     def across(self) -> bool | None:
-        """True if a chunk other than the sentence's own has the word, False if the own one has; None = no chunk."""
+        """True if only chunks without the sentence have the word, False if its chunk has it; None = no chunk."""
         if not any(self.gap.word in _WORD.findall(chunk) for chunk in self.chunks):
             return None
         return not any(self.gap.sentence in chunk for chunk in self.chunks)
@@ -95,11 +96,11 @@ def make_prompts(
     prompts: list[GapPrompt] = []
     shortest = 0
     for number, gap in enumerate(find_gaps(chunks, seed)):
-        found = _retrieve(gap, search, top_k)
-        random.Random(f"{seed} {number}").shuffle(found)
-        ids = render(model.tokenizer, found, gap.beginning)
+        texts = _retrieve(gap, search, top_k)
+        random.Random(f"{seed} {number}").shuffle(texts)
+        ids = render(model.tokenizer, texts, gap.beginning)
         if len(ids) + room <= model.context_window:
-            prompts.append(GapPrompt(gap, tuple(found), ids))
+            prompts.append(GapPrompt(gap, tuple(texts), ids))
         else:
             shortest = min(shortest or len(ids), len(ids))
         if len(prompts) == count:
@@ -127,31 +128,28 @@ def render(tokenizer: Tokenizer, chunks: Sequence[str], beginning: str) -> list[
 
 def first_word(text: str) -> str:
     """Return the first word of a text; "" without one."""
-    found = _WORD.search(text)
-    return found.group() if found else ""
+    word = _WORD.search(text)
+    return word.group() if word else ""
 
 
 def find_gaps(chunks: Sequence[str], seed: int) -> list[Gap]:
-    """Return gaps in random order, clozes and continuations in turn, those of one chunk far from each other."""
-    words = [set(_WORD.findall(chunk)) for chunk in chunks]
-    spread = Counter(word for inside in words for word in inside)
+    """Return gaps in random order, alternating clozes and continuations; those of one chunk are far apart."""
+    frequencies = Counter(word for chunk in chunks for word in set(_WORD.findall(chunk)))
     most = max(_RARE[0], round(_RARE[1] * len(chunks)))
-    rare = {word: number for word, number in spread.items() if len(word) >= _LETTERS and 2 <= number <= most}
+    rare = {word: count for word, count in frequencies.items() if len(word) >= _LETTERS and 2 <= count <= most}
     kinds: dict[str, list[tuple[int, Gap]]] = {CLOZE: [], CONTINUATION: []}
     rng = random.Random(seed)
-    seen: set[str] = set()
+    used: set[str] = set()
     for number in rng.sample(range(len(chunks)), len(chunks)):
         sentences = list(_sentences(chunks[number]))
         rng.shuffle(sentences)
         for turn, sentence in enumerate(sentences):
-            if sentence not in seen:  # text that many documents repeat is asked about once
-                seen.add(sentence)
+            if sentence not in used:  # text that many documents repeat is asked about once
+                used.add(sentence)
                 for gap in _gaps(sentence, rare):
                     kinds[gap.kind].append((turn, gap))
     ordered = [[gap for _, gap in sorted(gaps, key=lambda pair: pair[0])] for gaps in kinds.values()]
-    paired = min(map(len, ordered))
-    in_turn = [gap for pair in zip(*ordered, strict=False) for gap in pair]
-    return in_turn + [gap for gaps in ordered for gap in gaps[paired:]]
+    return [gap for pair in zip_longest(*ordered) for gap in pair if gap]
 
 
 def _sentences(text: str) -> Iterator[str]:
@@ -180,12 +178,12 @@ def _gap(kind: str, sentence: str, word: re.Match[str]) -> Gap:
 def _retrieve(gap: Gap, search: Search, top_k: int) -> list[str]:
     if gap.kind == CONTINUATION:
         return list(search(gap.beginning, top_k))
-    found = search(gap.beginning, 2 * top_k)  # more, in place of those that are left out
-    return [text for text in found if gap.sentence not in text][:top_k]
+    texts = search(gap.beginning, 2 * top_k)  # more, to replace those that are left out
+    return [text for text in texts if gap.sentence not in text][:top_k]
 
 
 def search_by_words(chunks: Sequence[str]) -> Search:
-    """Return a search by the rare words that query and chunk share, for where there is no embedder."""
+    """Return a search by the rare words that query and chunk share, for use without an embedder."""
     holders: dict[str, list[int]] = defaultdict(list)
     for number, chunk in enumerate(chunks):
         for word in {word.lower() for word in _WORD.findall(chunk)}:

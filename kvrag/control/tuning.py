@@ -88,8 +88,8 @@ class Tuning:
         if config.policy in ("none", "full"):
             return Plan(replace(config, ratio=1.0 if config.policy == "full" else 0.0))
         plan = self._calibrated_plan(config)
-        decides = config.controller == "auto" and config.policy == DEFAULT_POLICY and not plan.is_full
-        return self._decide(plan, prompt) if decides and prompt is not None and prompt.runs else plan
+        is_open = config.controller == "auto" and config.policy == DEFAULT_POLICY and not plan.is_full
+        return self._decide(plan, prompt) if is_open and prompt is not None and prompt.runs else plan
 
     def _calibrated_plan(self, config: BlendConfig) -> Plan:
         """Return the plan at the calibrated ratio, or at the default one."""
@@ -99,11 +99,11 @@ class Tuning:
             return Plan(replace(config, ratio=DEFAULT_RATIO), notes=notes)
         if calibration.ratio is not None:
             return Plan(replace(config, ratio=calibration.ratio), notes=notes)
-        none_found = f"calibration: no ratio up to {calibration.curve[-1].ratio:g} reaches the target"
+        failure = f"calibration: no ratio up to {calibration.curve[-1].ratio:g} reaches the target"
         if config.controller == "auto":
             full = replace(config, policy="full", ratio=1.0)
-            return Plan(full, notes=(*notes, f"{none_found}, so full prefill is used"))
-        note = f"{none_found}; ratio {DEFAULT_RATIO:g} is used because the policy was given"
+            return Plan(full, notes=(*notes, f"{failure}, so full prefill is used"))
+        note = f"{failure}; ratio {DEFAULT_RATIO:g} is used because the policy was given"
         return Plan(replace(config, ratio=DEFAULT_RATIO), notes=(*notes, note))
 
     def _calibrated(self, config: BlendConfig) -> tuple[Calibration | None, str]:
@@ -113,11 +113,11 @@ class Tuning:
                 text = self._texts.read_text(calibrate.FILE)
                 self._calibration = (Calibration.from_json(text) if text else None), ""
             except (StoreError, ValueError) as error:
-                again = f"ignored; run `kvrag calibrate` again ({error})"
-                self._calibration = None, f"{self._path}/{calibrate.FILE} is damaged: {again}"
+                remedy = f"ignored; run `kvrag calibrate` again ({error})"
+                self._calibration = None, f"{self._path}/{calibrate.FILE} is damaged: {remedy}"
         calibration, note = self._calibration
-        if calibration is not None and (why := calibration.mismatch(self._backend.fingerprint.digest, config)):
-            return None, f"the store's calibration is ignored: it was made for {why}"
+        if calibration is not None and (mismatch := calibration.mismatch(self._backend.fingerprint.digest, config)):
+            return None, f"the store's calibration is ignored: it was made for {mismatch}"
         return calibration, note
 
     def _decide(self, plan: Plan, prompt: Prompt) -> Plan:
@@ -137,15 +137,12 @@ class Tuning:
         first = prompt.runs[0]
         after_preamble = first.offset == 0 and first.start == len(self._backend.preamble)
         reused = sum(map(len, prompt.runs))
-        query_pass, detection_pass, candidate_pass = selecting(config, self._backend.num_layers)
         return Workload(
             prompt=len(prompt.ids),
             reused=reused,
             inexact=reused - (len(first) if after_preamble else 0),
             bytes=prompt.cold_tokens * self._costs.bytes_per_token(self._backend.bytes_per_token),
-            query_pass=query_pass,
-            detection_pass=detection_pass,
-            candidate_pass=candidate_pass,
+            passes=selecting(config, self._backend.num_layers),
             kept=prompt.kept,
         )
 
@@ -188,24 +185,25 @@ class Tuning:
             self._costs.observe_stitch(reused, trace.seconds["stitch"])
 
     def keep_speed_now_and_then(self) -> None:
-        """Store the measurements if the last write was a while ago."""
+        """Store the measurements if the last write was more than a minute ago."""
         if time.monotonic() - self._speed_kept > _KEEP_S:
             self.keep_speed()
 
-    def keep_calibration(self, found: Calibration) -> Calibration:
+    def keep_calibration(self, calibration: Calibration) -> Calibration:
         """Use a calibration from now on and store it. If storing fails, return it with a note."""
         try:
-            self._texts.write_text(calibrate.FILE, found.to_json())
+            self._texts.write_text(calibrate.FILE, calibration.to_json())
         except StoreError as error:
-            found = replace(found, notes=(*found.notes, f"valid for this process only: {error}"))
-        self._calibration = found, ""
-        return found
+            notes = (*calibration.notes, f"valid for this process only: {error}")
+            calibration = replace(calibration, notes=notes)
+        self._calibration = calibration, ""
+        return calibration
 
     def _recall_speed(self) -> None:
         try:
-            kept = cost.read(self._texts.read_text(cost.FILE), self._machine)
-            if kept is not None:
-                self._costs.take(kept)
+            measured = cost.read(self._texts.read_text(cost.FILE), self._machine)
+            if measured is not None:
+                self._costs.take(measured)
         except StoreError as error:
             logger.warning("measured speeds are ignored: %s", error)
         except ValueError as error:

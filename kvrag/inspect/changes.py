@@ -24,16 +24,15 @@ def pieces(text: str) -> list[str]:
 
 def unquoted(text: str) -> str:
     """Return the text that a JSON or Python string literal contains."""
-    meant = {"n": "\n", "r": "\r", "t": "\t"}
+    controls = {"n": "\n", "r": "\r", "t": "\t"}
 
-    def plain(found: re.Match[str]) -> str:
-        code: str = found[1]
-        return chr(int(code[1:], 16)) if len(code) > 1 else meant.get(code, code)
+    def replacement(escape_sequence: re.Match[str]) -> str:
+        code: str = escape_sequence[1]
+        return chr(int(code[1:], 16)) if len(code) > 1 else controls.get(code, code)
 
-    text = re.sub(r"\\(u[0-9a-fA-F]{4}|.)", plain, text)
-    return text.encode("utf-16", "surrogatepass").decode(
-        "utf-16", "replace"
-    )  # JSON encodes some characters as two surrogates
+    text = re.sub(r"\\(u[0-9a-fA-F]{4}|.)", replacement, text)
+    # JSON encodes some characters as two surrogates
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _unchanged(text: str) -> str:
@@ -48,53 +47,33 @@ def _lower_case(text: str) -> str:
     return _one_line(text).lower()
 
 
-def _html(text: str) -> str:
-    return escape(text, quote=False)
-
-
-def _html_double_quotes(text: str) -> str:
-    return _html(text).replace('"', "&quot;")
-
-
-def _html_numbered_quotes(text: str) -> str:
-    return escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")
-
-
-def _json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _json_ascii(text: str) -> str:
-    return json.dumps(text)[1:-1]
-
-
-def _repr(text: str) -> str:
-    return repr(text)[1:-1]
-
-
-def _repr_both_quotes(text: str) -> str:
-    return repr('"' + text)[2:-1]  # as for a chunk with both kinds of quotes
-
-
 class Change(NamedTuple):
     """A change that chains make to chunks. `on_chunk` applies it, `on_prompt` makes a prompt comparable."""
 
     reason: Reason
     detail: str
     on_chunk: Callable[[str], str]
-    on_prompt: Callable[[str], str]
+    on_prompt: Callable[[str], str] = _unchanged
 
 
-_ESCAPED = "only text between the escaped characters is reused: paste it unescaped, or warm the escaped text too"
-_BY_REPR = f"by Python's repr, as when a list of documents is not joined into one text: {_ESCAPED}"
+_HTML = "for HTML or XML"
+_JSON = "as JSON"
+_REPR = "by Python's repr, as when a list of documents is not joined into one text"
+
+_ESCAPES: list[tuple[str, Callable[[str], str]]] = [
+    (_HTML, lambda text: escape(text, quote=False)),
+    (_HTML, lambda text: escape(text, quote=False).replace('"', "&quot;")),
+    (_HTML, escape),
+    (_HTML, lambda text: escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")),
+    (_JSON, lambda text: json.dumps(text, ensure_ascii=False)[1:-1]),
+    (_JSON, lambda text: json.dumps(text)[1:-1]),
+    (_REPR, lambda text: repr(text)[1:-1]),
+    (_REPR, lambda text: repr('"' + text)[2:-1]),  # as for a chunk with both kinds of quotes
+]
+_REMEDY = "only text between the escaped characters is reused: paste it unescaped, or warm the escaped text too"
 
 CHANGES = [
-    *(
-        Change("escaped", f"for HTML or XML: {_ESCAPED}", html, _unchanged)
-        for html in (_html, _html_double_quotes, escape, _html_numbered_quotes)
-    ),
-    *(Change("escaped", f"as JSON: {_ESCAPED}", dumped, _unchanged) for dumped in (_json, _json_ascii)),
-    *(Change("escaped", _BY_REPR, quoted, _unchanged) for quoted in (_repr, _repr_both_quotes)),
+    *(Change("escaped", f"{purpose}: {_REMEDY}", on_chunk) for purpose, on_chunk in _ESCAPES),
     Change("rewritten", "its white space differs: warm it as it is pasted", _one_line, _one_line),
     Change("rewritten", "its case differs: warm it as it is pasted", _lower_case, _lower_case),
 ]

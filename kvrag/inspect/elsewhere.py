@@ -31,36 +31,35 @@ class Elsewhere:
     def __init__(self, store: KVStore, fingerprint: Fingerprint, min_run: int, namespace: str) -> None:
         self._namespace = namespace
         self._path = store.path if isinstance(store, FileStore) else None
-        self._mine, self._min_run = fingerprint.parts(), min_run
-        self._foreign: list[Path] = []
+        self._parts, self._min_run = fingerprint.parts(), min_run
+        self._other_tokenizers: list[Path] = []
 
     @cached_property
     def _stores(self) -> list[tuple[str, Segment]]:
         """Return descriptions and segments of the stores with the same tokenizer."""
-        found = []
+        stores = []
         for other in other_stores(self._path) if self._path else ():
             try:
-                if other.parts.get("tokenizer") != self._mine["tokenizer"]:
-                    self._foreign.append(other.path)
+                if other.parts.get("tokenizer") != self._parts["tokenizer"]:
+                    self._other_tokenizers.append(other.path)
                     continue
                 segment = Segment.of(other.entries())
             except StoreError as error:
                 logger.warning("%s is skipped: %s", other.path, error)
                 continue
-            different = [name for name in self._mine if name != "model" and self._mine[name] != other.parts.get(name)]
+            different = [name for name in self._parts if name != "model" and self._parts[name] != other.parts.get(name)]
             settings = ", ".join(f"{name} {_short(other.parts, name)}" for name in different)
-            how = f"with {settings}" if settings else "as it is loaded now"
-            found.append((f"{other.path}, for {_short(other.parts, 'model')} {how}", segment))
-        return found
+            loaded = f"with {settings}" if settings else "as it is loaded now"
+            stores.append((f"{other.path}, for {_short(other.parts, 'model')} {loaded}", segment))
+        return stores
 
     @property
     def not_searched(self) -> str:
         """Return a clause about the stores that could not be searched, or ""."""
-        if not self._foreign:
-            return ""
-        return f" (not searched, another tokenizer: {', '.join(map(str, self._foreign))})"
+        paths = ", ".join(map(str, self._other_tokenizers))
+        return f" (not searched, another tokenizer: {paths})" if paths else ""
 
-    def look(self, ids: Sequence[int]) -> tuple[Reason, str] | None:
+    def find(self, ids: Sequence[int]) -> tuple[Reason, str] | None:
         """Return the first store that contains at least half of a text."""
         for name, segment in self._stores:
             if 2 * sum(map(len, match([segment], ids, self._min_run, self._namespace))) >= len(ids):

@@ -18,7 +18,8 @@ from kvrag.generate.history import Answered
 from kvrag.inspect.changes import CHANGES, pieces, unquoted
 from kvrag.inspect.elsewhere import Elsewhere, segment_of
 from kvrag.inspect.explanation import Explanation, Finding, Kind, Reason, Stretch
-from kvrag.reuse.match import GRAM, match
+from kvrag.reuse.match import TextRun, match
+from kvrag.reuse.segment import GRAM
 from kvrag.store import KVStore
 from kvrag.types import BlendReport, Run
 
@@ -56,13 +57,16 @@ def explain(
     prompt, elsewhere = _Prompt(tokenizer, find, answered, min_run), Elsewhere(store, fingerprint, min_run, namespace)
     documents = _documents(store, {run.key: text_key(namespace, ids.tolist()) for run, ids in prompt.stored}, namespace)
     if retrieved is None:
-        found = [*prompt.recognised(), *prompt.unknown(elsewhere)]
+        findings = [*prompt.recognised(shortest=GRAM), *prompt.unrecognised(elsewhere)]
     else:
-        found = [prompt.judge(text, elsewhere) for text in retrieved]
-    found = [replace(chunk, documents=documents.get(chunk.key, ())) for chunk in found]
-    found.sort(key=lambda chunk: chunk.reason == "reused")
+        findings = [prompt.judge(text, elsewhere) for text in retrieved]
+    findings = [replace(finding, documents=documents.get(finding.key, ())) for finding in findings]
+    findings.sort(key=lambda finding: finding.reason == "reused")
+    summary = [*_summary(answered.report)]
+    if _is_empty(store, namespace) or not (findings or answered.report.reused_tokens):
+        summary.append(_nothing(store, answered))
     stretches = tuple(_stretches(tokenizer, answered, documents))
-    return Explanation(tuple(_summary(answered, store)), stretches, tuple(found), answered.report)
+    return Explanation(tuple(summary), stretches, tuple(findings), answered.report)
 
 
 def _documents(store: KVStore, text_keys: dict[str, str], namespace: str) -> dict[str, tuple[str, ...]]:
@@ -102,14 +106,13 @@ def _nothing(store: KVStore, answered: Answered) -> str:
 
 
 def _is_empty(store: KVStore, namespace: str) -> bool:
-    return not any(each.chunks for each in store.stats().namespaces if each.namespace == namespace)
+    return not any(share.chunks for share in store.stats().namespaces if share.namespace == namespace)
 
 
 # -------------------------------------------------------------------- the prompt
 
 
-def _summary(answered: Answered, store: KVStore) -> Iterator[str]:
-    report = answered.report
+def _summary(report: BlendReport) -> Iterator[str]:
     prompt, computed = report.prompt_tokens, report.fresh_tokens + report.recomputed_tokens
     kept = f", {report.conversation_tokens} of them from the conversation" if report.conversation_tokens else ""
     yield (
@@ -122,25 +125,19 @@ def _summary(answered: Answered, store: KVStore) -> Iterator[str]:
     seconds |= {"selecting": report.select_s, "computing": report.blend_s}
     yield "milliseconds: " + ", ".join(f"{name} {value * 1000:.0f}" for name, value in seconds.items())
     yield from filter(None, [report.decision, *report.notes])
-    if _is_empty(store, answered.namespace):
-        yield _nothing(store, answered)
 
 
 def _stretches(tokenizer: Tokenizer, answered: Answered, documents: dict[str, tuple[str, ...]]) -> Iterator[Stretch]:
     ids: list[int] = answered.ids.tolist()
-    again = np.zeros(len(ids), bool)
-    again[answered.selected.numpy()] = True
+    recomputed = np.zeros(len(ids), bool)
+    recomputed[answered.selected.numpy()] = True
     parts = list(_parts(len(ids), answered.report))
-    starts = {start for start, *_ in parts} | set((np.flatnonzero(np.diff(again)) + 1).tolist())
-    cuts = sorted(starts | {len(ids)})
+    cuts = sorted({start for start, *_ in parts} | {*(np.flatnonzero(np.diff(recomputed)) + 1).tolist(), len(ids)})
     texts = dict(zip(cuts, _texts(tokenizer, ids, cuts), strict=False))
     for start, stop, kind, run in parts:
-        pieces = tuple((texts[cut], bool(again[cut])) for cut in cuts if start <= cut < stop)
-        recomputed = int(again[start:stop].sum())
-        if run is None:
-            yield Stretch(start, stop, kind, pieces, recomputed)
-        else:
-            yield Stretch(start, stop, kind, pieces, recomputed, run.key, run.offset, documents.get(run.key, ()))
+        pieces = tuple((texts[cut], bool(recomputed[cut])) for cut in cuts if start <= cut < stop)
+        chunk = (run.key, run.offset, documents.get(run.key, ())) if run else ()
+        yield Stretch(start, stop, kind, pieces, int(recomputed[start:stop].sum()), *chunk)
 
 
 def _parts(prompt: int, report: BlendReport) -> Iterator[tuple[int, int, Kind, Run | None]]:
@@ -194,33 +191,37 @@ class _Prompt:
         """Return the runs of the chunks that are stored now, each with the ids of its chunk."""
         return self._find(self._ids, self._min_run)
 
-    def recognised(self) -> list[Finding]:
-        """Return the stored chunks that are in the prompt, whole, partial or changed."""
-        chunks = {run.key: ids for run, ids in self.stored}
-        for start, stop in self._unmatched():
-            here = self._changed(start, stop)
-            chunks |= here
-            if any(self._way(self._tokenizer.decode(ids.tolist())) for ids in here.values()):
-                self._explained.add(start)
-        found = (self._recognise(key, ids) for key, ids in chunks.items())
-        return [finding for finding in found if finding]
+    def recognised(self, shortest: int = _STRETCH) -> list[Finding]:
+        """Return the stored chunks that are in the prompt, whole, partial or changed.
 
-    def _unmatched(self) -> list[tuple[int, int]]:
-        """Return the long stretches that are in no stored chunk unchanged."""
+        Args:
+            shortest: Length of the shortest unmatched stretch in which changed chunks are looked for.
+        """
+        chunks = {run.key: ids for run, ids in self.stored}
+        for start, stop in self._unmatched(shortest):
+            candidates = self._candidates(start, stop)
+            chunks |= candidates
+            if any(self._change(self._tokenizer.decode(ids.tolist())) for ids in candidates.values()):
+                self._explained.add(start)
+        findings = (self._recognise(key, ids) for key, ids in chunks.items())
+        return [finding for finding in findings if finding]
+
+    def _unmatched(self, shortest: int = _STRETCH) -> list[tuple[int, int]]:
+        """Return the stretches of this length or more that are in no stored chunk unchanged."""
         matched = self._reused.copy()
         for run, _ in self.stored:
             matched[run.start : run.stop] = True
         borders = np.flatnonzero(np.diff(np.concatenate([[True], matched, [True]]).astype(int))).tolist()
-        return [pair for pair in zip(borders[::2], borders[1::2], strict=True) if pair[1] - pair[0] >= _STRETCH]
+        return [pair for pair in zip(borders[::2], borders[1::2], strict=True) if pair[1] - pair[0] >= shortest]
 
-    def _changed(self, start: int, stop: int) -> dict[str, NDArray[np.uint32]]:
+    def _candidates(self, start: int, stop: int) -> dict[str, NDArray[np.uint32]]:
         """Return the chunks that a stretch may come from."""
         text = self._tokenizer.decode(self._ids[start:stop])
-        found = self._find(self._ids[start:stop], GRAM)
+        matches = self._find(self._ids[start:stop], GRAM)
         for plain in {unescape(text), unquoted(text)} - {text}:
-            found += self._find(self._tokenizer.encode(plain), self._min_run)
-        found.sort(key=lambda pair: -len(pair[0]))
-        return {run.key: ids for run, ids in found[:_CANDIDATES]}
+            matches += self._find(self._tokenizer.encode(plain), self._min_run)
+        matches.sort(key=lambda match: -len(match[0]))
+        return {run.key: ids for run, ids in matches[:_CANDIDATES]}
 
     def _recognise(self, key: str, ids: NDArray[np.uint32]) -> Finding | None:
         """Return None if the match is small enough to be chance, or if another chunk has the same text."""
@@ -231,78 +232,87 @@ class _Prompt:
         missed = sum(int((~self._reused[run.start : run.stop]).sum()) for run, _ in self.stored if run.key == key)
         why: tuple[Reason, str] | None = None
         if missed > _EDGES:
-            why = self._passed_over()
+            why = self._not_reused()
         elif len(ids) - reused > _EDGES:
-            why = self._way(text)
+            why = self._change(text)
         if why is None and reused:
             why = "reused", ""
+        if why is None and all(piece in self._text for piece in pieces(text)):
+            why = self._too_few(self._runs(ids.tolist()))
         return why and Finding(text, len(ids), reused, *why, key)
 
-    def _passed_over(self) -> tuple[Reason, str]:
+    def _not_reused(self) -> tuple[Reason, str]:
         """Return why a chunk is not reused although it is in the prompt unchanged."""
         if self._report.policy == "full":
             return "full prefill", "all tokens were computed, as requested or because it was predicted to be faster"
         return "not stored then", "it was warmed after this prompt, or could not be read"
 
-    def unknown(self, elsewhere: Elsewhere) -> Iterator[Finding]:
+    def _too_few(self, runs: Sequence[TextRun]) -> tuple[Reason, str] | None:
+        """Return the reason if no run of a text is long enough to be reused."""
+        if any(len(run) >= self._min_run for run in runs):
+            return None
+        consecutive = f"fewer than {self._min_run} of its tokens are consecutive in the prompt, too few to reuse"
+        return "too short", f"{consecutive}: paste it whole and unchanged, separated from the text around it"
+
+    def unrecognised(self, elsewhere: Elsewhere) -> Iterator[Finding]:
         """Yield the long stretches in which no stored chunk was recognised."""
         for start, stop in self._unmatched():
             if start not in self._explained:
                 ids = self._ids[start:stop]
-                why = elsewhere.look(ids) or (
-                    "never warmed",
-                    f"in no stored chunk: if it was retrieved, warm it as it is pasted here{elsewhere.not_searched}",
-                )
+                detail = "in no stored chunk: if it was retrieved, warm it as it is pasted here"
+                why = elsewhere.find(ids) or ("never warmed", detail + elsewhere.not_searched)
                 yield Finding(self._tokenizer.decode(ids, control_tokens=True), len(ids), 0, *why)
 
     def judge(self, text: str, elsewhere: Elsewhere) -> Finding:
         """Return the finding for a retrieved text."""
         ids = self._tokenizer.encode(text)
-        found = self._find(ids, self._min_run)
-        key = next((run.key for run, chunk in found if len(chunk) == len(ids) == len(run)), "")
+        stored = self._find(ids, self._min_run)
+        key = next((run.key for run, chunk in stored if len(chunk) == len(ids) == len(run)), "")
         # a splitter may have divided it into several chunks
-        is_stored = bool(key) or sum(len(run) for run, _ in found) >= _VERBATIM * len(ids)
-        reused = self._reused_of(ids)
-        why = self._why(text, ids, reused, is_stored)
+        is_stored = bool(key) or sum(len(run) for run, _ in stored) >= _VERBATIM * len(ids)
+        runs = self._runs(ids)
+        reused = min(sum(int(self._reused[run.start : run.stop].sum()) for run in runs), len(ids))  # from any chunk
+        why = self._why(text, ids, runs, reused, is_stored)
         if why[0] == "never warmed":
-            why = elsewhere.look(ids) or (why[0], why[1] + elsewhere.not_searched)
+            why = elsewhere.find(ids) or (why[0], why[1] + elsewhere.not_searched)
         return Finding(text, len(ids), reused, *why, key)
 
-    def _reused_of(self, ids: list[int]) -> int:
-        """Return how many tokens of a text are in the prompt and were reused, from any chunk."""
-        runs = match([segment_of(ids)], self._ids, min(self._min_run, max(len(ids), GRAM)))
-        return min(sum(int(self._reused[run.start : run.stop].sum()) for run in runs), len(ids))
+    def _runs(self, ids: list[int]) -> list[TextRun]:
+        """Return the runs of a text in the prompt."""
+        return match([segment_of(ids)], self._ids, min(self._min_run, max(len(ids), GRAM)))
 
-    def _why(self, text: str, ids: list[int], reused: int, is_stored: bool) -> tuple[Reason, str]:
+    def _why(
+        self, text: str, ids: list[int], runs: Sequence[TextRun], reused: int, is_stored: bool
+    ) -> tuple[Reason, str]:
         if len(ids) < self._min_run:
             return "too short", f"chunks under {self._min_run} tokens are computed with the rest of the prompt"
         if len(ids) - reused <= _EDGES:
             return "reused", ""
-        way = self._way(text)
-        if not way and not any(piece in self._text for piece in pieces(text)):
+        change = self._change(text)
+        if not change and not any(piece in self._text for piece in pieces(text)):
             return "not in the prompt", "the chain dropped or rephrased it, for example in a summary"
         if not is_stored:
             part = f"{reused} of its tokens are in stored chunks: " if reused else ""
             return "never warmed", f"{part}warm it as it is pasted, with its metadata if the prompt has them"
-        if not way and reused:
+        if not change and reused:
             return "reused", ""  # except for a few characters, or the part that is in the prompt
-        return way or self._passed_over()
+        return change or self._too_few(runs) or self._not_reused()
 
-    def _way(self, text: str) -> tuple[Reason, str] | None:
+    def _change(self, text: str) -> tuple[Reason, str] | None:
         """Return how a chunk in the prompt was changed; None if it is unchanged or absent."""
         parts = pieces(text)
-        plain = [part in self._text for part in parts]
-        shares = [(sum(plain) / len(parts), 0)]
+        verbatim = [part in self._text for part in parts]
+        shares = [(sum(verbatim) / len(parts), 0)]
         for number, change in enumerate(CHANGES, 1):
             prompt = change.on_prompt(self._text)
             shares.append((sum(change.on_chunk(part) in prompt for part in parts) / len(parts), -number))
-        (share, number), as_it_is = max(shares), shares[0][0]  # the first on a tie
-        if share < _RECOGNISED or as_it_is > _VERBATIM:
+        share, number = max(shares)  # the first on a tie
+        if share < _RECOGNISED or shares[0][0] > _VERBATIM:
             return None
         if number:
             reason, detail, *_ = CHANGES[-number - 1]
             return reason, detail if share > _VERBATIM else f"{detail}; about {share:.0%} of it is there"
-        first, last = plain.index(True), len(plain) - plain[::-1].index(True)
-        if all(plain[first:last]):
+        first, last = verbatim.index(True), len(verbatim) - verbatim[::-1].index(True)
+        if all(verbatim[first:last]):
             return "cut", f"about {share:.0%} of it is in the prompt, the rest was cut off"
         return "rewritten", f"about {share:.0%} of it is in the prompt, with other words between"

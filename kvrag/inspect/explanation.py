@@ -55,7 +55,7 @@ class Stretch:
         """Origin of the stretch, in words."""
         if self.kind != "reused":
             return "the conversation so far" if self.kind == "conversation" else ""
-        return f"{_named(self.documents)}, chunk {self.key[:8]} from token {self.offset}"
+        return f"{_chunk_name(self)} from token {self.offset}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A prompt, part by part: what was reused, recomputed and not found, with reasons.
+    """The parts of a prompt: reused, recomputed and fresh, with reasons.
 
     `print` shows text, notebooks show colours, `html` returns a page.
 
@@ -100,16 +100,11 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation in plain JSON types."""
-        stretches = [
-            {**asdict(stretch), "pieces": [{"text": text, "recomputed": again} for text, again in stretch.pieces]}
-            for stretch in self.stretches
-        ]
-        return {
-            "summary": list(self.summary),
-            "stretches": stretches,
-            "chunks": [asdict(chunk) for chunk in self.chunks],
-            "report": self.report.to_dict(),
-        }
+        fields = asdict(self)
+        for stretch in fields["stretches"]:
+            stretch["pieces"] = [{"text": text, "recomputed": recomputed} for text, recomputed in stretch["pieces"]]
+        lists = {name: list(fields[name]) for name in ("summary", "stretches", "chunks")}
+        return {**lists, "report": self.report.to_dict()}
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -118,8 +113,7 @@ class Explanation:
         yield from self.summary
         yield ""
         for stretch in self.stretches:
-            again = f", {stretch.recomputed} recomputed" if stretch.recomputed else ""
-            source = f"  [{stretch.source}{again}]" if stretch.source else ""
+            source = f"  [{stretch.source}{_recomputed(stretch)}]" if stretch.source else ""
             size = stretch.stop - stretch.start
             yield f"{stretch.start:6d}  {size:5d}  {stretch.kind:12s}  {brief(stretch.text)}{source}"
         if self.chunks:
@@ -144,7 +138,7 @@ class Explanation:
         table = f"<table><tr><th>chunk<th>tokens reused<th><th></tr>{rows}</table>" if rows else ""
         prompt = "".join(
             f'<span class="{stretch.kind}" title="{escape(_hint(stretch))}">'
-            + "".join(f"<mark>{escape(text)}</mark>" if again else escape(text) for text, again in stretch.pieces)
+            + "".join(f"<mark>{escape(text)}</mark>" if marked else escape(text) for text, marked in stretch.pieces)
             + "</span>"
             for stretch in self.stretches
         )
@@ -163,21 +157,21 @@ def brief(text: str, length: int = 60) -> str:
 
 def title(chunk: Finding) -> str:
     """Return a display name of a chunk."""
-    if not chunk.key:
-        return brief(chunk.text)
-    return f"{_named(chunk.documents)}, chunk {chunk.key[:8]}: {brief(chunk.text)}"
+    return f"{_chunk_name(chunk)}: {brief(chunk.text)}" if chunk.key else brief(chunk.text)
 
 
-def _named(documents: tuple[str, ...]) -> str:
-    if not documents:
-        return "no named document"
-    return documents[0] if len(documents) == 1 else f"{documents[0]} and {len(documents) - 1} more"
+def _chunk_name(chunk: Finding | Stretch) -> str:
+    document, *others = chunk.documents or ("no named document",)
+    return f"{document}{f' and {len(others)} more' if others else ''}, chunk {chunk.key[:8]}"
 
 
 def _hint(stretch: Stretch) -> str:
     size = f"{stretch.kind}: tokens {stretch.start} to {stretch.stop}"
-    again = f", {stretch.recomputed} recomputed" if stretch.recomputed else ""
-    return f"{size}{again}\n{stretch.source}".strip()
+    return f"{size}{_recomputed(stretch)}\n{stretch.source}".strip()
+
+
+def _recomputed(stretch: Stretch) -> str:
+    return f", {stretch.recomputed} recomputed" if stretch.recomputed else ""
 
 
 _STYLE = """

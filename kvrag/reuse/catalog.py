@@ -34,10 +34,10 @@ from kvrag.store.protocol import KVStore
 logger = logging.getLogger("kvrag")
 
 # all but the last two in tokens
-_AT_ONCE = 1 << 20  # taken in by a prompt before it is matched; more is taken in by a thread
+_AT_ONCE = 1 << 20  # indexed by a prompt before it is matched; more is indexed by a thread
 _PORTION = 1 << 21  # indexed at once
 _TAIL = 1 << 21  # kept in memory before it is written ...
-_LONG_TAIL = 1 << 25  # ... and while there is much to take in
+_LONG_TAIL = 1 << 25  # ... and while there is much to index
 _FULL = 1 << 30  # in a file: no file is merged beyond it
 _SMALL = 4  # files of similar size before they are merged
 _DEAD = 0.25  # share of a file's texts before it is written again
@@ -101,7 +101,7 @@ class Catalog:
         self._maintain(is_behind)
 
     def update(self) -> int:
-        """Index what has been stored or removed, unless another thread is doing so; a thread takes in large additions.
+        """Index what has been stored or removed, unless another thread is doing so; a thread indexes large additions.
 
         Returns:
             The store's counter of removals.
@@ -146,7 +146,7 @@ class Catalog:
         return sum(segment.num_alive for segment in self._snapshot.segments)
 
     def close(self) -> None:
-        """Give up what is being written; files stay as they were before."""
+        """Stop writing; the files stay as they were before."""
         with self._starting:
             self._closed.set()
         if self._thread is not None:
@@ -155,7 +155,7 @@ class Catalog:
     # ---------------------------------------------------------------- refreshing
 
     def _advance(self, limit: int, removals: int | None = None) -> bool:
-        """Make the next snapshot, with about `limit` tokens of new texts; return whether there is more to do."""
+        """Build the next snapshot, with about `limit` tokens of new texts; return whether there is more to do."""
         is_patient = limit > _AT_ONCE
         snapshot = self._adopt(self._snapshot)
         # applied again after the entries, so that an entry removed in the meantime is covered
@@ -187,13 +187,13 @@ class Catalog:
         log = self._store.removed(snapshot.position)
         if log is None:
             if snapshot.segments and not is_patient:
-                return snapshot, True  # prompts do not wait for it: the store knows what it has when they ask
+                return snapshot, True  # prompts do not wait for it: the store is asked for every match
             position, _ = self._store.removed(0) or (0, ())
             return replace(self._compare(snapshot), position=position, removals=removals), False
-        position, gone = log
+        position, removed = log
         segments = snapshot.segments
-        if gone:
-            numbers = np.unique(np.asarray(gone, np.int64))
+        if removed:
+            numbers = np.unique(np.asarray(removed, np.int64))
             segments = tuple(segment.without(numbers) for segment in segments)
             segments = tuple(join([s]) if not s.name and 2 * s.num_alive < len(s) else s for s in segments)
         return replace(snapshot, segments=segments, position=position, removals=removals), False
@@ -209,7 +209,7 @@ class Catalog:
                 row = int(np.searchsorted(segment.numbers, entry.number))
                 if row < len(segment) and segment.numbers[row] == entry.number:
                     if segment.text_key(row) != entry.text_key:
-                        return _Snapshot(head=snapshot.head)  # another store's numbers: begin again
+                        return _Snapshot(head=snapshot.head)  # another store's numbers: start again
                     mask[row] = True
         segments = tuple(replace(s, alive=s.alive & mask) for s, mask in zip(snapshot.segments, alive, strict=True))
         return replace(snapshot, segments=segments)
@@ -226,11 +226,8 @@ class Catalog:
         files, base, position = self._read_head(snapshot)
         if base < snapshot.base:  # the tail begins after it
             return _Snapshot(tuple(files), base, base, position, -1, signature)
-        tail = []
-        for segment in snapshot.tail:
-            doubles = np.flatnonzero(segment.numbers <= base)
-            if len(doubles) < len(segment):
-                tail.append(segment.keeping(doubles, False) if len(doubles) else segment)
+        is_newer = (segment.numbers > base for segment in snapshot.tail)
+        tail = [s.without(s.numbers[~newer]) for s, newer in zip(snapshot.tail, is_newer, strict=True) if newer.any()]
         position = min(position, snapshot.position) if snapshot.position else position
         return _Snapshot((*files, *tail), base, max(base, snapshot.last), position, -1, signature)
 
@@ -266,7 +263,7 @@ class Catalog:
             logger.warning("%s/%s cannot be used (%s); its texts are indexed again", self._folder, name, error)
 
     def _maintain(self, is_behind: bool) -> None:
-        """Catch up and write files in a thread, if there is a need."""
+        """Catch up and write files in a thread, if needed."""
         if not (is_behind or self._should_write()):
             return
         with self._starting:
@@ -284,13 +281,13 @@ class Catalog:
                 logger.warning("the catalog could not be brought up to date: %s", error)
 
     def _catch_up(self) -> None:
-        """Take in everything there is; what does not fit into memory is written, and merged when all is there."""
+        """Index everything; what does not fit into memory is written, and merged at the end."""
         is_behind = True
         while is_behind and not self._closed.is_set():
             with self._refreshing:
                 is_behind = self._advance(_PORTION)
             while self._is_writable and self._tail_size() >= _LONG_TAIL and not self._write(merges=False):
-                if self._closed.wait(0.1):  # another thread or process is writing, these texts maybe
+                if self._closed.wait(0.1):  # another thread or process is writing, possibly these texts
                     return
 
     def _tail_size(self) -> int:
@@ -313,14 +310,14 @@ class Catalog:
                 with self._refreshing:
                     self._advance(0)
                     snapshot = self._snapshot
-                if not self._should_write():  # another process has done it
+                if not self._should_write():  # another process has written it
                     return False
-                files = self._written(snapshot, merges)
+                files = self._write_segments(snapshot, merges)
                 self._write_head(files, snapshot)
                 with self._refreshing:
                     self._advance(0)
                 self._clean(files)
-        except (Timeout, _Closed):  # another process is doing it
+        except (Timeout, _Closed):  # another process is writing, or the catalog was closed
             return False
         except DamagedSegmentError as error:
             self._log_damage(error.name, error)
@@ -333,16 +330,16 @@ class Catalog:
             return False
         return True
 
-    def _written(self, snapshot: _Snapshot, merges: bool) -> list[Segment]:
-        """The snapshot's texts in files."""
+    def _write_segments(self, snapshot: _Snapshot, merges: bool) -> list[Segment]:
+        """Write the snapshot's tail, merge files, and return the segments on disk."""
         segments = list(snapshot.files)
         if snapshot.tail:
-            segments += self._in_a_file(snapshot.tail)
-        if merges and (stretch := _to_merge(segments)) is not None:
-            segments[stretch] = self._in_a_file(segments[stretch])
+            segments += self._write_file(snapshot.tail)
+        if merges and (adjacent := _to_merge(segments)) is not None:
+            segments[adjacent] = self._write_file(segments[adjacent])
         return segments
 
-    def _in_a_file(self, segments: Sequence[Segment]) -> list[Segment]:
+    def _write_file(self, segments: Sequence[Segment]) -> list[Segment]:
         assert self._folder is not None
         alive = [segment for segment in segments if segment.num_alive]
         return [read(self._folder / write(alive, self._folder, self._check_open))] if alive else []
@@ -377,7 +374,7 @@ def _are_alike(segments: Sequence[Segment]) -> bool:
 
 
 def _to_merge(files: Sequence[Segment]) -> slice | None:
-    """Return adjacent files to merge: one with many dead texts, or several of similar size; None if none."""
+    """Return adjacent files to merge: one with many dead texts, or several of similar size; None without any."""
     for i, file in enumerate(files):
         if file.num_alive < (1 - _DEAD) * len(file):
             return slice(i, i + 1)

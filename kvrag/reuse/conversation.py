@@ -46,7 +46,7 @@ class Conversation:
         turns: The prompts, each a prefix of the next.
         namespace: Namespace of the conversation.
         keys: Keys of the chunks whose KV it contains.
-        behind: Chunks among them that were encoded behind a context, by the keys of their texts.
+        with_context: Chunk keys of those that were encoded with context, by text key.
     """
 
     ids: NDArray[np.int64]
@@ -56,7 +56,7 @@ class Conversation:
     turns: tuple[Turn, ...]
     namespace: str = ""
     keys: frozenset[str] = frozenset()
-    behind: Mapping[str, str] = field(default_factory=dict)
+    with_context: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property
     def num_bytes(self) -> int:
@@ -79,10 +79,10 @@ class Conversation:
         return CachedPrefix(self, length, self.turns[:turns], is_all=length == common)
 
     def _is_as_good_as(self, config: BlendConfig) -> bool:
-        assert self.config.ratio is not None  # both are settled
+        assert self.config.ratio is not None  # both are filled in by a plan
         assert config.ratio is not None
-        mine, theirs = (replace(each, ratio=None, controller="off") for each in (self.config, config))
-        return mine == theirs and self.config.ratio >= config.ratio
+        has_same_settings = replace(self.config, ratio=config.ratio, controller=config.controller) == config
+        return has_same_settings and self.config.ratio >= config.ratio
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class Conversations:
         if len(ids) > self._longest:
             return None
         prompt = np.asarray(ids)
-        own = [conversation for conversation in self._kept if conversation.namespace == namespace]
-        best = max((each.prefix(prompt, config) for each in own), key=lambda prefix: prefix.length, default=None)
+        prefixes = (kept.prefix(prompt, config) for kept in self._kept if kept.namespace == namespace)
+        best = max(prefixes, key=lambda prefix: prefix.length, default=None)
         if best is None or best.length < config.min_run:
             return None
         with self._lock:
@@ -154,8 +154,8 @@ class Conversations:
             if conversation.num_bytes > self._max_bytes or len(conversation.ids) > self._longest:
                 return
             replaced = prefix.conversation if prefix is not None and prefix.is_all else None
-            kept = [*_without(replaced, self._kept), conversation]
-            while len(kept) > _MOST or _num_bytes(kept) > self._max_bytes:
+            kept = [*_without(replaced, self._kept), conversation][-_MOST:]
+            while sum(older.num_bytes for older in kept) > self._max_bytes:
                 del kept[0]
             self._kept = kept
 
@@ -166,16 +166,16 @@ class Conversations:
 
     def drop(self, keys: Iterable[str]) -> None:
         """Drop the conversations that contain KV of these chunks, also those of answers in progress at their end."""
-        gone = set(keys)
+        dropped = set(keys)
         with self._lock:
-            for answer in [answer for answer, own in self._begun.items() if own & gone]:
+            for answer in [answer for answer, reused in self._begun.items() if reused & dropped]:
                 self._begun.pop(answer, None)
-            self._kept = [conversation for conversation in self._kept if not conversation.keys & gone]
+            self._kept = [conversation for conversation in self._kept if not conversation.keys & dropped]
 
     @property
     def num_bytes(self) -> int:
         """Total size of the KV in bytes."""
-        return _num_bytes(self._kept)
+        return sum(conversation.num_bytes for conversation in self._kept)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -187,12 +187,8 @@ class Conversations:
             self._kept = []
 
 
-def _without(one: Conversation | None, conversations: Sequence[Conversation]) -> list[Conversation]:
-    return [conversation for conversation in conversations if conversation is not one]
-
-
-def _num_bytes(conversations: Sequence[Conversation]) -> int:
-    return sum(conversation.num_bytes for conversation in conversations)
+def _without(removed: Conversation | None, conversations: Sequence[Conversation]) -> list[Conversation]:
+    return [conversation for conversation in conversations if conversation is not removed]
 
 
 def _common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:

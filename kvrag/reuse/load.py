@@ -54,10 +54,10 @@ def load(
 
 
 class LayerLoader:
-    """Loads the matched runs layer by layer, laid out in prompt order; its own threads read ahead.
+    """Loads the matched runs layer by layer, laid out in prompt order; background threads read ahead.
 
-    All runs of a layer are laid out by one concatenation and, for a GPU, in pinned memory and by one copy on a stream
-    of its own: an operation per run and layer would cost more than the bytes.
+    All runs of a layer are laid out by one concatenation and, for a GPU, in pinned memory and by one copy on a separate
+    stream: an operation per run and layer would cost more than the bytes.
 
     Attributes:
         codec: Codec of the chunks.
@@ -69,9 +69,8 @@ class LayerLoader:
         """See `load`."""
         self.codec, self.trace, self.capacity = codec, trace, capacity
         self._backend, self._prompt = backend, prompt
-        at_hand = codec == "native" and not prompt.cold
-        # nothing to wait for, so no reason to queue behind a slow disk
-        self._is_at_hand = at_hand and backend.device.type == "cpu"
+        # then no read has to queue after those of a slow disk
+        self._is_in_memory = codec == "native" and not prompt.cold and backend.device.type == "cpu"
         self._ahead = _AHEAD if backend.passes_may_wait else backend.num_layers
         self._reads: dict[int, Future[_Laid | _Chunks]] = {}
         self._start(0)
@@ -97,7 +96,7 @@ class LayerLoader:
             ChunkUnreadableError: A chunk cannot be read at the moment.
         """
         with self.trace.step("stall", synchronise=False):
-            read = self._read(number) if self._is_at_hand else self._await(number)
+            read = self._read(number) if self._is_in_memory else self._await(number)
         with self.trace.step("stitch", synchronise=False):
             laid = read if isinstance(read, _Laid) else self._lay_out(number, read)
             if laid.copied is not None:
@@ -120,7 +119,7 @@ class LayerLoader:
         if not read.done():
             with self._backend.waiting():
                 read.exception()
-        self._read_ahead(number)  # not before: the disk serves first what a pass waits for
+        self._read_ahead(number)  # not before: the pass waits for this layer
         return read.result()
 
     def _wait_for_all(self) -> None:
@@ -140,7 +139,7 @@ class LayerLoader:
             self._start(layer)
 
     def _start(self, number: int) -> None:
-        if self._is_at_hand or not self._prompt.runs or number in self._reads:
+        if self._is_in_memory or not self._prompt.runs or number in self._reads:
             return
         # all layers at once would fill a device whose memory the engine has divided up
         prepare = self._prepare if self._backend.passes_may_wait else self._read
@@ -152,7 +151,7 @@ class LayerLoader:
 
     def _read(self, number: int) -> _Chunks:
         readers = list(self._prompt.readers.items())
-        if self._is_at_hand:
+        if self._is_in_memory:
             return self._read_some(number, readers)
         lanes = [
             _lanes.submit(self._read_some, number, readers[lane::_LANES]) for lane in range(min(_LANES, len(readers)))
@@ -182,21 +181,21 @@ class LayerLoader:
         runs, span, heads = self._prompt.runs, self.span, self._backend.heads
         parts = [chunks[run.key][side][heads, run.offset : run.offset + len(run)] for run in runs]
         laid = _empty(parts[0], self.capacity, device)
-        landing = laid[0, :, span]
+        target = laid[0, :, span]
         if all(part.device == device for part in parts):
-            torch.cat(self._with_gaps(parts), dim=1, out=landing)
+            torch.cat(self._with_gaps(parts), dim=1, out=target)
         else:
-            pinned = torch.empty(landing.shape, dtype=laid.dtype, pin_memory=device.type == "cuda")
+            pinned = torch.empty(target.shape, dtype=laid.dtype, pin_memory=device.type == "cuda")
             # with room for those that are on the device already
-            here = [torch.empty_like(part, device="cpu") if part.device == device else part for part in parts]
-            landing.copy_(torch.cat(self._with_gaps(here), dim=1, out=pinned), non_blocking=True)
+            on_cpu = [torch.empty_like(part, device="cpu") if part.device == device else part for part in parts]
+            target.copy_(torch.cat(self._with_gaps(on_cpu), dim=1, out=pinned), non_blocking=True)
             for run, part in zip(runs, parts, strict=True):
                 if part.device == device:
-                    landing[:, run.start - span.start : run.stop - span.start] = part
+                    target[:, run.start - span.start : run.stop - span.start] = part
         if device.type == "cuda":
             for part in parts:
                 if part.device == device:
-                    part.record_stream(torch.cuda.current_stream(device))  # its tier may drop it meanwhile
+                    part.record_stream(torch.cuda.current_stream(device))  # its tier may drop it in the meantime
         return laid
 
     def _with_gaps(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -210,7 +209,7 @@ class LayerLoader:
 
 
 def device_tier(backend: Backend, codec: str, max_bytes: int) -> MemoryTier | None:
-    """Return a tier of unpacked KV on the devices of the layers; None if it is to have no bytes."""
+    """Return a tier of unpacked KV on the devices of the layers; None if `max_bytes` is 0."""
     if not max_bytes:
         return None
 

@@ -37,11 +37,11 @@ class Lookup:
         self._catalog, self._store, self._alone_only = catalog, store, alone_only
 
     def update(self) -> int:
-        """Take in what was stored or removed since; return the store's counter of removals. Call it once per prompt."""
+        """Index what was stored or removed since; return the store's counter of removals. Call it once per prompt."""
         return self._catalog.update()
 
     def refresh(self) -> None:
-        """Take in everything that was stored or removed, however much. Call it after ingestion."""
+        """Index everything that was stored or removed, however much. Call it after ingestion."""
         self._catalog.refresh()
 
     def find(
@@ -55,7 +55,7 @@ class Lookup:
         """Return the runs of stored chunks in a prompt after its first `kept` tokens, ascending and disjoint.
 
         Args:
-            withheld: Gets the keys of the matched texts of which no variant may be used at present.
+            withheld: Receives the keys of the matched texts without a usable variant.
         """
         runs = self._catalog.match(ids[kept:], min_run, namespace)
         variants = self._variants(run.text_key for run in runs)
@@ -70,11 +70,11 @@ class Lookup:
     def find_chunks(self, ids: Sequence[int], min_run: int, namespace: str = "") -> list[tuple[Run, Ids]]:
         """Return the runs of stored chunks in a prompt, each with the token ids of its chunk."""
         self.update()
-        found = []
+        chunks = []
         for run, text_key, _ in self.find(ids, min_run, namespace):
             with suppress(KeyError):  # removed in the meantime
-                found.append((run, self._catalog.ids(text_key)))
-        return found
+                chunks.append((run, self._catalog.ids(text_key)))
+        return chunks
 
     def usable(self, text_keys: Iterable[str]) -> dict[str, str]:
         """Return the chunk key of each text's usable variant, by text key; texts without one are left out."""
@@ -82,12 +82,11 @@ class Lookup:
 
     def _variants(self, text_keys: Iterable[str]) -> dict[str, tuple[str, int] | None]:
         """Return chunk key and context tokens of each text's usable variant, by text key; None without one."""
-        states = self._store.look_up(list(dict.fromkeys(text_keys)))
-        usable = {text_key: visible_variant(state, self._alone_only) for text_key, state in states.items()}
-        return {
-            text_key: None if chunk_key is None else (chunk_key, states[text_key].variants[chunk_key])
-            for text_key, chunk_key in usable.items()
-        }
+        variants: dict[str, tuple[str, int] | None] = {}
+        for text_key, state in self._store.look_up(list(dict.fromkeys(text_keys))).items():
+            chunk_key = visible_variant(state, self._alone_only)
+            variants[text_key] = None if chunk_key is None else (chunk_key, state.variants[chunk_key])
+        return variants
 
     def withdrawn(self, variants: Mapping[str, str]) -> list[str]:
         """Return the chunk keys that a prompt may no longer use, because another source has their text by now.

@@ -10,8 +10,8 @@ of candidates. Each candidate is extended only over tokens that no run covers ye
 that share less than a run are dropped before, in one vectorised step.
 
 This is done twice. The KV of a token depends on everything before it in its text, so a run from the inside of a text
-depends on words that may not be in the prompt, and anybody can store a text that has somebody else's after words of
-their own (HijackKV, arXiv:2607.19957). Texts that are in the prompt from their beginning to at least half of their
+depends on words that may not be in the prompt, and an attacker can store another user's text after words of their own
+(HijackKV, arXiv:2607.19957). Texts that are in the prompt from their beginning to at least half of their
 length are therefore matched first, up to where they end, and all others only where these leave gaps.
 
 Where a run ends before its text does, the text is followed over a small gap: chains escape quotes and line breaks
@@ -42,18 +42,16 @@ from kvrag.reuse.segment import (
     window_minima,
 )
 
-__all__ = ["GRAM", "TextRun", "gram_hashes", "match"]
-
-_CANDIDATES = 16  # per anchor: boilerplate that stands in every text says little about where it is from
+_CANDIDATES = 16  # per anchor: boilerplate that is in every text says little about its origin
 _PER_TOKEN = 2  # candidates looked at, per token of the prompt; beyond, each anchor has one
 _COMPARED = 1  # candidates compared token by token, per token of the prompt; beyond, each anchor has one
-_GAP = 12  # tokens of a gap on either side: an escaped character and what it merges with
+_GAP = 12  # tokens of a gap on either side: an escaped character and the tokens it merges with
 _AGAIN = 4  # this many equal tokens after a gap rule out coincidence
-_EDGE = 4  # tokens at a text's beginning that merge with what stands before it in the prompt
+_EDGE = 4  # tokens at a text's beginning that merge with the text before it in the prompt
 _FROM_START = 1 / 8  # candidates compared from their beginning, per token of the prompt; beyond, none
 _LEAST = 128  # candidates compared from their beginning, at least, in short prompts
 _STEP = 4  # comparisons that following a text over a gap counts as
-_BENEATH = 64  # tokens covered by other runs that count as one comparison
+_PER_STEP = 64  # tokens covered by other runs that count as one comparison
 _GOLDEN = 0x9E3779B1  # 2**32 divided by the golden ratio: its multiples are spread evenly, modulo 2**32
 _BLOCK = 4096  # candidates compared at once: temporaries stay in the CPU's cache
 
@@ -77,7 +75,7 @@ class TextRun:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Run:
     """A run and the location of its text."""
 
     start: int
@@ -126,18 +124,18 @@ def match(segments: Sequence[Segment], ids: Sequence[int] | Ids, min_run: int, n
         positions = np.arange(len(hashes))  # shorter stretches need not share an anchor
     candidates = _look_up(segments, prompt, positions, spread(hashes[positions]), min_run, namespace)
     raw = prompt.tobytes()
-    found: list[_Found] = []
-    for some, from_start in ((candidates[candidates.from_start], True), (candidates, False)):
-        found = _bridge(segments, raw, _cover(segments, raw, some, min_run, found, from_start), frozenset(found))
-    return [TextRun(f.start, f.stop, segments[f.segment].text_key(f.row), f.address - f.first) for f in found]
+    runs: list[_Run] = []
+    for tried, from_start in ((candidates[candidates.from_start], True), (candidates, False)):
+        runs = _bridge(segments, raw, _cover(segments, raw, tried, min_run, runs, from_start), frozenset(runs))
+    return [TextRun(r.start, r.stop, segments[r.segment].text_key(r.row), r.address - r.first) for r in runs]
 
 
 def _look_up(
     segments: Sequence[Segment], prompt: Ids, positions: Numbers, hashes: Hashes, min_run: int, namespace: str
 ) -> _Candidates:
     """Return the candidates of all anchors, starting with the rarest anchor."""
-    found = [segment.find(hashes) for segment in segments]
-    total = np.sum([count for _, count in found], axis=0)
+    postings = [segment.find(hashes) for segment in segments]
+    total = np.sum([count for _, count in postings], axis=0)
     order = np.argsort(total, kind="stable")
     order = order[np.searchsorted(total[order], 1) :]  # anchors with postings, the rarest first
     total = total[order]
@@ -153,32 +151,31 @@ def _look_up(
     windows = _windows(prompt, window)
     parts: list[list[NDArray[Any]]] = []
     before = np.zeros(len(hashes), np.int64)
-    for number, (segment, (first, count)) in enumerate(zip(segments, found, strict=True)):
+    for number, (segment, (begin, count)) in enumerate(zip(segments, postings, strict=True)):
         at = choice - before[anchor]
         before += count
-        here = np.flatnonzero((at >= 0) & (at < count[anchor]))
-        if len(here) == 0:
+        indices = np.flatnonzero((at >= 0) & (at < count[anchor]))
+        if len(indices) == 0:
             continue
-        posting = segment.postings.take(first[anchor[here]] + at[here])
+        posting = segment.postings.take(begin[anchor[indices]] + at[indices])
         address = (posting & np.uint64(0xFFFFFFFF)).astype(np.int64)
-        position = positions[anchor[here]]
+        position = positions[anchor[indices]]
         shared = _share_a_run(windows, position, segment, address, window)
-        here, address, position = here[shared], address[shared], position[shared]
+        indices, address, position = indices[shared], address[shared], position[shared]
         row = np.searchsorted(segment.starts, address, "right") - 1
         inside = (row >= 0) & (row < len(segment))
         row = row.clip(0, len(segment) - 1)
         space = segment.namespaces.index(namespace) if namespace in segment.namespaces else -1
         inside &= segment.alive[row] & (segment.spaces[row] == space)
-        first_token, last_token = segment.starts[row], segment.starts[row + 1]
-        from_start = _have_start(prompt, position, segment, address, first_token)
-        columns = (rank[here], position, np.full(len(here), number), row, address, first_token, last_token, from_start)
+        first, last = segment.starts[row], segment.starts[row + 1]
+        from_start = _have_start(prompt, position, segment, address, first)
+        columns = rank[indices], position, np.full(len(indices), number), row, address, first, last, from_start
         parts.append([column[inside] for column in columns])
     if not parts:
-        nothing: NDArray[Any] = np.empty(0, np.int64)
-        return _Candidates(*[nothing] * 8)
-    together = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    by_rank = np.argsort(together[0], kind="stable")
-    return _Candidates(*(column[by_rank] for column in together))
+        empty: NDArray[Any] = np.empty(0, np.int64)
+        return _Candidates(*[empty] * 8)
+    candidates = _Candidates(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    return candidates[np.argsort(candidates.rank, kind="stable")]
 
 
 def _have_start(
@@ -186,11 +183,11 @@ def _have_start(
 ) -> NDArray[np.bool_]:
     """Return whether the prompt has one gram of each candidate's text, the first after `_EDGE` tokens, in its place.
 
-    Otherwise it does not have the text from its beginning, and the candidate need not be compared for that.
+    Otherwise it does not have the text from its beginning, and the candidate need not be compared from there.
     """
-    ours, theirs = (np.lib.stride_tricks.sliding_window_view(ids, GRAM) for ids in (prompt, segment.ids))
+    grams, text_grams = (np.lib.stride_tricks.sliding_window_view(ids, GRAM) for ids in (prompt, segment.ids))
     at = position - (address - first) + _EDGE
-    same = (ours[at.clip(0, len(ours) - 1)] == theirs[(first + _EDGE).clip(0, len(theirs) - 1)]).all(axis=1)
+    same = (grams[at.clip(0, len(grams) - 1)] == text_grams[(first + _EDGE).clip(0, len(text_grams) - 1)]).all(axis=1)
     return (address - first <= _EDGE) | ((at >= 0) & same)
 
 
@@ -205,10 +202,10 @@ def _share_a_run(
 ) -> NDArray[np.int64]:
     """Return the candidates whose gram and enough tokens around it for a run (or the window) are equal."""
     back, shared = window - GRAM, []
-    theirs = np.lib.stride_tricks.sliding_window_view(segment.ids, 2 * window - GRAM)
+    text_windows = np.lib.stride_tricks.sliding_window_view(segment.ids, 2 * window - GRAM)
     for begin in range(0, len(position), _BLOCK):
         p, o = position[begin : begin + _BLOCK], address[begin : begin + _BLOCK]
-        same = windows[p] == theirs[(o - back).clip(0, len(theirs) - 1)]
+        same = windows[p] == text_windows[(o - back).clip(0, len(text_windows) - 1)]
         forward = np.where(same[:, back:].all(axis=1), window, same[:, back:].argmin(axis=1))
         enough = forward >= GRAM
         if back:
@@ -219,8 +216,8 @@ def _share_a_run(
 
 
 def _cover(
-    segments: Sequence[Segment], prompt: bytes, c: _Candidates, min_run: int, taken: list[_Found], from_start: bool
-) -> list[_Found]:
+    segments: Sequence[Segment], prompt: bytes, c: _Candidates, min_run: int, taken: list[_Run], from_start: bool
+) -> list[_Run]:
     """Add the best candidate of each anchor in turn, up to other runs; ascending.
 
     The longest candidate is the best, of several the one that is closest to the end of its text.
@@ -260,13 +257,13 @@ def _cover(
                 continue
             budget -= 1
             raw = segments[segment[n]].raw
-            forward = _forward(prompt, p, raw, o, most)
+            forward = _equal(prompt, p, raw, o, most, 1)
             if forward < GRAM or most_back + forward < least:
                 continue
-            back = _backward(prompt, p, raw, o, most_back)
+            back = _equal(prompt, p, raw, o, most_back, -1)
             if back + forward < least:
                 continue
-            run = _Found(p - back, p + forward, segment[n], row[n], o - back, first[n], last[n])
+            run = _Run(p - back, p + forward, segment[n], row[n], o - back, first[n], last[n])
             missing = 0
             if from_start:
                 missing, steps = _missing(prompt, raw, run, low)
@@ -275,9 +272,9 @@ def _cover(
             if rated <= rating:
                 continue
             if from_start:
-                is_there, steps = _is_there(segments, prompt, run, high, budget // _STEP)
+                has_half, steps = _has_first_half(segments, prompt, run, high, budget // _STEP)
                 budget -= steps * _STEP
-                if not is_there:
+                if not has_half:
                     continue
             best, rating = run, rated
             if not missing:  # otherwise a shorter one can be better
@@ -289,29 +286,29 @@ def _cover(
     return taken
 
 
-def _missing(prompt: bytes, raw: memoryview, run: _Found, low: int) -> tuple[int, int]:
-    """Return how many tokens at the beginning of a run's text are missing before it in the prompt, and the price.
+def _missing(prompt: bytes, raw: memoryview, run: _Run, low: int) -> tuple[int, int]:
+    """Return how many tokens at the beginning of a run's text are missing before it in the prompt, and the cost.
 
     Args:
-        low: End of the run before. What that covers can be this text, too.
+        low: End of the run before. Its tokens can be this text, too.
     """
     missing = run.address - run.first
     if not missing or run.start > low:
         return missing, 0
-    beneath = _backward(prompt, low, raw, run.address, min(low, missing))
-    return missing - beneath, beneath // _BENEATH
+    covered = _equal(prompt, low, raw, run.address, min(low, missing), -1)
+    return missing - covered, covered // _PER_STEP
 
 
-def _is_there(segments: Sequence[Segment], prompt: bytes, run: _Found, high: int, steps: int) -> tuple[bool, int]:
+def _has_first_half(segments: Sequence[Segment], prompt: bytes, run: _Run, high: int, steps: int) -> tuple[bool, int]:
     """Return whether the prompt has a run's text up to its half, and the number of gaps crossed to find out.
 
     Args:
-        high: Start of the next run. What that covers can be this text, too.
+        high: Start of the next run. Its tokens can be this text, too.
         steps: Number of gaps to cross, at most.
     """
     stop, half = run.address + run.stop - run.start, (run.first + run.last) // 2
     if stop < half and run.stop == high:
-        stop += _forward(prompt, high, segments[run.segment].raw, stop, min(len(prompt) // 4 - high, half - stop))
+        stop += _equal(prompt, high, segments[run.segment].raw, stop, min(len(prompt) // 4 - high, half - stop), 1)
     crossed, pieces = 0, _onward(segments, prompt, run, high, 1)
     while stop < half and crossed < steps and (piece := next(pieces, None)):
         stop = piece.address + piece.stop - piece.start
@@ -319,36 +316,26 @@ def _is_there(segments: Sequence[Segment], prompt: bytes, run: _Found, high: int
     return stop >= half, crossed
 
 
-def _forward(a: bytes | memoryview, i: int, b: bytes | memoryview, j: int, most: int) -> int:
-    """Return the number of equal tokens from `i` and `j` on, at most `most`."""
+def _equal(a: bytes | memoryview, i: int, b: bytes | memoryview, j: int, most: int, direction: int) -> int:
+    """Return the number of equal tokens from `i` and `j` on (direction 1) or before them (-1), at most `most`."""
     done, size = 0, 64
     while done < most:
         size = min(size, most - done)
-        x, y = (int.from_bytes(raw[4 * (k + done) : 4 * (k + done + size)], "little") for raw, k in ((a, i), (b, j)))
+        begin = done if direction > 0 else -done - size
+        x, y = (int.from_bytes(raw[4 * (k + begin) : 4 * (k + begin + size)], "little") for raw, k in ((a, i), (b, j)))
         if x != y:
             different = x ^ y
-            return done + ((different & -different).bit_length() - 1) // 32
+            if direction > 0:
+                return done + ((different & -different).bit_length() - 1) // 32
+            return done + size - 1 - (different.bit_length() - 1) // 32
         done += size
         size = min(4 * size, 4096)
     return done
 
 
-def _backward(a: bytes | memoryview, i: int, b: bytes | memoryview, j: int, most: int) -> int:
-    """Return the number of equal tokens before `i` and `j`, at most `most`."""
-    done, size = 0, 64
-    while done < most:
-        size = min(size, most - done)
-        x, y = (int.from_bytes(raw[4 * (k - done - size) : 4 * (k - done)], "little") for raw, k in ((a, i), (b, j)))
-        if x != y:
-            return done + size - 1 - ((x ^ y).bit_length() - 1) // 32
-        done += size
-        size = min(4 * size, 4096)
-    return done
-
-
-def _bridge(segments: Sequence[Segment], prompt: bytes, runs: list[_Found], done: frozenset[_Found]) -> list[_Found]:
-    """Add the continuations of the runs after, and before, a gap; except for runs that have theirs already."""
-    bridged: list[_Found] = []
+def _bridge(segments: Sequence[Segment], prompt: bytes, runs: list[_Run], done: frozenset[_Run]) -> list[_Run]:
+    """Add the continuations of the runs after, and before, a gap; those of the runs in `done` are there already."""
+    bridged: list[_Run] = []
     begin, end = 0, len(prompt) // 4
     for number, run in enumerate(runs):
         if run in done:
@@ -362,7 +349,7 @@ def _bridge(segments: Sequence[Segment], prompt: bytes, runs: list[_Found], done
     return bridged
 
 
-def _onward(segments: Sequence[Segment], prompt: bytes, run: _Found, border: int, direction: int) -> Iterator[_Found]:
+def _onward(segments: Sequence[Segment], prompt: bytes, run: _Run, border: int, direction: int) -> Iterator[_Run]:
     """Yield stretches of the run's text that follow each other after gaps, up to a border in the prompt.
 
     Every step covers `_AGAIN` tokens or is the last, so the work is linear.
@@ -378,23 +365,23 @@ def _onward(segments: Sequence[Segment], prompt: bytes, run: _Found, border: int
             return
         p, o = p + direction * gap[0], o + direction * gap[1]
         most = min(abs(border - p), abs(text_border - o))
-        length = _forward(prompt, p, raw, o, most) if direction > 0 else _backward(prompt, p, raw, o, most)
+        length = _equal(prompt, p, raw, o, most, direction)
         start, address = (p, o) if direction > 0 else (p - length, o - length)
-        yield _Found(start, start + length, run.segment, run.row, address, run.first, run.last)
+        yield _Run(start, start + length, run.segment, run.row, address, run.first, run.last)
         p, o = p + direction * length, o + direction * length
 
 
 def _next(prompt: bytes, p: int, border: int, raw: memoryview, o: int, text_border: int) -> tuple[int, int] | None:
     """Return the distance of the nearest equal tokens in both; None if they are too far."""
-    ours, theirs = _near(prompt, p, border), _near(raw, o, text_border)
+    prompt_tokens, text_tokens = _near(prompt, p, border), _near(raw, o, text_border)
     best, nearest, size = None, 2 * _GAP + 1, 4 * _AGAIN
-    for j in range(len(theirs) // 4 - _AGAIN + 1):
+    for j in range(len(text_tokens) // 4 - _AGAIN + 1):
         if j >= nearest:
             break
-        gram = theirs[4 * j : 4 * j + size]
-        i = ours.find(gram)
+        gram = text_tokens[4 * j : 4 * j + size]
+        i = prompt_tokens.find(gram)
         while i % 4 and i > 0:  # between two tokens
-            i = ours.find(gram, i + 1)
+            i = prompt_tokens.find(gram, i + 1)
         if i >= 0 and i // 4 + j < nearest:
             best, nearest = (i // 4, j), i // 4 + j
     return best

@@ -6,16 +6,17 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
-from kvrag.store import ChunkReader, KVStore, MemoryTier
+from kvrag.store import KVStore, MemoryTier
 
 logger = logging.getLogger("kvrag")
 
-_WAITING = 4  # calls; more are ignored, since their prompts would be faster
+_WAITING = 4  # calls; more are ignored, since their prompts would come before their chunks are read
 
 
 class Prefetcher:
-    """Reads one chunk at a time, in a thread of its own. Never evicts what the RAM tier has. Thread-safe."""
+    """Reads one chunk at a time in a background thread. Never evicts chunks from the RAM tier. Thread-safe."""
 
     def __init__(self, store: KVStore, memory: MemoryTier) -> None:
         self._store, self._memory = store, memory
@@ -58,16 +59,12 @@ class Prefetcher:
         opened = self._store.open(key)
         if opened is None:
             return True
-        reader = self._memory.keeping(opened, only_free=True)
         try:
-            return self._read_layers(reader)
+            with closing(self._memory.keeping(opened, only_free=True)) as reader:
+                for number in range(reader.num_layers):
+                    keys, values = reader.layer(number)
+                    if self._closed.is_set() or reader.num_layers * (keys.nbytes + values.nbytes) > self._memory.free:
+                        return False
+                return True
         finally:
-            reader.close()
             self._memory.drop(self._store.missing([key]))  # it may have been removed between being opened and kept
-
-    def _read_layers(self, reader: ChunkReader) -> bool:
-        for number in range(reader.num_layers):
-            keys, values = reader.layer(number)
-            if self._closed.is_set() or reader.num_layers * (keys.nbytes + values.nbytes) > self._memory.free:
-                return False
-        return True

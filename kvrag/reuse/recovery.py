@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -49,15 +49,14 @@ class Recovery:
     def agree(self, work: Callable[[], T]) -> T:
         """Return the first process's result. If reading a chunk fails in one process, all raise that error."""
         try:
-            own: T | DamagedChunkError | ChunkUnreadableError = work()
+            outcome: T | DamagedChunkError | ChunkUnreadableError = work()
         except (DamagedChunkError, ChunkUnreadableError) as error:
-            own = error
-        results: list[T] = []
-        for result in self._backend.gather(own):
+            outcome = error
+        results = self._backend.gather(outcome)
+        for result in results:
             if isinstance(result, DamagedChunkError | ChunkUnreadableError):
                 raise result
-            results.append(result)
-        return results[0]
+        return cast(T, results[0])
 
     def open(self, prompt: Prompt, matches: Sequence[Match]) -> Prompt:
         """Return the prompt with those of the matches whose chunks can be opened in all processes. Close it."""

@@ -37,7 +37,7 @@ PAD = 32  # tokens before the first and after the last text, so that a window ar
 MAX_TOKENS = 1 << 31  # addresses have 32 bits
 _REPEATS = 4  # postings of one hash in one text: a rule of dashes has the same gram everywhere
 _PER_BUCKET = 8  # postings that share an entry of the directory, on average, at most
-_NEAR = 2 * _PER_BUCKET  # postings looked at from where the directory leads; hardly ever is a bucket fuller
+_NEAR = 2 * _PER_BUCKET  # postings compared from a bucket's start; few buckets are larger
 _BATCH = 1 << 16  # tokens hashed at once: temporaries stay in the CPU's cache
 _PORTION = 1 << 22  # postings or tokens merged at once
 _MULTIPLIER = 0x9E3779B97F4A7C15
@@ -96,24 +96,25 @@ def salted(hashes: Hashes, salts: Hashes | np.uint64) -> Hashes:
 
 
 def spread(hashes: Hashes) -> Hashes:
-    """32-bit hashes, each another one: winnowing chose small ones, and the directory needs them to lie evenly."""
+    """Map 32-bit hashes one to one: winnowing chose small ones, and the directory needs them evenly distributed."""
     return (hashes * np.uint64(0x9E3779B1)) & _LOW
 
 
 def window_minima(hashes: Hashes, window: int = WINDOW) -> NDArray[np.int64]:
-    """Position of the first smallest 32-bit hash of every window; ascending, with repetitions."""
-    least = hashes << _SHIFT
-    least |= np.arange(len(hashes), dtype=np.uint64)
+    """Return the position of the first smallest 32-bit hash of every window; ascending, with repetitions."""
+    minima = hashes << _SHIFT
+    minima |= np.arange(len(hashes), dtype=np.uint64)
     size = 1
     while size < window:
         step = min(size, window - size)
-        least = np.minimum(least[:-step], least[step:])
+        minima = np.minimum(minima[:-step], minima[step:])
         size += step
-    return (least & _LOW).astype(np.int64)
+    return (minima & _LOW).astype(np.int64)
 
 
 def _postings(ids: Ids, starts: Numbers, salts: Hashes, window: int) -> Hashes:
-    """Return unsorted postings of texts that are consecutive in `ids`, with addresses from its start."""
+    """Return unsorted postings of consecutive texts. `starts` are their addresses in `ids`, and the last one's end."""
+    ids = ids[starts[0] : starts[-1]]
     lengths = np.diff(starts)
     left = np.repeat(starts[1:], lengths) - np.arange(starts[0], starts[-1])  # tokens from here to the text's end
     hashes = salted(gram_hashes(ids), np.repeat(salts, lengths)[: max(len(ids) - GRAM + 1, 0)])
@@ -125,7 +126,7 @@ def _postings(ids: Ids, starts: Numbers, salts: Hashes, window: int) -> Hashes:
     for end in ends:
         chosen[end[lengths >= GRAM]] = True
     at = np.flatnonzero(chosen)
-    return spread(hashes[at]) << _SHIFT | at.astype(np.uint64)
+    return spread(hashes[at]) << _SHIFT | (at + starts[0]).astype(np.uint64)
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class Segment:
         keys: (R,) text keys, ASCII.
         spaces: (R,) uint32, rows of `namespaces`.
         alive: (R,) bool.
-        last: All texts up to this number are in this segment or an earlier one, or had been removed when it was made.
+        last: All texts up to this number are in this segment or an earlier one, or were removed before its creation.
         name: File name, "" in memory.
         digests: Digests of the arrays in the file.
     """
@@ -174,21 +175,16 @@ class Segment:
         salts = np.array([salt(namespace) for namespace in namespaces], np.uint64)[spaces]
         parts, row = [np.empty(0, np.uint64)], 0
         while row < len(entries):
-            stop = max(int(np.searchsorted(starts, starts[row] + _BATCH)), row + 1)
-            stop = min(stop, len(entries))
-            begin = starts[row]
-            part = _postings(ids[begin : starts[stop]], starts[row : stop + 1], salts[row:stop], window)
-            parts.append(part + np.uint64(begin))
+            stop = min(max(int(np.searchsorted(starts, starts[row] + _BATCH)), row + 1), len(entries))
+            parts.append(_postings(ids, starts[row : stop + 1], salts[row:stop], window))
             row = stop
-        postings = np.concatenate(parts)
-        postings.sort()
-        postings = _thinned(postings, starts)
-        counts = _no_counts(len(postings))
+        postings = _thinned(np.sort(np.concatenate(parts)), starts)
+        counts = _zero_counts(len(postings))
         _count(counts, postings)
         return cls(
             ids=ids,
             postings=postings,
-            directory=_directory(counts),
+            directory=np.cumsum(counts, dtype=np.uint32),
             starts=starts,
             numbers=np.array([entry.number for entry in entries], np.int64),
             keys=np.array([entry.text_key.encode() for entry in entries] or [b""], np.bytes_)[: len(entries)],
@@ -217,7 +213,7 @@ class Segment:
         return int(self.alive.sum())
 
     def find(self, hashes: Hashes) -> tuple[Numbers, Numbers]:
-        """First posting and number of postings of every hash."""
+        """Return the first posting and the number of postings of every hash."""
         if len(self.postings) == 0:
             return np.zeros(len(hashes), np.int64), np.zeros(len(hashes), np.int64)
         shift = np.uint64(32 - (len(self.directory) - 1).bit_length() + 1)
@@ -226,13 +222,13 @@ class Segment:
         high = self.directory.take(bucket + 1).astype(np.int64)
         near = low + np.arange(_NEAR)[:, None]
         same = self.postings.take(near, mode="clip") >> _SHIFT == hashes  # (_NEAR, A)
-        same &= near < np.minimum(high, len(self.postings))  # a damaged directory leads nowhere
+        same &= near < np.minimum(high, len(self.postings))  # a damaged directory yields no postings
         first, count = low + same.argmax(axis=0), same.sum(axis=0)
-        full = np.flatnonzero(high - low > _NEAR)
-        if len(full):
-            wanted = hashes[full] << _SHIFT
-            first[full] = np.searchsorted(self.postings, wanted)
-            count[full] = np.searchsorted(self.postings, wanted | _LOW, "right") - first[full]
+        large = np.flatnonzero(high - low > _NEAR)
+        if len(large):
+            smallest = hashes[large] << _SHIFT
+            first[large] = np.searchsorted(self.postings, smallest)
+            count[large] = np.searchsorted(self.postings, smallest | _LOW, "right") - first[large]
         return first, count.clip(0)
 
     def row(self, text_key: str) -> int | None:
@@ -255,13 +251,9 @@ class Segment:
             return self
         rows = np.searchsorted(self.numbers, numbers).clip(max=len(self) - 1)
         rows = rows[self.numbers[rows] == numbers]
-        return self.keeping(rows, False) if self.alive[rows].any() else self
-
-    def keeping(self, rows: NDArray[Any], alive: bool) -> Segment:
-        """Return the same segment with the liveness of some rows set."""
-        changed = self.alive.copy()
-        changed[rows] = alive
-        return replace(self, alive=changed)
+        alive = self.alive.copy()
+        alive[rows] = False
+        return replace(self, alive=alive) if self.alive[rows].any() else self
 
     def check(self, names: Iterable[str] = ()) -> None:
         """Compare arrays (default: all) with their digests.
@@ -273,26 +265,20 @@ class Segment:
             if xxhash.xxh3_64_hexdigest(getattr(self, name).view(np.uint8).data) != self.digests[name]:
                 raise DamagedSegmentError(self.name, f"{name} are damaged")
 
-    def entries(self) -> Iterator[Entry]:
-        """Yield the live texts."""
-        for row in np.flatnonzero(self.alive).tolist():
-            yield Entry(int(self.numbers[row]), self.text_key(row), self.namespaces[self.spaces[row]], self.text(row))
-
 
 def _thinned(postings: Hashes, starts: Numbers) -> Hashes:
     """Keep the first few postings of a hash in one text."""
     hashes = postings >> _SHIFT
-    again = np.flatnonzero(hashes[_REPEATS:] == hashes[:-_REPEATS]) + _REPEATS
-    if len(again) == 0:
+    repeated = np.flatnonzero(hashes[_REPEATS:] == hashes[:-_REPEATS]) + _REPEATS
+    if len(repeated) == 0:
         return postings
-    rows, earlier = (
-        np.searchsorted(starts, (postings[at] & _LOW).astype(np.int64), "right") for at in (again, again - _REPEATS)
-    )
-    return np.delete(postings, again[rows == earlier])
+    addresses = postings[np.stack([repeated, repeated - _REPEATS])] & _LOW
+    rows, earlier_rows = np.searchsorted(starts, addresses.astype(np.int64), "right")
+    return np.delete(postings, repeated[rows == earlier_rows])
 
 
-def _no_counts(num_postings: int) -> NDArray[np.uint32]:
-    """A 0 for each value of as many top bits of a hash as the directory of so many postings has, and one before."""
+def _zero_counts(num_postings: int) -> NDArray[np.uint32]:
+    """Return a zero per value of the hashes' top bits, and one before. More postings take more bits."""
     bits = min(max(num_postings // _PER_BUCKET, 1).bit_length(), 28)
     return np.zeros((1 << bits) + 1, np.uint32)
 
@@ -306,13 +292,8 @@ def _count(counts: NDArray[np.uint32], postings: Hashes) -> None:
         counts[values[0] + 1 :][: len(sizes)] += sizes.astype(np.uint32)
 
 
-def _directory(counts: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Where the postings of each value begin; changes `counts`."""
-    return np.cumsum(counts, dtype=np.uint32, out=counts)
-
-
 class _Merge:
-    """The texts of several segments that are alive, as the arrays of one; those that are long come in portions."""
+    """The arrays of one segment with the live texts of several; long arrays are yielded in portions."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = segments
@@ -321,7 +302,7 @@ class _Merge:
         self.starts = np.concatenate([[0], *(n[alive] for n, alive in zip(lengths, rows, strict=True))]).cumsum() + PAD
         if self.starts[-1] >= MAX_TOKENS:
             raise ValueError(f"{self.starts[-1]:,} tokens are too many for one segment")
-        self._shifts, begin = [], 0  # what to add to the addresses of each row
+        self._shifts, begin = [], 0  # added to the addresses of each row
         for segment, alive in zip(segments, rows, strict=True):
             shift = np.zeros(len(segment) + 1, np.int64)
             shift[alive] = self.starts[begin : begin + len(alive)] - segment.starts[alive]
@@ -334,10 +315,10 @@ class _Merge:
         self.numbers = np.concatenate([segment.numbers[alive] for segment, alive in pairs])
         self.keys = np.concatenate([segment.keys[alive] for segment, alive in pairs])
         self.spaces = np.concatenate([space[alive] for space, alive in zip(spaces, rows, strict=True)])
-        self._counts = _no_counts(sum(len(segment.postings) for segment in segments))
+        self._counts = _zero_counts(sum(len(segment.postings) for segment in segments))
 
     def ids(self) -> Iterator[Ids]:
-        """Tokens of all texts, padded."""
+        """Yield the tokens of all texts, padded."""
         pad = np.zeros(PAD, np.uint32)
         yield pad
         for segment in self._segments:
@@ -348,7 +329,7 @@ class _Merge:
         yield pad
 
     def postings(self) -> Iterator[Hashes]:
-        """Postings in ascending order."""
+        """Yield the postings in ascending order."""
         total = sum(len(segment.postings) for segment in self._segments)
         borders = np.linspace(0, 1 << 32, total // _PORTION + 2).astype(np.uint64)[1:-1] << _SHIFT
         cuts = [[0, *np.searchsorted(s.postings, borders).tolist(), len(s.postings)] for s in self._segments]
@@ -368,12 +349,12 @@ class _Merge:
             yield merged
 
     def directory(self) -> NDArray[np.uint32]:
-        """Of the postings, after all of them have been taken."""
-        return _directory(self._counts)
+        """Return the directory of the postings, once all of them have been yielded."""
+        return np.cumsum(self._counts, dtype=np.uint32)
 
 
 def join(segments: Sequence[Segment]) -> Segment:
-    """Return one segment, in memory, of all texts that are alive."""
+    """Return one segment, in memory, of all live texts."""
     merge = _Merge(segments)
     return Segment(
         ids=np.concatenate([*merge.ids()]),
@@ -390,13 +371,13 @@ def join(segments: Sequence[Segment]) -> Segment:
 
 
 def write(segments: Sequence[Segment], folder: Path, check: Callable[[], None] = lambda: None) -> str:
-    """Write all texts that are alive as one file, portion by portion; returns its name.
+    """Write all live texts as one file, portion by portion, and return its name.
 
     Args:
-        check: Called before every portion; what it raises ends the writing.
+        check: Called before every portion; an error that it raises ends the writing.
 
     Raises:
-        DamagedSegmentError: One of the segments is.
+        DamagedSegmentError: One of the segments is damaged.
         OSError: Nothing has been written.
     """
     for segment in segments:

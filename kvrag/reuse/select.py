@@ -76,6 +76,9 @@ class Passes(NamedTuple):
     candidates: float = 0.0
 
 
+NO_PASSES = Passes()
+
+
 def select(backend: Backend, stitched: Stitched, config: BlendConfig) -> Selection:
     """Choose `config.ratio` of the inexact reused positions, ascending."""
     inexact = stitched.inexact
@@ -91,9 +94,9 @@ def select(backend: Backend, stitched: Stitched, config: BlendConfig) -> Selecti
 def selecting(config: BlendConfig, num_layers: int) -> Passes:
     """Return the layers that the policy of these settings runs to select."""
     if config.policy in ("none", "full"):
-        return Passes()
+        return NO_PASSES
     passes = getattr(_module(config.policy), "passes", None)
-    return passes(config, num_layers) if passes else Passes()
+    return passes(config, num_layers) if passes else NO_PASSES
 
 
 def best(scores: Tensor, num: int) -> Tensor:

@@ -52,7 +52,7 @@ class Stitched:
     def inexact(self) -> Tensor:
         """(R,) reused positions whose KV may deviate; a policy selects from them."""
         inexact = self.reused & ~self.exact
-        inexact[: self.kept] = False  # blended in their own turn
+        inexact[: self.kept] = False  # blended in an earlier turn
         return inexact.nonzero().squeeze(1)
 
     @property

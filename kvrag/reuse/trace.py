@@ -20,8 +20,8 @@ class Trace:
     `read` while at least one thread was reading chunks, mostly beside the others.
 
     Attributes:
-        seconds: Duration of each step, with the steps inside of it.
-        own_seconds: Without them.
+        seconds: Duration of each step, including nested steps.
+        own_seconds: Duration of each step, excluding nested steps.
     """
 
     def __init__(self, backend: Backend) -> None:

@@ -17,7 +17,7 @@ from kvrag import BlendConfig, BlendEngine, FileStore, Model, SettingError
 from kvrag.config import DEFAULT_POLICY
 from kvrag.control.controller import Workload, blend_seconds, decide, full_seconds
 from kvrag.control.cost import CostModel, Speed, fit, read, write
-from kvrag.reuse.select import selecting
+from kvrag.reuse.select import Passes, selecting
 from kvrag.reuse.trace import Trace
 
 PROMPT = messages(*CHUNKS)
@@ -57,7 +57,7 @@ def test_reuse_loses_where_a_token_takes_longer_to_load_than_to_compute() -> Non
 
 
 def test_short_contexts_are_not_worth_it() -> None:
-    listening = {"query_pass": 0.9, "kib_per_token": 12}
+    listening = {"passes": Passes(query=0.9), "kib_per_token": 12}
     decision = decide(GPU, _request(100, **listening), 0.15)
     assert decision.full
     assert decision.reason.endswith("the context is short")
@@ -65,7 +65,7 @@ def test_short_contexts_are_not_worth_it() -> None:
 
 
 def test_nobody_notices_a_little() -> None:
-    request = _request(100, 12, query_pass=0.9)
+    request = _request(100, 12, passes=Passes(query=0.9))
     slower = blend_seconds(GPU, request, 0.15) - full_seconds(GPU, request.prompt)
     assert slower > 0.01
     assert not decide(replace(GPU, pass_s=GPU.pass_s / 4), request, 0.15).full
@@ -109,12 +109,15 @@ def test_selecting_costs_what_the_policy_looks_at() -> None:
     assert selecting(BlendConfig(policy="first_k"), 6) == (0.0, 0.0, 0.0)
     assert selecting(BlendConfig(policy="query_hkvd", band=(0.5, 1.0)), 28) == (1.0, 0.0, 0.5)
     request = _request(4_000, bytes=0)
-    plain = blend_seconds(GPU, request, 0.15)
-    assert blend_seconds(GPU, replace(request, query_pass=0.5), 0.15) > plain + GPU.pass_s / 3
-    assert blend_seconds(GPU, replace(request, detection_pass=0.5), 0.15) > plain + full_seconds(GPU, 4_000) / 3
-    more = blend_seconds(GPU, request, 0.30) - plain
-    assert blend_seconds(GPU, replace(request, candidate_pass=0.5), 0.15) > plain + more / 2, "twice the rows"
-    assert blend_seconds(GPU, replace(request, query_pass=0.5), 0.0) == blend_seconds(GPU, request, 0.0), "no budget"
+
+    def predicted(ratio: float, **passes: float) -> float:
+        return blend_seconds(GPU, replace(request, passes=Passes(**passes)), ratio)
+
+    plain = predicted(0.15)
+    assert predicted(0.15, query=0.5) > plain + GPU.pass_s / 3
+    assert predicted(0.15, detection=0.5) > plain + full_seconds(GPU, 4_000) / 3
+    assert predicted(0.15, candidates=0.5) > plain + (predicted(0.30) - plain) / 2, "twice the rows"
+    assert predicted(0.0, query=0.5) == predicted(0.0), "no budget"
 
 
 # ---------------------------------------------------------------- measuring

@@ -275,6 +275,38 @@ def test_a_text_that_was_warmed_into_another_folder_is_found_there(
     assert left_out == {tmp_path / "broken", tmp_path / "strange"}
 
 
+@pytest.mark.parametrize("is_retrieved", [True, False])
+def test_a_chunk_with_fewer_matching_tokens_than_a_run_is_too_short_to_be_reused(
+    engine: BlendEngine, is_retrieved: bool
+) -> None:
+    text = " The harp in the hall was built in Stelburg by the elder Vorlan"
+    ids = engine.model.tokenizer.encode(text)[:16]
+    text = engine.model.tokenizer.decode(ids)
+    assert engine.model.tokenizer.encode(text) == ids
+    engine.warm([text])
+    prompt = engine.model.tokenizer.encode(f"Read:{text}s. Go.")  # the chunk's last token merges with the "s"
+    explanation = engine.explain(prompt, retrieved=[text] if is_retrieved else None)
+    assert explanation.report.reused_tokens == 0
+    (finding,) = explanation.chunks
+    assert finding.reason == "too short"
+    assert "fewer than 16 of its tokens are consecutive" in finding.detail
+
+
+def test_a_stored_chunk_of_which_the_prompt_has_a_few_words_was_not_warmed_too_late(engine: BlendEngine) -> None:
+    engine.warm([OTHER])
+    (finding,) = engine.explain(f"Summary: {OTHER[:40]} is all that was left.", retrieved=[OTHER]).chunks
+    assert finding.reused == 0
+    assert finding.reason == "too short"
+    assert "fewer than 16 of its tokens are consecutive" in finding.detail
+
+
+def test_a_prompt_in_which_no_chunk_is_recognised_is_explained_in_the_summary(engine: BlendEngine) -> None:
+    engine.warm([OTHER])
+    explanation = engine.explain("Where is the harp?")
+    assert explanation.chunks == ()
+    assert any("it contains no warmed chunk" in line for line in explanation.summary)
+
+
 def test_what_was_never_warmed_is_told_without_being_asked(engine: BlendEngine) -> None:
     engine.warm(CHUNKS)
     (known, strange) = sorted(told(engine, CHUNKS[0], TEXT).chunks, key=lambda chunk: chunk.text != CHUNKS[0])

@@ -36,7 +36,7 @@ from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model
 from kvrag.cli.main import main
 from kvrag.control.controller import Workload, blend_seconds
 from kvrag.control.cost import Speed
-from kvrag.reuse.select import selecting
+from kvrag.reuse.select import Passes, selecting
 
 assert "last_k" in POLICIES
 assert BlendConfig(policy="last_k").policy == "last_k"
@@ -55,7 +55,7 @@ recomputed = [(min(end - at for end in ends if end > at), at) for at in done.sel
 assert len(recomputed) > 3 and max(recomputed)[0] <= 5, (recomputed, report.runs)
 
 speed, shares = Speed(0.01, 1e-3, 1e-7, 1e-6, 1e9), selecting(BlendConfig(policy="last_k"), 6)
-times = [blend_seconds(speed, Workload(2000, 1800, 1700, 0, *each), 0.15) for each in (shares, (0, 0, 0))]
+times = [blend_seconds(speed, Workload(2000, 1800, 1700, 0, passes), 0.15) for passes in (shares, Passes())]
 assert times[0] > times[1] + 0.5
 
 for command in (["ask", "When?", "--policy", "last_k", "--help"], ["ask", "When?", "--policy", "lost_k"]):

@@ -49,8 +49,8 @@ _ONLY_PER_CALL = ("documents", "tools", "tool_choice", "grammar", "response_form
 
 def _row(default: T, about: str, choices: Sequence[str] = ()) -> T:
     """Return a dataclass field, typed as its default so that type checkers treat it as an attribute."""
-    made: Any = field(default=default, metadata={"about": about, "choices": tuple(choices)})
-    return made
+    row: Any = field(default=default, metadata={"about": about, "choices": tuple(choices)})
+    return row
 
 
 @dataclass(kw_only=True)
@@ -130,8 +130,8 @@ class LLMSettings(EngineSettings, AnswerSettings):
     max_retries: int | None = None
 
     def __post_init__(self) -> None:
-        read = getattr(self.api_key, "get_secret_value", None)  # pydantic's SecretStr
-        self.api_key = read() if read else self.api_key
+        reveal = getattr(self.api_key, "get_secret_value", None)  # pydantic's SecretStr
+        self.api_key = reveal() if reveal else self.api_key
         if self.engine is None and self.model is None:
             raise SettingError("no model: pass model= (a hub name or a folder) or engine= (an existing engine)")
         if self.engine is not None and self.engine_settings():
@@ -169,8 +169,8 @@ class LLMSettings(EngineSettings, AnswerSettings):
 
     def engine_settings(self) -> dict[str, Any]:
         """Return the engine's settings that differ from the defaults: equal engines have equal settings."""
-        given = {name: getattr(self, name) for name in _ENGINE}
-        return {name: value for name, value in given.items() if value != _ENGINE[name].default}
+        values = {name: getattr(self, name) for name in _ENGINE}
+        return {name: value for name, value in values.items() if value != _ENGINE[name].default}
 
     def request(self, **call: Any) -> dict[str, Any]:
         """Return the arguments of `BlendEngine.stream` for one call.
@@ -257,8 +257,8 @@ class LLMSettings(EngineSettings, AnswerSettings):
 @functools.lru_cache(maxsize=64)
 def _digest(api_key: str, base_url: str) -> str:
     """Return a digest of an API key, too slow to be reversed by guessing: it appears in traces and cache keys."""
-    made = scrypt(api_key.encode(), salt=base_url.encode(), n=1 << 13, r=8, p=1, dklen=16)
-    return made.hex() if api_key else ""
+    digest = scrypt(api_key.encode(), salt=base_url.encode(), n=1 << 13, r=8, p=1, dklen=16)
+    return digest.hex() if api_key else ""
 
 
 @functools.lru_cache(maxsize=64)

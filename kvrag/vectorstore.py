@@ -54,9 +54,10 @@ class VectorStoreKV:
     """
 
     def __init__(self, llm: LLMBase | Engine, namespace: str | None, *path: str) -> None:
-        """Name what encodes the texts.
+        """Bind the KV of one collection.
 
         Args:
+            llm: LLM or engine that encodes the texts.
             namespace: Namespace of the chunks; None = the LLM's.
             path: Framework and collection: the first parts of all names.
         """
@@ -71,7 +72,7 @@ class VectorStoreKV:
         return self._llm._in(self._given) if isinstance(self._llm, LLMBase) else self._given or ""
 
     def prefetch(self, texts: Iterable[str]) -> None:
-        """Read the KV of what a search returned ahead, if the model is loaded."""
+        """Read the KV of retrieved texts into memory, if the model is loaded."""
         engine = self._llm._opened() if isinstance(self._llm, LLMBase) else self._llm
         if engine is not None:
             engine.prefetch(list(texts), namespace=self._namespace)
@@ -87,8 +88,8 @@ class VectorStoreKV:
             ids: None = the vector store will create the id.
             former_ids: Ids that the vector store will drop in exchange.
         """
-        known = [given for given in ids if given is not None]
-        names = [self._name(given or str(uuid.uuid4()), text) for given, text in zip(ids, texts, strict=True)]
+        known = [known_id for known_id in ids if known_id is not None]
+        names = [self._name(known_id or str(uuid.uuid4()), text) for known_id, text in zip(ids, texts, strict=True)]
         return Adding(known, list(texts), names, list(sources), self.names_of([*known, *former_ids]))
 
     def add(
@@ -157,8 +158,8 @@ class VectorStoreKV:
     # ---------------------------------------------------------------- existing documents and deleting
 
     def replace(self, pieces: Mapping[Any, tuple[str, str]], before: set[str]) -> WarmReport:
-        """Hold exactly these texts, given with their sources, in place of the KV documents `before`."""
-        names = [self._name(held, text) for held, (text, _) in pieces.items()]
+        """Replace the KV documents `before` by these texts, which come with their sources, by id."""
+        names = [self._name(doc_id, text) for doc_id, (text, _) in pieces.items()]
         report = self._warm([text for text, _ in pieces.values()], names, [source for _, source in pieces.values()])
         self.forget(before - {*names})
         return report
@@ -166,7 +167,7 @@ class VectorStoreKV:
     def drop(self, ids: Iterable[Id], left: Present) -> None:
         """Drop the KV of the ids that are not left; nothing if these are unknown."""
         if left is not None:
-            self.forget(self.names_of(each for each in ids if each not in left))
+            self.forget(self.names_of(doc_id for doc_id in ids if doc_id not in left))
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop KV documents."""
@@ -180,16 +181,13 @@ class VectorStoreKV:
         """Return the first part of each id with KV."""
         return list(dict.fromkeys(self.parts(name)[0] for name in self.names()))
 
-    def names(self, *path: str) -> set[str]:
+    def names(self, *path: object) -> set[str]:
         """Return the names of the KV documents whose ids start with these parts."""
         return {*self._engine.documents(self._prefix + _path(path), namespace=self._namespace)}
 
     def names_of(self, ids: Iterable[Id]) -> set[str]:
         """Return the names of the KV documents of these ids."""
-        paths = dict.fromkeys(_path(_parts(each)) for each in ids)
-        return {
-            name for path in paths for name in self._engine.documents(self._prefix + path, namespace=self._namespace)
-        }
+        return {name for path in dict.fromkeys(map(_parts, ids)) for name in self.names(*path)}
 
     def parts(self, name: str) -> list[str]:
         """Return the parts of the id in the name of a KV document."""

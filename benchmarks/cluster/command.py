@@ -1,7 +1,7 @@
 """Plan a cluster: GPUs for a time to first token, hit rates and costs, beside prefix caching and full prefill.
 
 The simulation is `replicas`. Speeds come from a profile: derived from the cost model of `simulate`, or measured with
---calibrate by the functions of `kvrag bench ttft` and `python -m benchmarks decode`.
+--calibrate by the functions of `python -m benchmarks ttft` and `decode`.
 """
 
 from __future__ import annotations
@@ -87,13 +87,15 @@ def sensitivity(
 
 def calibrate(plan: Plan, profile: Profile, model: str, args: argparse.Namespace) -> Profile:
     """Measure what this machine can, by the functions of the other benchmarks; the rest stays assumed."""
+    from benchmarks.speed import ttft
     from kvrag.backend.transformers import Model
     from kvrag.backend.transformers.shapes import random_model
-    from kvrag.bench import decode, ttft
+    from kvrag.bench import decode
+    from kvrag.bench.ttft import TtftSetup, run_settings
 
     progress = _say
     net = Model.from_pretrained("reader") if model == "reader" else random_model(model.lower())
-    setup = ttft.TtftSetup(
+    setup = TtftSetup(
         model.lower(),
         chunks=plan.chunks_per_prompt,
         chunk_tokens=plan.chunk_tokens,
@@ -104,16 +106,14 @@ def calibrate(plan: Plan, profile: Profile, model: str, args: argparse.Namespace
         ram_bytes=8 << 30,
     )
     size = plan.chunks_per_prompt * plan.chunk_tokens * net.bytes_per_token
-    warm = ttft.measure(setup, progress=progress, net=net, with_prefix=False)
-    cold = ttft.measure(replace(setup, ram_bytes=0, cold=True), progress=progress, net=net, with_prefix=False)
+    warm, limits = ttft.measure(setup, progress, net, with_prefix=False)
+    _, cold_limits = ttft.measure(replace(setup, ram_bytes=0, cold=True), progress, net, with_prefix=False)
     full, blend = warm.rows
-    load_s = blend.load_alone_s, cold.rows[1].load_alone_s
-    assert load_s[0] is not None
-    assert load_s[1] is not None
-    answers = decode.measure(decode.DecodeSetup(model.lower(), repeats=args.repeats), progress, net)
+    load_s = limits[blend.name].load_alone_s, cold_limits[blend.name].load_alone_s
+    answers = decode.measure(net, repeats=args.repeats, progress=progress)
     # tokens per second of one answer and of several: seconds of a step = a + b x answers
-    rows = decode.DecodeSetup.rows
-    one_s, rows_s = 1 / answers.alone, rows / answers.together
+    rows = decode.ROWS
+    one_s, rows_s = 1 / answers["alone"], rows / answers["together"]
     answer_s = min(max((rows_s - one_s) / (rows - 1), 0.0), one_s)
     measured = {
         "prefill_tokens_per_s": warm.prompt_tokens / full.ttft_s,
@@ -123,7 +123,7 @@ def calibrate(plan: Plan, profile: Profile, model: str, args: argparse.Namespace
         "decode_step_s": one_s - answer_s,
         "decode_answer_s": answer_s,
     }
-    settings = ", ".join(f"{name} {value}" for name, value in ttft.run_settings(net).items())
+    settings = ", ".join(f"{name} {value}" for name, value in run_settings(net).items())
     source = f"{warm.prompt_tokens} tokens, {args.policy} at {args.ratio:g}; {settings}; the rest: {profile.source}"
     return replace(profile, **measured, measured=tuple(measured), source=source)
 

@@ -1,60 +1,177 @@
-"""`kvrag bench quality` with questions about the readers' worlds, on whole articles or retrieved chunks, and plots."""
+"""`kvrag bench quality` with more settings, questions about the readers' worlds, more results, and plots."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality import plots
+from benchmarks.quality import plots, results
 from benchmarks.quality.retrieved import check_size, draw_corpus, open_index, retrieved_rows
+from benchmarks.quality.variants import leave_out, make_configs, rechunk, split_policies
 from benchmarks.quality.worlds import ARTICLES, WORLDS, world_of, world_rows
+from kvrag.backend.transformers import Model
 from kvrag.bench.datasets import Row
+from kvrag.bench.grid import make_cells
 from kvrag.cli import bench, quality
-from kvrag.cli.common import at_least, progress, require_extra
+from kvrag.cli.common import at_least, checked, comma_separated, progress, require_extra
+from kvrag.config import CODECS, check_codec
 from kvrag.errors import SettingError
+
+_AGAINST = "hkvd"  # the usual reference in the literature
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     bench.quality(parser)
-    parser.add_argument(
+    study = parser.add_argument_group("the study of blending", conflict_handler="resolve")  # some take more values here
+    study.add_argument(
+        "--policies",
+        nargs="+",
+        type=checked(split_policies, make_configs),
+        metavar="POLICY",
+        help="policies, optionally with settings: hkvd hkvd:check_layer=3,metric=cosine query:band=0.2:0.6 (default: "
+        "as `kvrag bench quality`; full and none are always included, without --docs also random)",
+    )
+    study.add_argument(
+        "--codec",
+        nargs="+",
+        type=comma_separated(checked(str, check_codec)),
+        default=[["native"]],
+        metavar="|".join(CODECS),
+        help="codecs of the stored KV",
+    )
+    study.add_argument(
+        "--chunk-tokens",
+        nargs="+",
+        type=comma_separated(checked(int, _check_chunk_tokens)),
+        default=[],
+        metavar="N",
+        help="cut and join the passages into chunks of about N tokens; 0 = unchanged (default); with --docs the "
+        "maximum length of a chunk (default: 256)",
+    )
+    study.add_argument(
+        "--preamble",
+        nargs="+",
+        type=comma_separated(checked(str, _check_preamble)),
+        default=[["on"]],
+        metavar="on|off",
+        help="encode chunks with or without the preamble",
+    )
+    study.add_argument(
+        "--missing",
+        type=checked(float, _check_missing),
+        default=0.0,
+        metavar="SHARE",
+        help="share of the passages to leave out of the prompts at random, as if not retrieved",
+    )
+    study.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", dest="settings", help="settings of all policies"
+    )
+    study.add_argument(
+        "--against", default=_AGAINST, metavar="POLICY", help=f"policy to compare with (default: {_AGAINST})"
+    )
+    study.add_argument(
+        "--top-k", type=at_least(1), metavar="K", help="chunks to retrieve for a prompt (default: with --docs 4)"
+    )
+    study.add_argument(
         "--world",
         type=int,
         choices=WORLDS,
         help="the world to draw from without --docs and --data (default: the one the reader was trained on)",
     )
-    parser.add_argument(
+    study.add_argument(
         "--articles",
         type=at_least(1),
         metavar="N",
         help="with --top-k K, which retrieves K chunks for a prompt from an index of drawn articles: their number "
         f"(default: {', '.join(f'{number} in world {world}' for world, number in ARTICLES.items())})",
     )
-    parser.add_argument(
+    study.add_argument(
         "--around",
         type=at_least(0),
         default=0,
         metavar="N",
         help="neighbours to retrieve with each chunk of --top-k (default: 0)",
     )
-    parser.add_argument("--plots", action="store_true", help="write plots to --out; needs matplotlib")
+    study.add_argument("--plots", action="store_true", help="write plots to --out; needs matplotlib")
+
+
+def _check_chunk_tokens(number: int) -> None:
+    if number != 0 and number < 16:
+        raise SettingError("must be 0 or at least 16: shorter chunks are not reused")
+
+
+def _check_preamble(word: str) -> None:
+    if word not in ("on", "off"):
+        raise SettingError(f"must be one of on, off, got {word!r}")
+
+
+def _check_missing(share: float) -> None:
+    if not 0 <= share < 1:
+        raise SettingError(f"must be a share from 0 to less than 1, got {share}")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and store the results."""
+    started = time.perf_counter()
     _check(args)
-    if args.docs is None and args.data is None:
-        quality.fill(args)
-        code = quality.evaluate(args, *_rows(args))
+    lengths, preambles, codecs = (_flat(values) for values in (args.chunk_tokens, args.preamble, args.codec))
+    if args.docs is not None:
+        if len(lengths) > 1 or 0 in lengths:
+            raise SettingError("--chunk-tokens with --docs must be one number of at least 16")
+        args.chunk_tokens, lengths = lengths[0] if lengths else None, []
     else:
-        code = quality.run(args)
+        args.chunk_tokens = None  # applied here
+    if any(lengths):
+        if args.context_tokens and any(text != "0" for text in _flat(args.context_tokens)):
+            raise SettingError("--context-tokens and --chunk-tokens exclude each other: leave out one of them")
+        args.context_tokens = [["0"]]
+    quality.fill(args)
+    rows, data = quality.read_rows(args) if args.docs or args.data else _rows(args)
+    setups = quality.make_setups(args, rows, codecs)
+    policies = args.policies if args.docs is not None else [*args.policies, "random"]
+    cells = make_cells(make_configs(policies, args.settings), args.ratios, setups)
+    if args.against not in {_AGAINST, *(cell.label for cell in cells)}:
+        raise SettingError(f"--against {args.against!r} is not among the measured policies")
+    model = quality.load_model(args)
+    variants = list(itertools.product(lengths or [0], preambles))
+    measured: list[dict[str, Any]] = []
+    for length, preamble in variants:
+        variant = model if preamble == "on" else Model(model.hf, model.tokenizer.hf, model.name, True, preamble=False)
+        name = f"{f'chunks of {length} tokens' if length else 'passages as they are'}, preamble {preamble}"
+        folder = args.out and (args.out / name.replace(", ", "-").replace(" ", "-") if len(variants) > 1 else args.out)
+        asked = [_variant(row, length, args.missing, model) for row in rows]
+        missing = {"missing": args.missing} if args.missing else {}
+        evaluation = quality.evaluate(args, variant, asked, data | missing, cells, folder)
+        tables = results.tables(evaluation.tasks, cells, evaluation.journal)
+        for cell in results.summarise(evaluation.tasks, tables, args.seed, args.against):
+            settings = {"chunk_tokens": length, "preamble": preamble == "on"}
+            measured.append(cell | settings | {"setup": f"{name}, {cell['setup']}"})
+        if evaluation.is_interrupted:
+            break
+    evaluation.settings["against"] = args.against
+    code = quality.report(args, evaluation, measured, started, results.full_table)
     if args.plots:
         draw = plots.draw if args.docs is None else plots.draw_kept
         draw(json.loads((args.out / "results.json").read_text()), args.out)
     return code
+
+
+def _flat(values: list[list[Any]]) -> list[Any]:
+    return list(dict.fromkeys(itertools.chain(*values)))
+
+
+def _variant(row: Row, length: int, missing: float, model: Model) -> Row:
+    if length:
+        passages = rechunk(row.passages, length, lambda text: len(model.tokenizer.encode(text)))
+        row = replace(row, passages=passages, documents=(), library={})
+    return leave_out(row, missing) if missing else row
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -62,6 +179,8 @@ def _check(args: argparse.Namespace) -> None:
         for name in ("world", "articles", "around"):
             if getattr(args, name):
                 raise SettingError(f"--{name} excludes --docs and --data: leave out one of them")
+        if args.docs is not None and args.missing:
+            raise SettingError("--missing and --docs exclude each other: leave out one of them")
     elif args.top_k is None and (args.articles is not None or args.around):
         raise SettingError("--articles and --around need --top-k K")
     if args.plots:

@@ -32,7 +32,7 @@ def draw(result: Result, folder: Path) -> list[Path]:
 def draw_kept(result: Result, folder: Path) -> list[Path]:
     """Write one plot: the share of full prefill's answers that is kept, over the ratio; plain reuse is ratio 0."""
     require()
-    groups = by_setup(result)
+    groups = by_setup(result["cells"])
     figure, axes = _axes(1, len(groups))
     for axis, (setup, cells) in zip(axes[0], groups.items(), strict=True):
         plain = cells[1]
@@ -74,7 +74,7 @@ def _lines(cells: list[Result]) -> dict[str, list[Result]]:
 
 
 def _over_ratio(result: Result, path: Path) -> Path:
-    groups = by_setup(result)
+    groups = by_setup(result["cells"])
     figure, axes = _axes(len(groups), len(_METRICS))
     for row, (setup, cells) in zip(axes, groups.items(), strict=True):
         for axis, (metric, title) in zip(row, _METRICS, strict=True):
@@ -96,7 +96,7 @@ def _over_ratio(result: Result, path: Path) -> Path:
 
 
 def _over_ttft(result: Result, path: Path) -> Path:
-    groups = by_setup(result)
+    groups = by_setup(result["cells"])
     figure, axes = _axes(1, len(groups))
     for axis, (setup, cells) in zip(axes[0], groups.items(), strict=True):
         for policy, line in ({cell["policy"]: [cell] for cell in cells[:2]} | _lines(cells)).items():
@@ -120,7 +120,7 @@ def _over_ttft(result: Result, path: Path) -> Path:
 
 
 def _by_kind(result: Result, path: Path) -> Path:
-    groups = by_setup(result)
+    groups = by_setup(result["cells"])
     figure, axes = _axes(len(groups), 1)
     figure.set_size_inches(13, 4 * len(groups))
     for axis, (setup, cells) in zip(axes[:, 0], groups.items(), strict=True):

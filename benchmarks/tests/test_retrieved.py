@@ -14,18 +14,20 @@ import pytest
 
 import kvrag.retrieval.index
 from benchmarks.__main__ import main
+from benchmarks.quality.results import HIDDEN, NOT_RETRIEVED, RETRIEVED, hidden, summarise, tables
 from benchmarks.quality.retrieved import Corpus, draw_corpus, open_index, retrieved_rows
+from benchmarks.quality.variants import make_configs
 from benchmarks.quality.worlds import ARTICLES
 from benchmarks.readers.first import world as first
 from benchmarks.readers.second import world as second
 from kvrag import BlendConfig, BlendEngine, KvragError, Model
 from kvrag.bench import quality
 from kvrag.bench.datasets import Row, file_rows
-from kvrag.bench.grid import HIDDEN, NOT_RETRIEVED, RETRIEVED, Asking, Setup, make_cells
+from kvrag.bench.grid import Setup, make_cells
 from kvrag.bench.quality import make_tasks
 from kvrag.fingerprint import text_key
 from kvrag.retrieval.index import ChunkIndex
-from kvrag.store import serve
+from kvrag.store import visible_variant
 
 load_embedder = functools.cache(kvrag.retrieval.index.load_embedder)
 
@@ -141,18 +143,19 @@ ROW = Row("x", (CHUNKS[2],), "Where was Mira born?", ("Florton",), "", None, (NA
 
 def _contexts(model: Model, folder: Path, setup: Setup) -> list[str]:
     """Return the context of each chunk that the store has after warming, in reading order; "-" = not stored."""
-    (task,), _ = make_tasks(model, [ROW], [0], Asking())
+    (task,), _ = make_tasks(model, [ROW], 1)
     config = BlendConfig(context_tokens=setup.context_tokens, context=setup.context)
     contexts = []
     with BlendEngine(model, folder, config) as engine:
-        quality._warm({setup: engine}, task)
+        for name, chunks in quality._documents(task.row, setup).items():
+            engine.warm(chunks, document=name)
         for chunk in CHUNKS:
             text = text_key("", model.tokenizer.encode(chunk))
-            key = serve(engine.store.look_up([text])[text], alone_only=False)
+            key = visible_variant(engine.store.look_up([text])[text], alone_only=False)
             reader = engine.store.open(key) if key else None
             contexts.append(model.tokenizer.decode(reader.context.tolist()) if reader else "-")
     assert task.row.passages == (CHUNKS[2],)
-    prompt = str(task.prompts[0])
+    prompt = str(task.prompt)
     assert CHUNKS[2][:20] in prompt
     assert "Florton" not in prompt
     return contexts
@@ -174,7 +177,7 @@ def test_title_and_headings_are_context_instead_of_text(model: Model, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("retrieved", "question", "hidden"),
+    ("retrieved", "question", "answers"),
     [
         ([2], "Where was Mira born?", ("Florton",)),
         ([0], "Where was Mira born?", ()),
@@ -183,25 +186,23 @@ def test_title_and_headings_are_context_instead_of_text(model: Model, tmp_path: 
     ],
 )
 def test_what_is_hidden_stands_before_a_retrieved_chunk_and_not_in_the_prompt(
-    retrieved: list[int], question: str, hidden: tuple[str, ...], model: Model
+    retrieved: list[int], question: str, answers: tuple[str, ...]
 ) -> None:
     passages = tuple(CHUNKS[number] for number in retrieved)
     row = Row("x", passages, question, ("florton", "Florton")[1:], "", None, (NAME,) * len(passages), LIBRARY)
-    (task,), _ = make_tasks(model, [row], [0], Asking())
-    assert task.hidden == hidden
+    assert hidden(row) == answers
 
 
-def test_what_follows_the_retrieved_chunks_is_not_hidden(model: Model) -> None:
+def test_what_follows_the_retrieved_chunks_is_not_hidden() -> None:
     row = Row("x", (CHUNKS[0],), "Which animal does Mira own?", ("grey goat",), "", None, (NAME,), LIBRARY)
-    (task,), _ = make_tasks(model, [row], [0], Asking())
-    assert task.hidden == (), "causal attention: it cannot be in the KV"
+    assert hidden(row) == (), "causal attention: it cannot be in the KV"
 
 
 def test_leaked_answers_are_counted(model: Model) -> None:
     rows = [Row(str(number), *list(vars(ROW).values())[1:]) for number in range(4)]
     seen = Row("seen", (CHUNKS[0],), ROW.question, ROW.answers, "", None, (NAME,), LIBRARY, True)
-    tasks, _ = make_tasks(model, [*rows, seen], [0], Asking())
-    cells = make_cells(["seam"], [0.1], [Setup(context_tokens=256)])
+    tasks, _ = make_tasks(model, [*rows, seen], 1)
+    cells = make_cells(make_configs(["seam", "random"]), [0.1], [Setup(context_tokens=256)])
     journal = quality.Journal(None, {})
     record = {"kl": 0.0, "agree": 1.0, "ttft_s": 1.0, "reused_tokens": 9, "prompt_tokens": 10, "recomputed_tokens": 1}
     said = {"full": ["Torvik"] * 4, "none": ["Florton."] * 4, "seam": ["Florton", "Torvik", "Florton", "florton"]}
@@ -213,7 +214,7 @@ def test_leaked_answers_are_counted(model: Model) -> None:
                 for task, answer in zip(tasks, answers, strict=True)
             ]
         )
-    results = {cell["policy"]: cell for cell in quality.summarise(tasks, cells, journal, seed=0)}
+    results = {cell["policy"]: cell for cell in summarise(tasks, tables(tasks, cells, journal), 0, "hkvd")}
     leaked = {policy: cell["groups"][HIDDEN]["leaked"]["value"] for policy, cell in results.items()}
     assert leaked == {"full": 0, "none": 1, "seam": 0.75, "random": 0}
     for cell in results.values():
@@ -248,7 +249,7 @@ def run(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 def test_the_command(run: Callable[..., str], tmp_path: Path) -> None:
     argv = (*SMALL, "--context-tokens", "0,256,headings", "--out", tmp_path)
     text = run(*argv)
-    for part in ("top 3 of", "behind 256 tokens of context", "behind title and headings", "answer not retrieved ("):
+    for part in ("top 3 of", "context: 256 tokens", "context: title and headings", "answer not retrieved ("):
         assert part in text
     result = json.loads((tmp_path / "results.json").read_text())
     none = [cell for cell in result["cells"] if cell["policy"] == "none"]
@@ -277,7 +278,7 @@ def test_a_second_world(run: Callable[..., str]) -> None:
         (["--articles", "5"], "--articles and --around need --top-k K"),
         (["--around", "1"], "--articles and --around need --top-k K"),
         (["--top-k", "3", "--articles", "5", "--around", "-1"], "--around: must be at least 0, got -1"),
-        (["--data", "{rows}", "--top-k", "3"], "--data is asked as it is: leave out --top-k"),
+        (["--data", "{rows}", "--top-k", "3"], "--data has its own passages: leave out --top-k"),
         (["--data", "{rows}", "--context-tokens", "headings"], "--context-tokens needs rows with `documents`"),
         (["--context-tokens", "headings"], "--context-tokens headings needs documents with titles"),
         (["--context-tokens", "many"], "--context-tokens: must be a number of tokens or headings, got 'many'"),

@@ -1,4 +1,4 @@
-"""`python -m benchmarks decode`, `chat` and `codec`, on small models."""
+"""`python -m benchmarks decode`, `chat`, `ttft` and `codec`, on small models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvrag.config import CODECS
 
 def test_decode(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(model.__dict__, "eos_ids", frozenset())  # answers of full length
-    monkeypatch.setattr("kvrag.bench.decode.random_model", lambda *_: model)
+    monkeypatch.setattr("benchmarks.speed.decode.random_model", lambda *_: model)
     sizes = ["--rows", "3", "--prompt-tokens", "9", "--answer-tokens", "6", "--repeats", "1"]
     assert main(["decode", *sizes, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -39,6 +39,28 @@ def test_chat(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         main(["chat", "--turns", "1"])
     assert "at least 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tier", [["--ram-bytes", str(1 << 30)], ["--cold"]], ids=["ram", "cold"])
+def test_ttft_reports_what_computing_and_loading_take_alone(
+    tier: list[str], model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvrag.bench.ttft.random_model", lambda *_: model)
+    sizes = ["--chunks", "3", "--chunk-tokens", "40", "--question-tokens", "20", "--repeats", "1"]
+    argv = ["ttft", *sizes, *tier, "--policies", "none", "first_k"]
+    assert main([*argv, "--json"]) == 0
+    full, prefix, *blended = json.loads(capsys.readouterr().out)["rows"]
+    assert "rows_s" not in full
+    assert "hidden" not in prefix
+    assert [row["name"] for row in blended] == ["none", "first_k"]
+    for row in blended:
+        assert row["rows_share"] == row["rows_s"] / row["ttft_s"]
+        assert 0 <= row["hidden"] <= 1
+        assert row["load_alone_s"] > 0
+    assert main(argv) == 0
+    *_, heads, _, _, _, row = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["TTFT", "speed-up", "share", "of", "rows", "loading", "stall", "hidden"]
+    assert row.startswith("first_k")
 
 
 def test_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,9 @@
-"""Rows of `kvrag bench quality`: questions from a file, or prompts made of documents."""
+"""Rows of `kvrag bench quality`: questions from a file, or prompts made from documents."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from itertools import zip_longest
@@ -21,11 +20,15 @@ if TYPE_CHECKING:
 class Row:
     """A question about passages, and its accepted answers.
 
-    `kind` groups results. `across`: whether the question depends on another passage than the one with the fact; None =
-    unknown. `documents` names the document of each passage; empty = unknown. `library` has all chunks of these
-    documents, in reading order; empty = the passages are all there are, in reading order. `supported`: whether the
-    passages contain everything that the answer needs; None = unknown. `beginning`: the sentence that the answer
-    completes, in place of a question. `context`: rows with the same one are not independent; empty = the passages.
+    Attributes:
+        kind: Groups results.
+        across: Whether the question depends on another passage than the one with the fact; None = unknown.
+        documents: The document of each passage; empty = unknown.
+        library: All chunks of these documents, in reading order; empty = the passages are all there are, in reading
+            order.
+        supported: Whether the passages contain everything that the answer needs; None = unknown.
+        beginning: The sentence that the answer completes, instead of a question.
+        context: Rows with the same context are not independent; empty = the passages.
     """
 
     id: str
@@ -44,13 +47,18 @@ class Row:
     def key(self) -> str:
         """The id with a hash of the content, so that results of one row are never used for another."""
         content = asdict(self)
-        del content["context"]
-        if not self.library:  # the key selects the passages that `--missing` leaves out: keep it as it was
-            del content["library"], content["supported"]
-        if not self.beginning:
-            del content["beginning"]
-        digest = blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=6)
-        return f"{self.id}#{digest.hexdigest()}"
+        del content["context"]  # it changes intervals, not answers
+        return f"{self.id}#{blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=6).hexdigest()}"
+
+    def all_documents(self) -> dict[str, tuple[str, ...]]:
+        """Return all chunks of the row's documents by name, in reading order."""
+        if self.library:
+            return self.library
+        chunks: dict[str, tuple[str, ...]] = {}
+        for passage, document in zip(self.passages, self.documents or [""] * len(self.passages), strict=True):
+            name = f"{self.key} {document}"
+            chunks[name] = (*chunks.get(name, ()), passage)
+        return chunks
 
 
 def file_rows(path: Path, count: int) -> list[Row]:
@@ -68,54 +76,60 @@ def file_rows(path: Path, count: int) -> list[Row]:
         raise KvragError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise KvragError(f"{path} is not UTF-8 text: {error}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    rows = [_file_row(line, f"{path}, line {number}", str(number)) for number, line in numbered]
+    rows: dict[str, Row] = {}
+    library: dict[str, tuple[str, ...]] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = _file_row(line, str(number))
+            if row.id in rows:
+                raise KvragError(f"duplicate id {row.id!r}")
+            for name, chunks in row.library.items():
+                if library.setdefault(name, chunks) != chunks:
+                    raise KvragError(f"the document {name!r} has other chunks in an earlier line")
+        except KvragError as error:
+            raise KvragError(f"{path}, line {number}: {error}") from error
+        rows[row.id] = row
     if not rows:
         raise KvragError(f"{path} is empty: write one JSON object per line, with passages, question and answers")
-    seen: set[str] = set()
-    library: dict[str, tuple[str, ...]] = {}
-    for (number, _), row in zip(numbered, rows, strict=True):
-        if row.id in seen:
-            raise KvragError(f"{path}, line {number}: duplicate id {row.id!r}")
-        seen.add(row.id)
-        for name, chunks in row.library.items():
-            if library.setdefault(name, chunks) != chunks:
-                raise KvragError(f"{path}, line {number}: the document {name!r} has other chunks in an earlier line")
-    return rows[:count]
+    return list(rows.values())[:count]
 
 
-def _file_row(line: str, where: str, number: str) -> Row:
+def _file_row(line: str, number: str) -> Row:
     try:
         fields = json.loads(line)
     except ValueError as error:
-        raise KvragError(f"{where}: not JSON ({error})") from error
-    if not isinstance(fields, dict):
-        raise KvragError(f"{where}: expected a JSON object with passages, question and answers")
-    for name in ("passages", "answers"):
-        if not _texts(fields.get(name)):
-            raise KvragError(f"{where}: {name!r} must be a list of non-empty strings")
-    if not _texts([fields.get("question")]):
-        raise KvragError(f"{where}: 'question' must be a non-empty string")
-    kind, across = fields.get("kind", ""), fields.get("across")
-    if not isinstance(kind, str) or not isinstance(across, (bool, type(None))):
-        raise KvragError(f"{where}: 'kind' must be a string and 'across' true or false")
-    documents = fields.get("documents", [])
-    if documents and not (_texts(documents) and len(documents) == len(fields["passages"])):
-        raise KvragError(f"{where}: 'documents' must have a name for every passage")
-    library, supported = fields.get("library", {}), fields.get("supported")
-    if not isinstance(library, dict) or not all(map(_texts, library.values())):
-        raise KvragError(f"{where}: 'library' must be an object with a list of non-empty strings for every document")
-    if library and not all(
-        passage in library.get(name, ()) for name, passage in zip_longest(documents, fields["passages"])
-    ):
-        raise KvragError(f"{where}: 'library' must have every passage, under its name in 'documents'")
-    if not isinstance(supported, (bool, type(None))):
-        raise KvragError(f"{where}: 'supported' must be true or false")
+        raise KvragError(f"not JSON ({error})") from error
+    _require(isinstance(fields, dict), "expected a JSON object with passages, question and answers")
+    passages, question, answers = (fields.get(name) for name in ("passages", "question", "answers"))
+    _require(_are_texts(passages), "'passages' must be a list of non-empty strings")
+    _require(_are_texts(answers), "'answers' must be a list of non-empty strings")
+    _require(_are_texts([question]), "'question' must be a non-empty string")
+    kind, across, supported = fields.get("kind", ""), fields.get("across"), fields.get("supported")
+    _require(
+        isinstance(kind, str) and isinstance(across, bool | None),
+        "'kind' must be a string and 'across' true or false",
+    )
+    _require(isinstance(supported, bool | None), "'supported' must be true or false")
+    documents, library = fields.get("documents", []), fields.get("library", {})
+    _require(
+        not documents or (_are_texts(documents) and len(documents) == len(passages)),
+        "'documents' must have a name for every passage",
+    )
+    _require(
+        isinstance(library, dict) and all(map(_are_texts, library.values())),
+        "'library' must be an object with a list of non-empty strings for every document",
+    )
+    _require(
+        not library or all(text in library.get(name, ()) for name, text in zip_longest(documents, passages)),
+        "'library' must have every passage, under its name in 'documents'",
+    )
     return Row(
         str(fields.get("id", number)),
-        tuple(fields["passages"]),
-        fields["question"],
-        tuple(fields["answers"]),
+        tuple(passages),
+        question,
+        tuple(answers),
         kind,
         across,
         tuple(documents),
@@ -124,53 +138,27 @@ def _file_row(line: str, where: str, number: str) -> Row:
     )
 
 
-def document_rows(prompts: Sequence[GapPrompt]) -> list[Row]:
-    """Return rows for prompts made of documents; the accepted answer is the first word of what is missing."""
-    return [
-        Row(
-            f"{made.gap.kind}-{number}",
-            made.chunks,
-            "",
-            (made.gap.word,),
-            made.gap.kind,
-            made.across,
-            beginning=made.gap.beginning,
-            context=made.gap.sentence,
-        )
-        for number, made in enumerate(prompts)
-    ]
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise KvragError(problem)
 
 
-def _texts(value: Any) -> bool:
+def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(text, str) and text.strip() for text in value)
 
 
-def rechunk(passages: Sequence[str], num_tokens: int, count: Callable[[str], int]) -> tuple[str, ...]:
-    """Cut and join passages into chunks of about `num_tokens`, at most that many except for single words.
-
-    Sentences stay whole where they fit; joined passages are separated by a blank line, as in the prompt.
-
-    Args:
-        count: Returns the number of tokens of a text.
-    """
-    chunks: list[str] = []
-    current, filled = "", 0
-    for passage in passages:
-        start = True
-        for piece in _pieces(passage.strip(), num_tokens, count):
-            piece = f"\n\n{piece.lstrip()}" if start else piece
-            start, size = False, count(piece)
-            if current and filled + size > num_tokens:
-                chunks.append(current)
-                current, filled = "", 0
-            current += piece if current else piece.lstrip()
-            filled += size
-    return tuple([*chunks, current] if current else chunks)
-
-
-def _pieces(passage: str, num_tokens: int, count: Callable[[str], int]) -> list[str]:
-    """Return sentences, or words where a sentence is too long; joined they are the passage."""
-    pieces: list[str] = []
-    for sentence in re.split(r"(?<=[.!?])(?=\s)", passage):
-        pieces += [sentence] if count(sentence) <= num_tokens else re.findall(r"\s*\S+", sentence)
-    return pieces
+def document_rows(prompts: Sequence[GapPrompt]) -> list[Row]:
+    """Return rows for prompts made from documents; the accepted answer is the first word of what is missing."""
+    return [
+        Row(
+            f"{prompt.gap.kind}-{number}",
+            prompt.chunks,
+            "",
+            (prompt.gap.word,),
+            prompt.gap.kind,
+            prompt.across,
+            beginning=prompt.gap.beginning,
+            context=prompt.gap.sentence,
+        )
+        for number, prompt in enumerate(prompts)
+    ]

@@ -1,7 +1,7 @@
 """Decoding of several answers together, one after the other, and by `model.generate`, interleaved in one run.
 
-Prompts have different lengths. They are prefilled before the clock starts. Together, each answer has a consumer thread
-of its own.
+Prompts have different lengths. They are prefilled before the clock starts. Together, each answer has its own consumer
+thread.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvrag.backend.transformers import Model
-from kvrag.backend.transformers.shapes import random_model
 from kvrag.bench.ttft import run_settings
 from kvrag.config import Sampling
 from kvrag.generate.decode import decode
 from kvrag.openmp import release_team
 from kvrag.types import Delta
 
+ROWS = 8
+"""Default number of answers that are decoded together."""
 _LONGER = 7  # tokens that each prompt has more than the one before
 _RATIOS = (
     ("alone", "generate"),
@@ -34,79 +34,51 @@ _RATIOS = (
 )
 
 
-@dataclass(frozen=True)
-class DecodeResult:
-    """Tokens per second, medians over the rounds, and the medians of the ratios within a round."""
+def measure(
+    net: Model,
+    rows: int = ROWS,
+    prompt_tokens: int = 96,
+    answer_tokens: int = 24,
+    repeats: int = 3,
+    compiled: bool = False,
+    progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Return tokens per second by name, medians over the rounds after one warm-up round, and `settings`.
 
-    generate: float
-    alone: float
-    together: float
-    alone_to_generate: float
-    together_to_alone: float
-    settings: dict[str, Any]
-    compiled_alone: float | None = None
-    compiled_together: float | None = None
-    compiled_alone_to_alone: float | None = None
-    compiled_together_to_together: float | None = None
+    `X_to_Y` is the median of the ratios within a round.
 
-
-@dataclass(frozen=True)
-class DecodeSetup:
-    """Answers of a random model of a real shape.
-
-    Attributes:
-        model, layers: The shape, and how many of its layers (None = all).
+    Args:
+        net: The model. Its answers will not end early any more.
         rows: Answers that are decoded together.
         prompt_tokens: Length of the shortest prompt.
         answer_tokens: Length of an answer.
-        repeats: Rounds; the medians count.
+        repeats: Rounds.
         compiled: Also measure compiled steps, see `Model.from_pretrained`.
     """
-
-    model: str = "qwen2.5-0.5b"
-    layers: int | None = None
-    rows: int = 8
-    prompt_tokens: int = 96
-    answer_tokens: int = 24
-    repeats: int = 3
-    compiled: bool = False
-
-
-def measure(
-    setup: DecodeSetup, progress: Callable[[str], None] = lambda line: None, net: Model | None = None
-) -> DecodeResult:
-    """Measure on a random model of that shape; medians over the rounds after one warm-up round.
-
-    Args:
-        net: The model, if it exists already. Its answers will not end early any more.
-    """
-    if net is None:
-        progress(f"building a random model of {setup.model}'s shape")
-        net = random_model(setup.model, setup.layers)
     nets = {"": net}
-    if setup.compiled:
+    if compiled:
         progress("compiling the decode steps")
         nets["compiled_"] = Model(net.hf, net.tokenizer.hf, net.name, compile_decode=True)
-    for each in nets.values():
-        each.__dict__["eos_ids"] = frozenset()  # every answer has its full length
-    prompts = [torch.randint(1000, (setup.prompt_tokens + _LONGER * row,)) for row in range(setup.rows)]
+    for model in nets.values():
+        model.__dict__["eos_ids"] = frozenset()  # every answer has its full length
+    prompts = [torch.randint(1000, (prompt_tokens + _LONGER * row,)) for row in range(rows)]
     rates: dict[str, list[float]] = defaultdict(list)
-    for repeat in range(setup.repeats + 1):
-        progress(f"round {repeat} of {setup.repeats}" if repeat else "warm-up round")
-        measured = {"generate": _generate(net, prompts[0], setup.answer_tokens)}
-        for kind, each in nets.items():
-            measured[f"{kind}alone"] = _rate(each, prompts[:1], setup.answer_tokens)
-            measured[f"{kind}together"] = _rate(each, prompts, setup.answer_tokens)
+    for repeat in range(repeats + 1):
+        progress(f"round {repeat} of {repeats}" if repeat else "warm-up round")
+        measured = {"generate": _generate(net, prompts[0], answer_tokens)}
+        for kind, model in nets.items():
+            measured[f"{kind}alone"] = _rate(model, prompts[:1], answer_tokens)
+            measured[f"{kind}together"] = _rate(model, prompts, answer_tokens)
         for name, rate in measured.items() if repeat else ():
             rates[name].append(rate)
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    ratios = {
-        f"{name}_to_{other}": statistics.median(a / b for a, b in zip(rates[name], rates[other], strict=True))
-        for name, other in _RATIOS
-        if name in rates
-    }
-    given = {name: getattr(setup, name) for name in ("rows", "prompt_tokens", "answer_tokens", "repeats")}
-    return DecodeResult(**medians, **ratios, settings=run_settings(net) | given)
+    result: dict[str, Any] = {name: statistics.median(values) for name, values in rates.items()}
+    for name, other in _RATIOS:
+        if name in rates:
+            result[f"{name}_to_{other}"] = statistics.median(
+                a / b for a, b in zip(rates[name], rates[other], strict=True)
+            )
+    sizes = {"rows": rows, "prompt_tokens": prompt_tokens, "answer_tokens": answer_tokens, "repeats": repeats}
+    return result | {"settings": run_settings(net) | sizes}
 
 
 def _rate(net: Model, prompts: Sequence[Tensor], num_tokens: int) -> float:
@@ -134,8 +106,8 @@ def _generate(net: Model, ids: Tensor, num_tokens: int) -> float:
     def seconds(count: int) -> float:
         started = time.perf_counter()
         inputs = ids[None].to(net.device)
-        count_exactly = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
-        net.hf.generate(inputs, attention_mask=torch.ones_like(inputs), **count_exactly)
+        exact_count = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+        net.hf.generate(inputs, attention_mask=torch.ones_like(inputs), **exact_count)
         return time.perf_counter() - started
 
     first = seconds(1)

@@ -1,4 +1,4 @@
-"""What to know about a new GPU, in one run without a network: exactness, first token, batches, ingestion, a profile.
+"""Check of a new GPU in one run without a network: exactness, first token, batches, ingestion, a profile.
 
 All models have real shapes and random weights. A part that fails, for lack of memory for example, is reported, and the
 next one runs.
@@ -21,7 +21,6 @@ from torch.profiler import ProfilerActivity, profile
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.shapes import random_model
 from kvrag.bench import decode, ingest, ttft
-from kvrag.bench.decode import DecodeResult, DecodeSetup
 from kvrag.bench.ttft import TtftResult, TtftSetup
 from kvrag.inspect.verify import verify
 
@@ -30,6 +29,7 @@ _RAM, _DEVICE = 64 << 30, 16 << 30
 _TIERS = {"RAM": (_RAM, 0), "device tier": (_RAM, _DEVICE), "disk": (0, 0)}  # bytes in RAM, on the device
 _GATE_LAYERS = 4
 _BATCHES = (8, 32)  # answers decoded together; each is compared with one alone
+_OUT_OF_TIME = "out of time"
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Run:
         """Return the result of a part; None if it failed or came too late."""
         started = time.perf_counter()
         if started - self._started > self._seconds:
-            self.parts.append(Part(name, 0.0, failure="out of time"))
+            self.parts.append(Part(name, 0.0, failure=_OUT_OF_TIME))
             return None
         self._progress(f"{started - self._started:4.0f} s  {name}")
         try:
             result, failure = work(), ""
-        except Exception as error:  # whatever a new machine has in store: the other parts still count
+        except Exception as error:  # any failure of a new machine: the other parts still run
             result, failure = None, f"{type(error).__name__}: {error}".splitlines()[0]
         self.parts.append(Part(name, time.perf_counter() - started, result, failure))
         if torch.cuda.is_available():
@@ -67,7 +67,7 @@ class Run:
 
 
 def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> list[Part]:
-    """Run all parts, those that matter most first."""
+    """Run all parts, the most important first."""
     run = Run(args.seconds, progress)
     for dtype in (torch.float32, torch.bfloat16):
         run.part(f"gate, {str(dtype).removeprefix('torch.')}", partial(_gate, args, dtype))
@@ -79,6 +79,8 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> list[P
         run.parts[-1] = Part(run.parts[-1].name, run.parts[-1].seconds, net.name)
         slowest = None
         for num_tokens in args.tokens:
+            if num_tokens + _CHUNK_TOKENS > net.context_window:
+                continue
             for tier, (ram_bytes, device_bytes) in _TIERS.items():
                 setup = TtftSetup(
                     shape,
@@ -90,19 +92,16 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> list[P
                     ram_bytes=ram_bytes,
                     device_bytes=device_bytes,
                 )
-                if num_tokens + _CHUNK_TOKENS > net.context_window:
-                    continue
-                name = f"{shape}: {num_tokens} tokens from {tier}"
-                found = run.part(name, partial(ttft.measure, setup, net=net))
-                slowest = setup if found else slowest
+                if run.part(f"{shape}: {num_tokens} tokens from {tier}", partial(ttft.measure, setup, net=net)):
+                    slowest = setup
         if slowest:
             run.part(f"{shape}: profile", partial(_profile, slowest, net))
         run.part(f"{shape}: ingestion", partial(ingest.measure, net, 32, 512, 1, args.repeats))
         for rows in _BATCHES:
-            batch = DecodeSetup(shape, args.layers, rows, repeats=args.repeats)
-            run.part(f"{shape}: {rows} answers together", partial(decode.measure, batch, net=net))
-        compiled = DecodeSetup(shape, args.layers, repeats=args.repeats, compiled=True)
-        run.part(f"{shape}: compiled decode steps", partial(decode.measure, compiled, net=net))
+            work = partial(decode.measure, net, rows, repeats=args.repeats)
+            run.part(f"{shape}: {rows} answers together", work)
+        work = partial(decode.measure, net, repeats=args.repeats, compiled=True)
+        run.part(f"{shape}: compiled decode steps", work)
         del net
     return run.parts
 
@@ -119,10 +118,10 @@ def _profile(setup: TtftSetup, net: Model) -> str:
 
     def ask(*arguments: Any) -> Any:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (net.device.type == "cuda")
-        with profile(activities=activities) as seen:
-            report = ttft._ask(*arguments)
+        with profile(activities=activities) as profiler:
+            report = ttft.ask(*arguments)
         key = "self_cuda_time_total" if net.device.type == "cuda" else "self_cpu_time_total"
-        tables.append(seen.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=50))
+        tables.append(profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=50))
         return report
 
     ttft.measure(TtftSetup(**asdict(setup) | {"repeats": 1, "policies": ("query",)}), ask, net=net)
@@ -132,18 +131,13 @@ def _profile(setup: TtftSetup, net: Model) -> str:
 def run(args: argparse.Namespace) -> int:
     """Measure, print a table, and write JSON."""
     parts = measure(args, lambda line: print(line, file=sys.stderr, flush=True))
-    written = json.dumps([asdict(part) for part in parts], indent=1)
+    result = json.dumps([asdict(part) for part in parts], indent=1)
     if args.out:
-        args.out.write_text(written)
-    if args.json:
-        print(written)
-    else:
-        print("\n".join(line for part in parts for line in _lines(part)))
-    return int(any(part.failure and part.failure != "out of time" for part in parts) or not _is_exact(parts))
-
-
-def _is_exact(parts: list[Part]) -> bool:
-    return all(check["passed"] for part in parts if part.name.startswith("gate") for check in part.result or ())
+        args.out.write_text(result)
+    print(result if args.json else "\n".join(line for part in parts for line in _lines(part)))
+    checks = [check for part in parts if part.name.startswith("gate") for check in part.result or ()]
+    has_failed = any(part.failure not in ("", _OUT_OF_TIME) for part in parts)
+    return int(has_failed or not all(check["passed"] for check in checks))
 
 
 def _lines(part: Part) -> list[str]:
@@ -152,20 +146,19 @@ def _lines(part: Part) -> list[str]:
     if isinstance(part.result, TtftResult):
         times = [f"{row.name} {row.ttft_s * 1000:.0f} ms {row.speedup:.2f}x" for row in part.result.rows]
         return [f"{part.name} ({part.result.prompt_tokens}): {', '.join(times)}"]
-    if isinstance(part.result, DecodeResult):
-        rates = part.result
-        together = f"{rates.together:.0f} tokens/s, {rates.together_to_alone:.2f}x one alone ({rates.alone:.0f})"
-        lines = [f"{part.name}: {together}, which is {rates.alone_to_generate:.2f}x model.generate"]
-        if rates.compiled_alone is not None:
-            together = f"{rates.compiled_together:.0f} tokens/s together ({rates.compiled_together_to_together:.2f}x)"
-            alone = f"{rates.compiled_alone:.0f} alone ({rates.compiled_alone_to_alone:.2f}x)"
-            lines.append(f"  compiled: {together}, {alone}")
-        return lines
     if part.name.startswith("gate"):
         marks = [f"{'ok' if check['passed'] else 'FAILED'} {check['name']}" for check in part.result]
         return [part.name, *(f"  {mark}" for mark in marks)]
-    if isinstance(part.result, dict):
-        rates = part.result["tokens_per_s"]
+    if not isinstance(part.result, dict):
+        return [f"{part.name}:", str(part.result)]
+    if "share" in part.result:
         share = f"{part.result['share']:.2f} of the model's own forward pass"
-        return [f"{part.name}: {rates['engine']:.0f} tokens/s, {share}"]
-    return [f"{part.name}:", str(part.result)]
+        return [f"{part.name}: {part.result['tokens_per_s']['engine']:.0f} tokens/s, {share}"]
+    rates = part.result
+    together = f"{rates['together']:.0f} tokens/s, {rates['together_to_alone']:.2f}x one alone ({rates['alone']:.0f})"
+    lines = [f"{part.name}: {together}, which is {rates['alone_to_generate']:.2f}x model.generate"]
+    if "compiled_alone" in rates:
+        together = f"{rates['compiled_together']:.0f} tokens/s together ({rates['compiled_together_to_together']:.2f}x)"
+        alone = f"{rates['compiled_alone']:.0f} alone ({rates['compiled_alone_to_alone']:.2f}x)"
+        lines.append(f"  compiled: {together}, {alone}")
+    return lines

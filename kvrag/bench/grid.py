@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvrag.config import BlendConfig, check_policy, check_ratio
-from kvrag.errors import SettingError
+from kvrag.config import BlendConfig
 
-AS_THEY_ARE = 0
-"""Chunk length that leaves passages unchanged."""
-
-FULL, NONE, _RANDOM = "full", "none", "random"
-_FIXED = ("policy", "ratio", "controller", "context_tokens", "context")  # fields of BlendConfig that the grid sets
-
-ACROSS, WITHIN = "hangs on another passage", "hangs on one passage"
-RETRIEVED, NOT_RETRIEVED = "answer retrieved", "answer not retrieved"
-HIDDEN = "answer only in a neighbour"
-"""Questions with `Task.hidden`; their metric `leaked` is the share of answers from what was not retrieved."""
-RIGHT = "full prefill goes on as the documents do"
+FULL, NONE = "full", "none"
+RIGHT = "full prefill continues as the documents do"
+"""Group of prompts from documents that full prefill completes with the documents' own word."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Chunk length and storage format."""
+    """How chunks are stored: codec and context. `context_tokens` and `context` are fields of BlendConfig."""
 
-    chunk_tokens: int = AS_THEY_ARE
-    preamble: bool = True
     codec: str = "native"
     context_tokens: int = 0
     context: str = "text"
 
     def __str__(self) -> str:
-        length = f"chunks of {self.chunk_tokens} tokens" if self.chunk_tokens else "passages as they are"
-        behind = "title and headings" if self.context == "headings" else f"{self.context_tokens} tokens of context"
-        context = f", behind {behind}" if self.context_tokens else ""
-        return f"{length}, preamble {'on' if self.preamble else 'off'}, codec {self.codec}{context}"
+        if not self.context_tokens:
+            return f"codec {self.codec}, no context"
+        context = "title and headings" if self.context == "headings" else f"{self.context_tokens} tokens"
+        return f"codec {self.codec}, context: {context}"
 
 
 @dataclass(frozen=True)
@@ -61,110 +47,28 @@ class Cell:
         return f"{self.label} {self.ratio} {self.setup}"
 
 
-def split_policies(text: str) -> list[str]:
-    """Split `hkvd,query:band=0.2:0.6,smoothing=9,seam` into three policies, the second with two settings."""
-    return [part for part in re.split(r",(?=[a-z_]+(?:[:,]|$))", text) if part]
-
-
-def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
-    """Parse `name=value` for fields of BlendConfig that the grid leaves open; `a:b` is a pair of numbers.
-
-    Raises:
-        SettingError: Unknown name, or malformed value.
-    """
-    open_fields = [one.name for one in fields(BlendConfig) if one.name not in _FIXED]
-    settings: dict[str, Any] = {}
-    for assignment in assignments:
-        name, equals, value = assignment.partition("=")
-        if not equals or name not in open_fields:
-            raise SettingError(
-                f"{assignment!r} is not a setting: write NAME=VALUE with one of {', '.join(open_fields)}"
-            )
-        settings[name] = _value(value)
-    return settings
-
-
-def _value(text: str) -> Any:
-    try:
-        parts = [json.loads(part) for part in text.split(":")]
-    except ValueError:
-        return text
-    return parts[0] if len(parts) == 1 else tuple(parts)
-
-
-def make_cells(
-    policies: Sequence[str],
-    ratios: Sequence[float],
-    setups: Sequence[Setup],
-    settings: dict[str, Any] | None = None,
-) -> list[Cell]:
-    """Return the grid without duplicates. `full`, `none` and `random` are always included.
+def make_cells(configs: Mapping[str, BlendConfig], ratios: Sequence[float], setups: Sequence[Setup]) -> list[Cell]:
+    """Return the grid without duplicates: full prefill once, then for each setup plain reuse and all policies.
 
     Args:
-        policies: Names, optionally with their own settings: `hkvd:check_layer=3,metric=cosine`.
-        settings: Settings of all policies.
-
-    Raises:
-        SettingError: Invalid name or value.
+        configs: Labels and settings of the policies.
     """
-    if not ratios:
-        raise SettingError("no ratios: pass at least one")
-    variants = {label: _config(label, settings or {}) for label in dict.fromkeys((*policies, _RANDOM))}
-    cells: dict[str, Cell] = {}
+    ends = {label: BlendConfig(policy=label, ratio=0.0, controller="off") for label in (FULL, NONE)}
+    cells = [Cell(FULL, ends[FULL], setups[0])]
     for setup in setups:
-        plain = Setup(setup.chunk_tokens)  # full prefill stores nothing
-        wanted = [
-            Cell(FULL, _config(FULL, settings or {}), plain),
-            Cell(NONE, _config(NONE, settings or {}), setup),
-        ]
-        for (label, config), ratio in itertools.product(variants.items(), ratios):
-            if config.policy not in (FULL, NONE):
-                wanted.append(Cell(label, replace(config, ratio=check_ratio(ratio)), setup))
-        cells.update((cell.key, cell) for cell in wanted)
-    return list(cells.values())
+        cells.append(Cell(NONE, ends[NONE], setup))
+        for label, config in configs.items():
+            if config.policy not in ends:
+                cells += [Cell(label, replace(config, ratio=ratio, controller="off"), setup) for ratio in ratios]
+    return list({cell.key: cell for cell in cells}.values())
 
 
-def _config(label: str, settings: dict[str, Any]) -> BlendConfig:
-    policy, _, own = label.partition(":")
-    check_policy(policy)
-    if own and policy in (FULL, NONE):
-        raise SettingError(f"policy {policy!r} has no settings, got {label!r}")
-    more = parse_settings(own.split(",")) if own else {}
-    try:
-        return BlendConfig(policy=policy, ratio=0.0, controller="off", **{**settings, **more})
-    except (TypeError, ValueError) as error:
-        raise error if isinstance(error, SettingError) else SettingError(f"{label}: {error}") from None
-
-
-@dataclass(frozen=True)
-class Asking:
-    """Settings of prompts and answers.
-
-    Attributes:
-        max_tokens: Maximum length of an answer.
-        stop: The answer ends before the first of these strings.
-        instruction: Text between passages and question.
-        missing: Share of the warmed passages left out of the prompt, as if they had not been retrieved.
-    """
-
-    max_tokens: int = 16
-    stop: tuple[str, ...] = ()
-    instruction: str = ""
-    missing: float = 0.0
-
-
-def default_stop(model_name: str) -> tuple[str, ...]:
-    """Return the reader's stop string, a blank line; nothing for other models."""
-    return ("\n\n",) if model_name == "reader" else ()
-
-
-def by_setup(result: dict[str, Any]) -> dict[Setup, list[dict[str, Any]]]:
+def by_setup(cells: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Group the cells of a result by how chunks are stored; each group starts with `full`, then `none`."""
-    cells = result["cells"]
-    full = {cell["chunk_tokens"]: cell for cell in cells if cell["policy"] == FULL}
-    groups: dict[Setup, list[dict[str, Any]]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
-        if cell["policy"] != FULL:
-            setup = Setup(**{field.name: cell[field.name] for field in fields(Setup)})
-            groups.setdefault(setup, [full[setup.chunk_tokens]]).append(cell)
+        if cell["policy"] == FULL:
+            full = cell  # of the groups that follow
+        else:
+            groups.setdefault(cell["setup"], [full]).append(cell)
     return groups

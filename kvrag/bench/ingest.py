@@ -1,7 +1,7 @@
 """Ingestion speed in tokens per second, interleaved with the model's own batched forward pass over the same documents.
 
-The measured time includes tokenising, the forward pass, removing RoPE, and writing with fsync. Text that chunks repeat
-counts once.
+The measured time includes tokenising, the forward pass, removing RoPE, and writing with fsync. Text that several chunks
+contain counts once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvrag.config import DEFAULT_CONTEXT
 from kvrag.engine import BlendEngine
 from kvrag.ingest.encode import BATCH_TOKENS
 
-_LENGTHS = (256, 512, 1024)  # of the rows of the model's own forward pass: the fastest counts
+_LENGTHS = (256, 512, 1024)  # tokens per row of the model's own forward pass: the fastest counts
 
 Rate = dict[str, float]
 """Tokens per second of wall-clock time and of CPU time."""
@@ -39,25 +39,25 @@ def measure(
     step = max(1, round(chunk_tokens * (1 - overlap)))
     rates: dict[str, list[Rate]] = {"engine": [], **{f"forward {length}": [] for length in _LENGTHS}}
     for repeat in range(repeats + 1):
-        drawn: list[str] = []
+        text = ""
         texts: list[str] = []
         sources: list[str] = []
         for first in range(0, chunks, document_chunks):
             count = min(document_chunks, chunks - first)
             document = rng.choices(words, k=(count - 1) * step + chunk_tokens)
-            drawn += document
-            # as splitters cut: without the space at the beginning
+            text += "".join(document)
+            # splitters cut without the space at the beginning
             texts += ["".join(document[i * step :][:chunk_tokens]).lstrip() for i in range(count)]
             sources += [f"document {first}"] * count
-        ids = torch.tensor(net.tokenizer.encode("".join(drawn)), device=net.device)
-        found = {"engine": _engine(net, texts, sources, len(ids))}
+        ids = torch.tensor(net.tokenizer.encode(text), device=net.device)
+        measured = {"engine": _engine(net, texts, sources, len(ids))}
         for length in _LENGTHS:
-            found[f"forward {length}"] = _forward(net, ids[:BATCH_TOKENS], min(length, len(ids)))
-        for name, rate in found.items() if repeat else ():
+            measured[f"forward {length}"] = _forward(net, ids[:BATCH_TOKENS], min(length, len(ids)))
+        for name, rate in measured.items() if repeat else ():
             rates[name].append(rate)
     medians = {
-        name: {clock: statistics.median(rate[clock] for rate in seen) for clock in ("wall", "cpu")}
-        for name, seen in rates.items()
+        name: {clock: statistics.median(rate[clock] for rate in values) for clock in ("wall", "cpu")}
+        for name, values in rates.items()
     }
     best = {clock: max(medians[f"forward {length}"][clock] for length in _LENGTHS) for clock in ("wall", "cpu")}
     settings = run_settings(net) | {

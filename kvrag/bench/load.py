@@ -21,29 +21,15 @@ import httpx
 
 from kvrag.errors import KvragError
 
-_WORDS = (
-    "the",
-    "red",
-    "old",
-    "river",
-    "market",
-    "bridge",
-    "stone",
-    "near",
-    "winter",
-    "harbour",
-    "seven",
-    "lamps",
-    "song",
-)
+_WORDS = "the red old river market bridge stone near winter harbour seven lamps song"
 _DOCUMENTS = 12
 _PROMPTS = 16
 _RETRY_S = 0.5
 _LONG = 200  # tokens of an answer that a client abandons: long enough to leave work
-_TRYING = 6  # seconds' worth of disconnecting clients that may still wait for their stream to begin
+_MOST_WAITING_S = 6  # at most the disconnecting clients of so many seconds wait for their first token
 _IDLE_S = 60.0  # for the server to become idle at the end
 _SAMPLES = 16  # of the memory, besides the first one
-_MEMORY, _GONE = "process_resident_memory_bytes", 'kvrag_request_failure_total{status="499"}'
+_MEMORY, _DISCONNECTED = "process_resident_memory_bytes", 'kvrag_request_failure_total{status="499"}'
 _GROWTH = 1.1  # more growth after the first quarter is not noise
 
 
@@ -81,8 +67,8 @@ class LoadResult:
     @property
     def passed(self) -> bool:
         """True if everything was correct and something was tested."""
-        is_shown = self.complete > 0 and (not self.kill or (self.killed > 0 and self.stopped > 0))
-        return is_shown and not (self.unequal or self.left or self.errors)
+        is_tested = self.complete > 0 and (not self.kill or (self.killed > 0 and self.stopped > 0))
+        return is_tested and not (self.unequal or self.left or self.errors)
 
     @property
     def is_flat(self) -> bool:
@@ -91,22 +77,26 @@ class LoadResult:
         return max(self.memory[-quarter:]) <= _GROWTH * max(self.memory[: quarter + 1])
 
 
+Answer = tuple[str, int]
+"""Text and number of tokens."""
+
+
 class _Rejected(Exception):
     """The server responded with 429."""
 
 
 def requests(model: str, count: int, max_tokens: int = 24) -> list[dict[str, Any]]:
     """Return different requests over the same documents, greedy and sampled; deterministic."""
-    rng = random.Random(0)
-    documents = [" ".join(rng.choices(_WORDS, k=40)) for _ in range(_DOCUMENTS)]
-    made = []
+    rng, words = random.Random(0), _WORDS.split()
+    documents = [" ".join(rng.choices(words, k=40)) for _ in range(_DOCUMENTS)]
+    bodies = []
     for number in range(count):
         sampling = {"temperature": 0} if number % 2 else {"temperature": 1, "seed": number}
-        question = f"Where is the {rng.choice(_WORDS)}?"
+        question = f"Where is the {rng.choice(words)}?"
         body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": max_tokens}
         body |= {"documents": rng.sample(documents, 3), "stream": True, "stream_options": {"include_usage": True}}
-        made.append(body | {"controller": "off"} | sampling)  # otherwise the decision depends on timing
-    return made
+        bodies.append(body | {"controller": "off"} | sampling)  # otherwise the decision depends on timing
+    return bodies
 
 
 async def load(
@@ -129,113 +119,118 @@ async def load(
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, limits=limits) as http:
         model = model or (await http.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
         bodies = requests(model, prompts)
-        for body in bodies:  # documents are new only once
-            await _say(http, body)
-        alone = [await _say(http, body) for body in bodies]
+        for body in bodies:  # the first time, documents are encoded
+            await _answer(http, body)
+        alone = [await _answer(http, body) for body in bodies]
         result = LoadResult(clients, seconds, kill, rate, memory=[round(await _metric(http, _MEMORY))])
-        before = await _metric(http, _GONE)
-        end = time.monotonic() + seconds
-        workers = [_client(http, bodies, alone, end, number, result) for number in range(clients if not rate else 0)]
-        if rate:
-            workers = [_arrivals(http, bodies, alone, end, result)]
-        await asyncio.gather(*workers, _killer(http, bodies, end, result), _watch(http, seconds, result))
-        result.left = await _rest(http)
-        result.stopped = round(await _metric(http, _GONE) - before)
+        before = await _metric(http, _DISCONNECTED)
+        await _Load(http, bodies, alone, time.monotonic() + seconds, result).run()
+        result.left = await _wait_until_idle(http)
+        result.stopped = round(await _metric(http, _DISCONNECTED) - before)
         result.memory.append(round(await _metric(http, _MEMORY)))
     return result
 
 
-async def _client(
-    http: httpx.AsyncClient,
-    bodies: list[dict[str, Any]],
-    alone: list[tuple[str, int]],
-    end: float,
-    number: int,
-    result: LoadResult,
-) -> None:
-    rng = random.Random(number)
-    while time.monotonic() < end:
-        which = rng.randrange(len(bodies))
-        if not await _once(http, bodies[which], alone[which], result):
-            await asyncio.sleep(_RETRY_S * (1 + rng.random()))
+@dataclass(frozen=True)
+class _Load:
+    """Requests until a time, with the answers of each request alone, and their result."""
 
+    http: httpx.AsyncClient
+    bodies: list[dict[str, Any]]
+    alone: list[Answer]
+    end: float
+    result: LoadResult
 
-async def _arrivals(
-    http: httpx.AsyncClient, bodies: list[dict[str, Any]], alone: list[tuple[str, int]], end: float, result: LoadResult
-) -> None:
-    """Send requests at random times, `result.rate` per second on average."""
-    rng = random.Random(0)
-    sent: list[asyncio.Task[bool]] = []
-    at = time.monotonic() + rng.expovariate(result.rate)
-    while at < end:
-        await asyncio.sleep(max(at - time.monotonic(), 0))
-        which = rng.randrange(len(bodies))
-        sent.append(asyncio.create_task(_once(http, bodies[which], alone[which], result)))
-        at += rng.expovariate(result.rate)
-    await asyncio.gather(*sent)
+    async def run(self) -> None:
+        if self.result.rate:
+            senders = [self._arrivals()]
+        else:
+            senders = [self._client(random.Random(number)) for number in range(self.result.clients)]
+        await asyncio.gather(*senders, self._disconnect(), self._watch_memory())
 
+    async def _client(self, rng: random.Random) -> None:
+        """Send one request after the other."""
+        while time.monotonic() < self.end:
+            if not await self._send(rng):
+                await asyncio.sleep(_RETRY_S * (1 + rng.random()))
 
-async def _once(http: httpx.AsyncClient, body: dict[str, Any], expected: tuple[str, int], result: LoadResult) -> bool:
-    """Send a request and count its result; return False if the server rejected it with 429."""
-    first_s: list[float] = []
-    try:
-        said, tokens = await _say(http, body, first_s)
-    except _Rejected:
-        result.rejected += 1
-        return False
-    except (httpx.HTTPError, KvragError) as error:
-        _count(result, error)
-    else:
-        result.complete += 1
-        result.unequal += (said, tokens) != expected
-        result.tokens += tokens
-        result.ttft_s += first_s
-    return True
+    async def _arrivals(self) -> None:
+        """Send requests at random times, `result.rate` per second on average."""
+        rng = random.Random(0)
+        tasks: list[asyncio.Task[bool]] = []
+        at = time.monotonic() + rng.expovariate(self.result.rate)
+        while at < self.end:
+            await asyncio.sleep(max(at - time.monotonic(), 0))
+            tasks.append(asyncio.create_task(self._send(rng)))
+            at += rng.expovariate(self.result.rate)
+        await asyncio.gather(*tasks)
 
-
-async def _killer(http: httpx.AsyncClient, bodies: list[dict[str, Any]], end: float, result: LoadResult) -> None:
-    """Start some clients per second that disconnect after a few deltas; fewer while many wait for the first."""
-    rng = random.Random(-1)
-    leaving: set[asyncio.Task[None]] = set()
-    while result.kill and time.monotonic() < end:
-        for _ in range(min(result.kill, _TRYING * result.kill - len(leaving))):
-            body = rng.choice(bodies) | {"max_tokens": _LONG}
-            task = asyncio.create_task(_leave(http, body, rng.randint(1, 4), result))
-            leaving.add(task)
-            task.add_done_callback(leaving.discard)
-        await asyncio.sleep(1)
-    await asyncio.gather(*leaving)
-
-
-async def _leave(http: httpx.AsyncClient, body: dict[str, Any], pieces: int, result: LoadResult) -> None:
-    """Retry until a stream begins, then disconnect."""
-    while True:
+    async def _send(self, rng: random.Random) -> bool:
+        """Send a random request and count its result; return False if the server rejected it with 429."""
+        number = rng.randrange(len(self.bodies))
         try:
-            async with http.stream("POST", "/v1/chat/completions", json=body) as response:
-                async for data in _events(response):
-                    pieces -= 1
-                    if not pieces:
-                        result.killed += data != "[DONE]"
-                        break
-            return
+            answer, ttft_s = await _timed_answer(self.http, self.bodies[number])
         except _Rejected:
-            result.rejected += 1
-            await asyncio.sleep(_RETRY_S)
+            self.result.rejected += 1
+            return False
         except (httpx.HTTPError, KvragError) as error:
-            _count(result, error)
-            return
+            self._count(error)
+        else:
+            self.result.complete += 1
+            self.result.unequal += answer != self.alone[number]
+            self.result.tokens += answer[1]
+            self.result.ttft_s += [] if ttft_s is None else [ttft_s]
+        return True
+
+    async def _disconnect(self) -> None:
+        """Start some clients per second that disconnect after a few deltas; fewer while many wait for the first."""
+        rng = random.Random(-1)
+        tasks: set[asyncio.Task[None]] = set()
+        while self.result.kill and time.monotonic() < self.end:
+            for _ in range(min(self.result.kill, _MOST_WAITING_S * self.result.kill - len(tasks))):
+                body = rng.choice(self.bodies) | {"max_tokens": _LONG}
+                task = asyncio.create_task(self._disconnect_after(body, rng.randint(1, 4)))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            await asyncio.sleep(1)
+        await asyncio.gather(*tasks)
+
+    async def _disconnect_after(self, body: dict[str, Any], num_events: int) -> None:
+        """Retry until a stream begins, then disconnect."""
+        while True:
+            try:
+                async with self.http.stream("POST", "/v1/chat/completions", json=body) as response:
+                    async for data in _events(response):
+                        num_events -= 1
+                        if not num_events:
+                            self.result.killed += data != "[DONE]"
+                            break
+                return
+            except _Rejected:
+                self.result.rejected += 1
+                await asyncio.sleep(_RETRY_S)
+            except (httpx.HTTPError, KvragError) as error:
+                self._count(error)
+                return
+
+    async def _watch_memory(self) -> None:
+        for _ in range(_SAMPLES - 1):
+            await asyncio.sleep(self.result.seconds / _SAMPLES)
+            self.result.memory.append(round(await _metric(self.http, _MEMORY)))
+
+    def _count(self, error: Exception) -> None:
+        name = f"{type(error).__name__}: {error}"
+        self.result.errors[name] = self.result.errors.get(name, 0) + 1
 
 
-async def _watch(http: httpx.AsyncClient, seconds: float, result: LoadResult) -> None:
-    for _ in range(_SAMPLES - 1):
-        await asyncio.sleep(seconds / _SAMPLES)
-        result.memory.append(round(await _metric(http, _MEMORY)))
+async def _answer(http: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
+    return (await _timed_answer(http, body))[0]
 
 
-async def _say(http: httpx.AsyncClient, body: dict[str, Any], first_s: list[float] | None = None) -> tuple[str, int]:
-    """Return text and number of tokens of a complete stream; append the seconds until the first text to `first_s`."""
+async def _timed_answer(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[Answer, float | None]:
+    """Return the answer of a complete stream, and the seconds until its first text, if there is any."""
     text, last, usage = "", "", None
-    started = time.monotonic()
+    started, ttft_s = time.monotonic(), None
     async with http.stream("POST", "/v1/chat/completions", json=body) as response:
         async for data in _events(response):
             last = data
@@ -245,13 +240,12 @@ async def _say(http: httpx.AsyncClient, body: dict[str, Any], first_s: list[floa
             if "error" in event:
                 raise KvragError(event["error"]["message"])
             usage = event.get("usage") or usage
-            piece = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-            if piece and not text and first_s is not None:
-                first_s.append(time.monotonic() - started)
-            text += piece
+            text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+            if text and ttft_s is None:
+                ttft_s = time.monotonic() - started
     if last != "[DONE]" or usage is None:
         raise KvragError("a stream ended early")
-    return text, usage["completion_tokens"]
+    return (text, usage["completion_tokens"]), ttft_s
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[str]:
@@ -265,36 +259,31 @@ async def _events(response: httpx.Response) -> AsyncIterator[str]:
 
 
 async def _metric(http: httpx.AsyncClient, name: str) -> float:
-    said = await http.get("/metrics")
-    while said.status_code == 429:
+    response = await http.get("/metrics")
+    while response.status_code == 429:
         await asyncio.sleep(_RETRY_S)
-        said = await http.get("/metrics")
-    for line in said.raise_for_status().text.splitlines():
+        response = await http.get("/metrics")
+    for line in response.raise_for_status().text.splitlines():
         if line.startswith(f"{name} "):
             return float(line.rpartition(" ")[2])
     return 0.0  # not counted yet, or not supported by the server's system
 
 
-async def _rest(http: httpx.AsyncClient) -> int:
+async def _wait_until_idle(http: httpx.AsyncClient) -> int:
     """Wait until the server is idle; return the number of remaining requests."""
     for _ in range(round(_IDLE_S / 0.2)):
-        left = sum([round(await _metric(http, f"kvrag_num_requests_{what}")) for what in ("running", "waiting")])
+        left = sum([round(await _metric(http, f"kvrag_num_requests_{state}")) for state in ("running", "waiting")])
         if not left:
             break
         await asyncio.sleep(0.2)
     return left
 
 
-def _count(result: LoadResult, error: Exception) -> None:
-    name = f"{type(error).__name__}: {error}"
-    result.errors[name] = result.errors.get(name, 0) + 1
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the load test; return 1 on a failure."""
     try:
-        given = (args.url, args.clients, args.seconds, args.kill, args.api_key, args.model)
-        result = asyncio.run(load(*given, rate=args.rate))
+        settings = (args.url, args.clients, args.seconds, args.kill, args.api_key, args.model)
+        result = asyncio.run(load(*settings, rate=args.rate))
     except httpx.HTTPError as error:
         raise KvragError(f"no server answers at {args.url}: {error}") from error
     if args.json:
@@ -306,9 +295,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(result: LoadResult) -> None:
     memory = ", ".join(f"{size / (1 << 20):.0f}" for size in result.memory[:: _SAMPLES // 4])
-    who = f"{result.rate:g} requests/s" if result.rate else f"{result.clients} clients"
+    senders = f"{result.rate:g} requests/s" if result.rate else f"{result.clients} clients"
     print(
-        f"{who}, {result.seconds:g} s: {result.complete} complete streams, "
+        f"{senders}, {result.seconds:g} s: {result.complete} complete streams, "
         f"{result.unequal} different; {result.rejected} times 429; "
         f"{result.tokens / result.seconds:.1f} tokens/s of complete streams"
     )

@@ -35,29 +35,11 @@ def token_f1(text: str, answers: Sequence[str]) -> float:
 
 
 def _token_f1(ours: list[str], theirs: list[str]) -> float:
-    return _f1(sum((Counter(ours) & Counter(theirs)).values()), len(ours), len(theirs))
+    return f_measure(sum((Counter(ours) & Counter(theirs)).values()), len(ours), len(theirs))
 
 
-def rouge_l(text: str, answers: Sequence[str]) -> float:
-    """Return the F-measure of the longest common subsequence of words (Lin, 2004), the best over the answers."""
-    return max(_rouge_l(_words(text), _words(answer)) for answer in answers)
-
-
-def _rouge_l(ours: list[str], theirs: list[str]) -> float:
-    row = [0] * (len(theirs) + 1)  # longest common subsequence with each prefix of theirs
-    for word in ours:
-        before = row
-        row = [0]
-        for column, other in enumerate(theirs):
-            row.append(before[column] + 1 if word == other else max(before[column + 1], row[-1]))
-    return _f1(row[-1], len(ours), len(theirs))
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
-
-
-def _f1(common: int, ours: int, theirs: int) -> float:
+def f_measure(common: int, ours: int, theirs: int) -> float:
+    """Return the F-measure of two texts, by the numbers of their common words and of their own."""
     if not ours or not theirs:
         return float(ours == theirs)  # two empty texts are equal
     return 2 * common / (ours + theirs)
@@ -116,7 +98,7 @@ class Bootstrap:
 
     def _medians(self, values: Values) -> Values:
         order = np.argsort(values)
-        last = self._times[:, order].cumsum(axis=1)  # of the sorted values drawn, where those of each sample end
+        last = self._times[:, order].cumsum(axis=1)  # where the copies of each sample end among the sorted draws
         low, high = ((last > middle[:, None]).argmax(axis=1) for middle in ((self._totals - 1) // 2, self._totals // 2))
         return (values[order[low]] + values[order[high]]) / 2
 

@@ -1,8 +1,8 @@
 """Time to first token of full prefill, an exact-prefix cache and blending, interleaved in one run.
 
 Times run from the call with messages to the first token, including rendering, tokenising, matching, disk reads,
-rotating, selecting and recomputing. Every repeat has a new order of chunks. The tiers in memory are off, unless they
-are given a size; the chunk files are in the page cache, unless `cold` is set.
+rotating, selecting and recomputing. Every repeat has a new order of chunks. By default the tiers in memory are off and
+the chunk files are in the page cache.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import takewhile
@@ -28,22 +27,16 @@ from typing import Any
 
 import torch
 
-from kvrag.backend.protocol import KVCache
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.shapes import random_model
 from kvrag.config import DEFAULT_POLICY, BlendConfig
 from kvrag.engine import BlendEngine
 from kvrag.errors import SettingError
-from kvrag.reuse.load import load
-from kvrag.reuse.prompt import Prompt
-from kvrag.reuse.trace import Trace
-from kvrag.store import ChunkReader
 from kvrag.store.chunkfile import SUFFIX
 from kvrag.types import BlendReport, Messages
 
 _PREFIX_BLOCK = 16  # tokens, vLLM's default
 FULL, PREFIX = "full prefill", "exact prefix"
-_LOAD = "loading alone"
 
 
 @dataclass(frozen=True)
@@ -52,10 +45,7 @@ class TtftRow:
 
     `speedup` is relative to full prefill in the same run. `bound` is the speed-up if computing the tokens, detection
     layers included, were the only cost; `share` is the fraction of it that was reached.
-
-    `rows_s` is the model's own forward pass over as many tokens, with the prompt's others in its cache before them;
-    `rows_share` is `rows_s / ttft_s`. `load_stall_s` is what the forward pass waited for chunks, `load_alone_s` what
-    loading them takes while nothing is computed, and `hidden` the share of it that the forward pass did not wait for.
+    `load_stall_s` is how long the forward pass waited for chunks.
     """
 
     name: str
@@ -64,30 +54,29 @@ class TtftRow:
     bound: float | None = None
     share: float | None = None
     computed_tokens: int | None = None
-    rows_s: float | None = None
-    rows_share: float | None = None
     load_stall_s: float | None = None
-    load_alone_s: float | None = None
-    hidden: float | None = None
 
 
 @dataclass(frozen=True)
 class TtftResult:
-    """All rows, and the settings to reproduce them."""
+    """All rows, the settings to reproduce them, and the medians of further calls in seconds."""
 
     rows: list[TtftRow]
     prompt_tokens: int
     settings: dict[str, Any]
+    further_s: dict[str, float] = field(default_factory=dict)
 
 
 Ask = Callable[[BlendEngine, str, list[str], str], BlendReport]
+Calls = dict[str, Callable[[], object]]
 
 
 def _messages(chunks: Sequence[str], question: str) -> Messages:
     return [{"role": "user", "content": "\n\n".join([*chunks, question])}]
 
 
-def _ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> BlendReport:
+def ask(engine: BlendEngine, policy: str, chunks: list[str], question: str) -> BlendReport:
+    """Answer with one token; return the report."""
     return engine.generate(_messages(chunks, question), policy=policy, max_new_tokens=1, temperature=0).report
 
 
@@ -100,7 +89,7 @@ class TtftSetup:
         chunks, chunk_tokens, question_tokens: The prompt.
         policies, ratio, check_layer: See BlendConfig.
         repeats: Rounds; the medians count.
-        ram_bytes, device_bytes: Sizes of the tiers in RAM and on the device; 0 = chunks are read from below them.
+        ram_bytes, device_bytes: Sizes of the tiers in RAM and on the device; 0 = off.
         cold: Drop the chunk files from the page cache before every prompt.
     """
 
@@ -119,15 +108,16 @@ class TtftSetup:
 
     def __post_init__(self) -> None:
         if self.cold and (self.ram_bytes or self.device_bytes):
-            raise SettingError("chunks cannot be cold in a tier: give either --cold or --ram-bytes and --device-bytes")
+            raise SettingError("chunks cannot be cold in a tier: pass either --cold or --ram-bytes and --device-bytes")
 
 
 def measure(
     setup: TtftSetup,
-    ask: Ask = _ask,
+    ask: Ask = ask,
     progress: Callable[[str], None] = lambda line: None,
     net: Model | None = None,
     with_prefix: bool = True,
+    further: Callable[[BlendEngine, list[int], list[BlendReport]], Calls] = lambda engine, ids, reports: {},
 ) -> TtftResult:
     """Measure on a random model of that shape; medians over the rounds after one warm-up round.
 
@@ -135,6 +125,8 @@ def measure(
         ask: Function of (engine, policy, chunks, question) that answers with one token; it may use a framework.
         net: The model, if it exists already.
         with_prefix: Measure an exact prefix cache, too; it takes about as long as full prefill.
+        further: Function of (engine, ids of the prompt, last report of every policy) that returns more to measure in
+            the same round.
     """
     if net is None:
         progress(f"building a random model of {setup.model}'s shape")
@@ -152,44 +144,33 @@ def measure(
         progress(f"warming {setup.chunks} chunks of {setup.chunk_tokens} tokens")
         engine.warm(corpus)
         prefix = _PrefixCache(net)
-        ids = net.tokenizer.render(_messages(corpus, "".join(rng.choices(words, k=setup.question_tokens))))
-        cache = engine.prefill(ids, BlendConfig(policy="none", controller="off")).cache
         for repeat in range(setup.repeats + 1):
             progress(f"round {repeat} of {setup.repeats}" if repeat else "warm-up round")
             rng.shuffle(corpus)
             question = "".join(rng.choices(words, k=setup.question_tokens))
             messages = _messages(corpus, question)
-            ways: dict[str, Callable[[], object]] = {FULL: partial(_generate, net, messages)}
+            calls: Calls = {FULL: partial(_generate, net, messages)}
             if with_prefix:
-                ways[PREFIX] = partial(prefix.generate, messages)
+                calls[PREFIX] = partial(prefix.generate, messages)
             for policy in setup.policies:
-                ways[policy] = partial(ask, engine, policy, list(corpus), question)
-            methods, ids = list(ways), net.tokenizer.render(messages)
-            ways[_LOAD] = partial(_load_alone, engine, ids)
-            for number in {_computed(of_method[-1]) for of_method in reports.values()}:
-                ways[f"{number} rows"] = partial(_rows_alone, engine, ids, cache, number)
-            for name, way in ways.items():
+                calls[policy] = partial(ask, engine, policy, list(corpus), question)
+            methods, ids = list(calls), net.tokenizer.render(messages)
+            calls |= further(engine, ids, [method_reports[-1] for method_reports in reports.values()])
+            for name, call in calls.items():
                 if setup.cold:
                     _drop_page_cache(Path(folder))
-                seconds, result = _timed(way)
+                seconds, result = _timed(call)
                 if repeat:
                     times.setdefault(name, []).append(seconds)
                 if isinstance(result, BlendReport):
                     reports.setdefault(name, []).append(result)
     medians = {name: statistics.median(values) for name, values in times.items()}
     rows = [_row(name, medians, reports.get(name, []), net, setup.check_layer) for name in methods]
-    settings = run_settings(net) | {
-        "chunks": setup.chunks,
-        "chunk_tokens": setup.chunk_tokens,
-        "question_tokens": setup.question_tokens,
-        "ratio": setup.ratio,
-        "check_layer": setup.check_layer,
-        "repeats": setup.repeats,
-        "ram_tier": bool(setup.ram_bytes),
-        "device_tier": bool(setup.device_bytes),
-        "cold": setup.cold,
-    }
-    return TtftResult(rows, next(iter(reports.values()))[-1].prompt_tokens, settings)
+    names = ("chunks", "chunk_tokens", "question_tokens", "ratio", "check_layer", "repeats", "cold")
+    settings = run_settings(net) | {name: getattr(setup, name) for name in names}
+    settings |= {"ram_tier": bool(setup.ram_bytes), "device_tier": bool(setup.device_bytes)}
+    further_s = {name: seconds for name, seconds in medians.items() if name not in methods}
+    return TtftResult(rows, next(iter(reports.values()))[-1].prompt_tokens, settings, further_s)
 
 
 def run_settings(net: Model) -> dict[str, Any]:
@@ -211,45 +192,12 @@ def _row(name: str, medians: dict[str, float], reports: list[BlendReport], net: 
     row = TtftRow(name, ttft_s, medians[FULL] / ttft_s)
     if not reports:
         return row
-    report, computed = reports[-1], _computed(reports[-1])
+    report = reports[-1]
+    computed = report.fresh_tokens + report.recomputed_tokens
     detection = report.prompt_tokens * check_layer / net.num_layers if name == "hkvd" else 0
     bound = report.prompt_tokens / (computed + detection)
-    rows_s, load_s = medians[f"{computed} rows"], medians[_LOAD]
-    stall_s = statistics.median(each.load_stall_s for each in reports[1:])  # without the warm-up round
-    return replace(
-        row,
-        bound=bound,
-        share=row.speedup / bound,
-        computed_tokens=computed,
-        rows_s=rows_s,
-        rows_share=rows_s / ttft_s,
-        load_stall_s=stall_s,
-        load_alone_s=load_s,
-        hidden=max(1 - stall_s / load_s, 0.0),
-    )
-
-
-def _computed(report: BlendReport) -> int:
-    return report.fresh_tokens + report.recomputed_tokens
-
-
-def _rows_alone(engine: BlendEngine, ids: list[int], cache: KVCache, number: int) -> None:
-    """Run the model on a prompt's last tokens, with a complete cache of the others."""
-    cache.set_length(len(ids) - number)
-    engine.model.forward(torch.tensor(ids[-number:])[None], cache)
-
-
-def _load_alone(engine: BlendEngine, ids: list[int]) -> None:
-    """Load a prompt's chunks as a request does, without computing anything meanwhile."""
-    memory, readers = engine._pipeline.memory, dict[str, ChunkReader]()
-    with closing(Prompt(ids, matches=engine._lookup.find(ids, engine.config.min_run), readers=readers)) as prompt:
-        for run in prompt.runs:
-            reader = memory.open(run.key) or engine.store.open(run.key)
-            assert reader is not None
-            readers[run.key] = reader
-        with load(engine.model, prompt, engine.codec, Trace(engine.model), len(ids)) as layers:
-            for number in range(engine.model.num_layers):
-                layers.layer(number)
+    stall_s = statistics.median(report.load_stall_s for report in reports[1:])  # without the warm-up round
+    return replace(row, bound=bound, share=row.speedup / bound, computed_tokens=computed, load_stall_s=stall_s)
 
 
 def _drop_page_cache(folder: Path) -> None:
@@ -258,11 +206,11 @@ def _drop_page_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _timed(way: Callable[[], object]) -> tuple[float, object]:
+def _timed(call: Callable[[], object]) -> tuple[float, object]:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     started = time.perf_counter()
-    result = way()
+    result = call()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - started, result
@@ -319,22 +267,17 @@ def _processor() -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print the results."""
-    given = {name: getattr(args, name) for name in TtftSetup.__dataclass_fields__}
-    result = measure(TtftSetup(**given), progress=lambda line: print(line, file=sys.stderr, flush=True))
+    setup = TtftSetup(**{name: getattr(args, name) for name in TtftSetup.__dataclass_fields__})
+    result = measure(setup, progress=lambda line: print(line, file=sys.stderr, flush=True))
     if args.json:
         print(json.dumps(asdict(result)))
         return 0
     print(", ".join(f"{name} {value}" for name, value in result.settings.items()))
     print(f"prompt of {result.prompt_tokens} tokens, medians of {args.repeats} rounds\n")
-    blended = f"{'bound':>8}{'share':>8}{'computed':>10}{'of rows':>9}{'stall':>9}{'hidden':>8}"
-    print(f"{'':14}{'TTFT':>10}{'speed-up':>10}{blended}")
+    print(f"{'':14}{'TTFT':>10}{'speed-up':>10}{'bound':>8}{'share':>8}{'computed':>10}{'stall':>9}")
     for row in result.rows:
-        print(f"{row.name:14}{row.ttft_s * 1000:>7.0f} ms{row.speedup:>9.2f}x{_blended_columns(row)}")
+        line = f"{row.name:14}{row.ttft_s * 1000:>7.0f} ms{row.speedup:>9.2f}x"
+        if row.load_stall_s is not None:
+            line += f"{row.bound:>7.2f}x{row.share:>8.2f}{row.computed_tokens:>10}{row.load_stall_s * 1000:>6.0f} ms"
+        print(line)
     return 0
-
-
-def _blended_columns(row: TtftRow) -> str:
-    if row.load_stall_s is None:
-        return ""
-    loading = f"{row.load_stall_s * 1000:>6.0f} ms{row.hidden:>8.2f}"
-    return f"{row.bound:>7.2f}x{row.share:>8.2f}{row.computed_tokens:>10}{row.rows_share:>9.2f}{loading}"

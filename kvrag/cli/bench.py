@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
-from kvrag.cli.common import DTYPES, add_setting, at_least, checked, encoded_behind, existing_path
-from kvrag.config import CODECS, DEFAULT_POLICY, POLICIES, check_codec, check_policy, check_ratio
-from kvrag.errors import SettingError
+from kvrag.cli.common import (
+    DTYPES,
+    add_setting,
+    at_least,
+    checked,
+    comma_separated,
+    context_settings,
+    existing_path,
+)
+from kvrag.config import CODECS, DEFAULT_POLICY, POLICIES, check_policy, check_ratio
 
 _SHAPES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "llama-3.1-8b")  # of kvrag.backend.transformers.shapes
-USUAL = "hkvd"
-"""The usual reference in the literature."""
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
@@ -78,44 +82,19 @@ def gpu(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the result there as JSON")
 
 
-def _check_ratios(text: str) -> None:
-    """Check ratios, separated by commas."""
-    for part in filter(None, text.split(",")):
-        try:
-            check_ratio(float(part))
-        except ValueError as error:
-            raise SettingError(str(error)) from None
-
-
-def _check_codecs(text: str) -> None:
-    """Check codecs, separated by commas."""
-    for part in filter(None, text.split(",")):
-        check_codec(part)
-
-
-def _check_contexts(text: str) -> None:
-    """Check what chunks are encoded behind, separated by commas."""
-    for part in filter(None, text.split(",")):
-        encoded_behind(part)
-
-
 def quality(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag bench quality`."""
     add_setting(parser, "model", default="reader")
     add_setting(parser, "dtype", choices=DTYPES)
     add_setting(parser, "device")
     parser.add_argument(
-        "--data",
-        type=existing_path,
-        metavar="FILE",
-        help="JSON lines with passages, question, answers",
+        "--data", type=existing_path, metavar="FILE", help="JSON lines with passages, question, answers"
     )
     parser.add_argument(
         "--docs",
         type=existing_path,
         metavar="FOLDER",
-        help="documents to make prompts from, without questions: compares blending with full prefill on sentences "
-        "that break off",
+        help="documents to make prompts from, without questions: sentences that break off, for the model to complete",
     )
     parser.add_argument(
         "--samples", type=at_least(1), metavar="N", help="number of questions (default: 200; with --docs 100)"
@@ -124,59 +103,33 @@ def quality(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policies",
         nargs="+",
-        type=checked(str, lambda text: check_policy(re.split("[:,]", text)[0])),
+        type=comma_separated(checked(str, check_policy)),
         metavar="POLICY",
-        help="policies, optionally with settings: hkvd hkvd:check_layer=3,metric=cosine query:band=0.2:0.6 "
-        f"(default: all; full, none and random are always included; with --docs {DEFAULT_POLICY}, full and none)",
+        help=f"policies to compare with full prefill and plain reuse (default: all; with --docs {DEFAULT_POLICY})",
     )
     parser.add_argument(
         "--ratios",
         nargs="+",
-        type=checked(str, _check_ratios),
-        default=["0.05", "0.15", "0.3"],
+        type=comma_separated(checked(float, check_ratio)),
+        default=[[0.05, 0.15, 0.3]],
         metavar="R",
-        help="0 to 1",
+        help="0 to 1 (default: 0.05 0.15 0.3)",
     )
-    parser.add_argument(
-        "--chunk-tokens",
-        nargs="+",
-        metavar="N",
-        help="cut and join the passages into chunks of about N tokens; 0 = unchanged (default); with --docs the "
-        "maximum length of a chunk, as for `kvrag warm` (default: 256)",
-    )
-    parser.add_argument(
-        "--preamble", nargs="+", default=["on"], metavar="on|off", help="encode chunks with or without the preamble"
-    )
-    parser.add_argument(
-        "--codec",
-        nargs="+",
-        type=checked(str, _check_codecs),
-        default=["native"],
-        metavar="|".join(CODECS),
-        help="codecs of the stored KV",
-    )
+    parser.add_argument("--codec", choices=CODECS, default="native", help="codec of stored chunks (default: native)")
     parser.add_argument(
         "--context-tokens",
         nargs="+",
-        type=checked(str, _check_contexts),
+        type=comma_separated(checked(str, context_settings)),
         metavar="N|headings",
         help="encode passages with N tokens of their document as context, or with its title and headings; 0 = alone "
         "(default: as `kvrag warm` if rows name documents, else 0)",
     )
     parser.add_argument(
+        "--chunk-tokens", type=at_least(16), metavar="N", help="with --docs: maximum tokens per chunk (default: 256)"
+    )
+    parser.add_argument(
         "--top-k", type=at_least(1), metavar="K", help="with --docs: chunks to retrieve for a prompt (default: 4)"
     )
-    parser.add_argument(
-        "--missing",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="share of the passages to leave out of the prompts at random, as if not retrieved",
-    )
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="NAME=VALUE", dest="settings", help="settings of all policies"
-    )
-    parser.add_argument("--against", default=USUAL, metavar="POLICY", help=f"policy to compare with (default: {USUAL})")
     parser.add_argument(
         "--max-tokens", type=at_least(1), metavar="N", help="maximum length of an answer (default: 16; with --docs 8)"
     )
@@ -193,6 +146,7 @@ def quality(parser: argparse.ArgumentParser) -> None:
         "--ram-bytes",
         type=at_least(0),
         default=2 << 30,
+        metavar="N",
         help="size of the RAM tier (default: 2 GiB; 0 = read from disk)",
     )
     parser.add_argument(

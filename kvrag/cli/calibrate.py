@@ -21,16 +21,14 @@ from kvrag.cli.common import (
     require_chunks,
     say,
 )
-from kvrag.cli.prompt import as_prompt, stuff
+from kvrag.cli.prompt import as_prompt, stuff, text_search
 from kvrag.config import POLICIES
 from kvrag.errors import PromptError
 from kvrag.types import Messages
 
 if TYPE_CHECKING:
     from kvrag.control.calibrate import Calibration
-    from kvrag.control.prompts import Search
     from kvrag.engine import BlendEngine
-    from kvrag.retrieval.index import ChunkIndex
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,16 +87,16 @@ def run(args: argparse.Namespace) -> int:
         if prompts is None:
             index = stack.enter_context(open_index(engine, args.namespace))
             if len(index):
-                search = _search(index)
+                search = text_search(index)
             elif not args.json:
                 say("no chunk index beside this store: chunks are retrieved by the rare words that they share")
             if not args.json:
-                say("making prompts of the chunks")
+                say("making prompts from the chunks")
         report = stack.enter_context(progress("calibrating", args.json))
         if not args.json:
-            advice = "fewer with --prompts or --ratios; Ctrl-C ends with what was found so far"
+            advice = "fewer with --prompts or --ratios; Ctrl-C reports the result so far"
             report = forecast(report, len(ratios) + 1, advice)
-        found = engine.calibrate(
+        calibration = engine.calibrate(
             prompts,
             namespace=args.namespace,
             policy=args.policy,
@@ -111,18 +109,14 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             progress=report,
         )
-        where = engine.store.stats().path
+        store = engine.store.stats().path
     if args.json:
-        print(json.dumps(asdict(found) | {"store": where, "verdict": _verdict(found)}))
+        print(json.dumps(asdict(calibration) | {"store": store, "verdict": _verdict(calibration)}))
     else:
-        _print(found, where)
+        _print(calibration, store)
         if not args.questions:
             say("the prompts were made from the chunks: pass your own questions with --questions FILE")
-    return 130 if found.interrupted else 0
-
-
-def _search(index: ChunkIndex) -> Search:
-    return lambda query, k: [hit.text for hit in index.search(query, k)]
+    return 130 if calibration.interrupted else 0
 
 
 def _retrieve(engine: BlendEngine, args: argparse.Namespace) -> Sequence[str | Messages]:
@@ -139,24 +133,26 @@ def _retrieve(engine: BlendEngine, args: argparse.Namespace) -> Sequence[str | M
     return prompts
 
 
-def _print(found: Calibration, where: str) -> None:
-    print(f"first tokens that match full prefill, policy {found.policy}, {found.curve[0].prompts} prompts\n")
+def _print(calibration: Calibration, store: str) -> None:
+    print(
+        f"first tokens that match full prefill, policy {calibration.policy}, {calibration.curve[0].prompts} prompts\n"
+    )
     print(f"{'ratio':>6}{'agree':>9}   95 % interval{'later tokens':>16}")
-    for point in found.curve:
+    for point in calibration.curve:
         later = f"{point.following / point.tokens:.1%} of {point.tokens}" if point.tokens else ""
-        mark = "  <-" if point.ratio == found.ratio else ""
+        mark = "  <-" if point.ratio == calibration.ratio else ""
         interval = f"{point.low:.1%} - {point.high:.1%}"
         print(f"{point.ratio:>6g}{point.share:>9.1%}   {interval:<15}{later:>14}{mark}")
-    for note in found.notes:
+    for note in calibration.notes:
         say(note)
-    print(f"\n{_verdict(found)}" + (f"; stored in {where}" if found.is_usable else ""))
+    print(f"\n{_verdict(calibration)}" + (f"; stored in {store}" if calibration.is_usable else ""))
 
 
-def _verdict(found: Calibration) -> str:
-    by = "with 95 % confidence" if found.sure else "by the measured share"
-    if not found.is_usable:
-        best = "no ratio reaches" if found.ratio is None else f"ratio {found.ratio:g} reaches"
-        return f"{best} {found.target:.1%} {by}; too few prompts were done, so the default is left as it was"
-    if found.ratio is None:
-        return f"full: no ratio reaches {found.target:.1%} {by}; full prefill is now the default"
-    return f"ratio {found.ratio:g} reaches {found.target:.1%} {by} and is now the default"
+def _verdict(calibration: Calibration) -> str:
+    by = "with 95 % confidence" if calibration.sure else "by the measured share"
+    if not calibration.is_usable:
+        best = "no ratio reaches" if calibration.ratio is None else f"ratio {calibration.ratio:g} reaches"
+        return f"{best} {calibration.target:.1%} {by}; too few prompts were done, so the default is left as it was"
+    if calibration.ratio is None:
+        return f"full: no ratio reaches {calibration.target:.1%} {by}; full prefill is now the default"
+    return f"ratio {calibration.ratio:g} reaches {calibration.target:.1%} {by} and is now the default"

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag chat`."""
     add_engine_arguments(parser)
     add_answer_arguments(parser)
-    parser.set_defaults(top_k=None)  # it differs in the browser
+    parser.set_defaults(top_k=None)  # another default in the browser
     web = parser.add_argument_group("in a browser")
     web.add_argument(
         "--web",
@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer until /quit or the end of the input; with --json one object per line."""
     if args.web:
-        fitting = sample.of(args.model)
-        args.top_k, args.chunk_tokens = args.top_k or fitting.top_k, fitting.chunk_tokens
+        documents = sample.of(args.model)
+        args.top_k, args.chunk_tokens = args.top_k or documents.top_k, documents.chunk_tokens
         return serve.chat(args)
     args.top_k = args.top_k or 4
     history: Messages = []  # questions and answers, without the retrieved chunks

@@ -52,7 +52,7 @@ def checked(kind: Callable[[str], T], check: Callable[[T], object]) -> Callable[
             raise argparse.ArgumentTypeError(str(error)) from None
         return value
 
-    parse.__name__ = getattr(kind, "__name__", "")  # argparse names it where `kind` fails
+    parse.__name__ = getattr(kind, "__name__", "")  # argparse reports it if `kind` fails
     return parse
 
 
@@ -67,8 +67,8 @@ def at_least(least: float, kind: Callable[[str], Any] = int, most: float = math.
     return checked(kind, check)
 
 
-def encoded_behind(text: str) -> dict[str, Any]:
-    """Type for argparse, `N|headings`: the fields of `BlendConfig` that say what chunks are encoded behind."""
+def context_settings(text: str) -> dict[str, Any]:
+    """Type for argparse, `N|headings`: the fields of `BlendConfig` for the context that chunks are encoded with."""
     if text == "headings":
         return {"context_tokens": DEFAULT_CONTEXT, "context": "headings"}
     try:
@@ -78,14 +78,27 @@ def encoded_behind(text: str) -> dict[str, Any]:
 
 
 def add_context_argument(parser: argparse._ActionsContainer, about: str) -> None:
-    """Add `--context-tokens`, the fields of `BlendConfig` that say what chunks are encoded behind."""
+    """Add `--context-tokens`, the context that chunks are encoded with."""
     parser.add_argument(
         "--context-tokens",
-        type=encoded_behind,
-        default=encoded_behind(str(DEFAULT_CONTEXT)),
+        type=context_settings,
+        default=context_settings(str(DEFAULT_CONTEXT)),
         metavar="N|headings",
         help=f"{about} (default: {DEFAULT_CONTEXT})",
     )
+
+
+def comma_separated(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Return a type for argparse: values of a type, separated by commas."""
+
+    def parse(text: str) -> list[T]:
+        values = [kind(word) for word in text.split(",") if word]
+        if not values:
+            raise argparse.ArgumentTypeError("pass at least one")
+        return values
+
+    parse.__name__ = getattr(kind, "__name__", "")
+    return parse
 
 
 def existing_path(text: str) -> Path:
@@ -117,11 +130,11 @@ def add_setting(parser: argparse.ArgumentParser, name: str, about: str | None = 
         about: Help text that replaces the setting's own.
         options: Further arguments of `add_argument`.
     """
-    row = SETTINGS[name]
-    kind = checked(row.kind, _CHECKS[name]) if name in _CHECKS else row.kind
-    options = {"default": row.default, "type": kind, "choices": row.choices or None} | options
+    setting = SETTINGS[name]
+    kind = checked(setting.kind, _CHECKS[name]) if name in _CHECKS else setting.kind
+    options = {"default": setting.default, "type": kind, "choices": setting.choices or None} | options
     default = f" (default: {options['default']})" if options["default"] not in (None, "") else ""
-    parser.add_argument(f"--{name.replace('_', '-')}", help=f"{about or row.about}{default}", **options)
+    parser.add_argument(f"--{name.replace('_', '-')}", help=f"{about or setting.about}{default}", **options)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,16 +170,16 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def stream(engine: BlendEngine, prompt: str | Messages, args: argparse.Namespace) -> tuple[str, BlendReport]:
-    """Answer with the options of `add_answer_arguments`; stream the text to stdout unless --json was given."""
+    """Answer with the options of `add_answer_arguments`; stream the text to stdout unless --json was passed."""
     text, report = "", None
     settings = {"ratio": args.ratio, "policy": args.policy, "controller": args.controller}
     settings |= {"temperature": args.temperature, "namespace": args.namespace}
     for delta in engine.stream(prompt, max_new_tokens=args.max_tokens, **settings):
-        piece = delta.text if text else delta.text.lstrip()
-        text += piece
+        new_text = delta.text if text else delta.text.lstrip()
+        text += new_text
         report = delta.report or report
         if not args.json:
-            print(piece, end="", flush=True)
+            print(new_text, end="", flush=True)
     if not args.json:
         print()
     assert report is not None
@@ -205,7 +218,7 @@ def open_engine(
 
 
 class HasStore(Protocol):
-    """An engine, or what stands for one."""
+    """An engine, or another object with a store."""
 
     store: KVStore
 
@@ -303,14 +316,13 @@ def progress(title: str, quiet: bool = False, unit: str = "") -> Iterator[Callab
 
     Args:
         quiet: Show nothing.
-        unit: What is counted, to show how many a second are done, and that nothing is done at first.
+        unit: What is counted: progress is shown from 0 % on, with the number per second.
     """
-    missing_extra = KvragError("rich is not installed: pip install 'kvrag[cli]'")
     try:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
     except ImportError:
-        raise missing_extra from None
+        raise KvragError("rich is not installed: pip install 'kvrag[cli]'") from None
     console = Console(stderr=True)
     if not quiet and not console.is_terminal:
         yield _progress_lines(title, unit)
@@ -329,44 +341,45 @@ def progress(title: str, quiet: bool = False, unit: str = "") -> Iterator[Callab
 
 def _progress_lines(title: str, unit: str = "") -> Callable[[int, int], None]:
     started = time.monotonic()
-    said = -math.inf if unit else started
-    before: int | None = None  # done in an earlier run
+    printed = -math.inf if unit else started
+    done_at_start: int | None = None  # in an earlier run
 
     def update(done: int, total: int) -> None:
-        nonlocal said, before
-        now, before = time.monotonic(), done if before is None else before
-        if now - said >= _LINE_S and total:
-            speed = (done - before) / (now - started) if done > before else 0.0
-            rate = f", {speed:.0f} {unit}/s" if unit and speed else ""
-            say(
-                f"{title}: {done / total:.0%}"
-                + (f"{rate}, about {duration((total - done) / speed)} left" if speed else "")
-            )
-            said = now
+        nonlocal printed, done_at_start
+        now, done_at_start = time.monotonic(), done if done_at_start is None else done_at_start
+        if now - printed < _LINE_S or not total:
+            return
+        line = f"{title}: {done / total:.0%}"
+        if done > done_at_start:
+            speed = (done - done_at_start) / (now - started)
+            line += f", {speed:.0f} {unit}/s" if unit else ""
+            line += f", about {duration((total - done) / speed)} left"
+        say(line)
+        printed = now
 
     return update
 
 
 def forecast(update: Callable[[int, int], None], steps: int, advice: str) -> Callable[[int, int], None]:
-    """Return `update`, which also says how long everything will take once the first prompt is done.
+    """Return `update`, which also prints an estimate of the total time once the first prompt is done.
 
     Args:
         steps: Steps per prompt.
         advice: Ends the line.
     """
-    began: tuple[float, int] | None = None
-    is_said = False
+    start: tuple[float, int] | None = None  # time and steps done
+    is_printed = False
 
-    def updated(done: int, total: int) -> None:
-        nonlocal began, is_said
-        began = began or (time.monotonic(), done)
-        if not is_said and done - began[1] >= steps:
-            seconds = (time.monotonic() - began[0]) / (done - began[1]) * (total - began[1])
-            say(f"{(total - began[1]) // steps} prompts take about {duration(seconds)}, by the first one: {advice}")
-            is_said = True
+    def update_and_forecast(done: int, total: int) -> None:
+        nonlocal start, is_printed
+        start = start or (time.monotonic(), done)
+        if not is_printed and done - start[1] >= steps:
+            seconds = (time.monotonic() - start[0]) / (done - start[1]) * (total - start[1])
+            say(f"{(total - start[1]) // steps} prompts take about {duration(seconds)}, by the first one: {advice}")
+            is_printed = True
         update(done, total)
 
-    return updated
+    return update_and_forecast
 
 
 def duration(seconds: float) -> str:

@@ -69,7 +69,10 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(["", *alone_lines(alone)]), flush=True)
     speed = None if args.no_speed else _measure(chain)
     if args.json:
-        questions = {"questions": [asdict(outcome) for outcome in outcomes], "alone": [asdict(each) for each in alone]}
+        questions = {
+            "questions": [asdict(outcome) for outcome in outcomes],
+            "alone": [asdict(outcome) for outcome in alone],
+        }
         print(json.dumps({"warm": warmed} | questions | {"speed": asdict(speed) if speed else None}))
         return 0
     if speed:
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(engine: BlendEngine, sample: Sample, quiet: bool) -> warm.Plan:
-    wanted = argparse.Namespace(
+    settings = argparse.Namespace(
         paths=[str(sample.path)],
         chunk_tokens=sample.chunk_tokens,
         chunk_overlap=0,
@@ -92,7 +95,7 @@ def _plan(engine: BlendEngine, sample: Sample, quiet: bool) -> warm.Plan:
         namespace="",
         json=quiet,
     )
-    return warm.make_plan(engine, wanted)
+    return warm.make_plan(engine, settings)
 
 
 Chain = Callable[
@@ -148,8 +151,9 @@ def _import_chain() -> Chain:
 
 def _ask_all(chain: Chain, sample: Sample, store: str, quiet: bool) -> tuple[dict[str, Any], list[Outcome]]:
     """Warm the sample's documents and ask its questions each way; return what was warmed and the outcomes."""
-    given = {"store": store, "store_cache": None, "codec": "native", "dtype": "auto", "device": None}
-    settings = argparse.Namespace(model=READER, **given)
+    settings = argparse.Namespace(
+        model=READER, store=store, store_cache=None, codec="native", dtype="auto", device=None
+    )
     outcomes = []
     with (
         open_engine(settings, context_tokens=sample.context_tokens) as engine,
@@ -196,7 +200,7 @@ def outcome_lines(outcomes: Sequence[Outcome], warmed: dict[str, Any]) -> list[s
     by_way = _by_way(outcomes)
     full, blending = by_way[FULL.name], by_way[BLENDING.name]
     times = [statistics.median(outcome.ttft_s for outcome in part) for part in (full, blending)]
-    same = sum(one.answer == other.answer for one, other in zip(full, blending, strict=True))
+    same = sum(reference.answer == blended.answer for reference, blended in zip(full, blending, strict=True))
     return [
         _faster(*times),
         f"{same} of {len(full)} answers are full prefill's",
@@ -251,10 +255,11 @@ def _table(outcomes: Sequence[Outcome], times: bool = True) -> list[str]:
 
 
 def _counts(outcomes: Sequence[Outcome]) -> str:
-    parts = _by_way(outcomes).items()
-    return (
-        f"Right: {'; '.join(f'{sum(each.correct for each in part)} of {len(part)} by {name}' for name, part in parts)}."
-    )
+    counts = [
+        f"{sum(outcome.correct for outcome in part)} of {len(part)} by {name}"
+        for name, part in _by_way(outcomes).items()
+    ]
+    return f"Right: {'; '.join(counts)}."
 
 
 def speed_lines(result: TtftResult) -> list[str]:

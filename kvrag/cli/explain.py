@@ -66,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _request(given: str) -> dict[str, Any]:
-    """Return the body of a request to OpenAI's API, or a `text` in the form of the framework classes."""
-    if Path(given).suffix in _FILES and len(given.split()) == 1 and not _is_file(given):
-        raise PromptError(f"{given} does not exist: check the path")
-    text = sys.stdin.read() if given == "-" else read_text(Path(given)) if _is_file(given) else given
+def _request(prompt: str) -> dict[str, Any]:
+    """Return the body of a request to OpenAI's API, or `text` as the framework classes take it."""
+    if Path(prompt).suffix in _FILES and len(prompt.split()) == 1 and not _is_file(prompt):
+        raise PromptError(f"{prompt} does not exist: check the path")
+    text = sys.stdin.read() if prompt == "-" else read_text(Path(prompt)) if _is_file(prompt) else prompt
     if not text.strip():
         raise PromptError("the prompt is empty: pass a text")
     try:
@@ -95,9 +95,9 @@ def _prompt(engine: BlendEngine, request: dict[str, Any]) -> str | Messages:
     return messages
 
 
-def _is_file(given: str) -> bool:
+def _is_file(name: str) -> bool:
     try:
-        return Path(given).is_file()
+        return Path(name).is_file()
     except (OSError, ValueError):  # too long for a name, or contains a null byte
         return False
 
@@ -137,8 +137,8 @@ def _show(explanation: Explanation) -> None:
         if stretch.documents and stretch.documents[0] != source:
             source = stretch.documents[0]
             prompt.append(f"[{source}] ", "bold")
-        for text, again in stretch.pieces:
-            prompt.append(text, _RECOMPUTED if again else _STYLES[stretch.kind])
+        for text, is_recomputed in stretch.pieces:
+            prompt.append(text, _RECOMPUTED if is_recomputed else _STYLES[stretch.kind])
     table = Table("", "reused", "chunk", "why", box=None, header_style="dim")
     for chunk in explanation.chunks:
         colour = "green" if chunk.reason == "reused" else "red"

@@ -25,8 +25,8 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "store": ("kvrag.cli.store", "show, check or clean up a store"),
     "verify": ("kvrag.cli.verify", "test that blending is exact on your model"),
     "bench ttft": ("kvrag.bench.ttft", "measure the time to first token"),
-    "bench gpu": ("kvrag.bench.gpu", "check a GPU: exactness, time to first token, ingestion, a profile"),
-    "bench quality": ("kvrag.cli.quality", "measure answer quality per policy and ratio"),
+    "bench gpu": ("kvrag.bench.gpu", "check a GPU: exactness, time to first token, batches, ingestion, a profile"),
+    "bench quality": ("kvrag.cli.quality", "measure how many of full prefill's answers are kept, per policy and ratio"),
     "bench serve": ("kvrag.bench.load", "load-test a running server"),
 }
 _GROUPS = {"bench": "measure speed on random weights of real shapes, quality on real models, and a server under load"}
@@ -51,12 +51,12 @@ class Parser(argparse.ArgumentParser):
         if not option:
             self.error(f"unexpected {' '.join(arguments)!r}: quote arguments that contain spaces")
         known = {name.lstrip("-"): name for action in self._actions for name in action.option_strings}
-        near = get_close_matches(option.lstrip("-"), known, 1)  # without the dashes that all have in common
+        near = get_close_matches(option.lstrip("-"), known, 1)  # without the dashes, which make all similar
         self.error(f"unknown option {option}" + (f": did you mean {known[near[0]]}?" if near else ""))
 
 
 def _parser(argv: Sequence[str]) -> Parser:
-    """Return a parser with all commands, but only the options of the given one: importing all of them takes seconds."""
+    """Return a parser with all commands, but only the options of the one in `argv`: importing all takes seconds."""
     parser = Parser(
         prog="kvrag",
         description="Faster RAG: chunks are encoded once and blended at query time.",

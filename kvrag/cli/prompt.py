@@ -1,4 +1,4 @@
-"""The prompt of `ask` and `chat`, like that of a LangChain stuff chain."""
+"""The prompt of `ask` and `chat`, as a LangChain stuff chain makes it, and retrieval for it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from kvrag.types import Messages
 
 if TYPE_CHECKING:
+    from kvrag.control.prompts import Search
     from kvrag.engine import BlendEngine
-    from kvrag.retrieval.index import Hit
+    from kvrag.retrieval.index import ChunkIndex, Hit
 
 _INSTRUCTION = "Use the following context to answer the question. If it does not say, say that you do not know."
 
@@ -28,3 +29,8 @@ def as_prompt(engine: BlendEngine, messages: Messages) -> str | Messages:
     if engine.model.tokenizer.hf.chat_template is not None:
         return messages
     return "\n\n".join(message["content"] for message in messages) + "\nAnswer:"
+
+
+def text_search(index: ChunkIndex) -> Search:
+    """Return a function from a query and a number to the texts of that many chunks."""
+    return lambda query, k: [hit.text for hit in index.search(query, k)]

@@ -76,11 +76,11 @@ def _open(args: argparse.Namespace) -> Iterator[AnyStore]:
         with open_engine(args, is_warmed=True) as engine:
             yield folder(engine)
         return
-    with closing(_named(existing_store(args.store), args.store_cache)) as store:
+    with closing(_connect(existing_store(args.store), args.store_cache)) as store:
         yield store
 
 
-def _named(name: str, cache: str | None, keep_copies: bool = True) -> AnyStore:
+def _connect(name: str, cache: str | None, keep_copies: bool = True) -> AnyStore:
     from kvrag.store import FileStore, SharedStore, is_shared
 
     return SharedStore(name, cache, keep_copies=keep_copies) if is_shared(name) else FileStore(name)
@@ -94,28 +94,31 @@ def _copy(args: argparse.Namespace) -> int:
 
     source, target = args.stores
     with (
-        closing(_named(existing_store(source), args.store_cache, False)) as one,
-        closing(_named(target, args.store_cache, False)) as other,
+        closing(_connect(existing_store(source), args.store_cache, False)) as source_store,
+        closing(_connect(target, args.store_cache, False)) as target_store,
     ):
         with progress("copying", args.json) as report:
-            done = copy_store(one, other, args.to_codec, report)
-        if args.to_codec is None and (text := one.read_text(FILE)) and other.read_text(FILE) is None:
-            other.write_text(FILE, text)
+            copied = copy_store(source_store, target_store, args.to_codec, report)
+        calibration = source_store.read_text(FILE)
+        if calibration and args.to_codec is None and target_store.read_text(FILE) is None:
+            target_store.write_text(FILE, calibration)
     if args.json:
-        print(json.dumps(asdict(done)))
+        print(json.dumps(asdict(copied)))
     else:
         print(
-            f"{done.copied} chunks copied ({human_bytes(done.bytes)}), {done.present} were there; "
-            f"{done.documents} documents"
+            f"{copied.copied} chunks copied ({human_bytes(copied.bytes)}), {copied.present} were there; "
+            f"{copied.documents} documents"
         )
-        if done.documents:
+        if copied.documents:
             say(
                 "the index for `kvrag ask` and the server's corpus is not copied: "
                 f"run `kvrag warm DOCS --store {target}`, which encodes nothing"
             )
-        if done.unreadable:
-            say(f"{done.unreadable} chunks could not be read and were left out: run `kvrag store check` on the source")
-    return 1 if done.unreadable else 0
+        if copied.unreadable:
+            say(
+                f"{copied.unreadable} chunks could not be read and were left out: run `kvrag store check` on the source"
+            )
+    return 1 if copied.unreadable else 0
 
 
 def _stats(store: AnyStore, as_json: bool) -> int:
@@ -124,16 +127,18 @@ def _stats(store: AnyStore, as_json: bool) -> int:
     stats = store.stats()
     copies = store.local_stats() if isinstance(store, SharedStore) else None
     if as_json:
-        own = {} if copies is None else {"local": {name: getattr(copies, name) for name in ("path", "chunks", "bytes")}}
-        print(json.dumps(asdict(stats) | own))
+        names = ("path", "chunks", "bytes")
+        local = {} if copies is None else {"local": {name: getattr(copies, name) for name in names}}
+        print(json.dumps(asdict(stats) | local))
         return 0
-    print(
-        f"{'folder' if copies is None else 'shared'}     {stats.path}\n"
-        f"model      {stats.model or '-'}\ncodec      {stats.codec}"
-    )
+    print(f"{'folder' if copies is None else 'shared'}     {stats.path}")
+    print(f"model      {stats.model or '-'}")
+    print(f"codec      {stats.codec}")
     print(f"chunks     {stats.chunks}")
-    print(f"tokens     {stats.tokens}\nbytes      {stats.bytes} ({human_bytes(stats.bytes)})")
-    print(f"documents  {stats.documents}\ndamaged    {stats.damaged} since it was created")
+    print(f"tokens     {stats.tokens}")
+    print(f"bytes      {stats.bytes} ({human_bytes(stats.bytes)})")
+    print(f"documents  {stats.documents}")
+    print(f"damaged    {stats.damaged} since it was created")
     if copies is not None:
         print(f"copies     {copies.chunks} chunks ({human_bytes(copies.bytes)}) in {copies.path}")
     if any(part.namespace or part.max_bytes for part in stats.namespaces):
@@ -153,20 +158,20 @@ def _stats(store: AnyStore, as_json: bool) -> int:
 
 def _check(store: AnyStore, as_json: bool) -> int:
     with progress("checking", as_json) as report:
-        found = store.check(report)
+        result = store.check(report)
     if as_json:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(asdict(result)))
     else:
-        print(f"{found.sound} chunks are sound, {found.damaged} damaged")
-        if found.adopted:
-            say(f"{found.adopted} of the sound chunks were missing from the store's index and were added to it")
-        if found.repaired:
-            say(f"the rows of {found.repaired} chunks did not match their files and were repaired")
-        if found.damaged:
+        print(f"{result.sound} chunks are sound, {result.damaged} damaged")
+        if result.adopted:
+            say(f"{result.adopted} of the sound chunks were missing from the store's index and were added to it")
+        if result.repaired:
+            say(f"the rows of {result.repaired} chunks did not match their files and were repaired")
+        if result.damaged:
             say("damaged chunks were moved to quarantine: warm their documents again")
-        if found.unreadable:
-            say(f"{found.unreadable} chunks could not be read and were kept: check again later")
-    return 1 if found.damaged or found.unreadable else 0
+        if result.unreadable:
+            say(f"{result.unreadable} chunks could not be read and were kept: check again later")
+    return 1 if result.damaged or result.unreadable else 0
 
 
 def _budget(store: AnyStore, namespace: str, gib: float, as_json: bool) -> int:

@@ -38,7 +38,7 @@ class AnswerBuilder:
     _calls: list[_PartialCall] = field(default_factory=list)
     _valid: list[ToolCall] = field(default_factory=list)
     _invalid: list[InvalidCall] = field(default_factory=list)
-    _ended: int = 0  # calls that were examined
+    _ended: int = 0  # number of calls that were parsed
     _finish: str | None = None
 
     def add(self, body: Body) -> Delta:
@@ -48,13 +48,13 @@ class AnswerBuilder:
         text = ""
         pieces: list[CallPiece] = []
         for choice in body.get("choices") or ():
-            said = choice.get("delta") or choice.get("message") or {}
-            text += said.get("content") or choice.get("text") or ""
-            for position, part in enumerate(said.get("tool_calls") or ()):
+            message = choice.get("delta") or choice.get("message") or {}
+            text += message.get("content") or choice.get("text") or ""
+            for position, part in enumerate(message.get("tool_calls") or ()):
                 pieces.append(self._add_call(part.get("index", position), part))
             self._finish = choice.get("finish_reason") or self._finish
         self._text += text
-        valid, invalid = self._end_calls(len(self._calls) - 1)  # the last one may go on
+        valid, invalid = self._end_calls(len(self._calls) - 1)  # the last one may be incomplete
         return Delta(text, call_pieces=tuple(pieces), tool_calls=valid, invalid_calls=invalid)
 
     def last(self, report: BlendReport) -> Delta:
@@ -74,7 +74,7 @@ class AnswerBuilder:
         return Delta("", (), finish, report, valid, num_tokens, pieces, invalid)
 
     def answer(self, report: BlendReport) -> Answer:
-        """Return the answer after everything was added."""
+        """Return the answer, once all responses or events are added."""
         last = self.last(report)
         assert last.finish_reason is not None
         calls = tuple(self._valid), last.num_tokens, tuple(self._invalid)
@@ -133,7 +133,7 @@ def report_of(content: object, usage: Body, missing: str = "") -> BlendReport:
         else:
             if not ignored:
                 return report
-            notes = [*report.notes, *(f"ignored by the server: {each}" for each in ignored)]
+            notes = [*report.notes, *(f"ignored by the server: {name}" for name in ignored)]
             return BlendReport.from_dict({**report.to_dict(), "notes": notes})
     elif isinstance(content, dict):
         problem = f"the server could not reuse chunks: {content['error']}"

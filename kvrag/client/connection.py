@@ -1,4 +1,4 @@
-"""HTTP to one server, by OpenAI's SDK. Every failure becomes an error of kvrag that says what to do."""
+"""HTTP to one server, by OpenAI's SDK. Failures are raised as kvrag's errors, with advice."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Connection:
         # the SDK would otherwise send the key of OpenAI's own service
         key = api_key or os.environ.get(KEY_VARIABLE) or "none"
         self._settings: dict[str, Any] = {"base_url": f"{self.root}/v1", "api_key": key}
-        given = {"timeout": timeout, "max_retries": max_retries}
-        self._settings |= {name: value for name, value in given.items() if value is not None}
+        options = {"timeout": timeout, "max_retries": max_retries}
+        self._settings |= {name: value for name, value in options.items() if value is not None}
         self._lock = threading.Lock()
         self._client: Any = None
         self._async_clients: dict[asyncio.AbstractEventLoop, Any] = {}
@@ -171,9 +171,8 @@ class Connection:
             raise ServerError(f"{self.root} did not answer in time: raise timeout=, or request less") from error
         except openai.APIConnectionError as error:
             reason = error.__cause__ or error
-            raise ServerError(
-                f"cannot reach {self.root} ({_line(reason)}): start the server, or check base_url="
-            ) from error
+            message = f"cannot reach {self.root} ({_line(reason)}): start the server, or check base_url="
+            raise ServerError(message) from error
         except openai.APIStatusError as error:
             raise self._refused(error.status_code, error.body, error.message) from error
         except openai.APIError as error:  # an event of a stream
@@ -185,29 +184,30 @@ class Connection:
 
     def _refused(self, status: int | None, content: object, message: str) -> KvragError:
         """Return the error for an error object of the server; `status` is None within a stream."""
-        said: Mapping[str, Any] = content if isinstance(content, Mapping) else {"message": content}
-        code, about = said.get("code"), said.get("param")
-        text = _line(said.get("message") or said.get("detail") or message)
+        details: Mapping[str, Any] = content if isinstance(content, Mapping) else {"message": content}
+        code, param = details.get("code"), details.get("param")
+        text = _line(details.get("message") or details.get("detail") or message)
         if status is None:
-            status = code if isinstance(code, int) else 400 if said.get("type") == "invalid_request_error" else None
+            status = code if isinstance(code, int) else 400 if details.get("type") == "invalid_request_error" else None
         if code == "context_length_exceeded" or (status in (400, 422) and _TOO_LONG.search(text)):
             return ContextWindowError(text)
         if status in (400, 422):
-            is_setting = about and re.split(r"[.\[]", str(about))[0] not in _ABOUT_PROMPT  # such as messages[0].role
+            is_setting = param and re.split(r"[.\[]", str(param))[0] not in _ABOUT_PROMPT  # such as messages[0].role
             return SettingError(text) if is_setting else PromptError(text)
         if status == 507:
             return StoreFullError(f"{self.root}: {text}")
-        ways = {
+        advice = {
             401: "pass the server's key as api_key=",
             403: "pass the server's key as api_key=",
             404: f"see {self.root}/v1/models for its models, and check base_url=",
             408: "retry, or send less",
             413: "send less at once, or raise the server's limit",
             429: "the server is busy: retry later, or raise max_retries=",
+            500: "see the server's log",
             504: "request less, or raise the server's --timeout",
         }
-        way = f": {ways[status]}" if status in ways else ": see the server's log" if status == 500 else ""
-        return ServerError(f"{self.root} refused the request ({status or 'in mid-stream'}: {text}){way}", status)
+        suffix = f": {advice[status]}" if status in advice else ""
+        return ServerError(f"{self.root} refused the request ({status or 'in mid-stream'}: {text}){suffix}", status)
 
 
 def _endpoint(client: Any, request: Body) -> Any:

@@ -32,7 +32,7 @@ from kvrag.types import Answer, Delta, Messages, WarmReport
 class RemoteEngine:
     """Answers prompts on a server: `kvrag serve`, or vLLM with kvrag's KV connector. Thread-safe.
 
-    The methods are those of `BlendEngine`. Nothing is sent before the first call. The kind of the server is found out
+    The methods are those of `BlendEngine`. Nothing is sent before the first call. The kind of the server is detected
     then. Needs the extra `kvrag[client]`.
 
     With `kvrag serve`, the namespace is that of the API key. Times in reports are the server's.
@@ -47,7 +47,7 @@ class RemoteEngine:
         timeout: float | None = None,
         max_retries: int | None = None,
     ) -> None:
-        """Name a server.
+        """Create an engine for a server.
 
         Args:
             base_url: Its URL, such as "http://localhost:8000"; a trailing "/v1" makes no difference.
@@ -63,7 +63,7 @@ class RemoteEngine:
         self._connection = Connection(base_url, api_key, timeout, max_retries)
         self._model = model
         self._lock = threading.Lock()
-        self._found: Server | None = None
+        self._known_server: Server | None = None
 
     @classmethod
     def shared(cls, base_url: str, model: str | None = None, **settings: Any) -> RemoteEngine:
@@ -89,9 +89,9 @@ class RemoteEngine:
 
     def _server(self) -> Server:
         with self._lock:
-            if self._found is None:
-                self._found = self._find()
-            return self._found
+            if self._known_server is None:
+                self._known_server = self._find()
+            return self._known_server
 
     def _find(self) -> Server:
         connection = self._connection
@@ -117,10 +117,10 @@ class RemoteEngine:
     def _has_version(self) -> bool:
         """Return whether it is a vLLM whose models have another owner, for example behind a gateway."""
         try:
-            found = self._connection.call("GET", "/version")
+            response = self._connection.call("GET", "/version")
         except ServerError:
             return False
-        return isinstance(found, dict) and "version" in found
+        return isinstance(response, dict) and "version" in response
 
     # ---------------------------------------------------------------- ingestion
 
@@ -141,12 +141,12 @@ class RemoteEngine:
             texts, document, sources, namespace: As in `BlendEngine.warm`.
             progress: Called with (texts done, texts to do) after each request.
         """
-        given = NamedTexts.of(texts, document, sources)
-        server, only = self._server(), document if isinstance(document, str) else None
-        return _sum(list(server.warm(given, only, check_namespace(namespace), progress)))
+        named = NamedTexts.of(texts, document, sources)
+        only = document if isinstance(document, str) else None
+        return _sum(list(self._server().warm(named, only, check_namespace(namespace), progress)))
 
     def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
-        """Do nothing: a server reads ahead what its own retrieval returns."""
+        """Do nothing: a server reads ahead the chunks that it retrieves itself."""
 
     def forget(self, document: str, *, namespace: str = "") -> int:
         """Delete a document's chunks unless another document has them; return how many were deleted."""
@@ -243,10 +243,10 @@ class RemoteEngine:
         return list(self._tokenize({"prompt": text, "add_special_tokens": False})["tokens"])
 
     def _tokenize(self, body: Body) -> Body:
-        found = self._connection.call("POST", "/tokenize", {"model": self._server().model, **body})
-        if not isinstance(found, dict) or "count" not in found:
+        response = self._connection.call("POST", "/tokenize", {"model": self._server().model, **body})
+        if not isinstance(response, dict) or "count" not in response:
             raise self._connection.not_a_server()
-        return found
+        return response
 
     # ---------------------------------------------------------------- what needs the model
 
@@ -335,7 +335,9 @@ def _sum(reports: list[WarmReport]) -> WarmReport:
         return reports[0]
     names = [row.name for row in fields(WarmReport) if row.name != "warnings"]
     totals: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in names}
-    return WarmReport(**totals, warnings=tuple(dict.fromkeys(each for report in reports for each in report.warnings)))
+    return WarmReport(
+        **totals, warnings=tuple(dict.fromkeys(warning for report in reports for warning in report.warnings))
+    )
 
 
 def _needs_the_model(method: str, command: str) -> SettingError:

@@ -1,11 +1,11 @@
-"""The two kinds of servers: what each one calls the settings, and where its reports are."""
+"""The two kinds of servers: their names of the settings, and the places of their reports."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 from kvrag.client.answer import report_of
@@ -49,8 +49,8 @@ class AnswerRequest:
         return self.tool_choice not in (None, "auto", "none")
 
 
-class Server(Protocol):
-    """Protocol: a kind of server, with one of its models.
+class KvragServe:
+    """`kvrag serve`: reports come with the answers, and namespaces with the API key.
 
     Attributes:
         model: Name of the model in requests.
@@ -58,51 +58,17 @@ class Server(Protocol):
         has_chat_template: True if it answers messages.
     """
 
-    model: str
-    window: int
-    has_chat_template: bool
-
-    def check(self, namespace: str) -> None:
-        """Raise SettingError if requests cannot name this namespace."""
-
-    def request(self, question: AnswerRequest, tag: str) -> Body:
-        """Return the arguments of the SDK's `create`; `tag` is the name of this answer if it is streamed, else ""."""
-
-    def report(self, extras: Body, usage: Body, tag: str) -> BlendReport:
-        """Return the report of a complete answer, given what came with it."""
-
-    def warm(self, texts: NamedTexts, document: str | None, namespace: str, progress: Progress) -> Iterator[WarmReport]:
-        """Encode texts; yield a report per request. `document` is the name of the only one, or None."""
-
-    def forget(self, document: str, namespace: str) -> int:
-        """See `BlendEngine.forget`."""
-
-    def documents(self, prefix: str, namespace: str) -> list[str]:
-        """See `BlendEngine.documents`."""
-
-
-class KvragServe:
-    """`kvrag serve`: reports come with the answers, and namespaces with the API key."""
-
     def __init__(self, connection: Connection, entry: Body) -> None:
-        """Take over the entry of a model in `/v1/models`."""
+        """Read a model's entry in `/v1/models`."""
         self._connection, self.model = connection, str(entry["id"])
         if "max_model_len" not in entry:
             raise ServerError(f"{self.model} of {connection.root} only embeds: choose a model that answers")
         self.window = int(entry["max_model_len"])
         self.has_chat_template = bool(entry.get("has_chat_template", True))
 
-    def check(self, namespace: str) -> None:
-        """See `Server`."""
-        if namespace:
-            raise SettingError(
-                f"kvrag serve takes the namespace from the API key: leave out namespace={namespace!r}, and pass the "
-                "key of that namespace as api_key="
-            )
-
     def request(self, question: AnswerRequest, tag: str) -> Body:
-        """See `Server`."""
-        self.check(question.namespace)
+        """Return the arguments of the SDK's `create`; `tag` names a streamed answer, "" = not streamed."""
+        self._check(question.namespace)
         grammar = question.grammar
         if grammar is not None and grammar.json_schema is None:
             raise SettingError("kvrag serve supports grammars as a json_schema only: convert this one")
@@ -110,12 +76,12 @@ class KvragServe:
         return _request(self.model, question, bool(tag), extra)
 
     def report(self, extras: Body, usage: Body, tag: str) -> BlendReport:
-        """See `Server`."""
+        """Return the report of a complete answer from its responses' extra fields and usage."""
         return report_of(extras.get("kvrag"), usage, "the server sent no report")
 
     def warm(self, texts: NamedTexts, document: str | None, namespace: str, progress: Progress) -> Iterator[WarmReport]:
-        """See `Server`."""
-        self.check(namespace)
+        """Encode texts; yield a report per request. `document` names the document of all texts; None = `texts` does."""
+        self._check(namespace)
         done = 0
         for part in whole_documents(texts, _REQUEST_BYTES):
             body = {
@@ -127,27 +93,34 @@ class KvragServe:
             progress(done := done + len(part), len(texts))
 
     def forget(self, document: str, namespace: str) -> int:
-        """See `Server`."""
-        self.check(namespace)
+        """See `BlendEngine.forget`."""
+        self._check(namespace)
         # dots as well: "a/../b" would be shortened on the way
         path = quote(document, safe="").replace(".", "%2E")
         return int(self._connection.call("DELETE", f"/v1/chunks/{path}")["removed"])
 
     def documents(self, prefix: str, namespace: str) -> list[str]:
-        """See `Server`."""
-        self.check(namespace)
+        """See `BlendEngine.documents`."""
+        self._check(namespace)
         return list(self._connection.call("GET", "/v1/chunks", params={"prefix": prefix})["documents"])
+
+    def _check(self, namespace: str) -> None:
+        if namespace:
+            raise SettingError(
+                f"kvrag serve takes the namespace from the API key: leave out namespace={namespace!r}, and pass the "
+                "key of that namespace as api_key="
+            )
 
 
 class Vllm:
     """vLLM with kvrag's KV connector, which has no endpoints: everything goes through `kv_transfer_params`.
 
-    Answers are those of vLLM. Texts are encoded by completions whose prompts contain them, since the connector needs
-    pages for their KV.
+    Texts are encoded by completions whose prompts contain them, because the connector needs pages for their KV.
+    Attributes are those of `KvragServe`.
     """
 
     def __init__(self, connection: Connection, entry: Body) -> None:
-        """Take over the entry of a model in `/v1/models`."""
+        """Read a model's entry in `/v1/models`, and ask for its context window."""
         self._connection, self.model = connection, str(entry["id"])
         self.has_chat_template = True
         body = {"model": self.model, "messages": [{"role": "user", "content": "a"}]}
@@ -165,37 +138,34 @@ class Vllm:
             raise ServerError(f"{connection.root} does not name the window of {self.model}: update vLLM")
         self.window = int(window)
 
-    def check(self, namespace: str) -> None:
-        """See `Server`: any namespace can be named."""
-
     def request(self, question: AnswerRequest, tag: str) -> Body:
-        """See `Server`."""
+        """See `KvragServe.request`."""
         if question.documents:
             texts = NamedTexts.of(question.documents, "", None)
             for _ in self.warm(texts, "", question.namespace, lambda done, total: None):
                 pass
-        asked = {**question.blend, "namespace": question.namespace, "tag": tag}
-        extra: Body = {"kv_transfer_params": {"kvrag": {"mode": "blend", **_given(asked)}}}
+        blend = {**question.blend, "namespace": question.namespace, "tag": tag}
+        extra: Body = {"kv_transfer_params": {"kvrag": {"mode": "blend", **_without_empty(blend)}}}
         grammar = question.grammar
         if grammar is not None and grammar.json_schema is None:
-            wanted = {"grammar": grammar.lark} if grammar.regex is None else {"regex": grammar.regex}
-            extra["structured_outputs"] = wanted
+            is_lark = grammar.regex is None
+            extra["structured_outputs"] = {"grammar": grammar.lark} if is_lark else {"regex": grammar.regex}
         request = _request(self.model, question, bool(tag), extra)
         return {**request, "max_tokens": self._room(request)}
 
     def report(self, extras: Body, usage: Body, tag: str) -> BlendReport:
-        """See `Server`."""
+        """See `KvragServe.report`."""
         missing = f"{self._connection.root} sent no report: start vLLM with kvrag's KV connector"
         content = (extras.get("kv_transfer_params") or {}).get("kvrag")
         if content is None and tag:  # vLLM sends it with complete answers only
             try:
                 content = self._control({"mode": "report", "tag": tag})
-            except KvragError as error:  # the answer is there, and must not be lost
+            except KvragError as error:  # the answer is complete, and must not be lost
                 missing = f"no report: {error}"
         return report_of(content, usage, missing)
 
     def warm(self, texts: NamedTexts, document: str | None, namespace: str, progress: Progress) -> Iterator[WarmReport]:
-        """See `Server`."""
+        """See `KvragServe.warm`."""
         if not len(texts):  # the connector cannot encode nothing
             if document:
                 self.forget(document, namespace)
@@ -209,11 +179,11 @@ class Vllm:
         done, contexts = 0, dict[str, list[int]]()
         for batch in divided:
             known = {name: contexts[name] for name in {*batch.part.sources} if name in contexts}
-            asked = {"namespace": namespace, "contexts": known, "replace": batch.is_whole}
-            # the texts are computed behind those contexts, in the pages of the prompt: this one has all there can be
+            options = {"namespace": namespace, "contexts": known, "replace": batch.is_whole}
+            # the prompt's pages must hold the contexts and the texts encoded after them: reserve the whole window
             prompt = [0] * (self.window - 1) if known else prompt_of(batch.part)
-            report, behind = self._warm(batch.part, document, asked, prompt)
-            contexts |= behind
+            report, new_contexts = self._warm(batch.part, document, options, prompt)
+            contexts |= new_contexts
             yield report
             progress(done := done + len(batch.part), len(texts))
         # the earlier version of a divided document is replaced last: what both have in common is not encoded again
@@ -221,39 +191,37 @@ class Vllm:
             self._warm(texts.of_documents(names), None, {"namespace": namespace}, prompt_of(divided[0].part))
 
     def _warm(
-        self, texts: NamedTexts, document: str | None, asked: Body, prompt: str | list[int]
+        self, texts: NamedTexts, document: str | None, options: Body, prompt: str | list[int]
     ) -> tuple[WarmReport, dict[str, list[int]]]:
-        """Send one request; return its report, and the token ids that precede what comes next in each source."""
+        """Send one request; return its report, and the token ids that precede the next text of each source."""
         names = texts.documents if document is None else document
-        request = {"mode": "warm", "texts": texts.texts, "document": names, "sources": texts.sources, **asked}
+        request = {"mode": "warm", "texts": texts.texts, "document": names, "sources": texts.sources, **options}
         content = self._control(request, prompt)
         return _warm_report(content, self._connection), content.get("contexts") or {}
 
     def forget(self, document: str, namespace: str) -> int:
-        """See `Server`."""
-        asked = {"mode": "forget", "document": document, "namespace": namespace}
-        return int(self._control(asked).get("forgotten") or 0)
+        """See `KvragServe.forget`."""
+        request = {"mode": "forget", "document": document, "namespace": namespace}
+        return int(self._control(request).get("forgotten") or 0)
 
     def documents(self, prefix: str, namespace: str) -> list[str]:
-        """See `Server`."""
-        asked = {"mode": "documents", "prefix": prefix, "namespace": namespace}
-        return list(self._control(asked).get("documents") or ())
+        """See `KvragServe.documents`."""
+        request = {"mode": "documents", "prefix": prefix, "namespace": namespace}
+        return list(self._control(request).get("documents") or ())
 
     def _room(self, request: Body) -> int:
-        """Return the length of the longest answer: vLLM refuses a prompt if the answer might not fit behind it."""
-        wanted = int(request["max_tokens"])
+        """Return the maximum length of the answer that fits: vLLM refuses prompts with longer ones."""
+        max_tokens = int(request["max_tokens"])
         prompt: Body = {name: request[name] for name in ("prompt", "messages", "tools") if name in request}
         # a token has at least one byte; tools and messages are surrounded by a template's own text
         template = 0 if "prompt" in prompt else 1000 + 20 * len(prompt["messages"])
-        if (
-            len(json.dumps(prompt, ensure_ascii=False).encode(errors="surrogatepass")) + template + wanted
-            <= self.window
-        ):
-            return wanted
+        num_bytes = len(json.dumps(prompt, ensure_ascii=False).encode(errors="surrogatepass"))
+        if num_bytes + template + max_tokens <= self.window:
+            return max_tokens
         if kwargs := request["extra_body"].get("chat_template_kwargs"):
             prompt["chat_template_kwargs"] = kwargs
         room = self.window - self._tokenize(prompt)
-        return min(wanted, room) if room > 0 else wanted  # vLLM describes the error
+        return min(max_tokens, room) if room > 0 else max_tokens  # vLLM describes the error
 
     def _count(self, prompt: str) -> int:
         return self._tokenize({"prompt": prompt})
@@ -261,10 +229,10 @@ class Vllm:
     def _tokenize(self, prompt: Body) -> int:
         return int(self._connection.call("POST", "/tokenize", {"model": self.model, **prompt})["count"])
 
-    def _control(self, asked: Body, prompt: str | list[int] = " ") -> Body:
+    def _control(self, command: Body, prompt: str | list[int] = " ") -> Body:
         """Send a request to the connector, on a prompt that reserves its pages; return the connector's response."""
         request = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
-        extra = {"kv_transfer_params": {"kvrag": asked}}
+        extra = {"kv_transfer_params": {"kvrag": command}}
         response = self._connection.answer({**request, "extra_body": extra})
         content = (response.get("kv_transfer_params") or {}).get("kvrag")
         if not isinstance(content, dict):
@@ -273,10 +241,12 @@ class Vllm:
             )
         if "error" in content:
             raise _ERRORS.get(str(content.get("type")), ServerError)(str(content["error"]))
-        if (ignored := content.get("ignored")) and asked["mode"] != "report":  # in a report, they are the answer's
+        if (ignored := content.get("ignored")) and command["mode"] != "report":  # a report lists those of its answer
             raise SettingError("; ".join(map(str, ignored)))
         return content
 
+
+Server = KvragServe | Vllm
 
 _ERRORS: dict[str, type[KvragError]] = {
     kind.__name__: kind for kind in (ContextWindowError, PromptError, SettingError, StoreFullError, StoreReadOnlyError)
@@ -284,9 +254,8 @@ _ERRORS: dict[str, type[KvragError]] = {
 
 
 def _request(model: str, question: AnswerRequest, is_stream: bool, extra: Body) -> Body:
-    """Return the arguments that both kinds of servers have in common, and `extra`, which OpenAI does not have."""
-    sampling, grammar = question.sampling, question.grammar
-    prompt = question.prompt
+    """Return the arguments of both kinds of servers; `extra` are those that OpenAI does not have."""
+    sampling, grammar, prompt = question.sampling, question.grammar, question.prompt
     is_text = isinstance(prompt, str)
     if is_text and question.tools:
         raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
@@ -313,14 +282,14 @@ def _request(model: str, question: AnswerRequest, is_stream: bool, extra: Body) 
         request |= {"stream": True, "stream_options": {"include_usage": True}}
     extra |= {"top_k": sampling.top_k, "repetition_penalty": sampling.repetition_penalty}
     if grammar is not None and grammar.json_schema is not None:
-        described = {"name": "answer", "schema": dict(grammar.json_schema)}
-        extra["response_format"] = {"type": "json_schema", "json_schema": described}
+        schema = {"name": "answer", "schema": dict(grammar.json_schema)}
+        extra["response_format"] = {"type": "json_schema", "json_schema": schema}
     if not is_text:
         extra["chat_template_kwargs"] = question.template
-    return {**_given(request), "extra_body": _given(extra)}
+    return {**_without_empty(request), "extra_body": _without_empty(extra)}
 
 
-def _given(settings: Body) -> Body:
+def _without_empty(settings: Body) -> Body:
     return {name: value for name, value in settings.items() if value is not None and value not in ("", [], {})}
 
 
@@ -344,12 +313,12 @@ def messages_of(messages: Any) -> Messages:
 
 
 def _message(message: Mapping[str, Any]) -> Body:
-    said = dict(message)
-    if isinstance(content := said.get("content"), list):
-        said["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    if calls := said.get("tool_calls"):
-        said["tool_calls"] = [_call(call) for call in calls]
-    return said
+    converted = dict(message)
+    if isinstance(content := message.get("content"), list):
+        converted["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    if calls := message.get("tool_calls"):
+        converted["tool_calls"] = [_call(call) for call in calls]
+    return converted
 
 
 def _call(call: Any) -> Any:

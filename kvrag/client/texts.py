@@ -28,8 +28,8 @@ class NamedTexts:
             SettingError: They do not fit together.
         """
         if isinstance(texts, str) or not isinstance(texts, Iterable):
-            given = "one string" if isinstance(texts, str) else repr(texts)
-            raise SettingError(f"texts must be a list of strings, not {given:.80}")
+            shown = "one string" if isinstance(texts, str) else repr(texts)
+            raise SettingError(f"texts must be a list of strings, not {shown:.80}")
         listed = list(texts)
         for number, text in enumerate(listed):
             if not isinstance(text, str):
@@ -38,10 +38,10 @@ class NamedTexts:
         if isinstance(sources, str):
             sources = [sources] * len(listed)
         sources = names if sources is None else list(sources)
-        for what, given_names in (("document names", names), ("sources", sources)):
-            if len(given_names) != len(listed):
+        for what, labels in (("document names", names), ("sources", sources)):
+            if len(labels) != len(listed):
                 raise SettingError(
-                    f"{len(given_names)} {what} for {len(listed)} texts: give one per text, or a single string"
+                    f"{len(labels)} {what} for {len(listed)} texts: give one per text, or a single string"
                 )
         check_names(*{*names, *sources}, *([document] if isinstance(document, str) else []))
         return cls(listed, names, sources)

@@ -82,8 +82,8 @@ class AdmissionQueue:
         def pump() -> None:
             end: _EndOfPieces | BaseException = _EndOfPieces()
             try:
-                with closing(work()) as made:
-                    for piece in made:
+                with closing(work()) as items:
+                    for piece in items:
                         loop.call_soon_threadsafe(pieces.put_nowait, piece)
                         if abandoned.is_set():
                             break
@@ -95,7 +95,7 @@ class AdmissionQueue:
         self._pool.submit(pump)
         if admitted is not None:
             admitted(loop.time() - started)
-        late = loop.call_at(started + limit, pieces.put_nowait, TimeoutError())
+        timer = loop.call_at(started + limit, pieces.put_nowait, TimeoutError())
         try:
             with _timeout_as_504(limit):
                 while not isinstance(piece := await pieces.get(), _EndOfPieces):
@@ -103,7 +103,7 @@ class AdmissionQueue:
                         raise piece
                     yield piece
         finally:
-            late.cancel()
+            timer.cancel()
             abandoned.set()
 
     async def stop(self) -> None:
@@ -115,10 +115,10 @@ class AdmissionQueue:
     def close(self) -> None:
         """Reject waiting and new requests with 503."""
         self.is_stopping = True
-        for line in self._waiting.values():
-            for turn in line:
-                if not turn.done():
-                    turn.set_exception(_stopping())
+        for queue in self._waiting.values():
+            for admission in queue:
+                if not admission.done():
+                    admission.set_exception(_stopping())
         self._waiting.clear()
 
     async def _admit(self, namespace: str) -> None:
@@ -129,17 +129,17 @@ class AdmissionQueue:
             return
         if self.waiting(namespace) >= self._queue:
             raise ApiError(429, "too many requests are waiting: retry later", "queue_full")
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(namespace, deque()).append(turn)
+        admission = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(namespace, deque()).append(admission)
         try:
-            await turn
+            await admission
         except BaseException:
-            line = self._waiting.get(namespace, deque())
-            if turn in line:
-                line.remove(turn)
-                if not line:
+            queue = self._waiting.get(namespace, deque())
+            if admission in queue:
+                queue.remove(admission)
+                if not queue:
                     del self._waiting[namespace]
-            elif not turn.cancelled() and turn.exception() is None:
+            elif not admission.cancelled() and admission.exception() is None:
                 self._release(namespace)  # admitted and cancelled at the same time
             raise
 
@@ -154,13 +154,13 @@ class AdmissionQueue:
         self._running[namespace] -= 1
         while self._waiting and self._has_place():
             following = next(iter(self._waiting))
-            line = self._waiting.pop(following)
-            turn = line.popleft()
-            if line:
-                self._waiting[following] = line  # moves to the end
-            if not turn.done():
+            queue = self._waiting.pop(following)
+            admission = queue.popleft()
+            if queue:
+                self._waiting[following] = queue  # moves to the end
+            if not admission.done():
                 self._take_place(following)
-                turn.set_result(None)
+                admission.set_result(None)
         if not self._running.total():
             self._idle.set()
 

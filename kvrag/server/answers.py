@@ -19,10 +19,10 @@ from kvrag.errors import PromptError
 from kvrag.retrieval.index import Hit
 from kvrag.server.errors import ApiError, ClientDisconnected, describe, json_response, log
 from kvrag.server.response import Builder, Event, Piece
-from kvrag.server.schemas import ChatRequest, CompletionRequest, Document, NewChunks
+from kvrag.server.schemas import ChatRequest, CompletionRequest, Document, Retrieval
 from kvrag.server.settings import ServerSettings
 from kvrag.server.state import State, Tenant
-from kvrag.types import Messages, WarmReport
+from kvrag.types import Messages
 
 T = TypeVar("T")
 
@@ -52,30 +52,26 @@ def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, req
     retrieves = request.model == settings.rag_name
     if request.retrieval is not None and not retrieves:
         raise ApiError(400, f"`retrieval` requires the model {settings.rag_name!r}", "invalid_value", "retrieval")
-    if request.documents and retrieves:
-        raise ApiError(400, f"`documents` require the model {settings.name!r}", "invalid_value", "documents")
-    if request.chunks and retrieves:
-        raise ApiError(400, f"`chunks` require the model {settings.name!r}", "invalid_value", "chunks")
+    for field in ("documents", "chunks"):
+        if retrieves and getattr(request, field):
+            raise ApiError(400, f"`{field}` require the model {settings.name!r}", "invalid_value", field)
 
     def work() -> Generator[Piece, None, None]:
         if retrieves:
-            wanted = request.retrieval
-            found = tenant.require_corpus().search(
-                _question(messages),
-                settings.top_k if wanted is None or wanted.top_k is None else wanted.top_k,
-                settings.around if wanted is None or wanted.around is None else wanted.around,
-            )
-            hits = _fitting(engine, settings, messages, found)
+            options = request.retrieval or Retrieval()
+            top_k = settings.top_k if options.top_k is None else options.top_k
+            around = settings.around if options.around is None else options.around
+            retrieved = tenant.require_corpus().search(_question(messages), top_k, around)
+            hits = _fitting(engine, settings, messages, retrieved)
             yield hits
+            texts = [hit.text for hit in hits]
         else:
-            given = [Document(text=each) if isinstance(each, str) else each for each in request.documents or ()]
-            hits = [Hit(each.text, each.id, 1.0) for each in given]
-        texts = [hit.text for hit in hits]
+            texts = [row.text if isinstance(row, Document) else row for row in request.documents or ()]
         if texts:
             place_context(messages, settings, texts)
         texts += request.chunks or []
-        each = _calls(call, request.num_choices())
-        yield from engine.stream_batch([messages] * len(each), each, documents=None if retrieves else texts)
+        calls = _calls(call, request.num_choices())
+        yield from engine.stream_batch([messages] * len(calls), calls, documents=None if retrieves else texts)
 
     return work
 
@@ -90,37 +86,16 @@ def completion_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenan
     calls = _calls(request.sampling(settings) | {"namespace": tenant.namespace}, request.num_choices())
 
     def work() -> Generator[Piece, None, None]:
-        each = calls * len(prompts)
-        yield from engine.stream_batch([prompt for prompt in prompts for _ in calls], each, documents=request.chunks)
+        repeated = [prompt for prompt in prompts for _ in calls]
+        yield from engine.stream_batch(repeated, calls * len(prompts), documents=request.chunks)
 
     return work
 
 
 def _calls(call: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return the arguments of several answers: with a seed, each has its own."""
+    """Return the arguments of `count` answers, with consecutive seeds if one is set."""
     seed = call["seed"]
     return [call | {"seed": None if seed is None else (seed + i) % (1 << 64)} for i in range(count)]
-
-
-def warm_work(
-    engine: BlendEngine, tenant: Tenant, chunks: NewChunks, is_left: Callable[[], bool]
-) -> Callable[[], Generator[WarmReport, None, None]]:
-    """Return the engine's work of encoding chunks. It ends after the portion in which `is_left` becomes true."""
-
-    def check(done: int, total: int) -> None:
-        if is_left():
-            raise ClientDisconnected
-
-    def work() -> Generator[WarmReport, None, None]:
-        yield engine.warm(
-            chunks.texts,
-            document=chunks.document,
-            sources=chunks.sources,
-            namespace=tenant.namespace,
-            progress=check,
-        )
-
-    return work
 
 
 def _fitting(engine: BlendEngine, settings: ServerSettings, messages: Messages, hits: Sequence[Hit]) -> list[Hit]:

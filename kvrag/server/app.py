@@ -6,17 +6,15 @@ import asyncio
 import base64
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from importlib.metadata import version
 from pathlib import PurePosixPath
 from typing import Annotated, Any, TypeVar
 
-import numpy as np
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
-from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import UploadFile
 from starlette.middleware.cors import CORSMiddleware
@@ -27,9 +25,10 @@ from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError
 from kvrag.retrieval.documents import Content
 from kvrag.server import page
-from kvrag.server.answers import chat_work, completion_work, respond, warm_work, while_connected
+from kvrag.server.admission import AdmissionQueue
+from kvrag.server.answers import chat_work, completion_work, respond, while_connected
 from kvrag.server.corpus import Corpus, check_id
-from kvrag.server.errors import ApiError, handle_errors, json_response
+from kvrag.server.errors import ApiError, ClientDisconnected, handle_errors, json_response
 from kvrag.server.guard import Guard
 from kvrag.server.response import ResponseBuilder
 from kvrag.server.responses import ResponsesBuilder, ResponsesRequest
@@ -44,6 +43,7 @@ from kvrag.server.schemas import (
 )
 from kvrag.server.settings import ServerSettings
 from kvrag.server.state import UPLOADS, State, Tenant
+from kvrag.types import WarmReport
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -115,12 +115,7 @@ async def embed(body: EmbeddingRequest, request: Request, state: Server, tenant:
         message = f"unknown embedder {body.model!r:.280}: this server has {corpus.embedder!r}"
         raise ApiError(404, message, "model_not_found", "model")
     inputs = body.inputs()
-
-    def work() -> Generator[tuple[NDArray[np.float32], int], None, None]:
-        yield corpus.embed(inputs)
-
-    pieces = state.answering.run(work, state.settings.timeout, tenant.namespace)
-    vectors, tokens = await while_connected(request, _only(pieces))
+    vectors, tokens = await _result(request, state.answering, lambda: corpus.embed(inputs))
     if body.dimensions not in (None, vectors.shape[1]):
         raise ApiError(400, f"dimensions must be {vectors.shape[1]}", "unsupported_value", "dimensions")
     as_text = body.encoding_format == "base64"
@@ -193,8 +188,8 @@ async def _json_body(schema: type[M], request: Request) -> M:
     try:
         return schema.model_validate(content)
     except ValidationError as error:
-        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
-        raise RequestValidationError(found, body=content) from None
+        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
+        raise RequestValidationError(problems, body=content) from None
 
 
 def _is_form(request: Request) -> bool:
@@ -208,15 +203,14 @@ async def _add_files(request: Request, state: State, tenant: Tenant) -> Response
         if not files or (isinstance(name, str) and len(files) > 1):
             message = "the form needs a field `file` with a file, or several of them without the field `id`"
             raise ApiError(400, message, "invalid_value", "file")
-        read = {}
+        contents = {}
         for file in files:
             document = name if isinstance(name, str) else file.filename or ""
             check_id(document)
-            read[document] = await _read_file(document, await file.read(), file.content_type or "", request, state)
-        for document, found in read.items():
-            statuses.append(await _add(corpus, document, found))
-    one_or_all = statuses[0] if len(statuses) == 1 else {"object": "list", "data": statuses}
-    return json_response(one_or_all, 202)
+            contents[document] = await _read_file(document, await file.read(), file.content_type or "", request, state)
+        for document, content in contents.items():
+            statuses.append(await _add(corpus, document, content))
+    return json_response(statuses[0] if len(statuses) == 1 else {"object": "list", "data": statuses}, 202)
 
 
 @asynccontextmanager
@@ -242,35 +236,33 @@ async def upload_document(document: str, request: Request, state: Server, tenant
     if _is_form(request):
         raise ApiError(400, "send forms to POST /v1/corpus, and a file alone to this path", "invalid_value")
     async with _uploading(tenant):
-        content = await request.body()
-        found = await _read_file(document, content, request.headers.get("content-type", ""), request, state)
-    return json_response(await _add(corpus, document, found), 202)
+        media_type = request.headers.get("content-type", "")
+        content = await _read_file(document, await request.body(), media_type, request, state)
+    return json_response(await _add(corpus, document, content), 202)
 
 
-async def _add(corpus: Corpus, document: str, found: Content) -> dict[str, Any]:
+async def _add(corpus: Corpus, document: str, content: Content) -> dict[str, Any]:
     """Queue a file to be encoded; return its status and what was skipped in it."""
-    status = await asyncio.to_thread(corpus.add, document, found.texts, found.pages)
-    return status.to_dict() | {"problems": [problem.to_dict() for problem in found.problems]}
+    status = await asyncio.to_thread(corpus.add, document, content.texts, content.pages)
+    return status.to_dict() | {"problems": [problem.to_dict() for problem in content.problems]}
 
 
 async def _read_file(document: str, content: bytes, media_type: str, request: Request, state: State) -> Content:
     """Read a file, by the document's suffix or the media type."""
-    tenant = _tenant(request)
-    corpus, kind = tenant.require_corpus(), PurePosixPath(document).suffix.lower()
+    corpus, kind = _tenant(request).require_corpus(), PurePosixPath(document).suffix.lower()
     if kind not in (*_KINDS.values(), ".htm"):
         kind = _KINDS.get(media_type.partition(";")[0].strip().lower(), ".txt")
 
-    def work() -> Generator[Content, None, None]:
+    def work() -> Content:
         try:
-            found = corpus.read(document, kind, content)
+            parsed = corpus.read(document, kind, content)
         except KvragError as error:
             raise ApiError(400, f"{document} cannot be read: {error}", "unreadable_document") from error
-        if not found.texts:
-            raise ApiError(400, "; ".join(map(str, found.problems[:3])), "unreadable_document")
-        yield found
+        if not parsed.texts:
+            raise ApiError(400, "; ".join(map(str, parsed.problems[:3])), "unreadable_document")
+        return parsed
 
-    pieces = state.reading.run(work, state.settings.timeout, tenant.namespace)
-    return await while_connected(request, _only(pieces))
+    return await _result(request, state.reading, work)
 
 
 @router.get("/v1/corpus")
@@ -278,10 +270,10 @@ async def list_documents(
     tenant: Caller, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000, after: str = ""
 ) -> Response:
     """List the documents by id, with the progress of unfinished ones."""
-    found = await asyncio.to_thread(tenant.require_corpus().statuses)
-    rest = [status for status in found if status.id > after]
+    statuses = await asyncio.to_thread(tenant.require_corpus().statuses)
+    rest = [status for status in statuses if status.id > after]
     data = [status.to_dict() for status in rest[:limit]]
-    return json_response({"object": "list", "data": data, "has_more": len(rest) > limit, "total": len(found)})
+    return json_response({"object": "list", "data": data, "has_more": len(rest) > limit, "total": len(statuses)})
 
 
 @router.get("/v1/corpus/{document:path}")
@@ -301,21 +293,29 @@ async def delete_document(document: str, tenant: Caller) -> Response:
 @router.post("/v1/chunks")
 async def warm_chunks(body: NewChunks, request: Request, state: Server, tenant: Caller) -> Response:
     """Encode the chunks that the store lacks, and return the report. They are not retrieved by the -rag model."""
-    left = threading.Event()
-    work = warm_work(state.engine, tenant, body, left.is_set)
-    pieces = state.answering.run(work, state.settings.timeout, tenant.namespace)
+    abandoned = threading.Event()
+
+    def check(done: int, total: int) -> None:
+        if abandoned.is_set():  # ends the encoding after the current portion
+            raise ClientDisconnected
+
+    def work() -> WarmReport:
+        return state.engine.warm(
+            body.texts, document=body.document, sources=body.sources, namespace=tenant.namespace, progress=check
+        )
+
     try:
-        report = await while_connected(request, _only(pieces))
+        report = await _result(request, state.answering, work)
     finally:
-        left.set()
+        abandoned.set()
     return json_response(report.to_dict())
 
 
 @router.get("/v1/chunks")
 async def list_chunks(state: Server, tenant: Caller, prefix: str = "") -> Response:
     """Return the names of the documents that start with `prefix` and have chunks, sorted."""
-    found = await asyncio.to_thread(state.engine.documents, prefix, namespace=tenant.namespace)
-    return json_response({"documents": found})
+    documents = await asyncio.to_thread(state.engine.documents, prefix, namespace=tenant.namespace)
+    return json_response({"documents": documents})
 
 
 @router.delete("/v1/chunks/{document:path}")
@@ -357,10 +357,14 @@ async def metrics(tenant: Caller) -> Response:
     return Response(tenant.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _only(pieces: AsyncGenerator[T, None]) -> T:
-    """Return the only item."""
-    async with aclosing(pieces):
-        return await anext(pieces)
+async def _result(request: Request, queue: AdmissionQueue, work: Callable[[], T]) -> T:
+    """Run work in a thread once the queue admits it, while the client is connected; return its result."""
+
+    def results() -> Generator[T, None, None]:
+        yield work()
+
+    async with aclosing(queue.run(results, _state(request).settings.timeout, request.state.namespace)) as pieces:
+        return await while_connected(request, anext(pieces))
 
 
 def _name_models(app: FastAPI, state: State) -> None:
@@ -413,9 +417,8 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
     _name_models(app, state)
     app.add_middleware(Guard, settings=settings)
     if settings.hosts and not settings.api_keys:
-        hosts = [
-            f"[{host}]" if ":" in host else host for host in settings.hosts
-        ]  # IPv6 addresses need brackets, as in URLs
+        # IPv6 addresses need brackets, as in URLs
+        hosts = [f"[{host}]" if ":" in host else host for host in settings.hosts]
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     if settings.origins:
         app.add_middleware(

@@ -153,8 +153,7 @@ class Corpus:
             ApiError: 404 if the document does not exist.
         """
         with self._changed:
-            if not self._status(document).status:
-                raise _unknown(document)
+            self.status(document)  # raises if it does not exist
             self._put("drop", document)
             self._index.remove(document)
 
@@ -165,20 +164,20 @@ class Corpus:
             ApiError: 404 if the document does not exist.
         """
         with self._changed:
-            if not (found := self._status(document)).status:
+            if not (status := self._status(document)).status:
                 raise _unknown(document)
-            return found
+            return status
 
     def statuses(self) -> list[Status]:
         """Return the status of all documents, sorted by id."""
         with self._changed:
             counts, tokens = self._index.counts(), self._engine.store.count_tokens(namespace=self.namespace)
             latest = {task.document: task for task in self._tasks.values()}
-            found = (
+            statuses = (
                 self._status_of(name, latest.get(name), counts.get(name, 0), tokens.get(name, 0))
-                for name in {*counts, *latest}
+                for name in sorted({*counts, *latest} - {""})
             )
-            return sorted((status for status in found if status.status and status.id), key=lambda status: status.id)
+            return [status for status in statuses if status.status]
 
     def search(self, question: str, top_k: int, around: int) -> list[Hit]:
         """Return the chunks nearest to a question.
@@ -207,7 +206,7 @@ class Corpus:
         Raises:
             SettingError: Token ids are not those of the embedder's tokenizer.
         """
-        texts = [each if isinstance(each, str) else self._index.decode(each) for each in inputs]
+        texts = [text if isinstance(text, str) else self._index.decode(text) for text in inputs]
         return self._index.embed(texts), self._index.count_tokens(texts)
 
     @property
@@ -232,7 +231,7 @@ class Corpus:
             self._lock_file.close()  # releases the lock
 
     def adopt(self) -> None:
-        """Queue what servers that have gone left in folders beside this one; newer tasks for a document win."""
+        """Queue unfinished tasks of stopped servers in sibling folders; this server's tasks take precedence."""
         for folder in self._folder.parent.glob("corpus*/"):
             if folder == self._folder or not any(folder.glob("*.json")):
                 continue
@@ -401,5 +400,5 @@ def _tasks_in(folder: Path) -> dict[int, CorpusTask]:
 
 
 def _read_task(path: Path) -> CorpusTask:
-    kept = json.loads(path.read_text())
-    return CorpusTask(**{**kept, "texts": tuple(kept["texts"]), "pages": tuple(kept.get("pages", ()))})
+    fields = json.loads(path.read_text())
+    return CorpusTask(**{**fields, "texts": tuple(fields["texts"]), "pages": tuple(fields.get("pages", ()))})

@@ -94,15 +94,8 @@ def error_response(error: Exception) -> Response:
     return json_response(content, status, headers)
 
 
-_TYPES = {
-    "bool": "a boolean",
-    "dict": "an object",
-    "float": "a decimal",
-    "int": "an integer",
-    "list": "an array",
-    "model": "an object",
-    "string": "a string",
-}
+_TYPES = {"bool": "a boolean", "dict": "an object", "float": "a decimal", "int": "an integer", "list": "an array"}
+_EXPECTED = {**_TYPES, "model": "an object", "string": "a string"}  # pydantic's names
 _BOUNDS = {
     "greater_than": ("below_min", "below minimum", "> {gt}"),
     "greater_than_equal": ("below_min", "below minimum", ">= {ge}"),
@@ -113,32 +106,32 @@ _BOUNDS = {
 
 def _invalid(error: RequestValidationError, is_json: bool) -> ApiError:
     """Return the error for an invalid request, in OpenAI's words."""
-    # a value that may have several types has an error for each; the one that is not about the type says more
-    found = min(error.errors(), key=lambda each: each["type"].endswith("_type"))
-    kind, given, about = found["type"], found.get("input"), found.get("ctx", {})
+    # a value that may have several types has an error for each; one that is not about the type says more
+    problem = min(error.errors(), key=lambda row: row["type"].endswith("_type"))
+    kind, value, context = problem["type"], problem.get("input"), problem.get("ctx", {})
     if kind == "json_invalid":
         return ApiError(400, "the body is not valid JSON", "invalid_json")
-    names = found["loc"][1:]  # the first one is "body", "query" or "path"
+    names = problem["loc"][1:]  # the first one is "body", "query" or "path"
     if not names and not is_json:
         message = "the body must be JSON: set the header Content-Type: application/json"
         return ApiError(400, message, "invalid_json")
     param = _place(names, error.body) or str(names[0] if names else "body")
-    number = "integer" if isinstance(given, int) else "decimal"
+    number = "integer" if isinstance(value, int) else "decimal"
     if kind == "missing":
         return ApiError(400, f"Missing required parameter: '{param}'.", "missing_required_parameter", param)
     if kind == "extra_forbidden":
         return ApiError(400, f"Unknown parameter: '{param}'.", "unknown_parameter", param)
     if kind == "literal_error":
-        message = f"Invalid value for '{param}': {given!r:.80}. Supported values are: {about['expected']}."
+        message = f"Invalid value for '{param}': {value!r:.80}. Supported values are: {context['expected']}."
         return ApiError(400, message, "invalid_value", param)
     if kind in _BOUNDS:
         code, word, bound = _BOUNDS[kind]
-        expected = f"Expected a value {bound.format(**about)}, but got {given} instead."
+        expected = f"Expected a value {bound.format(**context)}, but got {value} instead."
         return ApiError(400, f"Invalid '{param}': {number} {word} value. {expected}", f"{number}_{code}_value", param)
-    if wanted := _TYPES.get(kind.removesuffix("_type")):
-        message = f"Invalid type for '{param}': expected {wanted}, but got {_type_name(given)} instead."
+    if type_name := _EXPECTED.get(kind.removesuffix("_type")):
+        message = f"Invalid type for '{param}': expected {type_name}, but got {_type_name(value)} instead."
         return ApiError(400, message, "invalid_type", param)
-    return ApiError(400, f"Invalid '{param}': {found['msg']}.", "invalid_value", param)
+    return ApiError(400, f"Invalid '{param}': {problem['msg']}.", "invalid_value", param)
 
 
 def _place(names: Sequence[str | int], body: Any) -> str:
@@ -153,8 +146,7 @@ def _place(names: Sequence[str | int], body: Any) -> str:
 
 
 def _type_name(value: Any) -> str:
-    names = {bool: "a boolean", dict: "an object", float: "a decimal", int: "an integer", list: "an array"}
-    return "null" if value is None else names.get(type(value), "a string")
+    return "null" if value is None else _TYPES.get(type(value).__name__, "a string")
 
 
 def handle_errors(app: FastAPI) -> None:

@@ -60,14 +60,13 @@ class Guard:
     def _check_sender(self, headers: Headers) -> str:
         """Return the sender's namespace; raise an error for a wrong key or origin."""
         if self._settings.api_keys:
-            given = headers.get("authorization", "").removeprefix("Bearer ").encode()
+            secret = headers.get("authorization", "").removeprefix("Bearer ").encode()
             # compare every key, so that the timing reveals nothing
-            found = [key for key in self._settings.api_keys if hmac.compare_digest(given, key.secret.encode())]
-            if not found:
-                raise ApiError(
-                    401, "missing or wrong API key: send it as 'Authorization: Bearer KEY'", "invalid_api_key"
-                )
-            return found[0].namespace
+            matching = [key for key in self._settings.api_keys if hmac.compare_digest(secret, key.secret.encode())]
+            if not matching:
+                message = "missing or wrong API key: send it as 'Authorization: Bearer KEY'"
+                raise ApiError(401, message, "invalid_api_key")
+            return matching[0].namespace
         # without keys, any web page in a local browser could send requests
         origin = headers.get("origin")
         if origin is not None and not {"*", origin} & set(self._settings.origins) and not self._is_own(headers):

@@ -48,7 +48,7 @@ class Builder(Protocol):
 
 @dataclass
 class Choice:
-    """One answer of a response, as far as it is built.
+    """The part of one answer that has been generated.
 
     Attributes:
         is_chat: White space before the text is dropped.
@@ -84,7 +84,7 @@ class Choice:
 
     @property
     def finish_reason(self) -> str | None:
-        """OpenAI's finish reason; None if the answer goes on."""
+        """OpenAI's finish reason; None while the answer is incomplete."""
         if self.report is None:
             return None
         return "length" if self.is_cut_off else "tool_calls" if self.calls else "stop"
@@ -144,14 +144,14 @@ class ResponseBuilder:
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.report is not None
         choice.offset = 0
-        made: dict[str, Any] = {"index": index, "logprobs": self._logprobs(choice.logprobs, choice)}
-        made |= {"finish_reason": choice.finish_reason, "kvrag": choice.report.to_dict()}
+        body: dict[str, Any] = {"index": index, "logprobs": self._logprobs(choice.logprobs, choice)}
+        body |= {"finish_reason": choice.finish_reason, "kvrag": choice.report.to_dict()}
         if not self._is_chat:
-            return made | {"text": choice.text}
+            return body | {"text": choice.text}
         calls = [_call(call) for call in choice.calls]
         content = None if calls and not choice.text else choice.text
         message = {"role": "assistant", "content": content, "refusal": None}
-        return made | {"message": {**message, "tool_calls": calls} if calls else message}
+        return body | {"message": {**message, "tool_calls": calls} if calls else message}
 
     def _content(self, delta: Delta) -> Any:
         if not self._is_chat:
@@ -166,15 +166,15 @@ class ResponseBuilder:
         if self.request.num_logprobs() is None:
             return None
         if self._is_chat:
-            return {"content": [openai_logprob(each, self._token_text) for each in logprobs], "refusal": None}
-        texts = [self._token_text(each.token)[0] for each in logprobs]
-        top = [{self._token_text(token)[0]: value for token, value in each.top} for each in logprobs]
+            return {"content": [openai_logprob(row, self._token_text) for row in logprobs], "refusal": None}
+        texts = [self._token_text(row.token)[0] for row in logprobs]
+        top = [{self._token_text(token)[0]: value for token, value in row.top} for row in logprobs]
         *starts, choice.offset = accumulate(map(len, texts), initial=choice.offset)
-        values = [each.logprob for each in logprobs]
+        values = [row.logprob for row in logprobs]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": starts}
 
     def _usage(self) -> dict[str, Any]:
-        # the choices of one prompt follow each other, and its first answer tells what was cached
+        # the choices of one prompt follow each other, and the report of its first answer has the cached tokens
         return openai_usage([choice for _, choice in sorted(self._choices.items())], self.request.num_choices())
 
     @property
@@ -220,14 +220,14 @@ def openai_usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, Any]:
     }
 
 
-def openai_logprob(known: TokenLogprob, token_text: TokenText) -> dict[str, Any]:
+def openai_logprob(row: TokenLogprob, token_text: TokenText) -> dict[str, Any]:
     """Return a token's log probability in the form of chats and responses."""
 
     def entry(token: int, value: float) -> dict[str, Any]:
         text, content = token_text(token)
         return {"token": text, "logprob": value, "bytes": list(content)}
 
-    return entry(known.token, known.logprob) | {"top_logprobs": [entry(token, value) for token, value in known.top]}
+    return entry(row.token, row.logprob) | {"top_logprobs": [entry(token, value) for token, value in row.top]}
 
 
 def _fragment(piece: CallPiece) -> dict[str, Any]:

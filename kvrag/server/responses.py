@@ -11,15 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvrag.retrieval.index import Hit
 from kvrag.server.errors import ApiError
-from kvrag.server.response import (
-    Choice,
-    Event,
-    Piece,
-    TokenText,
-    citations,
-    openai_logprob,
-    openai_usage,
-)
+from kvrag.server.response import Choice, Event, Piece, TokenText, citations, openai_logprob, openai_usage
 from kvrag.server.schemas import ChatRequest, Common, Contextual, Effort, Request, Verbosity
 from kvrag.types import CallPiece, Delta, InvalidCall, Messages, ToolCall
 
@@ -69,7 +61,7 @@ class TextOptions(Request):
 
 
 class Reasoning(_Sent):
-    """OpenAI's `reasoning`; summaries are not made."""
+    """OpenAI's `reasoning`; summaries are not supported."""
 
     effort: Effort | None = None
 
@@ -135,23 +127,24 @@ class ResponsesRequest(Common, Contextual):
         for number, item in enumerate(items):
             place = f"input[{number}]"
             if item.type == "message":
-                content = _text(_given(item.content, f"{place}.content"))
-                messages.append({"role": _given(item.role, f"{place}.role"), "content": content})
+                content = _text(_required(item.content, f"{place}.content"))
+                messages.append({"role": _required(item.role, f"{place}.role"), "content": content})
             elif item.type == "function_call":
-                name, arguments = _given(item.name, f"{place}.name"), _given(item.arguments, f"{place}.arguments")
+                name, arguments = _required(item.name, f"{place}.name"), _required(item.arguments, f"{place}.arguments")
                 call = {"type": "function", "id": item.call_id, "function": {"name": name, "arguments": arguments}}
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": None})
                 messages[-1].setdefault("tool_calls", []).append(call)
             elif item.type == "function_call_output":
-                said = {"role": "tool", "content": _text(_given(item.output, f"{place}.output"), "\n")}
-                messages.append(said | {"tool_call_id": _given(item.call_id, f"{place}.call_id")})
+                content = _text(_required(item.output, f"{place}.output"), "\n")
+                call_id = _required(item.call_id, f"{place}.call_id")
+                messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
         if not messages:
             raise ApiError(400, "the input contains no message", "invalid_value", "input")
         return messages
 
 
-def _given(value: Any, place: str) -> Any:
+def _required(value: Any, place: str) -> Any:
     if value is None:
         raise ApiError(400, f"Missing required parameter: '{place}'.", "missing_required_parameter", place)
     return value
@@ -192,8 +185,8 @@ class ResponsesBuilder:
         shown = self._choice.add(piece[1])
         if shown.text:
             events += self._add_text(shown)
-        for each in shown.call_pieces:
-            events += self._add_arguments(each)
+        for fragment in shown.call_pieces:
+            events += self._add_arguments(fragment)
         ended: list[ToolCall | InvalidCall] = [*shown.tool_calls, *shown.invalid_calls]
         for call in ended:
             events += self._close_call(call)
@@ -211,10 +204,10 @@ class ResponsesBuilder:
     def error_events(self, content: dict[str, Any]) -> Sequence[Event]:
         """See Builder."""
         error = content["error"]
-        known = {name: error[name] for name in ("code", "message", "param")}
+        details = {name: error[name] for name in ("code", "message", "param")}
         failed = {"code": "server_error", "message": error["message"]}  # one of the few codes that OpenAI's schema has
         body = self._body() | {"status": "failed", "error": failed}
-        return self._event("error", **known), self._event("response.failed", response=body)
+        return self._event("error", **details), self._event("response.failed", response=body)
 
     def whole(self) -> dict[str, Any]:
         """See Builder."""
@@ -271,7 +264,7 @@ class ResponsesBuilder:
         part = self._message["content"][0]
         new = self._choice.logprobs[self._num_logprobs :] if self._has_logprobs else []
         self._num_logprobs += len(new)
-        logprobs = [openai_logprob(each, self._token_text) for each in new]
+        logprobs = [openai_logprob(row, self._token_text) for row in new]
         part["text"] += delta.text
         part["logprobs"] += logprobs
         return *opened, self._part_event("output_text.delta", delta=delta.text, logprobs=logprobs)

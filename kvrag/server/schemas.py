@@ -129,14 +129,13 @@ class AnswerFields(Common):
         Raises:
             ApiError, SettingError: A value is out of range.
         """
-        wanted = self.longest() or settings.max_tokens
-        if wanted > settings.token_limit:
-            message = f"{wanted} tokens exceed this server's limit of {settings.token_limit}: request fewer"
+        max_tokens = self.longest() or settings.max_tokens
+        if max_tokens > settings.token_limit:
+            message = f"{max_tokens} tokens exceed this server's limit of {settings.token_limit}: request fewer"
             raise ApiError(400, message, "invalid_value", "max_tokens")
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         format_ = self.response_format
         return {
-            "max_new_tokens": wanted,
+            "max_new_tokens": max_tokens,
             "temperature": settings.temperature if self.temperature is None else self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -146,7 +145,7 @@ class AnswerFields(Common):
             "logit_bias": {int(token): value for token, value in (self.logit_bias or {}).items()} or None,
             "logprobs": self.num_logprobs(),
             "seed": None if self.seed is None else self.seed % (1 << 64),  # OpenAI allows negative seeds
-            "stop": stop,
+            "stop": [self.stop] if isinstance(self.stop, str) else self.stop or [],
             "ratio": self.ratio,
             "policy": self.policy,
             "controller": self.controller,
@@ -171,13 +170,14 @@ class Message(BaseModel):
 
     def plain(self) -> dict[str, Any]:
         """Return the message in the form of chat templates."""
-        said: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
-        said["content"] = self.content or ""
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self.content or ""}
         if self.tool_calls:
-            said["tool_calls"] = self.tool_calls
+            message["tool_calls"] = self.tool_calls
         if self.role == "tool":
-            said |= {name: value for name in ("tool_call_id", "name") if (value := getattr(self, name)) is not None}
-        return said
+            names = {"tool_call_id": self.tool_call_id, "name": self.name}
+            message |= {name: value for name, value in names.items() if value is not None}
+        return message
 
 
 class ChatRequest(AnswerFields, Contextual):
@@ -207,9 +207,9 @@ class ChatRequest(AnswerFields, Contextual):
 
     def template(self) -> dict[str, Any]:
         """Return the variables for the chat template."""
-        given = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        variables = self.chat_template_kwargs
-        return given | ({} if variables is None else variables.model_dump(exclude_none=True))
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        variables = self.chat_template_kwargs or TemplateVariables()
+        return effort | variables.model_dump(exclude_none=True)
 
     def longest(self) -> int | None:
         """See AnswerFields.longest."""
@@ -237,15 +237,19 @@ class CompletionRequest(AnswerFields):
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts: texts or token ids."""
-        prompts: list[Any] = [self.prompt] if isinstance(self.prompt, str) else list(self.prompt)
-        if prompts and isinstance(prompts[0], int):
-            prompts = [prompts]
+        prompts = _as_list(self.prompt)
         if not prompts or not all(prompts):
             raise ApiError(400, "the prompt is empty: send a text or token ids", "invalid_value", "prompt")
         if len(prompts) * self.num_choices() > _MOST_CHOICES:
             message = f"{len(prompts)} prompts with n={self.num_choices()} exceed {_MOST_CHOICES} answers per request"
             raise ApiError(400, f"{message}: send several requests", "invalid_value", "prompt")
         return prompts
+
+
+def _as_list(texts: str | list[str] | list[int] | list[list[int]]) -> list[Any]:
+    """Return a list of texts or lists of token ids; a single one becomes a list of one."""
+    is_single = isinstance(texts, str) or (texts and isinstance(texts[0], int))
+    return [texts] if is_single else list(texts)
 
 
 class TokenizeRequest(Request):
@@ -276,9 +280,7 @@ class EmbeddingRequest(Request):
 
     def inputs(self) -> list[str | list[int]]:
         """Return the texts to embed; texts may be token ids."""
-        inputs: list[Any] = [self.input] if isinstance(self.input, str) else list(self.input)
-        if inputs and isinstance(inputs[0], int):
-            inputs = [inputs]
+        inputs = _as_list(self.input)
         if not 1 <= len(inputs) <= 2048 or not all(inputs):
             raise ApiError(400, "input must be 1 to 2048 non-empty texts or lists of ids", "invalid_value", "input")
         return inputs

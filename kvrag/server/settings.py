@@ -74,16 +74,8 @@ class ServerSettings:
     max_pending: int = 256
 
     def __post_init__(self) -> None:
-        least = {
-            "top_k": 1,
-            "max_tokens": 1,
-            "token_limit": self.max_tokens,
-            "concurrency": 1,
-            "max_body": 1,
-            "max_upload": 1,
-            "max_pending": 1,
-        }
-        for name, bound in {**least, "around": 0, "queue": 0}.items():
+        least = dict.fromkeys(("top_k", "max_tokens", "concurrency", "max_body", "max_upload", "max_pending"), 1)
+        for name, bound in {**least, "token_limit": self.max_tokens, "around": 0, "queue": 0}.items():
             if getattr(self, name) < bound:
                 raise SettingError(f"{name} must be at least {bound}, got {getattr(self, name)}")
         if not 0 < self.timeout < float("inf"):

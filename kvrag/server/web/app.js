@@ -27,7 +27,7 @@ class ServerError extends Error {
 
 const headers = () => (key ? { Authorization: `Bearer ${key}` } : {});
 
-/** Send a request; an error response becomes a ServerError with the server's own message. */
+/** Send a request; throw a ServerError with the server's message for an error response. */
 async function call(path, options = {}) {
   for (;;) {
     let response;
@@ -46,8 +46,8 @@ async function call(path, options = {}) {
 
 async function failure(response) {
   const body = await response.json().catch(() => null);
-  const said = body?.error?.message ?? `The server answered with status ${response.status}.`;
-  return new ServerError(said, response.status, body?.error?.code);
+  const message = body?.error?.message ?? `The server answered with status ${response.status}.`;
+  return new ServerError(message, response.status, body?.error?.code);
 }
 
 let asking = null; // the open dialog: several requests may need the key at once
@@ -95,10 +95,10 @@ async function stream(body, signal, onEvent) {
 // ---------------------------------------------------------------- documents
 
 const path = (name) => `v1/corpus/${name.split("/").map(encodeURIComponent).join("/")}`;
-const isPending = (one) => one.status === "queued" || one.status === "encoding";
+const isPending = (doc) => doc.status === "queued" || doc.status === "encoding";
 const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
-/** Read the list of documents, again and again while any of them is being encoded. */
+/** Read the list of documents, and repeat this while any of them is being encoded. */
 async function refresh() {
   documents = (await (await call("v1/corpus?limit=10000")).json()).data;
   showDocuments();
@@ -112,22 +112,22 @@ async function refresh() {
 }
 
 function showDocuments() {
-  const listed = new Map(documents.map((one) => [one.id, one]));
+  const listed = new Map(documents.map((doc) => [doc.id, doc]));
   const rows = [...uploads].filter(([name]) => !isPending(listed.get(name) ?? {})).map(([name, state]) => {
     if (typeof state === "string") return row(name, state, null, true);
     return row(name, `uploading, ${Math.round(100 * state)} %`, state);
   });
-  for (const one of documents) {
-    if (uploads.has(one.id) && !isPending(one)) continue;
-    const share = one.tokens ? one.tokens_done / one.tokens : null;
-    const said = {
-      ready: count(one.chunks, "chunk"),
+  for (const doc of documents) {
+    if (uploads.has(doc.id) && !isPending(doc)) continue;
+    const share = doc.tokens ? doc.tokens_done / doc.tokens : null;
+    const status = {
+      ready: count(doc.chunks, "chunk"),
       queued: "waiting",
       encoding: share === null ? "encoding" : `encoding, ${Math.round(100 * share)} %`,
-      failed: one.error,
+      failed: doc.error,
     };
-    const item = row(one.id, said[one.status], one.status === "encoding" ? share : null, one.status === "failed");
-    item.append(...(problems.get(one.id) ?? []).map((text) => element("span", "status problem", text)));
+    const item = row(doc.id, status[doc.status], doc.status === "encoding" ? share : null, doc.status === "failed");
+    item.append(...(problems.get(doc.id) ?? []).map((text) => element("span", "status problem", text)));
     rows.push(item);
   }
   $("documents").replaceChildren(...rows);
@@ -158,7 +158,7 @@ function row(name, status, share, failed = false) {
 
 async function drop(name, button) {
   button.disabled = true;
-  const known = documents.some((one) => one.id === name);
+  const known = documents.some((doc) => doc.id === name);
   uploads.delete(name);
   problems.delete(name);
   try {
@@ -169,14 +169,14 @@ async function drop(name, button) {
   await refresh();
 }
 
-/** Upload [name, content] pairs, one after the other. */
+/** Upload [name, content] pairs sequentially. */
 async function add(named) {
   for (const [name] of named) uploads.set(name, 0);
   showDocuments();
   for (const [name, content] of named) {
     try {
-      const found = (await send(name, content)).problems;
-      problems.set(name, found.map((one) => (one.line === null ? one.message : `line ${one.line}: ${one.message}`)));
+      const skipped = (await send(name, content)).problems;
+      problems.set(name, skipped.map(({ line, message }) => (line === null ? message : `line ${line}: ${message}`)));
       uploads.delete(name);
     } catch (error) {
       uploads.set(name, error.message.replace(`${name}: `, "")); // the row begins with the name
@@ -206,7 +206,7 @@ function send(name, content) {
   });
 }
 
-/** Wait until at least one document can be retrieved and none is being encoded. */
+/** Wait until a document can be retrieved and no document is being encoded. */
 async function ready(say, signal) {
   for (;;) {
     await refresh();
@@ -216,7 +216,7 @@ async function ready(say, signal) {
     await new Promise((resolve) => setTimeout(resolve, POLL_MS));
     signal.throwIfAborted();
   }
-  if (!documents.some((one) => one.chunks)) {
+  if (!documents.some((doc) => doc.chunks)) {
     throw new ServerError("There are no documents yet: add one under Documents, or load the sample documents.", 0);
   }
 }
@@ -234,14 +234,14 @@ async function ask(question) {
   try {
     if (models.rag) await ready(blend.say, busy.signal);
     const messages = [
-      ...(samples.is_chat ? turns.slice(-KEPT_TURNS) : []).flatMap((one) => [
-        { role: "user", content: `Question: ${one.question}` },
-        { role: "assistant", content: one.answer },
+      ...(samples.is_chat ? turns.slice(-KEPT_TURNS) : []).flatMap((turn) => [
+        { role: "user", content: `Question: ${turn.question}` },
+        { role: "assistant", content: turn.answer },
       ]),
       { role: "user", content: question },
     ];
     const body = { model: models.rag || models.plain, messages };
-    const first = await answer(blend, body, busy.signal, (found) => showSources(turn, found));
+    const first = await answer(blend, body, busy.signal, (hits) => showSources(turn, hits));
     turns.push({ question, answer: first.text });
     if ($("race").checked) {
       const full = lane(turn, "Full prefill", "full");
@@ -363,7 +363,7 @@ function judge(turn, blend, first, full, second) {
 }
 
 const ratio = (blend, full) =>
-  blend < full ? `First word ${(full / blend).toFixed(1)}x sooner` : `Full prefill was sooner, ${(blend / full).toFixed(1)}x`;
+  blend < full ? `First token ${(full / blend).toFixed(1)}x faster` : `Full prefill was ${(blend / full).toFixed(1)}x faster`;
 
 function showScore() {
   $("score").hidden = !races.length;
@@ -377,25 +377,25 @@ function showScore() {
     `same answer to ${same} of ${races.length}`;
 }
 
-function sourceName(one) {
-  if (!one.pages) return one.document;
-  const [first, last] = one.pages;
-  return `${one.document} (${first === last ? `page ${first}` : `pages ${first}-${last}`})`;
+function sourceName(hit) {
+  if (!hit.pages) return hit.document;
+  const [first, last] = hit.pages;
+  return `${hit.document} (${first === last ? `page ${first}` : `pages ${first}-${last}`})`;
 }
 
-function showSources(turn, found) {
+function showSources(turn, hits) {
   const box = turn.querySelector(".sources");
-  box.hidden = !found.length;
-  const names = [...new Set(found.map((one) => one.document))];
+  box.hidden = !hits.length;
+  const names = [...new Set(hits.map((hit) => hit.document))];
   const others = names.length > NAMED + 1 ? ` and ${names.length - NAMED} other documents` : "";
   const named = (others ? names.slice(0, NAMED) : names).join(", ");
-  box.querySelector("summary").textContent = `${count(found.length, "passage")} from ${named}${others}`;
-  box.querySelector("ol").replaceChildren(...found.map((one) => {
+  box.querySelector("summary").textContent = `${count(hits.length, "chunk")} from ${named}${others}`;
+  box.querySelector("ol").replaceChildren(...hits.map((hit) => {
     const item = element("li");
     const details = element("details");
-    const summary = element("summary", "", `${sourceName(one)} `);
-    summary.append(element("span", "", one.text.replace(/\s+/g, " ").slice(0, 90)));
-    details.append(summary, element("p", "", one.text));
+    const summary = element("summary", "", `${sourceName(hit)} `);
+    summary.append(element("span", "", hit.text.replace(/\s+/g, " ").slice(0, 90)));
+    details.append(summary, element("p", "", hit.text));
     item.append(details);
     return item;
   }));
@@ -404,10 +404,10 @@ function showSources(turn, found) {
 // ---------------------------------------------------------------- the page
 
 function element(tag, name = "", text = "") {
-  const made = document.createElement(tag);
-  if (name) made.className = name;
-  if (text) made.textContent = text;
-  return made;
+  const created = document.createElement(tag);
+  if (name) created.className = name;
+  if (text) created.textContent = text;
+  return created;
 }
 
 /** Scroll to the end, unless the reader has scrolled up. */
@@ -464,7 +464,7 @@ function listen() {
     showDocuments();
   });
   $("run-all").addEventListener("click", async () => {
-    // each on its own, so that every prompt holds the same number of passages and nothing else
+    // without earlier turns, so that every prompt contains the same number of chunks and nothing else
     for (const question of samples.questions) {
       turns = [];
       if (!(await ask(question))) return;
@@ -490,7 +490,7 @@ async function start() {
   document.documentElement.dataset.theme = localStorage.getItem("kvrag-theme") ?? (dark ? "dark" : "light");
   listen();
   try {
-    const names = (await (await call("v1/models")).json()).data.map((one) => one.id);
+    const names = (await (await call("v1/models")).json()).data.map((model) => model.id);
     models.plain = names[0];
     models.rag = names.find((name) => name === `${names[0]}-rag`) ?? "";
     $("model").textContent = models.plain;

@@ -116,7 +116,7 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     page.click(".sources li:first-child summary")
     assert page.locator(".sources li").count() == 5
     named = page.inner_text(".sources > summary")
-    assert re.fullmatch(r"5 passages from \S+, \S+, \S+ and 2 other documents", named)
+    assert re.fullmatch(r"5 chunks from \S+, \S+, \S+ and 2 other documents", named)
     assert page.is_hidden("#tiny")  # the note about the bundled model
     assert page.inner_text(".sources li:first-child p") in "".join(sample.HANDBOOK.documents().values())
     assert [body.get("policy") for body in asked] == [None, "full"]

@@ -1,4 +1,4 @@
-"""`kvrag bench quality`: metrics by hand, the grid, what a killed run leaves, and every bad input."""
+"""`kvrag bench quality`: metrics by hand, the grid, resuming a killed run, and bad input."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,11 @@ import pytest
 import torch
 from families import build
 
-from kvrag import KvragError, Model, SettingError
+from kvrag import BlendConfig, BlendEngine, KvragError, Model, Sampling
 from kvrag.bench import quality
-from kvrag.bench.datasets import Row, file_rows, rechunk
-from kvrag.bench.grid import RIGHT, Setup, make_cells, split_policies
-from kvrag.bench.metrics import Bootstrap, divergence, exact_match, normalise, rouge_l, token_f1
+from kvrag.bench.datasets import Row, file_rows
+from kvrag.bench.grid import RIGHT, Setup, make_cells
+from kvrag.bench.metrics import Bootstrap, divergence, exact_match, normalise, token_f1
 from kvrag.cli import quality as command
 from kvrag.cli.main import main
 from kvrag.control.calibrate import wilson
@@ -53,20 +52,6 @@ def test_answers_are_normalised_as_for_squad() -> None:
 )
 def test_f1_by_hand(text: str, answers: list[str], f1: float) -> None:
     assert token_f1(text, answers) == pytest.approx(f1)
-
-
-@pytest.mark.parametrize(
-    ("text", "rouge"),  # the examples of Lin, 2004, section 3
-    [
-        ("police kill the gunman", 3 / 4),
-        ("the gunman kill police", 2 / 4),
-        ("", 0.0),
-        ("Police killed the gunman!", 1.0),
-    ],
-)
-def test_rouge_l_by_hand(text: str, rouge: float) -> None:
-    assert rouge_l(text, ["police killed the gunman"]) == pytest.approx(rouge)
-    assert rouge_l(text, ["nothing", "police killed the gunman"]) == pytest.approx(rouge)
 
 
 def test_divergence_by_hand() -> None:
@@ -120,20 +105,6 @@ def test_what_is_compared_is_paired() -> None:
 # -------------------------------------------------------------------- data
 
 
-def _words(text: str) -> int:
-    return len(text.split())
-
-
-def test_passages_are_cut_and_joined() -> None:
-    passages = ["One two three. Four five six seven eight. Nine!", "Ten.", "eleven " * 12]
-    chunks = rechunk(passages, 6, _words)
-    assert " ".join(chunks).split() == " ".join(passages).split()
-    assert all(_words(chunk) <= 6 for chunk in chunks)
-    assert chunks[:3] == ("One two three.", "Four five six seven eight. Nine!", "Ten.\n\n" + " ".join(["eleven"] * 5))
-    assert len(chunks) == 5
-    assert rechunk(["a b.", "c d.", "e f."], 100, _words) == ("a b.\n\nc d.\n\ne f.",)
-
-
 ROW = {"id": "x", "passages": ["One.", "Two."], "question": "What?", "answers": ["one"]}
 
 
@@ -169,41 +140,13 @@ def test_rows_of_a_file_may_have_a_kind(tmp_path: Path) -> None:
 # -------------------------------------------------------------------- the grid
 
 
-def test_the_grid_has_full_none_and_random_in_any_case() -> None:
-    cells = make_cells(["hkvd", "hkvd", "none"], [0.1, 0.2, 0.1], [Setup(), Setup(codec="int8"), Setup(64)])
-    full = [cell.setup for cell in cells if cell.label == "full"]
-    assert full == [Setup(), Setup(64)], "once per chunk length: it stores nothing"
+def test_the_grid_has_full_and_none_in_any_case() -> None:
+    configs = {name: BlendConfig(policy=name) for name in ("hkvd", "none")}
+    cells = make_cells(configs, [0.1, 0.2, 0.1], [Setup(), Setup("int8"), Setup()])
+    assert [cell.setup for cell in cells if cell.label == "full"] == [Setup()], "once: it stores nothing"
     int8 = [(cell.label, cell.ratio) for cell in cells if cell.setup.codec == "int8"]
-    assert int8 == [("none", None), ("hkvd", 0.1), ("hkvd", 0.2), ("random", 0.1), ("random", 0.2)]
+    assert int8 == [("none", None), ("hkvd", 0.1), ("hkvd", 0.2)]
     assert len({cell.key for cell in cells}) == len(cells)
-
-
-def test_policies_may_have_settings() -> None:
-    labels = split_policies("hkvd,hkvd:check_layer=3,metric=cosine,query:band=0.2:0.6,seam")
-    assert labels == ["hkvd", "hkvd:check_layer=3,metric=cosine", "query:band=0.2:0.6", "seam"]
-    configs = {cell.label: cell.config for cell in make_cells(labels, [0.1], [Setup()], {"smoothing": 7})}
-    assert (configs["hkvd"].check_layer, configs["hkvd"].smoothing) == (1, 7)
-    changed = configs["hkvd:check_layer=3,metric=cosine"]
-    assert (changed.check_layer, changed.metric, changed.ratio) == (3, "cosine", 0.1)
-    assert configs["query:band=0.2:0.6"].band == (0.2, 0.6)
-
-
-@pytest.mark.parametrize(
-    ("label", "message"),
-    [
-        ("best", "unknown policy 'best'"),
-        ("hkvd:layer=3", "'layer=3' is not a setting"),
-        ("hkvd:ratio=0.3", "'ratio=0.3' is not a setting"),
-        ("hkvd:check_layer", "'check_layer' is not a setting"),
-        ("hkvd:check_layer=x", "check_layer must be an integer of at least 1"),
-        ("query:band=3", "band"),
-        ("full:seed=1", "'full' has no settings"),
-    ],
-)
-def test_an_impossible_policy_is_refused(label: str, message: str) -> None:
-    with pytest.raises(SettingError) as caught:
-        make_cells([label], [0.1], [Setup()])
-    assert message in str(caught.value)
 
 
 # -------------------------------------------------------------------- the measurement
@@ -264,11 +207,16 @@ def _timeless(result: Any) -> Any:
 
 
 def test_everything_recomputed_is_full_prefill(bench: Bench) -> None:
-    result = bench(*SMALL[:-4], "--ratios", 0.3, 1.0, "--max-tokens", 3, "--preamble", "on,off")
-    assert len(result["cells"]) == 1 + 2 * (1 + 2 * 2)
+    result = bench(*SMALL[:-4], "--ratios", 0.3, 1.0, "--max-tokens", 3)
+    assert [(cell["policy"], cell["ratio"]) for cell in result["cells"]] == [
+        ("full", None),
+        ("none", None),
+        ("seam", 0.3),
+        ("seam", 1.0),
+    ]
     (full,) = _cells(result, "full")
     assert (full["kl"]["value"], full["agree"]["value"], full["reused"]) == (0, 1, 0)
-    for cell in [*_cells(result, "seam"), *_cells(result, "random")]:
+    for cell in _cells(result, "seam"):
         assert cell["reused"] > 0.5
         if cell["ratio"] == 1.0:
             assert cell["kl"]["value"] < 1e-9
@@ -276,46 +224,21 @@ def test_everything_recomputed_is_full_prefill(bench: Bench) -> None:
             assert cell["f1_minus_full"] == {"value": 0, "low": 0, "high": 0}
         else:
             assert cell["kl"]["value"] > 1e-9
-            # behind its preamble the first chunk is exact and not recomputed
-            assert (
-                (cell["recomputed"] < 0.3) if cell["preamble"] else (cell["recomputed"] == pytest.approx(0.3, abs=1e-3))
-            )
+            assert cell["recomputed"] < 0.3, "with its preamble the first chunk is exact and not recomputed"
     for cell in _cells(result, "none"):
         assert (cell["recomputed"], cell["ratio"]) == (0, None)
     assert full["groups"]["kind: direct"]["samples"] == 1
-    assert full["groups"]["hangs on another passage"]["samples"] == 1
 
 
-def test_passages_are_encoded_behind_their_document_where_rows_name_it(bench: Bench, tmp_path: Path) -> None:
+def test_passages_are_encoded_with_context_where_rows_name_documents(bench: Bench, tmp_path: Path) -> None:
     (none,) = _cells(bench(*SMALL), "none")
-    behind, alone = _cells(bench(*SMALL, "--context-tokens", "256,0"), "none")
-    assert (none["context_tokens"], behind["context_tokens"], alone["context_tokens"]) == (256, 256, 0)
-    assert none["kl"]["value"] == behind["kl"]["value"] != alone["kl"]["value"]
+    with_context, alone = _cells(bench(*SMALL, "--context-tokens", "256,0"), "none")
+    assert (none["context_tokens"], with_context["context_tokens"], alone["context_tokens"]) == (256, 256, 0)
+    assert none["kl"]["value"] == with_context["kl"]["value"] != alone["kl"]["value"]
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps(ROW))
     (unnamed,) = _cells(bench("--data", data, *SMALL[2:]), "none")
     assert unnamed["context_tokens"] == 0
-
-
-def test_missing_passages_are_warmed_and_not_asked(bench: Bench, tmp_path: Path, fails: Callable[..., str]) -> None:
-    def tokens(*argv: str) -> list[int]:
-        bench(*SMALL, *argv, "--out", tmp_path / "-".join(["out", *argv]))
-        lines = (tmp_path / "-".join(["out", *argv]) / "rows.jsonl").read_text().splitlines()[1:]
-        return [record["prompt_tokens"] for record in map(json.loads, lines)]
-
-    whole, part = tokens(), tokens("--missing", "0.5")
-    assert 0.3 < sum(part) / sum(whole) < 0.8
-    assert part == tokens("--missing", "0.5", "--max-tokens", "3"), "the same ones are left out every time"
-    one = quality._retrieved(["a", "b"], 0.999, "seed")
-    assert len(one) == 1
-    assert "--missing must be a share from 0 to less than 1" in fails(*SMALL, "--missing", "1")
-
-
-def test_without_a_preamble_it_is_another_fingerprint(model: Model) -> None:
-    bare = quality.Models(model).get(preamble=False)
-    assert bare.tokenizer.preamble == ()
-    assert bare.hf is model.hf
-    assert bare.fingerprint.digest != model.fingerprint.digest
 
 
 @pytest.mark.usefixtures("endless")
@@ -329,7 +252,7 @@ def test_scores_are_those_of_the_answers(bench: Bench, tmp_path: Path) -> None:
     answer = next(json.loads(line)["answer"] for line in (out / "rows.jsonl").read_text().splitlines()[1:])
     data.write_text(json.dumps({**ROW, "passages": passages, "answers": ["no", answer]}))
     (full,) = _cells(bench("--data", data, *settings), "full")
-    assert [full[name]["value"] for name in ("em", "f1", "rouge_l")] == [1, 1, 1]
+    assert [full[name]["value"] for name in ("em", "f1")] == [1, 1]
     assert full["groups"] == {}
 
 
@@ -353,27 +276,44 @@ def test_orders_of_the_same_passages_are_one_context() -> None:
         Row("4", ("a",), "", ("c",), context="x"),
         Row("5", ("b",), "", ("c",), context="x"),
     ]
-    assert quality.contexts([quality.Task(row, {}, {}, 1, ()) for row in rows]).tolist() == [0, 0, 1, 2, 2]
-    assert rows[2].key == replace(rows[2], context="x").key, "results that were stored before are found"
+    assert quality.contexts([quality.Task(row, "", 1) for row in rows]).tolist() == [0, 0, 1, 2, 2]
+    assert rows[2].key == replace(rows[2], context="x").key, "the same results"
 
 
-@pytest.mark.parametrize(("free", "sizes"), [(40, [3, 2]), (100, [5]), (1, [1, 1, 1, 1, 1])])
-def test_rows_that_share_documents_are_asked_together(
-    free: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("context_tokens", [0, 256])
+def test_documents_are_dropped_after_the_last_row_that_needs_them(
+    context_tokens: int, model: Model, tmp_path: Path
 ) -> None:
-    """Every row needs 3 GiB, in portions of at most a quarter of the free GiB; without documents, 1 GiB each."""
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free << 30))
-    for names, wanted in (("abcde", sizes), ("", [1, 1, 1, 1, 1])):
-        libraries: list[dict[str, tuple[str, ...]]] = [{name: ("text",)} for name in names] or [{}] * 5
-        rows = [Row("1", ("text",), "", ("c",), library=library) for library in libraries]
-        tasks = [quality.Task(row, {}, {}, 3 << 10, ()) for row in rows]
-        assert [len(portion) for portion in quality._portions(tasks, 1 << 20)] == wanted
+    first, last = (PROSE[:2], PROSE[2:])
+    library = {"first": tuple(first), "last": tuple(last)}
+    rows = [
+        Row("1", (first[0],), "Who?", ("Tarvik",), documents=("first",), library={"first": tuple(first)}),
+        Row("2", (first[1], last[0]), "Who?", ("Tarvik",), documents=("first", "last"), library=library),
+        Row("3", (last[1],), "When?", ("last year",), documents=("last",), library={"last": tuple(last)}),
+    ]
+    tasks, _ = quality.make_tasks(model, rows, 1)
+    cells = make_cells({}, [], [Setup(context_tokens=context_tokens)])
+    seen: list[list[str]] = []
+    config = BlendConfig(context_tokens=context_tokens)
+    with BlendEngine(model, tmp_path, config) as engine:
+
+        def watch(done: int, total: int) -> None:
+            seen.append(engine.documents())
+
+        engines = {cells[0].setup: engine}
+        journal = quality.Journal(None, {})
+        quality.answer(engines, tasks, cells, Sampling(1, temperature=0), journal, watch)
+    assert seen == ([[], ["first"], ["last"], []] if context_tokens else [[], [], [], []])
+    assert journal.finished(tasks, cells) == tasks
+    record = journal.find(cells[1], rows[2])
+    assert record is not None
+    assert record["reused_tokens"] > 10, "it is encoded when its row is asked"
 
 
 def test_no_answer_is_not_an_article() -> None:
     """SQuAD's normalisation leaves nothing of "the"."""
-    _, *cells = make_cells(["query"], [0.3], [Setup()])
-    task = quality.Task(Row("1", (), "", ("the",), beginning="It was", context="x"), {}, {}, 1, ())
+    cells = make_cells({}, [], [Setup()])
+    task = quality.Task(Row("1", (), "", ("the",), beginning="It was", context="x"), "", 1)
     record = {"row": task.row.key, "kl": 0.0, "agree": 1.0, "ttft_s": 1.0}
     record |= {"reused_tokens": 0, "recomputed_tokens": 0, "prompt_tokens": 1}
     for answer, right in ((" the cat", 1), (" a cat", 0), ("", 0)):
@@ -386,15 +326,6 @@ def test_nothing_right_of_a_few_is_not_certainty(bench: Bench) -> None:
     (full,) = _cells(bench(*SMALL), "full")
     assert full["em"]["value"] == full["em"]["low"] == 0
     assert full["em"]["high"] == pytest.approx(wilson(0, 3)[1])
-
-
-def test_policies_are_compared_at_the_same_ratio(bench: Bench) -> None:
-    result = bench("--samples", 3, "--policies", "seam", "first_k", "--ratios", 0.1, 0.4, "--against", "first_k")
-    for cell in result["cells"]:
-        assert ("against" in cell) == (cell["policy"] in ("seam", "random"))
-    for cell in _cells(result, "seam"):
-        (other,) = [rival for rival in _cells(result, "first_k") if rival["ratio"] == cell["ratio"]]
-        assert cell["against"]["kl"]["value"] == pytest.approx(cell["kl"]["value"] - other["kl"]["value"])
 
 
 def test_a_killed_run_goes_on_where_it_stopped(bench: Bench, tmp_path: Path) -> None:
@@ -424,7 +355,7 @@ def test_what_is_done_is_not_done_again(bench: Bench, tmp_path: Path, monkeypatc
     bench(*SMALL, "--out", tmp_path)
     assert calls == []
     more = bench("--samples", 4, *SMALL[2:], "--out", tmp_path)
-    assert len(calls) == len(more["cells"]) == 4
+    assert len(calls) == len(more["cells"]) == 3
     fresh = bench("--samples", 4, *SMALL[2:])
     assert _timeless(more) == _timeless(fresh)
 
@@ -434,7 +365,7 @@ def test_what_is_done_is_not_done_again(bench: Bench, tmp_path: Path, monkeypatc
     [
         (("--max-tokens", 4), "max_tokens"),
         (("--ratios", 0.2), "grid"),
-        (("--set", "seam_after=9"), "grid"),
+        (("--codec", "int8"), "grid"),
         (("--stop", "x"), "stop"),
     ],
     ids=lambda value: str(value),
@@ -531,9 +462,8 @@ def _point(ratio: float | None, same: float, policy: str = "query", right: float
         return {"value": value, "low": value, "high": value}
 
     groups = {RIGHT: {"samples": 7, "word": interval(1.0)}}
-    setup = {"chunk_tokens": 0, "preamble": True, "codec": "native", "context_tokens": 256, "context": "text"}
     cell = {"policy": policy, "ratio": ratio, "samples": 9, "same": interval(same), "em": interval(right)}
-    return {**cell, **setup, "groups": groups}
+    return {**cell, "setup": str(Setup()), "groups": groups}
 
 
 @pytest.mark.parametrize(
@@ -587,10 +517,11 @@ def test_an_interrupted_run_reports_the_prompts_that_are_done(
         (["--docs", "{short}"], "there is only one: give more documents, or shorter chunks (--chunk-tokens)"),
         (["--docs", "{docs}", "--chunk-tokens", "1200", "--top-k", "9", "--max-tokens", "1900"], "do not fit into"),
         (["--docs", "{docs}", "--data", "{docs}"], "--data and --docs exclude each other"),
-        (["--docs", "{docs}", "--missing", "0.3"], "--missing and --docs exclude each other"),
-        (["--docs", "{docs}", "--chunk-tokens", "20,40"], "must be one number of at least 16"),
-        (["--docs", "{docs}", "--chunk-tokens", "x"], "--chunk-tokens: invalid literal"),
+        (["--docs", "{docs}", "--instruction", "Think."], "--instruction and --docs exclude each other"),
+        (["--docs", "{docs}", "--chunk-tokens", "15"], "--chunk-tokens: must be at least 16, got 15"),
+        (["--docs", "{docs}", "--chunk-tokens", "x"], "--chunk-tokens: invalid int value: 'x'"),
         (["--docs", "{docs}", "--top-k", "1"], "--top-k with --docs must be at least 2"),
+        (["--docs", "{docs}", "--policies", "none,full"], "--policies with --docs needs one that recomputes tokens"),
     ],
 )
 def test_a_folder_that_cannot_be_asked_about(
@@ -616,15 +547,16 @@ def test_a_folder_that_cannot_be_asked_about(
         (["--data", "{long}", "--skip-long"], "none of 1 rows fits into the window of tiny"),
         (["--policies", "best"], "unknown policy 'best'"),
         (["--ratios", "1.5"], "ratio must be a number in [0, 1], got 1.5"),
-        (["--ratios", "x"], "--ratios: could not convert string to float: 'x'"),
+        (["--ratios", "x"], "--ratios: invalid float value: 'x'"),
         (["--ratios", ","], "pass at least one"),
-        (["--chunk-tokens", "4"], "--chunk-tokens must be 0 or at least 16"),
-        (["--preamble", "maybe"], "--preamble must be one of on, off, got 'maybe'"),
-        (["--codec", "zip"], "unknown codec 'zip'; choose one of native, int8, int4"),
-        (["--set", "policy=seam"], "'policy=seam' is not a setting"),
+        (["--policies", "hkvd:check_layer=3"], "unknown policy 'hkvd:check_layer=3'"),
+        (["--chunk-tokens", "64"], "--data has its own passages: leave out --chunk-tokens"),
+        (["--codec", "zip"], "--codec: invalid choice: 'zip'"),
+        (["--context-tokens", "headings"], "--context-tokens headings needs documents with titles"),
+        (["--context-tokens", "many"], "--context-tokens: must be a number of tokens or headings, got 'many'"),
+        (["--context-tokens", "-1"], "--context-tokens: must be at least 0, got -1"),
         (["--samples", "0"], "--samples: must be at least 1, got 0"),
-        (["--against", "best"], "--against 'best' is not among the measured policies"),
-        (["--top-k", "3"], "--data is asked as it is: leave out --top-k"),
+        (["--top-k", "3"], "--data has its own passages: leave out --top-k"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
@@ -666,27 +598,20 @@ def test_nan_is_named(
 
 
 def test_the_table(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--policies", "seam", "first_k", "--against", "first_k", "--chunk-tokens", "0,64", "--out", str(tmp_path)]
-    result = bench("--samples", 2, "--max-tokens", 2, *argv)
-    capsys.readouterr()
-    assert main(["bench", "quality", *_with_rows(["--samples", "2", "--max-tokens", "2", *argv])]) == 0
+    argv = ("--samples", 2, "--max-tokens", 2, "--policies", "seam,first_k", "--context-tokens", "0,256")
+    result = bench(*argv, "--out", tmp_path)
+    assert main(["bench", "quality", *_with_rows([*argv, "--out", tmp_path])]) == 0
     text = capsys.readouterr().out
-    for part in (
-        "passages as they are, preamble on",
-        "chunks of 64 tokens",
-        "minus first_k",
-        "another passage",
-        "TTFT",
-    ):
+    for part in ("codec native, no context", "codec native, context: 256 tokens", "EM kept", "TTFT"):
         assert part in text
     rows = [line for line in text.splitlines() if line.startswith("seam ")]
-    assert len(rows) == 2 * 3 * 3, "two chunk lengths, three ratios, three tables"
+    assert len(rows) == 2 * 3, "two contexts, three ratios"
     assert json.loads((tmp_path / "results.json").read_text())["cells"] == result["cells"]
 
 
 def test_without_rows_it_says_what_to_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "quality"]) == 1
-    assert capsys.readouterr().err == "kvrag: nothing to ask: pass --docs FOLDER, or --data FILE with questions\n"
+    assert capsys.readouterr().err == "kvrag: no questions: pass --docs FOLDER, or --data FILE with questions\n"
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

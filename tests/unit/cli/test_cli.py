@@ -135,13 +135,14 @@ WRONG = [
     *(["bench", "quality", *wrong] for wrong in (["--policies", "no"], ["--ratios", "2"], ["--codec", "no"])),
     *(["bench", "quality", *wrong] for wrong in (["--docs", "missing"], ["--top-k", "0"], [])),
     *(["bench", "quality", *wrong] for wrong in (["--top-k", "3"], ["--samples", "0"], ["--max-tokens", "0"])),
-    *(["bench", "quality", *wrong] for wrong in (["--seed", "-1"], ["--missing", "1"], ["--dtype", "float8"])),
+    *(["bench", "quality", *wrong] for wrong in (["--seed", "-1"], ["--policies", ","], ["--dtype", "float8"])),
     *(["bench", "quality", *wrong] for wrong in (["--ram-bytes", "-1"], ["--context-tokens", "many"])),
     *(["bench", "quality", "--data", __file__, *wrong] for wrong in ([], ["--top-k", "3"], ["--docs", "."])),
     *(["bench", "quality", "--docs", ".", *wrong] for wrong in (["--top-k", "1"], ["--skip-long"])),
-    *(["bench", "quality", "--docs", str(CORPUS), *wrong] for wrong in (["--chunk-tokens", "4"], ["--missing", "0.1"])),
-    *(["bench", "quality", "--docs", str(CORPUS), *wrong] for wrong in (["--preamble", "x"], ["--set", "policy=seam"])),
-    ["bench", "quality", "--docs", str(CORPUS), "--policies", "seam", "--against", "no"],
+    *(
+        ["bench", "quality", "--docs", str(CORPUS), *wrong]
+        for wrong in (["--chunk-tokens", "4"], ["--instruction", "x"])
+    ),
     ["bench", "serve", "--rate", "-1"],
 ]
 

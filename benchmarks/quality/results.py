@@ -1,0 +1,165 @@
+"""Results beyond those of `kvrag bench quality`: ROUGE-L, by what was retrieved, and policies against one of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from kvrag.bench import quality
+from kvrag.bench.datasets import Row
+from kvrag.bench.grid import Cell, by_setup
+from kvrag.bench.metrics import Bootstrap, exact_match, f_measure, normalise
+from kvrag.bench.quality import Journal, Mask, Table, Task
+from kvrag.cli.quality import interval, ratio, table
+
+ACROSS, WITHIN = "hangs on another passage", "hangs on one passage"
+RETRIEVED, NOT_RETRIEVED = "answer retrieved", "answer not retrieved"
+HIDDEN = "answer only in a neighbour"
+"""Questions with `hidden` answers; their metric `leaked` is the share of answers from what was not retrieved."""
+_RETRIEVAL = (RETRIEVED, NOT_RETRIEVED, HIDDEN)
+_PAIRED = ("em", "f1", "rouge_l", "agree", "kl")
+
+# -------------------------------------------------------------------- metrics
+
+
+def rouge_l(text: str, answers: Sequence[str]) -> float:
+    """Return the F-measure of the longest common subsequence of words (Lin, 2004), the best over the answers."""
+    return max(_rouge_l(_words(text), _words(answer)) for answer in answers)
+
+
+def _rouge_l(ours: list[str], theirs: list[str]) -> float:
+    row = [0] * (len(theirs) + 1)  # longest common subsequence with each prefix of theirs
+    for word in ours:
+        before = row
+        row = [0]
+        for column, other in enumerate(theirs):
+            row.append(before[column] + 1 if word == other else max(before[column + 1], row[-1]))
+    return f_measure(row[-1], len(ours), len(theirs))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def hidden(row: Row) -> tuple[str, ...]:
+    """Return the answers that only the KV can tell the model.
+
+    The prompt does not contain them, and a chunk before one of its chunks in the same document does.
+    """
+    before = []
+    for chunks in row.all_documents().values():
+        retrieved = [number for number, chunk in enumerate(chunks) if chunk in row.passages]
+        before += [chunk for chunk in chunks[: max(retrieved, default=0)] if chunk not in row.passages]
+    return tuple(
+        answer
+        for answer in row.answers
+        if any(_states(text, answer) for text in before)
+        and not any(_states(text, answer) for text in (*row.passages, row.question))
+    )
+
+
+def _states(text: str, answer: str) -> bool:
+    return f" {normalise(answer)} " in f" {normalise(text)} "
+
+
+def tables(tasks: Sequence[Task], cells: Sequence[Cell], journal: Journal) -> dict[Cell, Table]:
+    """Return `quality.tables` with two more metrics, ROUGE-L and leaked answers."""
+    measured = quality.tables(tasks, cells, journal)
+    for cell, metrics in measured.items():
+        answers = [(record["answer"], task.row) for task in tasks if (record := journal.find(cell, task.row))]
+        metrics["rouge_l"] = np.array([rouge_l(text, row.answers) for text, row in answers])
+        metrics["leaked"] = np.array([exact_match(text, hidden(row)) for text, row in answers])
+    return measured
+
+
+def groups(tasks: Sequence[Task], full: Table) -> dict[str, Mask]:
+    """Return `quality.groups`, and masks by what questions depend on and by what was retrieved."""
+    masks = {
+        ACROSS: [task.row.across is True for task in tasks],
+        WITHIN: [task.row.across is False for task in tasks],
+        RETRIEVED: [task.row.supported is True for task in tasks],
+        NOT_RETRIEVED: [task.row.supported is False for task in tasks],
+        HIDDEN: [bool(hidden(task.row)) for task in tasks],
+    }
+    return quality.groups(tasks, full) | {name: np.array(mask) for name, mask in masks.items() if any(mask)}
+
+
+def summarise(tasks: Sequence[Task], measured: Mapping[Cell, Table], seed: int, against: str) -> list[dict[str, Any]]:
+    """Return `quality.summarise` with differences to the policy `against` at the same ratio, paired."""
+    contexts = quality.contexts(tasks)
+    full = next(iter(measured.values()))
+    results = quality.summarise(measured, groups(tasks, full), contexts, seed)
+    bootstrap = Bootstrap(contexts, seed)
+    rivals = {(cell.ratio, cell.setup): metrics for cell, metrics in measured.items() if cell.label == against}
+    for result, (cell, metrics) in zip(results, measured.items(), strict=True):
+        rival = rivals.get((cell.ratio, cell.setup))
+        if rival is not None and cell.label != against:
+            result["against"] = {name: asdict(bootstrap.mean(metrics[name] - rival[name])) for name in _PAIRED}
+    return results
+
+
+# -------------------------------------------------------------------- output
+
+
+def full_table(result: dict[str, Any]) -> list[str]:
+    """Return the lines of the report: metrics, then differences between policies, then groups of questions."""
+    lines = table(result)
+    for setup, cells in by_setup(result["cells"]).items():
+        rivals = [cell for cell in cells if "against" in cell]
+        if rivals:
+            lines += ["", f"{setup}: minus {result['settings']['against']} at the same ratio, paired", ""]
+            lines.append(f"{'':26}{'ratio':>6}  {'EM':25}{'F1':25}{'ROUGE-L':25}KL")
+        for cell in rivals:
+            differences = "".join(f"{interval(cell['against'][name], '+.3f'):25}" for name in ("em", "f1", "rouge_l"))
+            lines.append(f"{cell['policy']:26}{ratio(cell)}  {differences}{interval(cell['against']['kl'], '+.3f')}")
+        lines += _by_retrieval(setup, cells)
+        lines += _by_kind(setup, cells)
+    return lines
+
+
+def _by_retrieval(setup: str, cells: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines about what was retrieved; none if that is unknown or does not differ."""
+    names = [name for name in _RETRIEVAL if name in cells[0]["groups"]]
+    if not names:
+        return []
+    heads, columns = "", ""
+    for name in names:
+        count = cells[0]["groups"][name]["samples"]
+        if name == HIDDEN:
+            heads += f"answers from what was not retrieved ({count})"
+        else:
+            heads += f"{f'{name} ({count})':78}"
+            columns += f"{'EM':22}{'EM kept':22}{'top-1':>7}  {'KL':25}"
+    lines = ["", f"{setup}: by what was retrieved", "", f"{'':34}{heads}", f"{'':26}{'ratio':>6}  {columns}"]
+    for cell in cells:
+        text = f"{cell['policy']:26}{ratio(cell)}  "
+        for name in names:
+            group = cell["groups"][name]
+            if name == HIDDEN:
+                text += interval(group["leaked"])
+            else:
+                text += f"{interval(group['em']):22}{interval(group['em_kept']):22}{group['agree']['value']:>7.3f}  "
+                text += f"{interval(group['kl'], '.4f'):25}"
+        lines.append(text)
+    return [line.rstrip() for line in lines]
+
+
+def _by_kind(setup: str, cells: Sequence[dict[str, Any]]) -> list[str]:
+    names = [name for name in cells[0]["groups"] if name not in _RETRIEVAL]
+    if not names:
+        return []
+    heads = [name.removeprefix("kind: ").replace("hangs on ", "") for name in names]
+    widths = [max(len(head), 5) + 2 for head in heads]
+    counts = [cells[0]["groups"][name]["samples"] for name in names]
+    lines = ["", f"{setup}: EM by kind of question", ""]
+    lines.append(" " * 32 + "".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
+    lines.append(f"{'questions':32}" + "".join(f"{n:>{width}}" for n, width in zip(counts, widths, strict=True)))
+    for cell in cells:
+        values = [cell["groups"][name]["em"]["value"] for name in names]
+        columns = "".join(f"{value:>{width}.3f}" for value, width in zip(values, widths, strict=True))
+        lines.append(f"{cell['policy']:26}{ratio(cell)}{columns}")
+    return lines

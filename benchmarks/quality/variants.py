@@ -1,0 +1,121 @@
+"""Variants of rows and policies that only the study of blending needs: chunk lengths, missing passages, settings."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from kvrag.bench.datasets import Row
+from kvrag.config import BlendConfig, check_policy
+from kvrag.errors import SettingError
+
+_GRID = ("policy", "ratio", "controller", "context_tokens", "context")  # fields of BlendConfig that the grid sets
+
+
+# -------------------------------------------------------------------- policies with settings
+
+
+def split_policies(text: str) -> list[str]:
+    """Split `hkvd,query:band=0.2:0.6,smoothing=9,seam` into three policies, the second with two settings."""
+    return [label for label in re.split(r",(?=[a-z_]+(?:[:,]|$))", text) if label]
+
+
+def make_configs(labels: Iterable[str], settings: Sequence[str] = ()) -> dict[str, BlendConfig]:
+    """Return settings by label.
+
+    Args:
+        labels: Policies, optionally with their own settings: `hkvd:check_layer=3,metric=cosine`.
+        settings: Settings of all policies, as `name=value`.
+
+    Raises:
+        SettingError: Invalid name or value.
+    """
+    shared = parse_settings(settings)
+    configs = {}
+    for label in labels:
+        policy, _, assignments = label.partition(":")
+        check_policy(policy)
+        if assignments and policy in ("full", "none"):
+            raise SettingError(f"policy {policy!r} has no settings, got {label!r}")
+        own = parse_settings(assignments.split(",")) if assignments else {}
+        try:
+            configs[label] = BlendConfig(policy=policy, **{**shared, **own})
+        except (TypeError, ValueError) as error:
+            raise error if isinstance(error, SettingError) else SettingError(f"{label}: {error}") from None
+    return configs
+
+
+def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
+    """Parse `name=value` for fields of BlendConfig that the grid leaves open; `a:b` is a pair of numbers.
+
+    Raises:
+        SettingError: Unknown name, or malformed value.
+    """
+    names = [field.name for field in fields(BlendConfig) if field.name not in _GRID]
+    settings: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals or name not in names:
+            raise SettingError(f"{assignment!r} is not a setting: write NAME=VALUE with one of {', '.join(names)}")
+        settings[name] = _value(value)
+    return settings
+
+
+def _value(text: str) -> Any:
+    try:
+        parts = [json.loads(part) for part in text.split(":")]
+    except ValueError:
+        return text
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+# -------------------------------------------------------------------- rows
+
+
+def leave_out(row: Row, share: float) -> Row:
+    """Return the row without a random share of its passages, which stay in its documents; at least one is kept."""
+    rng = random.Random(f"{row.id} {row.question}")
+    numbers = range(len(row.passages))
+    kept = [number for number in numbers if rng.random() >= share] or [rng.choice(numbers)]
+    names = row.documents or ("",) * len(row.passages)
+    return replace(
+        row,
+        passages=tuple(row.passages[number] for number in kept),
+        documents=tuple(names[number] if row.library else f"{row.key} {names[number]}" for number in kept),
+        library=row.all_documents(),
+    )
+
+
+def rechunk(passages: Sequence[str], num_tokens: int, count: Callable[[str], int]) -> tuple[str, ...]:
+    """Cut and join passages into chunks of about `num_tokens`, at most that many except for single words.
+
+    Sentences stay whole where they fit; joined passages are separated by a blank line, as in the prompt.
+
+    Args:
+        count: Returns the number of tokens of a text.
+    """
+    chunks: list[str] = []
+    current, filled = "", 0
+    for passage in passages:
+        is_first = True
+        for piece in _pieces(passage.strip(), num_tokens, count):
+            piece = f"\n\n{piece.lstrip()}" if is_first else piece
+            is_first, size = False, count(piece)
+            if current and filled + size > num_tokens:
+                chunks.append(current)
+                current, filled = "", 0
+            current += piece if current else piece.lstrip()
+            filled += size
+    return tuple([*chunks, current] if current else chunks)
+
+
+def _pieces(passage: str, num_tokens: int, count: Callable[[str], int]) -> list[str]:
+    """Return sentences, or words where a sentence is too long; joined they are the passage."""
+    pieces: list[str] = []
+    for sentence in re.split(r"(?<=[.!?])(?=\s)", passage):
+        pieces += [sentence] if count(sentence) <= num_tokens else re.findall(r"\s*\S+", sentence)
+    return pieces

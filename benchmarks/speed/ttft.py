@@ -1,0 +1,117 @@
+"""`kvrag bench ttft` with what limits it: the model on as many tokens, and loading the chunks, each alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvrag.backend.protocol import KVCache
+from kvrag.backend.transformers import Model
+from kvrag.bench import ttft
+from kvrag.bench.ttft import Calls, TtftSetup
+from kvrag.cli import bench
+from kvrag.config import BlendConfig
+from kvrag.engine import BlendEngine
+from kvrag.reuse.load import load
+from kvrag.reuse.prompt import Prompt
+from kvrag.reuse.trace import Trace
+from kvrag.store import ChunkReader
+from kvrag.types import BlendReport
+
+_LOAD = "loading alone"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a policy's time to first token.
+
+    `rows_s` is the time of the model's own forward pass over as many tokens with the other tokens in its cache;
+    `rows_share` is `rows_s / ttft_s`. `load_alone_s` is how long loading the chunks takes while nothing is computed,
+    and `hidden` the share of it that the forward pass did not wait for.
+    """
+
+    rows_s: float
+    rows_share: float
+    load_alone_s: float
+    hidden: float
+
+
+def measure(
+    setup: TtftSetup,
+    progress: Callable[[str], None] = lambda line: None,
+    net: Model | None = None,
+    with_prefix: bool = True,
+) -> tuple[ttft.TtftResult, dict[str, Limits]]:
+    """Return `ttft.measure`, and the limits of every policy by name."""
+    caches: list[KVCache] = []
+
+    def further(engine: BlendEngine, ids: list[int], reports: list[BlendReport]) -> Calls:
+        if not caches:
+            caches.append(engine.prefill(ids, BlendConfig(policy="none", controller="off")).cache)
+        calls: Calls = {_LOAD: partial(_load_alone, engine, ids)}
+        for number in {report.fresh_tokens + report.recomputed_tokens for report in reports}:
+            calls[f"{number} rows"] = partial(_rows_alone, engine, ids, caches[0], number)
+        return calls
+
+    result = ttft.measure(setup, progress=progress, net=net, with_prefix=with_prefix, further=further)
+    limits = {}
+    for row in result.rows:
+        if row.load_stall_s is not None:
+            rows_s, load_s = result.further_s[f"{row.computed_tokens} rows"], result.further_s[_LOAD]
+            limits[row.name] = Limits(rows_s, rows_s / row.ttft_s, load_s, max(1 - row.load_stall_s / load_s, 0.0))
+    return result, limits
+
+
+def _rows_alone(engine: BlendEngine, ids: list[int], cache: KVCache, number: int) -> None:
+    """Run the model on a prompt's last tokens, with a complete cache of the others."""
+    cache.set_length(len(ids) - number)
+    engine.model.forward(torch.tensor(ids[-number:])[None], cache)
+
+
+def _load_alone(engine: BlendEngine, ids: list[int]) -> None:
+    """Load a prompt's chunks as a request does, without computing anything meanwhile."""
+    memory, readers = engine._pipeline.memory, dict[str, ChunkReader]()
+    with closing(Prompt(ids, matches=engine._lookup.find(ids, engine.config.min_run), readers=readers)) as prompt:
+        for run in prompt.runs:
+            reader = memory.open(run.key) or engine.store.open(run.key)
+            assert reader is not None
+            readers[run.key] = reader
+        with load(engine.model, prompt, engine.codec, Trace(engine.model), len(ids)) as layers:
+            for number in range(engine.model.num_layers):
+                layers.layer(number)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    bench.ttft(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print the results."""
+    setup = TtftSetup(**{name: getattr(args, name) for name in TtftSetup.__dataclass_fields__})
+    result, limits = measure(setup, lambda line: print(line, file=sys.stderr, flush=True))
+    if args.json:
+        rows: list[dict[str, Any]] = [
+            asdict(row) | (asdict(limits[row.name]) if row.name in limits else {}) for row in result.rows
+        ]
+        print(json.dumps(asdict(result) | {"rows": rows}))
+        return 0
+    print(", ".join(f"{name} {value}" for name, value in result.settings.items()))
+    print(f"prompt of {result.prompt_tokens} tokens, medians of {args.repeats} rounds\n")
+    print(f"{'':14}{'TTFT':>10}{'speed-up':>10}{'share':>8}{'of rows':>9}{'loading':>10}{'stall':>9}{'hidden':>8}")
+    for row in result.rows:
+        line = f"{row.name:14}{row.ttft_s * 1000:>7.0f} ms{row.speedup:>9.2f}x"
+        if row.name in limits and row.load_stall_s is not None:
+            limit = limits[row.name]
+            line += f"{row.share:>8.2f}{limit.rows_share:>9.2f}{limit.load_alone_s * 1000:>7.0f} ms"
+            line += f"{row.load_stall_s * 1000:>6.0f} ms{limit.hidden:>8.2f}"
+        print(line)
+    return 0

@@ -18,7 +18,7 @@ vectors = KVWarmVectorStore(InMemoryVectorStore(SentenceTransformerEmbeddings())
 vectors.add_texts([path.read_text() for path in PATHS], ids=[path.name for path in PATHS])  # also encodes them
 
 prompt = ChatPromptTemplate.from_template("{context}\n\nQuestion: {question}")
-context = vectors.as_retriever() | (lambda found: "\n\n".join(document.page_content for document in found))
+context = vectors.as_retriever() | (lambda documents: "\n\n".join(document.page_content for document in documents))
 chain = {"context": context, "question": RunnablePassthrough()} | prompt | llm | StrOutputParser()
 
 with get_usage_metadata_callback() as usage:

@@ -18,7 +18,7 @@ PATHS = sorted((Path(__file__).parent / "corpus").glob("*.txt"))
 
 
 class Reuse(BaseEventHandler):
-    """Prints after each answer how much of its prompt was reused."""
+    """Prints the number of reused prompt tokens after each answer."""
 
     def handle(self, event: Any, **_: Any) -> None:
         if isinstance(event, LLMChatEndEvent) and event.response:

@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--top-k", type=int, default=4)
     args = parser.parse_args()
-    is_reader = args.model == "reader"  # so small that full prefill is faster; blending is shown anyway
+    is_reader = args.model == "reader"  # full prefill is faster for such a small model: show blending anyway
     llm = ChatBlend(model=args.model, store=args.store, temperature=0, controller="off" if is_reader else None)
     try:
         chat(llm, warm(llm, args.folder, args.chunk_tokens), "" if is_reader else INSTRUCTION, args.top_k)
@@ -63,8 +63,8 @@ def warm(llm: ChatBlend, folder: Path, chunk_tokens: int) -> KVWarmVectorStore:
 def chat(llm: ChatBlend, vectors: KVWarmVectorStore, instruction: str, top_k: int) -> None:
     history: list[BaseMessage] = []  # questions and answers; passages are retrieved again for every question
     while question := ask():
-        found = vectors.similarity_search(question, k=top_k)
-        passages = "\n\n".join(document.page_content for document in found)
+        retrieved = vectors.similarity_search(question, k=top_k)
+        passages = "\n\n".join(document.page_content for document in retrieved)
         message = HumanMessage(f"{instruction}\n\n{passages}\n\nQuestion: {question}".strip())
         answer = AIMessageChunk("")
         for piece in llm.stream([*history, message]):
@@ -73,7 +73,7 @@ def chat(llm: ChatBlend, vectors: KVWarmVectorStore, instruction: str, top_k: in
         history = [*history, HumanMessage(f"Question: {question}"), AIMessage(answer.text.strip())][-8:]
         report = answer.response_metadata["kvrag"]
         print(
-            f"\n  from {', '.join(sorted({document.metadata['source'] for document in found}))}\n"
+            f"\n  from {', '.join(sorted({document.metadata['source'] for document in retrieved}))}\n"
             f"  {report['reused_tokens']} of {report['prompt_tokens']} prompt tokens reused, "
             f"{report['recomputed_tokens']} of them recomputed, first token after {report['ttft_s'] * 1000:.0f} ms"
         )

@@ -1,4 +1,4 @@
-"""RAG with vLLM and vllm-kvrag, through the plain OpenAI client: warm documents, ask, compare with and without reuse.
+"""RAG with vLLM and vllm-kvrag through the OpenAI client: warm documents, ask questions with and without reuse.
 
 Start the server, in an environment with vLLM:
 
@@ -29,7 +29,7 @@ def serve(port: str) -> subprocess.Popen[bytes]:
     """Start vLLM with the bundled model and the connector."""
     connector = {
         "kv_connector": "KvragConnector",
-        "kv_connector_module_path": "vllm_kvrag",  # found also where the package is not installed
+        "kv_connector_module_path": "vllm_kvrag",  # needed only if the package is not installed
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"store": "kv"},
     }
@@ -43,27 +43,27 @@ def serve(port: str) -> subprocess.Popen[bytes]:
 
 
 def retrieve(question: str, chunks: dict[str, str], num: int = 2) -> list[str]:
-    """Return the names of the chunks that share the rarest words with the question. Use your vector store instead."""
+    """Return the names of the chunks that share the rarest words with the question. A stand-in for a vector store."""
     words = {name: set(re.findall(r"\w+", text.lower())) for name, text in chunks.items()}
 
     def score(name: str) -> float:
         shared = words[name] & set(re.findall(r"\w+", question.lower()))
-        return sum(1 / sum(word in each for each in words.values()) for word in shared)
+        return sum(1 / sum(word in other for other in words.values()) for word in shared)
 
     return sorted(chunks, key=score, reverse=True)[:num]
 
 
 def kvrag_call(client: OpenAI, model: str, prompt: str, **params: object) -> dict:
-    """Send a request that is about kvrag, not about its answer; return kvrag's report."""
-    said = client.completions.create(
+    """Send a request for its effect on kvrag; return kvrag's report."""
+    response = client.completions.create(
         model=model, prompt=prompt, max_tokens=1, extra_body={"kv_transfer_params": {"kvrag": params}}
     )
-    return said.model_extra["kv_transfer_params"]["kvrag"]
+    return response.model_extra["kv_transfer_params"]["kvrag"]
 
 
 def ask(client: OpenAI, model: str, prompt: str, **params: object) -> tuple[str, float, dict]:
-    """Stream an answer: text, seconds to the first token, and kvrag's report, which is fetched by its tag."""
-    tag, text, first = uuid.uuid4().hex, "", 0.0
+    """Stream an answer; return its text, the seconds to the first token, and kvrag's report, fetched by its tag."""
+    tag, text, ttft_s = uuid.uuid4().hex, "", 0.0
     started = time.perf_counter()
     for piece in client.chat.completions.create(
         model=model,
@@ -74,9 +74,9 @@ def ask(client: OpenAI, model: str, prompt: str, **params: object) -> tuple[str,
         extra_body={"kv_transfer_params": {"kvrag": {"tag": tag, **params}}},
     ):
         if delta := piece.choices[0].delta.content:
-            first = first or time.perf_counter() - started
+            ttft_s = ttft_s or time.perf_counter() - started
             text += delta
-    return text.strip(), first, kvrag_call(client, model, "-", mode="report", tag=tag)
+    return text.strip(), ttft_s, kvrag_call(client, model, "-", mode="report", tag=tag)
 
 
 def main(url: str, server: subprocess.Popen[bytes] | None = None) -> None:
@@ -92,20 +92,20 @@ def main(url: str, server: subprocess.Popen[bytes] | None = None) -> None:
             time.sleep(1)
     chunks = {path.name: path.read_text() for path in sorted(FOLDER.glob("*.txt"))}  # one chunk each: they are short
     reports = [kvrag_call(client, model, text, mode="warm", document=name) for name, text in chunks.items()]
-    print(f"{len(chunks)} documents: {sum(each['new'] for each in reports)} chunks encoded now")
+    print(f"{len(chunks)} documents: {sum(report['new'] for report in reports)} chunks encoded now")
     for question in QUESTIONS:
         sources = retrieve(question, chunks)
-        for order in (sources[::-1], sources):  # the first time, vLLM is not warmed up
+        for order in (sources[::-1], sources):  # the first round only warms up vLLM
             prompt = "\n\n".join([*(chunks[name] for name in order), f"Question: {question}"])
-            _, without, _ = ask(client, model, prompt, mode="off")
-            answer, reused, report = ask(client, model, prompt, controller="off")
+            _, full_s, _ = ask(client, model, prompt, mode="off")
+            answer, blended_s, report = ask(client, model, prompt, controller="off")
         print(question, answer)
         print("  sources:", ", ".join(sources))
         print(
             f"  {report['reused_tokens']} of {report['prompt_tokens']} prompt tokens reused, "
             f"{report['recomputed_tokens']} of them recomputed"
         )
-        print(f"  first token after {reused * 1000:.0f} ms, without reuse after {without * 1000:.0f} ms")
+        print(f"  first token after {blended_s * 1000:.0f} ms, without reuse after {full_s * 1000:.0f} ms")
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ report = engine.warm(chunks, document=names)
 print(f"{report.chunks} chunks of {len(set(names))} files: {report.new} encoded now, {report.bytes} bytes")
 
 question = "Which town is known for its round harbour?"
-about = [chunk for chunk, name in zip(chunks, names, strict=True) if name in ("harfield.txt", "jomouth.txt")]
+retrieved = [chunk for chunk, name in zip(chunks, names, strict=True) if name in ("harfield.txt", "jomouth.txt")]
 answer = engine.generate(
-    [{"role": "user", "content": "\n\n".join([*about, f"Question: {question}"])}],
+    [{"role": "user", "content": "\n\n".join([*retrieved, f"Question: {question}"])}],
     max_new_tokens=32,
     temperature=0,
     controller="off",  # no automatic full prefill, which is faster for short prompts

@@ -7,7 +7,7 @@ from langchain_kvrag import ChatBlend, KVWarmVectorStore, SentenceTransformerEmb
 
 MODEL = "reader"  # the bundled model; or for example "Qwen/Qwen2.5-1.5B-Instruct"
 
-# your vectors; a new file gets a few articles
+# your vectors; a new file is filled with a few articles
 embeddings = SentenceTransformerEmbeddings()
 if not Path("vectors.json").exists():
     paths = sorted((Path(__file__).parent / "corpus").glob("*.txt"))
@@ -23,8 +23,8 @@ report = vectors.warm_existing()
 print(f"{report.chunks} documents: {report.new} encoded now, {report.reused} before")
 
 question = "Which company has its offices in Danvik?"
-found = vectors.similarity_search(question, k=3)
-answer = llm.invoke("\n\n".join([*(document.page_content for document in found), f"Question: {question}"]))
+retrieved = vectors.similarity_search(question, k=3)
+answer = llm.invoke("\n\n".join([*(document.page_content for document in retrieved), f"Question: {question}"]))
 usage = answer.usage_metadata
 print(question, answer.text.strip())
 print(f"{usage['input_token_details']['cache_read']} of {usage['input_tokens']} prompt tokens reused")

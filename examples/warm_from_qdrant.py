@@ -10,7 +10,7 @@ from qdrant_client.models import Distance, VectorParams
 
 MODEL = "reader"  # the bundled model; or for example "Qwen/Qwen2.5-1.5B-Instruct"
 
-# your collection; a new one gets a few articles
+# your collection; a few articles are added to a new one
 client = QdrantClient(path="qdrant")  # or url="http://..."
 is_new = not client.collection_exists("articles")
 if is_new:
@@ -33,8 +33,8 @@ while True:
         break
 
 question = "Which company has its offices in Danvik?"
-found = vectors.similarity_search(question, k=3)
-answer = llm.invoke("\n\n".join([*(document.page_content for document in found), f"Question: {question}"]))
+retrieved = vectors.similarity_search(question, k=3)
+answer = llm.invoke("\n\n".join([*(document.page_content for document in retrieved), f"Question: {question}"]))
 usage = answer.usage_metadata
 print(question, answer.text.strip())
 print(f"{usage['input_token_details']['cache_read']} of {usage['input_tokens']} prompt tokens reused")

@@ -36,7 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvrag-release-") as temporary:
         build(Path(temporary), out)
         wheels = {wheel.name.split("-")[0].replace("_", "-"): wheel for wheel in out.glob("*.whl")}
-        try_out(Path(temporary), wheels, version)
+        test_wheels(Path(temporary), wheels, version)
     say(f"version {version} is ready for release: {out}")
 
 
@@ -76,25 +76,25 @@ def distributions(folder: Path) -> list[Path]:
     return sorted([*folder.glob("*.whl"), *folder.glob("*.tar.gz")])
 
 
-def try_out(temporary: Path, wheels: dict[str, Path], version: str) -> None:
-    """Install the wheels, first kvrag alone, then all of them, and use them."""
+def test_wheels(temporary: Path, wheels: dict[str, Path], version: str) -> None:
+    """Install and use the wheels: first kvrag alone, then all of them."""
     clean, elsewhere = environment(temporary / "clean"), temporary / "elsewhere"
     elsewhere.mkdir()
     install = ("-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt")
     say("installing kvrag without extras")
     run(clean, *install, wheels["kvrag"])
     run(clean, "-m", "pip", "check")
-    shown = run(clean, "-m", "kvrag.cli.main", "--version", cwd=elsewhere)
-    if shown.strip() != f"kvrag {version}":
-        fail(f"kvrag --version prints {shown!r}")
+    printed = run(clean, "-m", "kvrag.cli.main", "--version", cwd=elsewhere)
+    if printed.strip() != f"kvrag {version}":
+        fail(f"kvrag --version prints {printed!r}")
     (elsewhere / "note.txt").write_text("Ingla plays the leather drum.")
-    refusal = run(clean, "-m", "kvrag.cli.main", "warm", "note.txt", "--store", "kv", cwd=elsewhere, expect=1)
-    if MISSING_EXTRA not in refusal:
-        fail(f"without its extra, `kvrag warm` must print {MISSING_EXTRA!r}, but prints {refusal!r}")
+    error = run(clean, "-m", "kvrag.cli.main", "warm", "note.txt", "--store", "kv", cwd=elsewhere, expect=1)
+    if MISSING_EXTRA not in error:
+        fail(f"without its extra, `kvrag warm` must print {MISSING_EXTRA!r}, but prints {error!r}")
     say("installing everything")
     run(clean, *install, *(f"{wheel}{EXTRAS.get(name, '')}" for name, wheel in wheels.items()))
     run(clean, "-m", "pip", "check")
-    say("trying it")
+    say("running the smoke tests")
     smoke = shutil.copy(ROOT / "scripts" / "smoke.py", elsewhere)
     print(run(clean, smoke, version, cwd=elsewhere), end="")
 
@@ -106,18 +106,18 @@ def environment(folder: Path) -> Path:
 
 
 def run(python: Path, *arguments: str | Path, cwd: Path | None = None, expect: int = 0) -> str:
-    """Run this Python without the user's settings and caches; return its output, stop on an unexpected exit code."""
+    """Run this Python without the user's settings and caches; return its output, exit on an unexpected exit code."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "HF_HOME", "XDG_CACHE_HOME")
     settings = {name: value for name, value in os.environ.items() if name not in hidden}
     if cwd is not None:
         settings |= {"HOME": str(cwd), "HF_HUB_OFFLINE": "1"}
     command = [str(python), *map(str, arguments)]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=cwd, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
-    if done.returncode != expect:
-        fail(f"{' '.join(command)} exited with {done.returncode} instead of {expect}:\n{done.stdout}")
-    return done.stdout
+    if process.returncode != expect:
+        fail(f"{' '.join(command)} exited with {process.returncode} instead of {expect}:\n{process.stdout}")
+    return process.stdout
 
 
 def say(message: str) -> None:

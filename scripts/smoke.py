@@ -37,7 +37,7 @@ PACKAGES = {
 
 
 def packages(version: str) -> None:
-    """Check that the packages are installed, typed, licensed and of one version."""
+    """Check that the packages are installed, typed, licensed and have the same version."""
     for name, module in PACKAGES.items():
         assert module.__file__ is not None
         assert Path(module.__file__).is_relative_to(sys.prefix), module.__file__
@@ -52,19 +52,19 @@ def command_line() -> list[str]:
     demo = command("demo", "--no-speed", "--store", "demo")
     assert {"full prefill", "plain reuse", "blending"} < {outcome["way"] for outcome in demo["questions"]}
     assert all(outcome["recomputed_tokens"] for outcome in demo["questions"] if outcome["way"] == "blending")
-    asked = command("ask", demo["questions"][0]["question"], "--store", "demo", "--policy", "none")
-    assert asked["report"]["reused_tokens"] > 0
+    answer = command("ask", demo["questions"][0]["question"], "--store", "demo", "--policy", "none")
+    assert answer["report"]["reused_tokens"] > 0
     assert command("store", "check", "--store", "demo")["damaged"] == 0
     assert command("verify", "--dtype", "float32", "--chunk-tokens", "32")["passed"]
-    return [hit["text"] for hit in asked["context"]]
+    return [hit["text"] for hit in answer["context"]]
 
 
 def command(*arguments: str) -> dict[str, Any]:
     """Run the installed `kvrag` with --json."""
     program = str(Path(sys.executable).with_name("kvrag"))
-    done = subprocess.run([program, *arguments, "--json"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"kvrag {' '.join(arguments)}: {done.stderr}"
-    return json.loads(done.stdout)
+    process = subprocess.run([program, *arguments, "--json"], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, f"kvrag {' '.join(arguments)}: {process.stderr}"
+    return json.loads(process.stdout)
 
 
 def langchain(chunks: list[str]) -> None:
@@ -89,13 +89,13 @@ def llama(chunks: list[str]) -> None:
     index = VectorStoreIndex(nodes, storage_context=context, embed_model=MockEmbedding(embed_dim=8))
     assert len(index.as_query_engine(llm=llm, similarity_top_k=2).query("Who?").source_nodes) == 2
     prompt = "\n\n".join([*chunks, "Question: Who?"])
-    whole = llm.complete(prompt)
-    assert whole.raw["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    assert "".join(piece.delta or "" for piece in llm.stream_complete(prompt)) == whole.text
+    response = llm.complete(prompt)
+    assert response.raw["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert "".join(piece.delta or "" for piece in llm.stream_complete(prompt)) == response.text
 
 
 def server(chunks: list[str]) -> None:
-    """Check that the OpenAI-compatible server answers from what the command line warmed."""
+    """Check that the OpenAI-compatible server answers from chunks that the command line warmed."""
     body = {
         "model": "reader",
         "messages": [{"role": "user", "content": "\n\n".join([*chunks, "Who?"])}],
@@ -110,7 +110,7 @@ def server(chunks: list[str]) -> None:
 
 
 def ray() -> None:
-    """Check that the command line finds what runs on a cluster."""
+    """Check that the command line finds the Ray commands."""
     assert [ray_command(name).__module__ for name in ("warm", "serve")] == ["ray_kvrag.warm", "ray_kvrag.serve"]
 
 

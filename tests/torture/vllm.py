@@ -107,7 +107,7 @@ class _Engines:
         assert engine.free_blocks == self.free_blocks, f"{self.free_blocks - engine.free_blocks} pages are not free"
         assert not engine.jobs(), "jobs are left"
         assert not engine.connector._blocks, "pages of tasks are left"
-        assert not engine.scheduler.connector._matching._requests, "requests are left in the connector"
+        assert not engine.scheduler.connector._tracker._requests, "requests are left in the connector"
 
 
 @dataclass

@@ -70,7 +70,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         return "kvrag-chat"
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
-        # LangChain's default uses the serialised form, which omits a given engine
+        # LangChain's default uses the serialised form, which omits `engine`
         return str(sorted({**self._get_invocation_params(stop=stop, **kwargs), **kwargs}.items()))
 
     def _resolve_model_profile(self) -> ModelProfile:
@@ -99,9 +99,9 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return the length of the prompt that the chat template renders from messages."""
-        described = [_described(tool) for tool in tools or ()]
+        openai_tools = [_openai_tool(tool) for tool in tools or ()]
         try:
-            return self._open().count_tokens(template_messages(messages), tools=described)
+            return self._open().count_tokens(template_messages(messages), tools=openai_tools)
         except PromptError:  # trimming counts parts of conversations, which need not be valid prompts
             return super().get_num_tokens_from_messages(messages)
 
@@ -133,7 +133,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         if not tools:
             return self.bind(**kwargs)
         choice = {True: "required", False: None}.get(tool_choice) if isinstance(tool_choice, bool) else tool_choice
-        return self.bind(tools=[_described(tool) for tool in tools], tool_choice=choice, **kwargs)
+        return self.bind(tools=[_openai_tool(tool) for tool in tools], tool_choice=choice, **kwargs)
 
     def with_structured_output(
         self,
@@ -149,16 +149,16 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         An answer cut off by `max_tokens` raises an error.
 
         Args:
-            schema: A Pydantic class, a TypedDict, or a JSON schema, with or without a title. Returns an instance of the
-                class, else what the JSON contains.
+            schema: A Pydantic class, a TypedDict, or a JSON schema, with or without a title. A Pydantic class gives
+                instances of it, any other schema the parsed JSON.
             include_raw: Return a dict of `raw`, `parsed` and `parsing_error`.
             method: "json_schema" = JSON of this schema, with an unchanged prompt. "function_calling" = a call of a tool
-                with this schema, which the prompt contains. "json_mode" = any JSON object; the prompt describes its
-                form.
+                with this schema, which is added to the prompt. "json_mode" = any JSON object; your prompt should
+                describe its form.
             strict: Accepted for compatibility: all methods except "json_mode" are strict.
 
         Raises:
-            SettingError: Unknown method or argument, or a missing schema, or one that the method cannot use.
+            SettingError: Unknown method or argument, or a schema that is missing or unsupported by the method.
         """
         if kwargs:
             raise SettingError(f"with_structured_output does not support {', '.join(kwargs)}: leave it out")
@@ -171,9 +171,9 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         parser: Runnable[Any, Any]
         if method == "function_calling":
             assert schema is not None
-            described = _as_tool(schema)
-            name = described["function"]["name"]
-            llm = self.bind_tools([described], tool_choice=name, ls_structured_output_format=traced)
+            tool = _schema_tool(schema)
+            name = tool["function"]["name"]
+            llm = self.bind_tools([tool], tool_choice=name, ls_structured_output_format=traced)
             if model_class is not None:
                 parser = PydanticToolsParser(tools=[model_class], first_tool_only=True)
             else:
@@ -182,28 +182,28 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
             response_format: dict[str, Any] = {"type": "json_object"}
             if method == "json_schema":
                 assert schema is not None
-                # LangChain's conversion requires a title, and drops what is no object
-                described = (
+                # LangChain's conversion requires a title, and supports only objects
+                json_schema = (
                     dict(cast(dict[str, Any], schema)) if _is_json_schema(schema) else convert_to_json_schema(schema)
                 )
-                name = described.get("title", _UNTITLED)
-                response_format = {"type": "json_schema", "json_schema": {"name": name, "schema": described}}
+                name = json_schema.get("title", _UNTITLED)
+                response_format = {"type": "json_schema", "json_schema": {"name": name, "schema": json_schema}}
             llm = self.bind(response_format=response_format, ls_structured_output_format=traced)
             parser = JsonOutputParser() if model_class is None else PydanticOutputParser(pydantic_object=model_class)
-        parser = RunnableGenerator(_whole, _awhole) | parser
+        parser = RunnableGenerator(_complete, _acomplete) | parser
         if not include_raw:
             return llm | parser
         parsing = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
         failed = RunnablePassthrough.assign(parsed=lambda _: None)
         return RunnableMap(raw=llm) | parsing.with_fallbacks([failed], exception_key="parsing_error")
 
-    def _asked_chat(self, stop: list[str] | None, call: dict[str, Any]) -> tuple[LLMSettings, dict[str, Any], bool]:
-        """Like `_asked`; also return whether the answer has at most one call."""
-        asked = dict(call)
-        parallel = asked.pop("parallel_tool_calls", None)
+    def _chat_request(self, stop: list[str] | None, call: dict[str, Any]) -> tuple[LLMSettings, dict[str, Any], bool]:
+        """Like `_request`; also return whether the answer may have at most one tool call."""
+        call = dict(call)
+        parallel = call.pop("parallel_tool_calls", None)
         if parallel not in (None, True, False):
             raise SettingError(f"parallel_tool_calls must be True or False, got {parallel!r}")
-        return *self._asked(stop, asked), parallel is False
+        return *self._request(stop, call), parallel is False
 
     def _generate(
         self,
@@ -212,7 +212,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        settings, request, one_call = self._asked_chat(stop, kwargs)
+        settings, request, one_call = self._chat_request(stop, kwargs)
         engine = self._lazy.open(settings)
         with langchain_errors():
             return _result(engine.generate(template_messages(messages), **request), settings.model_name, one_call)
@@ -224,7 +224,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        settings, request, one_call = self._asked_chat(stop, kwargs)
+        settings, request, one_call = self._chat_request(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
         with langchain_errors():
             answer = await engine.agenerate(template_messages(messages), **request)
@@ -237,7 +237,7 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        settings, request, one_call = self._asked_chat(stop, kwargs)
+        settings, request, one_call = self._chat_request(stop, kwargs)
         deltas = self._lazy.open(settings).stream(template_messages(messages), **request)
         yield from chunks(deltas, ChatChunkBuilder(settings.model_name, one_call), run_manager)
 
@@ -248,11 +248,11 @@ class ChatBlend(BlendSettings, BaseChatModel, extra="forbid"):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        settings, request, one_call = self._asked_chat(stop, kwargs)
+        settings, request, one_call = self._chat_request(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
         deltas = engine.astream(template_messages(messages), **request)
-        async with aclosing(achunks(deltas, ChatChunkBuilder(settings.model_name, one_call), run_manager)) as found:
-            async for chunk in found:
+        async with aclosing(achunks(deltas, ChatChunkBuilder(settings.model_name, one_call), run_manager)) as stream:
+            async for chunk in stream:
                 yield chunk
 
 
@@ -283,7 +283,7 @@ class ChatChunkBuilder:
             piece["args"] = (piece["args"] or "") + _unparsable_end(call.arguments)
         message = AIMessageChunk(content=delta.text, tool_call_chunks=list(pieces.values()))
         if delta.report is not None:
-            # only on the last chunk: LangChain adds up the usage of chunks and concatenates names
+            # on the last chunk only: LangChain adds up the usage of chunks and concatenates names
             message.usage_metadata = usage(delta.report, self._num_tokens)
             message.response_metadata = _metadata(
                 delta.report, self._model_name, _finish_reason(delta, self._num_calls)
@@ -307,22 +307,22 @@ def _is_json_schema(schema: Any) -> bool:
     return isinstance(schema, dict) and not any(name in schema for name in tool_forms)
 
 
-def _described(tool: Any) -> dict[str, Any]:
+def _openai_tool(tool: Any) -> dict[str, Any]:
     """Return a tool in OpenAI's form."""
     if _is_json_schema(tool) and not {"title", "name"} & {*tool}:
         raise SettingError(f"a tool needs a name: give its JSON schema a title, got {tool!r:.120}")
     return convert_to_openai_tool(tool)
 
 
-def _as_tool(schema: Any) -> dict[str, Any]:
+def _schema_tool(schema: Any) -> dict[str, Any]:
     """Return the tool whose arguments have this schema."""
     if not _is_json_schema(schema):
         return convert_to_openai_tool(schema)
     if schema.get("type", "object") != "object":
         raise SettingError(
-            f"arguments of a tool are an object, got a schema of {schema['type']!r}: use method='json_schema'"
+            f"tool arguments must be an object, got a schema of type {schema['type']!r}: use method='json_schema'"
         )
-    # a title with spaces names no tool
+    # tool names cannot contain spaces
     name = re.sub(r"[^\w.-]+", "_", schema.get("title") or schema.get("name") or _UNTITLED)
     parameters = {key: value for key, value in schema.items() if key not in ("title", "name", "description")}
     function = {"name": name, "description": schema.get("description", ""), "parameters": parameters}
@@ -355,11 +355,11 @@ def _why_invalid(finish_reason: str) -> str:
 
 
 def _unparsable_end(arguments: str) -> str:
-    """Return an end for invalid arguments that prevents LangChain from repairing them.
+    """Return a suffix for invalid arguments that prevents LangChain from repairing them.
 
-    It repairs the arguments of merged chunks, and an agent would execute the call with those that were not cut off.
+    Otherwise an agent would execute a cut-off call with the arguments that are left.
     """
-    ends = ("]", "}", '"]', '"}', '""]', '""}')  # one closes a string, if any, and then a bracket that is not open
+    ends = ("]", "}", '"]', '"}', '""]', '""}')  # close an open string, if any, and then a bracket that is not open
     return next(end for end in ends if not _is_repairable(arguments + end))
 
 
@@ -383,18 +383,17 @@ def _finish_reason(end: Answer | Delta, num_calls: int) -> str | None:
     return "tool_calls" if num_calls and end.finish_reason == "stop" else end.finish_reason
 
 
-def _whole(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
-    """Pass chunks on; raise an error if the answer was cut off, which parsers do not detect."""
-    for message in messages:
-        yield _not_cut_off(message)
+def _complete(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
+    """Yield the chunks; raise an error if the answer was cut off, which parsers do not detect."""
+    yield from map(_check_complete, messages)
 
 
-async def _awhole(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]:
+async def _acomplete(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]:
     async for message in messages:
-        yield _not_cut_off(message)
+        yield _check_complete(message)
 
 
-def _not_cut_off(message: AIMessage) -> AIMessage:
+def _check_complete(message: AIMessage) -> AIMessage:
     if message.response_metadata.get("finish_reason") == "length":
         raise OutputParserException(f"the answer was cut off: {LONGER}", llm_output=message.text)
     return message

@@ -1,4 +1,4 @@
-"""SentenceTransformerEmbeddings: embeddings of any sentence-transformers model; the default needs no network."""
+"""SentenceTransformerEmbeddings: embeddings of any sentence-transformers model; the default works offline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvrag import SettingError
 from kvrag.retrieval.index import DEFAULT_EMBEDDER, load_embedder
 
 
-# HuggingFaceEmbeddings ignores a model's prompts, fails in threads, and pins huggingface-hub<2
+# instead of HuggingFaceEmbeddings, which ignores a model's prompts, fails in threads, and pins huggingface-hub<2
 class SentenceTransformerEmbeddings(Embeddings):
     """Embeddings of a sentence-transformers model, loaded on construction. Thread-safe.
 
@@ -43,7 +43,7 @@ class SentenceTransformerEmbeddings(Embeddings):
             raise SettingError(f"batch_size must be at least 1, got {batch_size}")
         self.model, self.batch_size, self.normalize = str(model), batch_size, normalize
         self._encoder = load_embedder(self.model, "langchain-kvrag[sentence-transformers]", **settings)
-        self._lock = threading.Lock()  # a fast tokenizer fails if two threads use it at once
+        self._lock = threading.Lock()  # fast tokenizers fail if two threads use them at once
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """Return one vector per text, using the model's prompt for documents if it has one."""

@@ -1,4 +1,4 @@
-"""Documents that a vector store holds. LangChain has no method to list them, so every store has a way of its own."""
+"""Documents of a vector store. LangChain has no method to list them, so each store is listed in its own way."""
 
 from __future__ import annotations
 
@@ -10,30 +10,39 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import VectorStore
 
 _PAGE = 1000  # ids per request
+_BATCH = 256  # documents per request
 _CHROMA = "langchain_chroma.Chroma"
 
 
 def listed_ids(store: VectorStore) -> list[Any] | None:
-    """Return the ids of all documents as `get_by_ids` takes them; None if it is not known how to list this store."""
-    ids = next((_WAYS[name] for name in _names(store) if name in _WAYS), None)
-    return None if ids is None else list(ids(store))
+    """Return the ids of all documents, as `get_by_ids` takes them; None = this store cannot be listed."""
+    list_ids = next((_LISTERS[name] for name in _names(store) if name in _LISTERS), None)
+    return None if list_ids is None else list(list_ids(store))
 
 
 def documents_by_id(store: VectorStore, ids: Sequence[Any]) -> list[Document]:
-    """Return `store.get_by_ids(ids)`."""
-    if _CHROMA not in _names(store):
-        return store.get_by_ids(ids)
-    # its own method fails on documents without metadata
-    found = store.get(list(ids))  # type: ignore[attr-defined]
-    rows = zip(found["ids"], found["documents"], found["metadatas"], strict=True)
-    return [Document(text, id=one, metadata=metadata or {}) for one, text, metadata in rows]
+    """Return the documents with these ids, requested in batches."""
+    return [document for batch in _batches(ids) for document in _documents(store, batch)]
 
 
 async def adocuments_by_id(store: VectorStore, ids: Sequence[Any]) -> list[Document]:
     """Like `documents_by_id`, off the event loop."""
+    if _CHROMA in _names(store):
+        return await asyncio.to_thread(documents_by_id, store, ids)
+    return [document for batch in _batches(ids) for document in await store.aget_by_ids(batch)]
+
+
+def _batches(ids: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    return (ids[start : start + _BATCH] for start in range(0, len(ids), _BATCH))
+
+
+def _documents(store: VectorStore, ids: Sequence[Any]) -> list[Document]:
     if _CHROMA not in _names(store):
-        return await store.aget_by_ids(ids)
-    return await asyncio.to_thread(documents_by_id, store, ids)
+        return store.get_by_ids(ids)
+    # Chroma.get_by_ids fails on documents without metadata
+    columns = store.get(list(ids))  # type: ignore[attr-defined]
+    rows = zip(columns["ids"], columns["documents"], columns["metadatas"], strict=True)
+    return [Document(text, id=document_id, metadata=metadata or {}) for document_id, text, metadata in rows]
 
 
 def _names(store: VectorStore) -> list[str]:
@@ -42,9 +51,9 @@ def _names(store: VectorStore) -> list[str]:
 
 def _by_get(store: Any) -> Iterator[str]:
     offset = 0
-    while found := store.get(limit=_PAGE, offset=offset, include=[])["ids"]:
-        yield from found
-        offset += len(found)
+    while ids := store.get(limit=_PAGE, offset=offset, include=[])["ids"]:
+        yield from ids
+        offset += len(ids)
 
 
 def _qdrant(store: Any) -> Iterator[Any]:
@@ -62,11 +71,13 @@ def _pgvector(store: Any) -> Iterator[str]:
     with store.session_maker() as session:
         collection, rows = store.get_collection(session), store.EmbeddingStore
         if collection is not None:
-            yield from (one for (one,) in session.query(rows.id).filter(rows.collection_id == collection.uuid))
+            yield from (
+                document_id for (document_id,) in session.query(rows.id).filter(rows.collection_id == collection.uuid)
+            )
 
 
 # by name, since these packages need not be installed
-_WAYS: dict[str, Callable[[Any], Any]] = {
+_LISTERS: dict[str, Callable[[Any], Any]] = {
     "langchain_core.InMemoryVectorStore": lambda store: store.store,
     _CHROMA: _by_get,
     "langchain_community.Chroma": _by_get,

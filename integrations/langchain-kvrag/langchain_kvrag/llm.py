@@ -15,20 +15,20 @@ from pydantic import PrivateAttr
 from kvrag import Answer, BlendReport, Delta, LLMSettings, SettingError
 from langchain_kvrag.settings import BlendSettings, achunks, chunks, langchain_errors, usage
 
-_OF_THE_RUN = ("callbacks", "tags", "metadata", "run_name", "run_id")
+_RUN_ARGUMENTS = ("callbacks", "tags", "metadata", "run_name", "run_id")
 
 
 class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
-    """LLM that answers from pre-encoded chunks. The text becomes one user message of the chat template.
+    """LLM that answers from pre-encoded chunks. Use it in chains that need a string; otherwise prefer `ChatBlend`.
 
-    A model without a template gets the text unchanged.
+    The text becomes one user message of the chat template; a model without a template gets it unchanged.
 
-    For chains that need a string; otherwise prefer `ChatBlend`. `generation_info` of every generation, and of the last
-    chunk of a stream, has the report in `"kvrag"`, the usage in `"usage_metadata"` and the `"finish_reason"`.
-    `llm_output["token_usage"]` of a result has the usage of all its prompts, in OpenAI's form.
+    `generation_info` of every generation, and of the last chunk of a stream, contains the report (`"kvrag"`), the usage
+    (`"usage_metadata"`) and the `"finish_reason"`. `llm_output["token_usage"]` of a result is the usage of all its
+    prompts, in OpenAI's form.
     """
 
-    _of_the_call: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _call_arguments: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @property
     def _llm_type(self) -> str:
@@ -36,12 +36,12 @@ class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        return super()._identifying_params | self._of_the_call
+        return super()._identifying_params | self._call_arguments
 
     def _called_with(self, call: dict[str, Any]) -> Self:
-        """Return a copy for one call: LangChain's cache key covers the object but not the call's arguments."""
+        """Return a copy for one call: LangChain's cache key has the object's settings, not the call's arguments."""
         copy = self.model_copy()
-        copy._of_the_call = {name: value for name, value in call.items() if name not in _OF_THE_RUN}
+        copy._call_arguments = {name: value for name, value in call.items() if name not in _RUN_ARGUMENTS}
         return copy
 
     def generate(self, prompts: list[str], stop: list[str] | None = None, *args: Any, **kwargs: Any) -> LLMResult:
@@ -54,10 +54,10 @@ class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
         """Like `generate`, off the event loop."""
         return await super(BlendLLM, self._called_with(kwargs)).agenerate(prompts, stop, *args, **kwargs)
 
-    def _asked(self, stop: list[str] | None, call: dict[str, Any]) -> tuple[LLMSettings, dict[str, Any]]:
+    def _request(self, stop: list[str] | None, call: dict[str, Any]) -> tuple[LLMSettings, dict[str, Any]]:
         if call.get("tools"):
             raise SettingError("BlendLLM supports text only: use ChatBlend for tools")
-        return super()._asked(stop, call)
+        return super()._request(stop, call)
 
     def _generate(
         self,
@@ -66,7 +66,7 @@ class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        settings, request = self._asked(stop, kwargs)
+        settings, request = self._request(stop, kwargs)
         engine = self._lazy.open(settings)
         with langchain_errors():
             answers = [engine.generate(engine.as_prompt(prompt), **request) for prompt in prompts]
@@ -79,7 +79,7 @@ class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        settings, request = self._asked(stop, kwargs)
+        settings, request = self._request(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
         with langchain_errors():
             answers = [await engine.agenerate(engine.as_prompt(prompt), **request) for prompt in prompts]
@@ -92,7 +92,7 @@ class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        settings, request = self._asked(stop, kwargs)
+        settings, request = self._request(stop, kwargs)
         engine = self._lazy.open(settings)
         deltas = engine.stream(engine.as_prompt(prompt), **request)
         yield from chunks(deltas, TextChunkBuilder(settings.model_name), run_manager)
@@ -104,11 +104,11 @@ class BlendLLM(BlendSettings, BaseLLM, extra="forbid"):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        settings, request = self._asked(stop, kwargs)
+        settings, request = self._request(stop, kwargs)
         engine = await asyncio.to_thread(self._lazy.open, settings)
         deltas = engine.astream(engine.as_prompt(prompt), **request)
-        async with aclosing(achunks(deltas, TextChunkBuilder(settings.model_name), run_manager)) as found:
-            async for chunk in found:
+        async with aclosing(achunks(deltas, TextChunkBuilder(settings.model_name), run_manager)) as stream:
+            async for chunk in stream:
                 yield chunk
 
 

@@ -9,17 +9,17 @@ from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, Functio
 
 from kvrag import PromptError
 
-# LangChain's convert_to_openai_messages keeps reasoning, which is not said again, and joins parts with line breaks
+# not LangChain's convert_to_openai_messages: it keeps reasoning in prompts, and joins parts with line breaks
 _ROLES = {"system": "system", "human": "user", "ai": "assistant", "tool": "tool", "function": "tool"}
-# templates render calls from `tool_calls`
-_NOT_SAID = ("reasoning", "thinking", "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use")
+# parts without text for the prompt: templates render calls from `tool_calls`
+_LEFT_OUT = ("reasoning", "thinking", "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use")
 
 
 def template_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """Return dicts of role, content and tool fields.
 
     Raises:
-        PromptError: A message type that has no place in a prompt, such as a RemoveMessage.
+        PromptError: Prompts cannot contain a message of this type, such as a RemoveMessage.
     """
     return [_template_message(message) for message in messages]
 
@@ -34,15 +34,15 @@ def _template_message(message: BaseMessage) -> dict[str, Any]:
         raise PromptError(f"prompts cannot contain a {type(message).__name__}: remove it")
     content = message.content
     if isinstance(content, list):
-        content = [part for part in content if not (isinstance(part, dict) and part.get("type") in _NOT_SAID)]
-    said: dict[str, Any] = {"role": role, "content": content}
+        content = [part for part in content if not (isinstance(part, dict) and part.get("type") in _LEFT_OUT)]
+    fields: dict[str, Any] = {"role": role, "content": content}
     if isinstance(message, AIMessage) and message.tool_calls:
-        said["tool_calls"] = [
+        fields["tool_calls"] = [
             {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
             for call in message.tool_calls
         ]
     if isinstance(message, ToolMessage):
-        said["tool_call_id"] = message.tool_call_id
+        fields["tool_call_id"] = message.tool_call_id
     if isinstance(message, (ToolMessage, FunctionMessage)) and message.name:
-        said["name"] = message.name
-    return said
+        fields["name"] = message.name
+    return fields

@@ -12,9 +12,9 @@ from langchain_kvrag.settings import BlendSettings
 
 
 class PrefetchHandler(BaseCallbackHandler):
-    """Callback handler that calls `llm.prefetch` with what any retriever returns.
+    """Callback handler that calls `llm.prefetch` with the documents that any retriever returns.
 
-    The searches of a `KVWarmVectorStore` do so by themselves. Does nothing before the model is loaded.
+    Not needed with `KVWarmVectorStore`, whose searches prefetch. Does nothing before the model is loaded.
 
     Example:
         ```python
@@ -23,9 +23,9 @@ class PrefetchHandler(BaseCallbackHandler):
     """
 
     def __init__(self, llm: BlendSettings, *, namespace: str | None = None) -> None:
-        """Name the LLM; namespace None = the LLM's."""
+        """Create a handler for an LLM; namespace None = the LLM's."""
         self.llm, self.namespace = llm, namespace
 
     def on_retriever_end(self, documents: Sequence[Document], **kwargs: Any) -> None:
-        """Start to read."""
+        """Start to read the documents' KV."""
         self.llm.prefetch(documents, namespace=self.namespace)

@@ -16,7 +16,7 @@ from langchain_core.indexing import RecordManager
 
 from kvrag import StoreError
 
-# langchain-classic's SQLRecordManager forgets the source of renewed records: see the test of an indexing that failed
+# instead of langchain-classic's SQLRecordManager, which loses the source of renewed records after a failed indexing
 _SCHEMA = """
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS records (
@@ -34,7 +34,7 @@ ON CONFLICT (namespace, key) DO UPDATE SET updated_at = excluded.updated_at
 
 
 class SQLiteRecordManager(RecordManager):
-    """A record manager in a SQLite file, safe for several threads and processes."""
+    """Record manager in one SQLite file, safe for several threads and processes."""
 
     def __init__(self, namespace: str, path: str | Path) -> None:
         """Open or create the file with its schema.
@@ -54,12 +54,12 @@ class SQLiteRecordManager(RecordManager):
         self.create_schema()
 
     def create_schema(self) -> None:
-        """Do nothing: the constructor creates the schema. Required by the interface."""
+        """Create missing tables; the constructor already does. Required by the interface."""
         with self._lock, self._translated():
             self._db.executescript(_SCHEMA)
 
     def get_time(self) -> float:
-        """Return seconds since 1970, later than every earlier time, even if the clock is set back."""
+        """Return seconds since 1970, later than all earlier results, even if the clock is set back."""
         ((stored,),) = self._read("SELECT max(updated_at) FROM records WHERE namespace = ?", self.namespace)
         with self._lock:
             self._latest = max(time.time(), math.nextafter(max(self._latest, stored or 0.0), math.inf))
@@ -92,9 +92,9 @@ class SQLiteRecordManager(RecordManager):
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Return whether each key has a record."""
-        known = "SELECT key FROM records WHERE namespace = ? AND key IN (SELECT value FROM json_each(?))"
-        found = {key for (key,) in self._read(known, self.namespace, json.dumps(list(keys)))}
-        return [key in found for key in keys]
+        query = "SELECT key FROM records WHERE namespace = ? AND key IN (SELECT value FROM json_each(?))"
+        known = {key for (key,) in self._read(query, self.namespace, json.dumps(list(keys)))}
+        return [key in known for key in keys]
 
     def list_keys(
         self,
@@ -158,7 +158,7 @@ class SQLiteRecordManager(RecordManager):
         await asyncio.to_thread(self.delete_keys, keys)
 
     def close(self) -> None:
-        """Release the file."""
+        """Close the file."""
         with self._lock:
             self._db.close()
 

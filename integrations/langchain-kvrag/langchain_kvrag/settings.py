@@ -28,12 +28,12 @@ Chunk_co = TypeVar("Chunk_co", covariant=True)
 
 
 class PromptOverflowError(ContextWindowError, ContextOverflowError):
-    """A prompt that does not fit into the model's window; LangChain's middleware can handle this error."""
+    """The prompt exceeds the model's context window. LangChain's middleware can handle this error."""
 
 
 @contextmanager
 def langchain_errors() -> Iterator[None]:
-    """Raise errors that LangChain has a class for as that class."""
+    """Convert errors to LangChain's own classes where it has one."""
     try:
         yield
     except ContextWindowError as error:
@@ -85,13 +85,13 @@ def usage(report: BlendReport, num_tokens: int) -> UsageMetadata:
 
 
 def source_name(document: Document | str, collection: str = "default") -> str:
-    """Return the source in a document's metadata, as written by LangChain's loaders; "" = unknown."""
+    """Return the source name from a document's metadata, which LangChain's loaders write; "" = unknown."""
     source = document.metadata.get("source") if isinstance(document, Document) else None
     return "" if source is None else f"langchain/{quote(collection, safe='')}/{source}"
 
 
 class BlendSettings(BaseLanguageModel[Any], LLMFields):
-    """Base of the LangChain classes: an engine, or a model and a store to create one, and the settings of its answers.
+    """Base of the LangChain classes: an engine, or a model and a store to create one, and answer settings.
 
     See `kvrag.LLMSettings` for the settings, and `kvrag.llm_fields.LLMFields` for `engine`, `timeout`, `max_retries`
     and `api_key`.
@@ -104,7 +104,7 @@ class BlendSettings(BaseLanguageModel[Any], LLMFields):
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
-        """Return True: settings can be serialised, unless they hold an engine."""
+        """Return True. An object with an `engine` is an exception, see `to_json`."""
         return True
 
     def to_json(self) -> SerializedConstructor | SerializedNotImplemented:
@@ -119,15 +119,15 @@ class BlendSettings(BaseLanguageModel[Any], LLMFields):
     def _source(chunk: Any) -> str:
         return source_name(chunk)
 
-    def _asked(self, stop: list[str] | None, call: dict[str, Any]) -> tuple[LLMSettings, dict[str, Any]]:
+    def _request(self, stop: list[str] | None, call: dict[str, Any]) -> tuple[LLMSettings, dict[str, Any]]:
         """Return the settings of the engine for a call, and the arguments for its `stream`."""
-        settings, asked = LLMSettings.of(self), dict(call)
-        asked.pop("stream", None)  # already handled by LangChain
-        asked["documents"] = self._texts(asked.get("documents"))
-        model = LLMSettings.plain(asked.pop("model", None))
+        settings, arguments = LLMSettings.of(self), dict(call)
+        arguments.pop("stream", None)  # already handled by LangChain
+        arguments["documents"] = self._texts(arguments.get("documents"))
+        model = LLMSettings.plain(arguments.pop("model", None))
         if model is not None and model != settings.model_name:
             settings = replace(settings, model=model, engine=None)
-        return settings, settings.request(stop=stop, **asked)
+        return settings, settings.request(stop=stop, **arguments)
 
     def get_token_ids(self, text: str) -> list[int]:
         """Return the token ids of the model's own tokenizer."""
@@ -144,5 +144,5 @@ class BlendSettings(BaseLanguageModel[Any], LLMFields):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         identity = LLMSettings.of(self).identity()
-        # in its cache key, LangChain overwrites `stop` with the stop strings of the call
+        # LangChain's cache key overwrites `stop` with the stop strings of the call
         return identity | {"stop_sequences": identity.pop("stop")}

@@ -20,11 +20,9 @@ from langchain_kvrag.settings import BlendSettings, source_name
 
 logger = logging.getLogger("kvrag")
 
-_BATCH = 256  # documents per request
 
-
-class _PassedOn:
-    """A method delegated to the wrapped store."""
+class _Delegated:
+    """Method of the wrapped store."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -33,8 +31,8 @@ class _PassedOn:
         return self if store is None else getattr(store.vectorstore, self._name)
 
 
-class _Search(_PassedOn):
-    """A search delegated to the wrapped store. The KV of what it returns is read ahead."""
+class _Search(_Delegated):
+    """Search of the wrapped store. Prefetches the KV of what it returns."""
 
     def __get__(self, store: KVWarmVectorStore | None, owner: type) -> Any:
         if store is None:
@@ -43,15 +41,15 @@ class _Search(_PassedOn):
 
         @wraps(search)
         def searched(*args: Any, **kwargs: Any) -> Any:
-            found = search(*args, **kwargs)
-            kv.prefetch(_found_texts(found))
-            return found
+            results = search(*args, **kwargs)
+            kv.prefetch(_result_texts(results))
+            return results
 
         @wraps(search)
         async def asearched(*args: Any, **kwargs: Any) -> Any:
-            found = await search(*args, **kwargs)
-            kv.prefetch(_found_texts(found))
-            return found
+            results = await search(*args, **kwargs)
+            kv.prefetch(_result_texts(results))
+            return results
 
         return asearched if self._name.startswith("a") else searched
 
@@ -60,16 +58,16 @@ class KVWarmVectorStore(VectorStore):
     """A vector store that pre-encodes its documents for an LLM.
 
     KV is written before the vectors and dropped after them, so that every retrievable document has its KV. A text in
-    several documents is encoded once and kept while one of them has it. If the wrapped store fails midway, the KV of
-    documents that it did not add is dropped. `langchain_core.indexing.index` works as with the wrapped store: unchanged
-    documents with an unchanged context are not encoded again.
+    several documents is encoded once and kept while one of them contains it. If the wrapped store fails midway, the KV
+    of documents that it did not add is dropped. `langchain_core.indexing.index` works as usual: unchanged documents
+    with an unchanged context are not encoded again.
 
     Concurrent changes of one document may leave it without KV until the next change. This costs time, not correctness.
 
     The KV of what a search returns is read into memory while the chain renders its prompt; see `BlendEngine.prefetch`.
 
-    All other attributes are delegated to the wrapped store, and `isinstance` sees its class too, so that what depends
-    on the kind of a store, such as `SelfQueryRetriever`, works as without the wrapper. The KV also follows
+    All other attributes are delegated to the wrapped store, and `isinstance` returns True for its class too, so that
+    code that depends on the class of a store, such as `SelfQueryRetriever`, works as usual. The KV also follows
     `update_document`, `update_documents`, `reset_collection` and `delete_collection` of stores that have them. Other
     methods for adding and deleting, beyond those of `VectorStore`, bypass the KV: call `warm_existing` after them.
 
@@ -111,9 +109,9 @@ class KVWarmVectorStore(VectorStore):
     amax_marginal_relevance_search_by_vector: Any = _Search()
     search: Any = _Search()
     asearch: Any = _Search()
-    get_by_ids: Any = _PassedOn()
-    aget_by_ids: Any = _PassedOn()
-    embeddings: Any = _PassedOn()
+    get_by_ids: Any = _Delegated()
+    aget_by_ids: Any = _Delegated()
+    embeddings: Any = _Delegated()
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -126,9 +124,9 @@ class KVWarmVectorStore(VectorStore):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "vectorstore":  # accessed while a copy is created
             raise AttributeError(name)
-        passed = getattr(self.vectorstore, name)
-        ours = _IN_STEP.get(name)
-        return passed if ours is None else partial(ours, self)
+        delegated = getattr(self.vectorstore, name)
+        wrapper = _WRAPPERS.get(name)
+        return delegated if wrapper is None else partial(wrapper, self)
 
     # ---------------------------------------------------------------- adding
 
@@ -154,7 +152,7 @@ class KVWarmVectorStore(VectorStore):
             adding, lambda: self.vectorstore.aadd_documents(documents, **kwargs), self._apresent, self._checked(adding)
         )
 
-    # LangChain's own methods add nothing from a generator, and no more texts than there are ids
+    # LangChain's own methods add nothing from a generator, and drop texts without an id
 
     def add_texts(
         self,
@@ -165,7 +163,7 @@ class KVWarmVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[str]:
         """Add texts as documents; see `add_documents`."""
-        return super().add_texts(_listed(texts, ids), metadatas, ids=ids, **kwargs)
+        return super().add_texts(_checked_texts(texts, ids), metadatas, ids=ids, **kwargs)
 
     async def aadd_texts(
         self,
@@ -176,7 +174,7 @@ class KVWarmVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[str]:
         """Like `add_texts`, off the event loop."""
-        return await super().aadd_texts(_listed(texts, ids), metadatas, ids=ids, **kwargs)
+        return await super().aadd_texts(_checked_texts(texts, ids), metadatas, ids=ids, **kwargs)
 
     def _plan(self, documents: Sequence[Document], ids: Sequence[str | None] | None) -> Adding:
         return self._kv.plan(*_columns(documents, ids, self.collection))
@@ -203,34 +201,34 @@ class KVWarmVectorStore(VectorStore):
             SettingError: No ids are given, and the wrapped store cannot list its remaining documents.
         """
         ids = None if ids is None else list(ids)
-        asked = self._asked_for(ids)
+        targets = self._targets(ids)
         try:
             deleted = self.vectorstore.delete(ids, **kwargs)
         except BaseException:
-            self._kv.drop(asked, self._present(asked))
+            self._kv.drop(targets, self._present(targets))
             raise
-        sure = ids is not None and deleted is not False
-        self._kv.drop(asked, {} if sure else self._present(asked))
+        is_certain = ids is not None and deleted is not False
+        self._kv.drop(targets, {} if is_certain else self._present(targets))
         return deleted
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Like `delete`, off the event loop."""
         ids = None if ids is None else list(ids)
-        asked = await asyncio.to_thread(self._asked_for, ids)
+        targets = await asyncio.to_thread(self._targets, ids)
         try:
             deleted = await uncancelled(self.vectorstore.adelete(ids, **kwargs))
         except BaseException:
-            await uncancelled(asyncio.to_thread(self._kv.drop, asked, await self._apresent(asked)))
+            await uncancelled(asyncio.to_thread(self._kv.drop, targets, await self._apresent(targets)))
             raise
-        sure = ids is not None and deleted is not False
-        left = {} if sure else await self._apresent(asked)
-        await uncancelled(asyncio.to_thread(self._kv.drop, asked, left))
+        is_certain = ids is not None and deleted is not False
+        remaining = {} if is_certain else await self._apresent(targets)
+        await uncancelled(asyncio.to_thread(self._kv.drop, targets, remaining))
         return deleted
 
-    def _asked_for(self, ids: list[str] | None) -> list[str]:
+    def _targets(self, ids: list[str] | None) -> list[str]:
         if ids is not None:
             return ids
-        if not self._can_tell:
+        if not self._has_get_by_ids:
             raise SettingError(f"{type(self.vectorstore).__name__} cannot list its remaining documents: pass ids")
         return self._kv.ids()
 
@@ -245,7 +243,7 @@ class KVWarmVectorStore(VectorStore):
         self._kv.add(adding, lambda: update(ids, documents), self._present)
         present = self._present(adding.ids)
         if present is not None:
-            self._kv.keep(adding, present)  # unknown ids have been ignored
+            self._kv.keep(adding, present)  # the store ignores unknown ids
 
     def _clear(self, name: str, **kwargs: Any) -> Any:
         before = self._kv.names()
@@ -264,8 +262,7 @@ class KVWarmVectorStore(VectorStore):
     def warm_existing(self, ids: Iterable[str] | None = None, *, whole: bool = False) -> WarmReport:
         """Encode the documents that are already in the wrapped store.
 
-        Without `ids`, or with `whole`, the KV of all other documents is dropped, such as the KV that a killed program
-        left behind.
+        Without `ids`, or with `whole`, the KV of all other documents is dropped, for example after a killed program.
 
         Args:
             ids: Documents to encode; None = all.
@@ -274,28 +271,26 @@ class KVWarmVectorStore(VectorStore):
         Raises:
             SettingError: The wrapped store cannot be listed, or cannot return documents by id.
         """
-        asked = self._listed(ids)
-        found: list[Document] = []
-        for start in range(0, len(asked), _BATCH):
-            found += documents_by_id(self.vectorstore, asked[start : start + _BATCH])
-        return self._replace(found, None if ids is None or whole else asked)
+        targets = self._existing(ids)
+        documents = documents_by_id(self.vectorstore, targets)
+        return self._replace(documents, None if ids is None or whole else targets)
 
     async def awarm_existing(self, ids: Iterable[str] | None = None, *, whole: bool = False) -> WarmReport:
         """Like `warm_existing`, off the event loop."""
-        asked = await asyncio.to_thread(self._listed, ids)
-        found: list[Document] = []
-        for start in range(0, len(asked), _BATCH):
-            found += await adocuments_by_id(self.vectorstore, asked[start : start + _BATCH])
-        return await uncancelled(asyncio.to_thread(self._replace, found, None if ids is None or whole else asked))
+        targets = await asyncio.to_thread(self._existing, ids)
+        documents = await adocuments_by_id(self.vectorstore, targets)
+        return await uncancelled(asyncio.to_thread(self._replace, documents, None if ids is None or whole else targets))
 
     def _replace(self, documents: Sequence[Document], ids: Sequence[str] | None) -> WarmReport:
-        """Hold exactly these documents under these ids (None = all ids)."""
-        pieces = {_id(found): (found.page_content, source_name(found, self.collection)) for found in documents}
+        """Replace the KV of these ids (None = all ids) by that of these documents."""
+        pieces = {
+            _id(document): (document.page_content, source_name(document, self.collection)) for document in documents
+        }
         return self._kv.replace(pieces, self._kv.names() if ids is None else self._kv.names_of(ids))
 
-    def _listed(self, ids: Iterable[str] | None) -> list[str]:
+    def _existing(self, ids: Iterable[str] | None) -> list[str]:
         name = type(self.vectorstore).__name__
-        if not self._can_tell:
+        if not self._has_get_by_ids:
             raise SettingError(f"{name} cannot return documents by id: warm their texts with llm.warm(texts)")
         if ids is not None:
             return list(ids)
@@ -305,29 +300,26 @@ class KVWarmVectorStore(VectorStore):
         return listed
 
     @property
-    def _can_tell(self) -> bool:
+    def _has_get_by_ids(self) -> bool:
         return type(self.vectorstore).get_by_ids is not VectorStore.get_by_ids
 
     def _present(self, ids: list[str]) -> dict[str, str] | None:
         """Return texts by id, after a failure; None if the store cannot return them."""
-        present: dict[str, str] = {}
         try:
-            for start in range(0, len(ids), _BATCH):
-                present |= _texts(documents_by_id(self.vectorstore, ids[start : start + _BATCH]))
-        except Exception as error:  # it may fail again; the first error is raised
-            logger.warning("%s cannot return its documents: %s", type(self.vectorstore).__name__, error)
+            return _texts(documents_by_id(self.vectorstore, ids))
+        except Exception as error:  # the caller raises the first error
+            self._log_failure(error)
             return None
-        return present
 
     async def _apresent(self, ids: list[str]) -> dict[str, str] | None:
-        present: dict[str, str] = {}
         try:
-            for start in range(0, len(ids), _BATCH):
-                present |= _texts(await adocuments_by_id(self.vectorstore, ids[start : start + _BATCH]))
+            return _texts(await adocuments_by_id(self.vectorstore, ids))
         except Exception as error:
-            logger.warning("%s cannot return its documents: %s", type(self.vectorstore).__name__, error)
+            self._log_failure(error)
             return None
-        return present
+
+    def _log_failure(self, error: Exception) -> None:
+        logger.warning("%s cannot return its documents: %s", type(self.vectorstore).__name__, error)
 
     # ---------------------------------------------------------------- creating
 
@@ -348,20 +340,20 @@ class KVWarmVectorStore(VectorStore):
         """Create a vector store of these texts, and encode them.
 
         Args:
-            llm: Required; see the class, as for `namespace` and `collection`.
+            llm: Required. See the class for this argument, `namespace` and `collection`.
             vectorstore_class: Class of the store to wrap.
             kwargs: Further arguments of its `from_texts`.
         """
         kv = _kv(llm, namespace, collection)
         documents, ids = _as_documents(texts, metadatas, ids)
         adding = kv.plan(*_columns(documents, ids, collection))
-        made = kv.add(
+        vectorstore = kv.add(
             adding,
             lambda: vectorstore_class.from_texts(texts, embedding, metadatas, ids=ids, **kwargs),
             lambda _: None,
         )
         assert llm is not None  # otherwise _kv has raised
-        return cls(made, llm, namespace=namespace, collection=collection)
+        return cls(vectorstore, llm, namespace=namespace, collection=collection)
 
     @classmethod
     async def afrom_texts(
@@ -381,13 +373,13 @@ class KVWarmVectorStore(VectorStore):
         kv = _kv(llm, namespace, collection)
         documents, ids = _as_documents(texts, metadatas, ids)
         adding = await asyncio.to_thread(kv.plan, *_columns(documents, ids, collection))
-        made = await kv.aadd(
+        vectorstore = await kv.aadd(
             adding,
             lambda: vectorstore_class.afrom_texts(texts, embedding, metadatas, ids=ids, **kwargs),
             lambda _: asyncio.sleep(0, None),
         )
         assert llm is not None  # otherwise _kv has raised
-        return cls(made, llm, namespace=namespace, collection=collection)
+        return cls(vectorstore, llm, namespace=namespace, collection=collection)
 
 
 def _restored(kind: type[KVWarmVectorStore], fields: dict[str, Any]) -> KVWarmVectorStore:
@@ -396,7 +388,7 @@ def _restored(kind: type[KVWarmVectorStore], fields: dict[str, Any]) -> KVWarmVe
     return store
 
 
-_IN_STEP: dict[str, Callable[..., Any]] = {
+_WRAPPERS: dict[str, Callable[..., Any]] = {
     "update_document": KVWarmVectorStore._update_document,
     "update_documents": KVWarmVectorStore._update_documents,
     "reset_collection": lambda store, **kwargs: store._clear("reset_collection", **kwargs),
@@ -432,16 +424,16 @@ def _columns(
     )
 
 
-def _listed(texts: Iterable[str], ids: Sequence[str] | None) -> list[str]:
+def _checked_texts(texts: Iterable[str], ids: Sequence[str] | None) -> list[str]:
     listed = list(texts)
     if ids is not None and len(ids) != len(listed):
         raise SettingError(f"got {len(ids)} ids for {len(listed)} texts: pass one per text")
     return listed
 
 
-def _found_texts(found: Iterable[Document | tuple[Document, float]]) -> Iterator[str]:
-    for document in found:
-        yield (document[0] if isinstance(document, tuple) else document).page_content
+def _result_texts(results: Iterable[Document | tuple[Document, float]]) -> Iterator[str]:
+    for result in results:
+        yield (result[0] if isinstance(result, tuple) else result).page_content
 
 
 def _as_documents(
@@ -458,7 +450,8 @@ def _texts(documents: Iterable[Document]) -> dict[str, str]:
 
 
 def _id(document: Document) -> str:
-    one = document.metadata.get("_id") if document.id is None else document.id  # Qdrant keeps ids in the metadata
-    if one is None:
+    # Qdrant returns ids in the metadata
+    document_id = document.metadata.get("_id") if document.id is None else document.id
+    if document_id is None:
         raise SettingError("the vector store returns documents without ids: warm their texts with llm.warm(texts)")
-    return str(one)
+    return str(document_id)

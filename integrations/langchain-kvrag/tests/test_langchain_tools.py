@@ -391,7 +391,9 @@ def test_an_answer_need_not_be_an_object(chat: ChatBlend) -> None:
     ways = chat.with_structured_output(schema).invoke(QUESTION)
     assert len(ways) == 2
     assert {*ways} <= {"up", "down"}
-    with pytest.raises(SettingError, match=r"are an object, got a schema of 'array': use method='json_schema'"):
+    with pytest.raises(
+        SettingError, match=r"must be an object, got a schema of type 'array': use method='json_schema'"
+    ):
         chat.with_structured_output(schema, method="function_calling")
 
 

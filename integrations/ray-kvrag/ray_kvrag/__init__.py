@@ -1,1 +1,1 @@
-"""kvrag on a Ray cluster: `kvrag warm --ray` encodes with many workers, `kvrag serve --ray` serves with replicas."""
+"""kvrag on a Ray cluster: `kvrag warm --ray` encodes on many workers, `kvrag serve --ray` runs several replicas."""

@@ -28,7 +28,7 @@ class Cluster:
     """A Ray cluster that this process is connected to.
 
     Attributes:
-        is_own: This process started it and ends it.
+        is_own: Whether this process started the cluster, and so ends it.
         cpus: CPUs of each machine.
         gpus: GPUs of all machines.
     """
@@ -38,11 +38,11 @@ class Cluster:
     gpus: int
 
     def uses_gpus(self, device: str | None) -> bool:
-        """Return whether each worker takes a GPU: by default if the cluster has any, otherwise as `--device` says."""
+        """Return whether each worker uses a GPU, as set by `--device`; by default if the cluster has GPUs."""
         return self.gpus > 0 if device is None else device.startswith("cuda")
 
     def resources(self, device: str | None, workers: int) -> dict[str, float]:
-        """Return what Ray reserves for each of several workers: a GPU, or an equal share of the CPUs.
+        """Return the resources that Ray reserves for each of several workers: a GPU, or an equal share of the CPUs.
 
         A worker has as many OpenMP threads as CPUs, unless OMP_NUM_THREADS is set on its machine.
         """
@@ -64,22 +64,22 @@ def connect(address: str) -> Iterator[Cluster]:
             yield current_cluster()
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    wanted = os.environ.get("RAY_ADDRESS") or "auto" if address == HERE else address
-    if match := ADDRESS.fullmatch(wanted):
-        _check_reachable(wanted, match["host"].strip("[]"), int(match["port"]))  # Ray itself tries for minutes
+    target = os.environ.get("RAY_ADDRESS") or "auto" if address == HERE else address
+    if match := ADDRESS.fullmatch(target):
+        _check_reachable(target, match["host"].strip("[]"), int(match["port"]))  # Ray would retry for minutes
     is_own = False
     try:
         try:
-            ray.init(wanted, **quiet)
+            ray.init(target, **quiet)
         except ConnectionError:
-            if wanted != "auto" or address != HERE:
+            if target != "auto" or address != HERE:
                 raise
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             ray.init(include_dashboard=False, **quiet)
             is_own = True
     except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise KvragError(f"cannot connect to the Ray cluster {wanted}: {reason}") from error
+        raise KvragError(f"cannot connect to the Ray cluster {target}: {reason}") from error
     try:
         with redirect_stdout(sys.stderr):  # Ray prints the death of a worker; stdout is reserved for results
             yield current_cluster(is_own)
@@ -104,7 +104,7 @@ def current_cluster(is_own: bool = False) -> Cluster:
 
 
 def on_all_machines(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
-    """Return the arguments of a command, for a worker on any machine of the cluster.
+    """Return the arguments of a command in a form that is valid on any machine of the cluster.
 
     Raises:
         SettingError: The store is a folder, and the cluster has several machines.
@@ -124,12 +124,12 @@ def on_all_machines(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any
 
 
 def _absolute(folder: str | None) -> str | None:
-    """Return the absolute path of a folder; each machine replaces "~" by its own."""
+    """Return the absolute path of a folder; each machine expands "~" itself."""
     return folder if folder is None or folder.startswith("~") else str(Path(folder).absolute())
 
 
 def report_missing(cluster: Cluster, resources: dict[str, float]) -> None:
     """Print the resources that workers wait for."""
-    wanted = "a GPU" if resources["num_gpus"] else f"{resources['num_cpus']} CPUs"
-    available = f"{sum(cluster.cpus)} CPUs and {cluster.gpus} GPUs"
-    say(f"no worker has started yet: each needs {wanted}, the cluster has {available} in all")
+    needed = "a GPU" if resources["num_gpus"] else f"{resources['num_cpus']} CPUs"
+    total = f"{sum(cluster.cpus)} CPUs and {cluster.gpus} GPUs"
+    say(f"no worker has started yet: each needs {needed}, the cluster has {total} in all")

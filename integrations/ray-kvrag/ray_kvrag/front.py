@@ -1,4 +1,4 @@
-"""ASGI app in front of several servers: checks and reads requests, and passes each to a server."""
+"""ASGI app in front of several servers: checks and reads requests, and forwards each to a server."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ray_kvrag.routing import Route
 
 logger = logging.getLogger("kvrag")
 
-_TRIES = 3  # servers that a request is passed to while they die before they answer
-_FIELDS = (  # the fields of an ASGI scope that can be sent to another process
+_TRIES = 3  # servers tried per request, if they die before they answer
+_FIELDS = (  # of an ASGI scope, that can be sent to another process
     "type",
     "asgi",
     "http_version",
@@ -33,18 +33,18 @@ _FIELDS = (  # the fields of an ASGI scope that can be sent to another process
     "server",
 )
 
-Pass = Callable[[Scope, bytes, Route], AsyncGenerator[list[Message], None]]
-"""Function that passes a request with its body to a server, and yields lists of the response's messages."""
+Forward = Callable[[Scope, bytes, Route], AsyncGenerator[list[Message], None]]
+"""Function that forwards a request with its body to a server, and yields lists of the response's messages."""
 
 
 class ServerLost(Exception):
     """The server or its machine has died."""
 
 
-def front(settings: ServerSettings, pass_on: Pass) -> ASGIApp:
-    """Return an ASGI app that passes requests on.
+def front(settings: ServerSettings, forward: Forward) -> ASGIApp:
+    """Return an ASGI app that forwards requests.
 
-    A request is passed to another server if its server dies before sending anything.
+    A request is sent to another server if its server dies before it answers.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,24 +57,24 @@ def front(settings: ServerSettings, pass_on: Pass) -> ASGIApp:
         if body is None:
             return
         route = Route.of(scope["path"], scope["state"]["namespace"], body)
-        sent = {name: scope[name] for name in _FIELDS if name in scope}
-        begun: Message | None = None
+        fields = {name: scope[name] for name in _FIELDS if name in scope}
+        first: Message | None = None
         for _ in range(_TRIES):
             try:
-                async with aclosing(pass_on(sent, body, route)) as parts:
+                async with aclosing(forward(fields, body, route)) as parts:
                     async for messages in parts:
                         for message in messages:
-                            begun = begun or message
+                            first = first or message
                             await send(message)
                 return
             except ServerLost as error:
                 logger.warning("%s", error)
-                if begun:
+                if first:
                     break
         lost = ApiError(503, "the server that worked on this request has died: send it again", "stopping")
-        if begun is None:
+        if first is None:
             await error_response(lost)(scope, receive, send)
-        elif b"text/event-stream" in dict(begun["headers"]).get(b"content-type", b""):
+        elif b"text/event-stream" in dict(first["headers"]).get(b"content-type", b""):
             event = f"data: {json.dumps(describe(lost)[1])}\n\n"
             await send({"type": "http.response.body", "body": event.encode()})
         else:

@@ -1,8 +1,8 @@
 """Routing of requests to the server that has most of the prompt's chunks in memory.
 
 The chunks of a prompt are unknown before it is matched, so its paragraphs represent them: equal chunks have equal
-paragraphs. Each paragraph belongs to one server (rendezvous hashing), so a server that is added or removed affects only
-its own paragraphs. A request goes to the server to which most of its text belongs.
+paragraphs. Each paragraph is assigned to one server by rendezvous hashing, so adding or removing a server only affects
+that server's paragraphs. A request goes to the server with most of its text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Route:
 
     Attributes:
         weights: Length of each paragraph in characters, by its hash.
-        is_pinned: Whether the request goes to its server however busy that is.
+        is_pinned: Whether the request goes to its server even if that is busy.
     """
 
     weights: Mapping[str, int] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Route:
     @classmethod
     def of(cls, path: str, namespace: str, body: bytes) -> Route:
         """Return the route of a request; empty if the body is not valid."""
-        if path.startswith("/v1/corpus"):  # one server knows which documents are queued
+        if path.startswith("/v1/corpus"):  # only one server has the queue of documents
             return cls({_hash("corpus", namespace): 1}, is_pinned=True)
         if path.startswith("/v1/chunks") or not body:
             return cls()
@@ -55,7 +55,7 @@ class Route:
 
         Args:
             loads: Requests in progress, by server.
-            spread: A server that has more than this many above the least busy one is passed over.
+            spread: A server with more than this many requests above the least busy one is used last.
         """
         votes: Counter[str] = Counter()
         for key, weight in self.weights.items() if loads else ():

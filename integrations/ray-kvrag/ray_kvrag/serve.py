@@ -1,7 +1,7 @@
 """`kvrag serve --ray`: the server as a Ray Serve application, with several replicas on one store.
 
-Two deployments: `front` reads requests and passes them to a replica, `engine` answers them. The replica depends on the
-body of the request, and Serve's own proxies choose one before they read the body.
+Two deployments: `front` reads requests and forwards them to a replica, `engine` answers them. The replica depends on
+the body of the request, and Serve's own proxies choose a replica before they read the body.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ Message = MutableMapping[str, Any]  # of ASGI
 NAME = "kvrag"
 """Name of the application in the cluster."""
 
-_READING = 64  # requests that a replica reads besides those that it works on or queues
+_READING = 64  # requests that a replica reads in addition to those that it computes or queues
 _CHECK_S = 3.0  # between checks of a replica's health
 _LEAVING_S = 30.0  # for a replica to stop working for a client that has disconnected
 _MESSAGE = re.compile(r"^kvrag\.[\w.]+Error: (.+)$", re.MULTILINE)
 
 
 class Affinity(RequestRouter):
-    """Chooses the replica that has most of the prompt's chunks in memory, see `ray_kvrag.routing`."""
+    """Router that prefers the replica with most of the prompt's chunks in memory, see `ray_kvrag.routing`."""
 
     def initialize_state(self, spread: int) -> None:
-        """Take the number of requests that a replica may be ahead of the least busy one."""
+        """Set the number of requests by which a replica may exceed the least busy one."""
         self._spread = spread
 
     async def choose_replicas(
@@ -67,7 +67,7 @@ class Affinity(RequestRouter):
 
 
 class Replica:
-    """An engine with the server's app. Requests come as ASGI scopes, responses go as lists of ASGI messages."""
+    """Engine with the server's app. Requests are ASGI scopes, responses are lists of ASGI messages."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, options: dict[str, Any], settings: ServerSettings
@@ -107,14 +107,14 @@ class Replica:
                 is_over = ready[-1] is None
                 if batch := [message for message in ready if message is not None]:
                     yield batch
-            if error := work.exception():  # the app has sent a response before this
+            if error := work.exception():  # the app has already sent an error response
                 logger.error("a request failed", exc_info=error)
         finally:
-            disconnected.set()  # the app ends its work if it has not yet
+            disconnected.set()  # the app then stops, if it is still running
             await asyncio.wait({work}, timeout=_LEAVING_S)
 
     async def check_health(self) -> None:
-        """Take over the queued documents of replicas on this machine that have ended."""
+        """Take over the queued documents of ended replicas on this machine."""
         for corpus in self._corpora:
             await asyncio.to_thread(corpus.adopt)
 
@@ -125,15 +125,15 @@ class Replica:
 
 
 class Front:
-    """Passes requests to the replicas."""
+    """Forwards requests to the replicas."""
 
     def __init__(self, engine: DeploymentHandle, settings: ServerSettings) -> None:
         self._answer, self._settings = engine.answer.options(stream=True), settings
 
     def __serve_build_asgi_app__(self) -> Any:
-        return front(self._settings, self._pass)
+        return front(self._settings, self._forward)
 
-    async def _pass(self, scope: Any, body: bytes, route: Route) -> AsyncGenerator[list[Any], None]:
+    async def _forward(self, scope: Any, body: bytes, route: Route) -> AsyncGenerator[list[Any], None]:
         response = self._answer.remote(scope, body, route=route)
         try:
             async for messages in response:
@@ -149,8 +149,8 @@ def _app(options: dict[str, Any], settings: ServerSettings, cluster: Cluster) ->
     resources = cluster.resources(options["device"], most)
     size: dict[str, Any] = {"num_replicas": most}
     if least < most:
-        wanted = max(1, settings.concurrency // 2)
-        scaling = AutoscalingConfig(min_replicas=least, max_replicas=most, target_ongoing_requests=wanted)
+        target = max(1, settings.concurrency // 2)
+        scaling = AutoscalingConfig(min_replicas=least, max_replicas=most, target_ongoing_requests=target)
         size = {"autoscaling_config": scaling}
     router = RequestRouterConfig(
         request_router_class=Affinity, request_router_kwargs={"spread": max(2, settings.concurrency // 2)}
@@ -164,33 +164,33 @@ def _app(options: dict[str, Any], settings: ServerSettings, cluster: Cluster) ->
         health_check_period_s=_CHECK_S,
         **size,
     )
-    together = replace(settings, concurrency=settings.concurrency * most, queue=settings.queue * most)
+    total = replace(settings, concurrency=settings.concurrency * most, queue=settings.queue * most)
     fronts = serve.deployment(serve.ingress()(Front)).options(
         name="front",
         num_replicas=min(2, len(cluster.cpus)),
         ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=together.concurrency + together.queue + _READING * most,
+        max_ongoing_requests=total.concurrency + total.queue + _READING * most,
         graceful_shutdown_timeout_s=options["shutdown_timeout"],
     )
-    app: serve.Application = fronts.bind(engine.bind(options, settings), together)
+    app: serve.Application = fronts.bind(engine.bind(options, settings), total)
     return app
 
 
 def application(options: dict[str, Any]) -> serve.Application:
-    """Return the application for a config file of Serve, `import_path: ray_kvrag.serve:application`.
+    """Return the application for a Serve config file with `import_path: ray_kvrag.serve:application`.
 
     Args:
-        options: Options of `kvrag serve` as in the command line, without the dashes: {"model": ..., "replicas": "2-4"}.
-            A flag is true; an option that may be repeated takes a list.
+        options: Command-line options of `kvrag serve`, without the dashes: {"model": ..., "replicas": "2-4"}. The value
+            of a flag is true, that of a repeated option a list.
     """
     parser = argparse.ArgumentParser(prog="kvrag serve", exit_on_error=False)
     add_arguments(parser)
-    words = []
+    arguments = []
     for name, value in options.items():
         for item in value if isinstance(value, list) else [value]:
-            words += [f"--{name}"] if item is True else [f"--{name}={item}"]
+            arguments += [f"--{name}"] if item is True else [f"--{name}={item}"]
     try:
-        args = parser.parse_args(words)
+        args = parser.parse_args(arguments)
     except argparse.ArgumentError as error:
         raise SettingError(str(error)) from None
     cluster = current_cluster()
@@ -199,7 +199,7 @@ def application(options: dict[str, Any]) -> serve.Application:
 
 
 def serve_on_cluster(args: argparse.Namespace) -> int:
-    """Deploy the application on the Ray cluster in `args.ray`, or replace it there without a failed request."""
+    """Deploy the application on the Ray cluster in `args.ray`, or update it there without failing requests."""
     settings, _ = read_settings(args), read_config(args)
     for name in ("ray.serve", "ray"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -207,8 +207,8 @@ def serve_on_cluster(args: argparse.Namespace) -> int:
     with connect(args.ray) as cluster:
         options = on_all_machines(args, cluster)
         if cluster.is_own:
-            with bind(args.host, args.port) as free:  # Serve would report a port in use only in its log
-                args.port = free.getsockname()[1]
+            with bind(args.host, args.port) as sock:  # Serve would report a port in use only in its log
+                args.port = sock.getsockname()[1]
         serve.start(http_options={"host": args.host, "port": args.port})
         try:
             serve.run(_app(options, settings, cluster), name=NAME, route_prefix="/")

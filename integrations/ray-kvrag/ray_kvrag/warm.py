@@ -1,7 +1,7 @@
 """`kvrag warm --ray`: workers on a Ray cluster encode whole documents into one store.
 
-This process reads and splits the files, and sends out the documents that are not warm yet. KV never passes through it:
-workers write to the store and return counts. A document whose worker died is sent again.
+This process reads and splits the files, and sends the documents that are not warm yet to the workers. These write KV to
+the store and return counts only. A document whose worker died is sent again.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from kvrag.retrieval.index import ChunkIndex
     from kvrag.store import KVStore
 
-_PATIENCE_S = 30.0  # without a worker, until a line reports what they wait for
-_TRIES = 3  # at a document whose workers die: it may be the cause
-_HOLDERS = 2  # documents that contain a text until it is stored alone, after which it is not encoded again
+_REPORT_AFTER_S = 30.0  # without any worker: report the missing resources
+_TRIES = 3  # per document whose workers die: it may be the cause
+_HOLDERS = 2  # documents that must contain a text before it is stored alone and not encoded again
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Model and store of a worker: with the tokenizer, all that the choice of chunks needs.
+    """Model and store of a worker: together with the tokenizer, sufficient to choose the chunks to encode.
 
     Attributes:
         store: Folder or URL.
         model: Display name.
-        bytes_per_token: Bytes that a stored token takes.
+        bytes_per_token: Stored bytes per token.
     """
 
     store: str
@@ -56,7 +56,7 @@ class Facts:
 
 
 class Worker:
-    """Ray actor with its own engine. Its methods return an error as a string: an actor's exceptions are pages long."""
+    """Ray actor with its own engine. Methods return errors as strings, because Ray's exceptions are pages long."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._args = argparse.Namespace(**options)
@@ -85,7 +85,7 @@ class Worker:
         started = time.perf_counter()
         try:
             engine, index = self._open()
-            if isinstance(engine.store, SharedStore):  # a text that another worker has just stored is not encoded again
+            if isinstance(engine.store, SharedStore):  # so that texts stored by other workers are not encoded again
                 engine.store.sync()
             report = engine.warm(chunks, document=name, namespace=self._args.namespace)
             indexed = index.add(chunks, document=name, pages=pages)
@@ -96,7 +96,7 @@ class Worker:
 
 
 class _ModelOutline:
-    """`kvrag.backend.protocol.Outline` of a model whose weights only the workers load."""
+    """`kvrag.backend.protocol.Outline` of a model whose weights are loaded by the workers only."""
 
     def __init__(self, facts: Facts, tokenizer: Tokenizer) -> None:
         self.context_window, self.stable_length = facts.context_window, facts.stable_length
@@ -108,7 +108,7 @@ class _ModelOutline:
 
 @dataclass
 class _OpenStore:
-    """Takes the place of an engine where only its store is needed."""
+    """Stand-in for an engine where only its store is used."""
 
     store: KVStore
 
@@ -116,19 +116,19 @@ class _OpenStore:
 class DocumentQueue:
     """Documents to encode, in order.
 
-    Two documents with a text in common are encoded one after the other until the text is stored alone. If they were
-    encoded at the same time, each worker would encode the text with the preceding context of its own document, then
-    find the other one's, and encode it again alone.
+    Documents with a common text are encoded one after the other until the text is stored alone. Otherwise, each worker
+    would encode the text with the preceding context of its own document, then find the other variant, and encode the
+    text again alone.
     """
 
     def __init__(self, texts: Mapping[str, Iterable[str]], done: Iterable[str]) -> None:
-        """Take the keys of each document's texts, and the documents that are done."""
+        """Create a queue from the keys of each document's texts, without the documents that are done."""
         self._texts = {name: set(keys) for name, keys in texts.items()}
         holders = Counter(key for keys in self._texts.values() for key in keys)
-        # of each common text, the documents to encode until it is stored alone
+        # by common text: number of documents to encode before it is stored alone
         self._left = {key: _HOLDERS for key, count in holders.items() if count > 1}
-        self._encoding: set[str] = set()  # texts of the documents that are sent, if not stored alone
-        self._blocked: dict[str, list[str]] = defaultdict(list)  # documents, by a text that is being encoded
+        self._encoding: set[str] = set()  # common texts that are being encoded
+        self._blocked: dict[str, list[str]] = defaultdict(list)  # waiting documents, by text being encoded
         self._todo: deque[str] = deque()
         skipped = set(done)
         for name in texts:
@@ -138,7 +138,7 @@ class DocumentQueue:
                 self._todo.append(name)
 
     def next(self) -> str | None:
-        """Return a document to encode now; None if there is none, or if all must wait."""
+        """Return the next document to encode; None if none is left, or all must wait."""
         while self._todo:
             name = self._todo.popleft()
             shared = {key for key in self._texts[name] if self._left.get(key, 0) > 0}
@@ -168,11 +168,11 @@ class DocumentQueue:
 
 @dataclass
 class _WorkerState:
-    """A worker and what it has done.
+    """A worker and its counts.
 
     Attributes:
         number: From 1.
-        seconds: Time it has encoded.
+        seconds: Time spent encoding.
     """
 
     number: int
@@ -191,7 +191,7 @@ class _WorkerState:
 
 @dataclass
 class WorkerPool:
-    """Workers, started as the cluster has room. A worker that dies is replaced."""
+    """Workers, started when the cluster has free resources. Dead workers are replaced."""
 
     cluster: Cluster
     options: dict[str, Any]
@@ -206,7 +206,7 @@ class WorkerPool:
         """Start all workers; return the facts of the first one that is ready."""
         for _ in range(self.size):
             self._start_one()
-        report_at = time.monotonic() + _PATIENCE_S
+        report_at = time.monotonic() + _REPORT_AFTER_S
         while True:
             for _, result in self.results():
                 return cast(Facts, result)
@@ -284,10 +284,10 @@ def _worker_pool(cluster: Cluster, options: dict[str, Any], size: int) -> Iterat
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """Documents with their chunks and pages, and the problems in their files.
+    """Documents with their chunks and pages, and problems in the files.
 
     Attributes:
-        texts: By document, the number of tokens of each text, by its key.
+        texts: Number of tokens of each text, by document and text key.
         warm: Documents that need no encoding.
     """
 
@@ -299,7 +299,7 @@ class ClusterPlan:
 
 
 def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
-    """Split the files here, and encode their chunks on the Ray cluster in `args.ray`."""
+    """Split the files in this process, and encode their chunks on the Ray cluster in `args.ray`."""
     from kvrag.store import open_store
 
     with ExitStack() as stack:
@@ -331,7 +331,7 @@ def warm_on_cluster(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _make_plan(args: argparse.Namespace, facts: Facts, store: KVStore, index: ChunkIndex) -> ClusterPlan:
-    """Read and split all files, and find the documents that are warm."""
+    """Read and split all files, and determine which documents are warm."""
     from kvrag.backend.transformers.loading import load_tokenizer
     from kvrag.backend.transformers.tokenizer import Tokenizer
     from kvrag.ingest.ingest import Choosing
@@ -374,8 +374,8 @@ def _warm(pool: WorkerPool, plan: ClusterPlan, quiet: bool) -> dict[str, Any]:
                 if result is None:
                     sent[document] += 1
                     if sent[document] == _TRIES:
-                        why = "they may need more memory, see Ray's logs"
-                        raise KvragError(f"{_TRIES} workers died while they encoded {document}: {why}")
+                        hint = "they may need more memory, see Ray's logs"
+                        raise KvragError(f"{_TRIES} workers died while they encoded {document}: {hint}")
                     queue.put_back(document)
                     continue
                 queue.finish(document)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_kvrag import compat
 from vllm_kvrag.backend import refuse_unsupported
-from vllm_kvrag.params import _CHECKS, MODES, ConnectorSettings, Wish, read_wish
+from vllm_kvrag.params import _CHECKS, MODES, ConnectorSettings, RequestParams, read_params
 
 from kvrag import BlendConfig
 from kvrag.errors import SettingError, UnsupportedModelError
@@ -19,14 +19,14 @@ from kvrag.errors import SettingError, UnsupportedModelError
 DEFAULT = BlendConfig()
 
 
-def wish(**given: Any) -> Wish:
-    return read_wish({"kvrag": given}, DEFAULT)
+def wish(**given: Any) -> RequestParams:
+    return read_params({"kvrag": given}, DEFAULT)
 
 
 def test_a_request_without_parameters_is_blended_and_has_no_report() -> None:
     for params in (None, {}, {"do_remote_decode": False}):
-        assert read_wish(params, DEFAULT) == Wish(config=DEFAULT)
-    assert not read_wish(None, DEFAULT).given
+        assert read_params(params, DEFAULT) == RequestParams(config=DEFAULT)
+    assert not read_params(None, DEFAULT).has_params
 
 
 def test_settings_of_a_request() -> None:
@@ -77,9 +77,9 @@ def test_what_is_wrong_is_ignored_and_named(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("given", ["blend", 1, ["mode"], True])
 def test_parameters_that_are_no_object_turn_blending_off(given: Any) -> None:
-    each = read_wish({"kvrag": given}, DEFAULT)
+    each = read_params({"kvrag": given}, DEFAULT)
     assert each.mode == "off"
-    assert each.given
+    assert each.has_params
     assert each.ignored
 
 
@@ -95,7 +95,7 @@ NAMES = st.sampled_from(sorted(_CHECKS))
 @settings(max_examples=300, deadline=None)
 def test_nothing_that_a_client_sends_raises(given: Any) -> None:
     """An exception here would end the engine, for all clients."""
-    each = read_wish({"kvrag": given}, DEFAULT)
+    each = read_params({"kvrag": given}, DEFAULT)
     assert each.mode in MODES
     assert isinstance(each.namespace, str)
 

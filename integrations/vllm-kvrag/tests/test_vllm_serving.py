@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from vllm_engines import Engine, blended, checkpoint, distance, prompt_of, reference, started, text_of, until
-from vllm_kvrag.jobs import Jobs
+from vllm_kvrag.tasks import TaskHandler
 
 from kvrag import BlendEngine, FileStore
 from kvrag.errors import StoreError, StoreFullError
@@ -68,7 +68,7 @@ def _nothing_leaks(both: Both) -> Iterator[None]:
     assert both.vllm.free_blocks == free
     assert not both.vllm.jobs()
     assert not both.vllm.connector._blocks
-    assert not both.vllm.scheduler.connector._matching._requests
+    assert not both.vllm.scheduler.connector._tracker._requests
 
 
 @pytest.fixture
@@ -387,7 +387,7 @@ def test_a_job_that_fails_is_computed_by_vllm(
     def fails(*args: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(Jobs, "_blend", fails)
+    monkeypatch.setattr(TaskHandler, "_blend", fails)
     done = both.vllm.ask(prompt_of(*reversed(texts)), 3, ratio=0.1, policy="query")
     assert done.report is not None
     assert done.report["type"] == type(error).__name__
@@ -406,7 +406,7 @@ def test_a_job_that_fails_behind_a_shared_prefix_harms_nobody(
     (request,) = both.vllm.scheduler.running
     computed = request.num_computed_tokens
     with monkeypatch.context() as patch:
-        patch.setattr(Jobs, "_blend", lambda *args: 1 / 0)
+        patch.setattr(TaskHandler, "_blend", lambda *args: 1 / 0)
         more = both.kvrag.model.tokenizer.encode("\n\n" + prompt_of(text_of(1), text_of(3)))
         failing = both.vllm.submit([*first.ids, *more], 3, {"kvrag": settings})
         while failing not in both.vllm.answers:

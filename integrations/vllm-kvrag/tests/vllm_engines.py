@@ -184,7 +184,7 @@ class Engine:
 
     def jobs(self) -> dict[str, Any]:
         """The jobs of the worker."""
-        return self.connector._turns._jobs
+        return self.connector._runner._jobs
 
 
 def _answer(output: Any, llm: LLM) -> Answer:

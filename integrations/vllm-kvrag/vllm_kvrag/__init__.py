@@ -1,4 +1,4 @@
-"""CacheBlend inside stock vLLM: pre-encoded chunks are reused wherever they stand in a prompt.
+"""CacheBlend inside stock vLLM: pre-encoded chunks are reused anywhere in a prompt.
 
     vllm serve MODEL --worker-cls vllm_kvrag.Worker --kv-transfer-config \\
         '{"kv_connector": "KvragConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"store": "kv/"}}'
@@ -21,7 +21,7 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the parts when vLLM asks for them: it names them in its configuration, before it is ready itself."""
+    """Import classes on first access: vLLM imports this package before its own modules can be imported."""
     if name == "KvragConnector":
         from vllm_kvrag.connector import KvragConnector
 

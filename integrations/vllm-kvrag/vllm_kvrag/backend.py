@@ -1,4 +1,4 @@
-"""kvrag's backend protocol on vLLM's model: forward passes over scattered rows of a request's pages.
+"""Backend protocol on vLLM's model: forward passes over scattered rows of a request's pages.
 
 A stretch [a, b) of rows is given to vLLM as a request of b - a query tokens with a context of b tokens; all stretches
 share the request's block table. vLLM writes a layer's keys and values before it attends, so its causal mask by context
@@ -31,20 +31,21 @@ from kvrag.errors import ContextWindowError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint
 from vllm_kvrag import pages
 from vllm_kvrag.pages import PageMap
-from vllm_kvrag.turns import Job, Turns
+from vllm_kvrag.runner import Job
 
 T = TypeVar("T")
 
 
 class _StopForward(Exception):
-    """Raised inside a forward pass to end it."""
+    """Raised inside a forward pass to end it early."""
 
 
 @dataclass
 class PagedCache:
     """KV of one request in its pages. Layers are stitched when a pass first reaches them.
 
-    `branches` is the KV of the branches of its row, by layer: there is no room for it in the pages.
+    Attributes:
+        branches: KV of the row's branches, by branch and layer: the pages have no room for it.
     """
 
     backend: VllmBackend
@@ -56,7 +57,7 @@ class PagedCache:
     branches: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return copies of keys and values of one layer, each (1, H, capacity, D), those of the branches behind it."""
+        """Return copies of keys and values of one layer, each (1, H, capacity, D), followed by the branches'."""
         backend = self.backend
 
         def read() -> tuple[Tensor, Tensor]:
@@ -70,7 +71,7 @@ class PagedCache:
     def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values, each (1, H, S, D), of (S,) positions of one layer."""
         layer, slots = self.backend.layers[number], self.backend.slots[rows]
-        self.backend.call(lambda: pages.write(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1), slots))
+        self.backend.call(lambda: pages.write(layer, keys, values, slots))
 
     def lay_out(self, number: int) -> None:
         """Write the stitched KV of a layer into its pages, once."""
@@ -90,7 +91,7 @@ class PagedCache:
         return self.length
 
     def set_length(self, length: int) -> None:
-        """Declare the positions before `length` complete."""
+        """Mark the positions before `length` as complete."""
         self.length = length
 
     @property
@@ -100,9 +101,9 @@ class PagedCache:
 
 
 class VllmBackend:
-    """The model of a vLLM worker. Implements `kvrag.backend.protocol.Backend`, and what ingestion needs of a model.
+    """Model of a vLLM worker. Implements `kvrag.backend.protocol.Backend` and the model interface of ingestion.
 
-    The instance that `on` returns is bound to the pages of one request.
+    `on` returns an instance that is bound to the pages of one request.
 
     Attributes:
         tokenizer: kvrag's tokenizer of this model.
@@ -111,7 +112,7 @@ class VllmBackend:
         slots: (T,) slot of each position.
         block_size: Tokens per block.
         rank: Number of this process in its tensor-parallel group.
-        with_logits: Compute logits in every pass; only the gate needs them.
+        with_logits: Compute logits in every pass; only the check at start-up needs them.
     """
 
     rope_follows_length = False
@@ -126,14 +127,13 @@ class VllmBackend:
         model: Any,
         tokenizer: Tokenizer,
         fingerprint: Fingerprint,
-        turns: Turns,
     ) -> None:
         """Wrap the loaded model of this process, whose KV cache is allocated.
 
         Raises:
-            UnsupportedModelError: The model, or how vLLM runs it, cannot be blended.
+            UnsupportedModelError: The model, or a setting of vLLM, does not support blending.
         """
-        self.tokenizer, self.fingerprint, self._turns = tokenizer, fingerprint, turns
+        self.tokenizer, self.fingerprint = tokenizer, fingerprint
         self._config, self._model = vllm_config, model
         self._job: Job | None = None
         config, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -142,23 +142,23 @@ class VllmBackend:
         self.device = torch.device(vllm_config.device_config.device)
         self.rows_per_pass: int | None = vllm_config.scheduler_config.max_num_batched_tokens
         self.num_processes: int = parallel.tensor_parallel_size
-        found = get_layers_from_vllm_config(vllm_config, Attention)
-        self.layers: list[Any] = [found[name] for name in sorted(found, key=extract_layer_index)]
+        by_name = get_layers_from_vllm_config(vllm_config, Attention)
+        self.layers: list[Any] = [by_name[name] for name in sorted(by_name, key=extract_layer_index)]
         self.num_layers = len(self.layers)
         refuse_unsupported(vllm_config, kv_cache_config, self.layers)
         self.hidden_size, self.vocab_size = int(config.get_hidden_size()), int(config.get_vocab_size())
         self.windows = tuple(layer.sliding_window for layer in self.layers)
-        num_heads, own = config.get_total_num_kv_heads(), self.layers[0].num_kv_heads
+        num_heads, local_heads = config.get_total_num_kv_heads(), self.layers[0].num_kv_heads
         self.rank = get_tp_group().rank_in_group
         first = self.rank * num_heads // self.num_processes
-        self.heads = slice(first, first + own)
-        self._copies = max(1, own * self.num_processes // num_heads)  # of each head, if there are more processes
+        self.heads = slice(first, first + local_heads)
+        self._copies = max(1, local_heads * self.num_processes // num_heads)  # of each head
         self.bytes_per_token = 2 * self.num_layers * num_heads * self.layers[0].head_size * self.dtype.itemsize
         self._rotary = [_rotary(model, layer) for layer in self.layers]
         (group,) = kv_cache_config.kv_cache_groups
         self.block_size = int(group.kv_cache_spec.block_size)
         num_slots = kv_cache_config.num_blocks * self.block_size
-        # before anything else touches the layers: it sets up what writing pages needs
+        # before anything else uses the layers: writing pages needs its setup
         builder = self.layers[0].attn_backend.get_builder_cls()
         self._builder = builder(group.kv_cache_spec, group.layer_names, vllm_config, self.device)
         try:
@@ -172,7 +172,7 @@ class VllmBackend:
         """Return a backend for the pages of one request.
 
         Args:
-            job: The job that uses it; None = on the main thread.
+            job: Job that uses it; None = used on the main thread.
         """
         bound = copy.copy(self)
         bound._job = job
@@ -187,12 +187,12 @@ class VllmBackend:
 
     @property
     def waits(self) -> int:
-        """Number of operations that waited for other requests: durations then include their work."""
+        """Number of operations that waited for other requests, whose work measured durations then include."""
         return self._job.waits if self._job else 0
 
     @property
     def preamble(self) -> tuple[int, ...]:
-        """Token ids in front of every encoded chunk."""
+        """Token ids that precede every encoded chunk."""
         return self.tokenizer.preamble
 
     def check_window(self, num_tokens: int, what: str = "the prompt") -> None:
@@ -210,15 +210,15 @@ class VllmBackend:
     # ---------------------------------------------------------------- processes
 
     def gather(self, value: T) -> Sequence[T]:
-        """Return the values of all processes, in the same order everywhere."""
+        """Return the values of all processes, in order of rank."""
         return (value,) if self.num_processes == 1 else self.call(lambda: exchange(value))
 
     def all_heads(self, tensor: Tensor) -> Tensor:
         """Return the (B, H, T, D) tensors of all processes as one, with the model's heads in order."""
         if self.num_processes == 1:
             return tensor
-        together = self.call(lambda: get_tp_group().all_gather(tensor.contiguous(), dim=1))
-        return together[:, :: self._copies] if self._copies > 1 else together
+        gathered = self.call(lambda: get_tp_group().all_gather(tensor.contiguous(), dim=1))
+        return gathered[:, :: self._copies]
 
     def sum_over_processes(self, tensor: Tensor) -> Tensor:
         """Return the sum of the processes' tensors."""
@@ -230,12 +230,12 @@ class VllmBackend:
 
     def tables(self, positions: Tensor) -> list[Tables]:
         """Return cos and sin of each layer for (T,) positions; layers with equal tables share the tensors."""
-        made: dict[int, tuple[Tensor, Tensor]] = {}
+        tables: dict[int, tuple[Tensor, Tensor]] = {}
         for rotary in self._rotary:
-            if rotary is not None and id(rotary) not in made:
+            if rotary is not None and id(rotary) not in tables:
                 cos, sin = rotary.cos_sin_cache[positions.to(self.device)].float().chunk(2, dim=-1)
-                made[id(rotary)] = cos.contiguous(), sin.contiguous()
-        return [None if rotary is None else made[id(rotary)] for rotary in self._rotary]
+                tables[id(rotary)] = cos.contiguous(), sin.contiguous()
+        return [None if rotary is None else tables[id(rotary)] for rotary in self._rotary]
 
     def rotate(self, number: int, keys: Tensor, tables: Tables, landing: slice) -> None:
         """Rotate (B, H, T, D) position-free keys of a layer in place, to the `landing` rows of the tables."""
@@ -244,7 +244,7 @@ class VllmBackend:
             rotate(keys, tables[0][landing], tables[1][landing], _pairs(rotary), out=keys)
 
     def unrotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
-        """Return the (B, H, T, D) keys of a layer without their position."""
+        """Return the (B, H, T, D) keys of a layer, position-free."""
         rotary = self._rotary[number]
         return keys if rotary is None or tables is None else unrotate(keys, *tables, _pairs(rotary))
 
@@ -257,22 +257,21 @@ class VllmBackend:
         filled: Tensor | None = None,
         prefix: tuple[Any, int] | None = None,
     ) -> PagedCache:
-        """Return a cache in the request's pages. A `prefix` is there already.
+        """Return a cache in the request's pages, which already contain a `prefix`.
 
-        Raises:
-            ContextWindowError: The pages have no room for as many positions.
+        The capacity is limited to that of the pages.
         """
         capacity = min(capacity, len(self.slots))
         return PagedCache(self, capacity, source, filled, prefix[1] if prefix else 0)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Do nothing: passes never wait for a disk."""
+        """Do nothing: passes never wait for storage."""
         return nullcontext()
 
     def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:
         """Run the model on (S,) ascending positions `rows`, or append; see the protocol.
 
-        Without rows, the layers are laid out.
+        Empty rows only write the stitched KV into the pages.
 
         Returns:
             (1, V) float32 logits, empty unless `with_logits`.
@@ -289,7 +288,7 @@ class VllmBackend:
         """Like `forward`, but end the pass when `observe` returns True.
 
         Args:
-            shift: Rotate the keys for positions that are higher by this number.
+            shift: Added to the positions for which keys are rotated.
         """
         self._forward(ids, cache, rows, observe=observe, shift=shift)
 
@@ -298,19 +297,19 @@ class VllmBackend:
     ) -> None:
         """Like `forward_until`, for a row and its branches; see the protocol.
 
-        A branch is computed in the pages of the positions that it replaces, which get their KV back.
+        A branch is computed in the pages of the positions that it replaces, whose KV is restored afterwards.
         """
         assert isinstance(cache, PagedCache)
         lengths = [length for _, length in branches]
         row, *others = torch.split(ids, [ids.shape[1] - sum(lengths), *lengths], dim=1)
         cache.capacity = start + row.shape[1]
         self.forward_until(observe, row, cache, torch.arange(start, cache.capacity))
-        for (at, length), own in zip(branches, others, strict=True):
-            rows = torch.arange(at, at + length)
-            before = self.call(partial(self._read, rows))
-            self.forward_until(observe, own, cache, rows)
+        for (branch_start, length), branch_ids in zip(branches, others, strict=True):
+            rows = torch.arange(branch_start, branch_start + length)
+            replaced = self.call(partial(self._read, rows))
+            self.forward_until(observe, branch_ids, cache, rows)
             cache.branches.append(self.call(partial(self._read, rows)))
-            self.call(partial(self._write, rows, before))
+            self.call(partial(self._write, rows, replaced))
 
     def _read(self, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values, each (1, H, S, D), of these positions of all layers."""
@@ -318,12 +317,12 @@ class VllmBackend:
 
     def _write(self, rows: Tensor, layers: list[tuple[Tensor, Tensor]]) -> None:
         for layer, (keys, values) in zip(self.layers, layers, strict=True):
-            pages.write(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1), self.slots[rows])
+            pages.write(layer, keys, values, self.slots[rows])
 
     def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
-        """Return the (K,) squared attention that every position receives from the last `num_queries` rows."""
+        """Return the (K,) squared attention of each position from the last `num_queries` rows."""
         total = torch.zeros(int(rows[-1]) + 1, device=self.device)
-        now = Rows(rows, rows.tolist(), self.windows)
+        row_set = Rows(rows, rows.tolist(), self.windows)
 
         def attended(number: int, query: Tensor) -> bool:
             if number in layers:
@@ -331,7 +330,7 @@ class VllmBackend:
                 keys = self.page_map.read_keys(layer, self.slots[: len(total)])
                 query = query.reshape(-1, layer.num_heads, layer.head_size).transpose(0, 1)[None]
                 softcap = getattr(layer.impl, "logits_soft_cap", None) or None
-                total.add_(attention_received(query, keys, now, number, num_queries, layer.impl.scale, softcap))
+                total.add_(attention_received(query, keys, row_set, number, num_queries, layer.impl.scale, softcap))
             return number == layers[-1]
 
         self._forward(ids, cache, rows, attended=attended)
@@ -353,12 +352,12 @@ class VllmBackend:
         if int(rows[-1]) >= len(self.slots):
             raise ContextWindowError(
                 f"{int(rows[-1]) + 1} tokens do not fit into the request's pages, which hold {len(self.slots)}: "
-                "give a warm request all of its texts as the prompt"
+                "a warm request needs all of its texts as the prompt"
             )
         logits = torch.empty(1, 0)
         for part in torch.split(torch.arange(len(rows)), self.rows_per_pass or len(rows)):
-            run = partial(self._pass, ids[0, part], rows[part], cache, observe, attended, shift)
-            logits = self.call(run, len(part))
+            forward_pass = partial(self._pass, ids[0, part], rows[part], cache, observe, attended, shift)
+            logits = self.call(forward_pass, len(part))
         return logits
 
     @torch.inference_mode()
@@ -375,22 +374,23 @@ class VllmBackend:
         metadata = self._builder.build(0, self._metadata(rows))
         slots = self.slots[rows]
         names = [layer.layer_name for layer in self.layers]
-        everywhere = dict.fromkeys(names, metadata), dict.fromkeys(names, slots)
-        with (
-            self._hooks(cache, observe, attended),
-            set_forward_context(
-                everywhere[0], self._config, num_tokens=len(rows), slot_mapping=everywhere[1], skip_compiled=True
-            ),
-        ):
+        context = set_forward_context(
+            dict.fromkeys(names, metadata),
+            self._config,
+            num_tokens=len(rows),
+            slot_mapping=dict.fromkeys(names, slots),
+            skip_compiled=True,
+        )
+        with self._hooks(cache, observe, attended), context:
             try:
                 hidden = self._model(input_ids=ids, positions=rows + shift)
             except _StopForward:
                 return torch.empty(1, 0)
-        logits = self._model.compute_logits(hidden[-1:]) if self.with_logits else None  # None also beside rank 0
+        logits = self._model.compute_logits(hidden[-1:]) if self.with_logits else None  # None on other ranks than 0
         return torch.empty(1, 0) if logits is None else logits.float()
 
     def _metadata(self, rows: Tensor) -> CommonAttentionMetadata:
-        """Describe (S,) rows as one request per stretch of neighbouring rows."""
+        """Return metadata of (S,) rows, with one request per stretch of neighbouring rows."""
         rows_cpu = rows.cpu()
         begins = torch.cat([torch.tensor([True]), rows_cpu[1:] != rows_cpu[:-1] + 1]).nonzero().squeeze(1)
         starts = torch.cat([begins, torch.tensor([len(rows_cpu)])]).int()
@@ -414,7 +414,7 @@ class VllmBackend:
     def _hooks(
         self, cache: PagedCache, observe: Observer | None, attended: Callable[[int, Tensor], bool] | None
     ) -> Iterator[None]:
-        """Follow a pass through the attention layers."""
+        """Hook the attention layers for one pass: stitch each layer, and call the observers."""
 
         def before(number: int, layer: Any) -> Callable[..., None]:
             def hook(_: Any, args: tuple[Tensor, ...]) -> None:
@@ -449,7 +449,7 @@ class VllmBackend:
 
 
 def exchange(value: T) -> list[T]:
-    """Return what all processes of the tensor-parallel group passed, in order of rank."""
+    """Return the values of all processes of the tensor-parallel group, in order of rank."""
     group = get_tp_group()
     values: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(values, value, group=group.cpu_group)
@@ -457,14 +457,14 @@ def exchange(value: T) -> list[T]:
 
 
 def refuse_unsupported(vllm_config: Any, kv_cache_config: Any, layers: Sequence[Any]) -> None:
-    """Raise UnsupportedModelError with the reason, if the model or vLLM's settings cannot be blended."""
+    """Raise UnsupportedModelError with the reason if the model or vLLM's settings do not support blending."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     groups = kv_cache_config.kv_cache_groups
     reasons = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
         "speculative decoding": vllm_config.speculative_config is not None,
-        # its layers use the adapters of vLLM's last batch
+        # the layers use the adapters of vLLM's last batch
         "LoRA adapters": vllm_config.lora_config is not None,
         f"a KV cache of {cache.cache_dtype}": cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
         "a model without ordinary attention layers": not layers,
@@ -476,7 +476,7 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any, layers: Sequence[
     if "FullAttention" not in type(groups[0].kv_cache_spec).__name__:
         raise UnsupportedModelError(
             "kvrag does not support this model in vLLM: its layers attend to a window only, and vLLM keeps no pages "
-            "for the positions before it"
+            "before the window"
         )
     names = {name for group in groups for name in group.layer_names}
     if names != {layer.layer_name for layer in layers}:
@@ -490,7 +490,7 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any, layers: Sequence[
 
 
 def _rotary(model: Any, layer: Any) -> Any:
-    """Return the rotary module of an attention layer; None if its keys are not rotated."""
+    """Return the rotary module of an attention layer; None = its keys are not rotated."""
     parent = model.get_submodule(layer.layer_name.rpartition(".")[0])
     return getattr(parent, "rotary_emb", None)
 

@@ -1,6 +1,6 @@
-"""Everything that kvrag uses of vLLM's internals, and the versions that it was tested with.
+"""Versions of vLLM that vllm-kvrag supports.
 
-vLLM calls its connector API experimental, so an unknown version is refused instead of guessed.
+vLLM's connector API is experimental, so untested versions are rejected.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from kvrag.errors import SettingError
 
 TESTED = ("0.32",)
-"""Minor versions of vLLM that the tests pass on."""
+"""Minor versions of vLLM on which the tests pass."""
 
 
 def vllm_version() -> str:
@@ -25,9 +25,9 @@ def vllm_version() -> str:
 
 def check_version() -> None:
     """Raise SettingError on a vLLM that this version of vllm-kvrag was not tested with."""
-    found = vllm_version()
-    if not any(found.startswith(f"{tested}.") for tested in TESTED):
+    installed = vllm_version()
+    if not any(installed.startswith(f"{tested}.") for tested in TESTED):
         raise SettingError(
-            f"vllm-kvrag was tested with vLLM {', '.join(TESTED)}, not with {found}: install one of these, "
+            f"vllm-kvrag was tested with vLLM {', '.join(TESTED)}, not with {installed}: install one of these, "
             "or another version of vllm-kvrag"
         )

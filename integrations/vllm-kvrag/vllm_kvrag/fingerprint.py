@@ -1,4 +1,4 @@
-"""Identity of the model that vLLM serves: the same as in transformers, so that they share stores."""
+"""Fingerprint of the model that vLLM serves: the same as in transformers, so that both can share a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate at start-up: blending must give what the model's own prefill gives, on this model and attention backend."""
+"""Check at start-up that blending equals the model's own prefill, on this model and attention backend."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def check(backend: VllmBackend, num_blocks: int) -> None:
     """
     needed = -(-(_TOKENS + 1) // backend.page_map.page) + 1
     if num_blocks <= needed:
-        raise UnsupportedModelError("vLLM has too few pages to check that blending is exact: give it more memory")
+        raise UnsupportedModelError("vLLM has too few pages for the check at start-up: give it more memory")
     bound = backend.on(range(1, needed), None)
     bound.with_logits = True
     ids = (torch.arange(_TOKENS) * 7 + 3) % min(1000, backend.vocab_size)
     everything = torch.arange(_TOKENS)
-    wanted = bound.forward(ids[None], bound.new_cache(_TOKENS), everything)
+    reference = bound.forward(ids[None], bound.new_cache(_TOKENS), everything)
     here = [bound.page_map.read(layer, bound.slots[:_TOKENS]) for layer in bound.layers]
 
     _check_pages(bound, here)
     _check_rotary(bound, ids, here)
 
-    # the KV of the full pass, position-free and rotated back, in place of stored chunks
+    # instead of stored chunks: the KV of the full pass, unrotated and rotated again
     tables = bound.tables(everything)
     free = [bound.unrotate(number, keys, tables[number]) for number, (keys, _) in enumerate(here)]
 
@@ -47,7 +47,7 @@ def check(backend: VllmBackend, num_blocks: int) -> None:
     for rows in (scattered, everything):
         blended = bound.forward(ids[rows][None], bound.new_cache(_TOKENS, source, everything), rows)
         difference = (
-            None if bound.rank or _same(blended, wanted, bound.dtype) else float((blended - wanted).abs().max())
+            None if bound.rank or _same(blended, reference, bound.dtype) else float((blended - reference).abs().max())
         )
         if (difference := bound.gather(difference)[0]) is not None:  # all processes stop, or none
             raise UnsupportedModelError(
@@ -57,19 +57,18 @@ def check(backend: VllmBackend, num_blocks: int) -> None:
 
 
 def _check_pages(backend: VllmBackend, here: list[tuple[Tensor, Tensor]]) -> None:
-    """Check that what was written into the pages of every layer is what is read."""
+    """Check that the pages of every layer return what was written to them."""
     slots = backend.slots[:_TOKENS]
     for number, layer in enumerate(backend.layers):
         keys, values = (torch.randn_like(part) for part in here[number])
-        pages.write(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1), slots)
+        pages.write(layer, keys, values, slots)
         if not all(map(torch.equal, backend.page_map.read(layer, slots), (keys, values))):
-            raise UnsupportedModelError(f"the pages of layer {number} are laid out unlike those of the first layer")
-        keys, values = here[number]
-        pages.write(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1), slots)
+            raise UnsupportedModelError(f"layer {number} has another page layout than the first layer")
+        pages.write(layer, *here[number], slots)
 
 
 def _check_rotary(backend: VllmBackend, ids: Tensor, here: list[tuple[Tensor, Tensor]]) -> None:
-    """Check that the keys of a text elsewhere differ by their rotation alone."""
+    """Check that shifting a text changes its keys by their rotation only."""
     cache = backend.new_cache(_TOKENS)
     there: dict[int, Tensor] = {}
 
@@ -85,12 +84,12 @@ def _check_rotary(backend: VllmBackend, ids: Tensor, here: list[tuple[Tensor, Te
         b = backend.unrotate(number, there[number], second[number]).float()
         error = ((a - b).norm(dim=-1) / a.norm(dim=-1).clamp_min(1e-12)).median()
         if error > (1e-3 if keys.dtype == torch.float32 else 0.1):
-            raise UnsupportedModelError(f"undoing RoPE on the keys of layer {number} does not give position-free keys")
-    for number, (keys, values) in enumerate(here):  # as they were
-        pages.write(backend.layers[number], keys[0].transpose(0, 1), values[0].transpose(0, 1), backend.slots[:_TOKENS])
+            raise UnsupportedModelError(f"the keys of layer {number} are not position-free after removing RoPE")
+    for layer, (keys, values) in zip(backend.layers, here, strict=True):  # restore what the shifted pass overwrote
+        pages.write(layer, keys, values, backend.slots[:_TOKENS])
 
 
-def _same(blended: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+def _same(blended: Tensor, reference: Tensor, dtype: torch.dtype) -> bool:
     """Return whether logits are equal up to the rounding of the model's dtype."""
-    error = (blended - wanted).norm() / wanted.norm().clamp_min(1e-9)
-    return bool(error <= (1e-3 if dtype == torch.float32 else 0.1))  # False if it is not a number
+    error = (blended - reference).norm() / reference.norm().clamp_min(1e-9)
+    return bool(error <= (1e-3 if dtype == torch.float32 else 0.1))  # False for NaN

@@ -1,8 +1,8 @@
-"""Reading vLLM's pages, whatever their layout.
+"""Read and write vLLM's pages in any layout.
 
-vLLM writes its pages through a layer's `do_kv_cache_update` and reads them in its kernels; where a value lies differs
-between attention backends, and has changed between versions. So the layout is learned: numbers are written into a free
-page, and found again.
+vLLM writes its pages through a layer's `do_kv_cache_update` and reads them in its kernels. The layout differs between
+attention backends and has changed between versions, so it is learned: numbers are written into a free page, and their
+places in it are looked up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BASE = 128  # digits 0 to 127 plus one are exact in bfloat16
 
 
 class PageMap:
-    """Where keys and values lie within a page of one layer.
+    """Positions of keys and values within a page of one layer.
 
     Attributes:
         page: Tokens per page.
@@ -27,29 +27,28 @@ class PageMap:
 
         Args:
             layer: An attention layer with its KV cache.
-            num_slots: Number of tokens that the cache has room for.
+            num_slots: Capacity of the cache in tokens.
 
         Raises:
-            ValueError: The layout is not one of pages.
+            ValueError: The layout is not paged.
         """
         cache: Tensor = layer.kv_cache
         self._dim, pages = _page_dimension(cache, layer, num_slots)
         self.page = num_slots // pages
         shape = (self.page, layer.num_kv_heads, layer.head_size)
-        numbers = torch.arange(2 * shape[0] * shape[1] * shape[2]).view(2, *shape)
+        numbers = torch.arange(2 * shape[0] * shape[1] * shape[2]).view(2, *shape)  # keys and values, each (page, H, D)
         slots = torch.arange(self.page, 2 * self.page, device=cache.device)
-        found = None
+        stored = torch.zeros(0, dtype=torch.long)
         scale = 1
         while scale < numbers.numel():
             digits = (numbers // scale % _BASE + 1).to(cache.device, cache.dtype)
-            write(layer, digits[0], digits[1], slots)
-            seen = cache.select(self._dim, 1).flatten().cpu().long() - 1
-            found = seen if found is None else found + scale * seen
+            write(layer, digits[:1].transpose(1, 2), digits[1:].transpose(1, 2), slots)
+            read = cache.select(self._dim, 1).flatten().cpu().long() - 1
+            stored = read if scale == 1 else stored + scale * read
             scale *= _BASE
-        assert found is not None
         places = torch.full((numbers.numel(),), -1)
-        valid = (found >= 0) & (found < numbers.numel())
-        places[found[valid]] = valid.nonzero().squeeze(1)
+        valid = (stored >= 0) & (stored < numbers.numel())
+        places[stored[valid]] = valid.nonzero().squeeze(1)
         if (places < 0).any():
             raise ValueError(f"the layout of its pages, {tuple(cache.shape)}, cannot be read")
         self._places = places.view(2, *shape).to(cache.device)
@@ -65,31 +64,32 @@ class PageMap:
         return self._take(0, *self._pages(layer, slots))
 
     def _pages(self, layer: Any, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the (P, X) content of the slots' pages, and page and position therein of each slot."""
-        pages, which = torch.unique(slots // self.page, return_inverse=True)
+        """Return the (P, X) content of the slots' pages, and each slot's index into it and position in its page."""
+        pages, page_index = torch.unique(slots // self.page, return_inverse=True)
         content = layer.kv_cache.index_select(self._dim, pages).movedim(self._dim, 0).flatten(1)
-        return content, which, slots % self.page
+        return content, page_index, slots % self.page
 
-    def _take(self, part: int, content: Tensor, which: Tensor, position: Tensor) -> Tensor:
+    def _take(self, part: int, content: Tensor, page_index: Tensor, position: Tensor) -> Tensor:
         """Return the (1, H, T, D) keys (0) or values (1) of positions in pages."""
         strides, places = self._strides[part], self._places[part]
         if strides is None:
-            return content[which[:, None, None], places[position]].transpose(0, 1)[None]
+            return content[page_index[:, None, None], places[position]].transpose(0, 1)[None]
         first = content.storage_offset() + int(places[0, 0, 0])
         view = content.as_strided(
             (len(content), *places.shape), (content.stride(0), *strides), first
         )  # (P, page, H, D)
         rows = view.movedim(2, 0).flatten(1, 2)  # (H, P x page, D): whole pages are copied faster than single numbers
-        return rows.index_select(1, which * self.page + position)[None]
+        return rows.index_select(1, page_index * self.page + position)[None]
 
 
 def write(layer: Any, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Write keys and values, each (T, H, D), at (T,) slots of a layer."""
-    layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), layer.kv_cache, slots)
+    """Write keys and values, each (1, H, T, D), at (T,) slots of a layer."""
+    keys, values = (part[0].transpose(0, 1).contiguous() for part in (keys, values))
+    layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
 
 
 def _strides(places: Tensor) -> tuple[int, ...] | None:
-    """Return the strides of (page, H, D) places; None if they have none."""
+    """Return the strides of (page, H, D) places; None if they are irregular."""
     steps = [
         int(places.select(dim, 1)[0, 0] - places[0, 0, 0]) if size > 1 else 0 for dim, size in enumerate(places.shape)
     ]

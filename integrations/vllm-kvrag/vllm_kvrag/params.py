@@ -1,4 +1,4 @@
-"""What a request asks for, in `kv_transfer_params={"kvrag": {...}}`, and the connector's own settings."""
+"""Request parameters in `kv_transfer_params={"kvrag": {...}}`, and the settings of the connector."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODES = ("blend", "warm", "off", "forget", "documents", "report")
 
 @dataclass(frozen=True)
 class ConnectorSettings:
-    """`kv_connector_extra_config`.
+    """Settings in `kv_connector_extra_config`.
 
     Attributes:
         store: Folder of the chunks, or URL of a shared store.
@@ -53,23 +53,23 @@ class ConnectorSettings:
         Raises:
             SettingError: A setting is unknown or out of range, or the store is missing.
         """
-        given = dict(extra)
-        if not isinstance(given.get("store"), str) or not given["store"]:
+        values = dict(extra)
+        name = values.pop("store", None)
+        if not isinstance(name, str) or not name:
             raise SettingError('kv_connector_extra_config needs "store": the folder of the chunks, or a URL')
-        name = given.pop("store")
         store = name if is_shared(name) else Path(name).expanduser()
-        names = {each.name for each in fields(BlendConfig)}
-        blend = {name: given.pop(name) for name in list(given) if name in names}
+        blend_names = {field.name for field in fields(BlendConfig)}
+        blend = {name: values.pop(name) for name in list(values) if name in blend_names}
         if "band" in blend:
             band = blend["band"]
-            if not isinstance(band, list | tuple) or not all(isinstance(each, int | float) for each in band):
+            if not isinstance(band, list | tuple) or not all(isinstance(bound, int | float) for bound in band):
                 raise SettingError(f"band must be two rising fractions in [0, 1], got {band!r:.80}")
             blend["band"] = tuple(band)
-        own = {each.name for each in fields(cls)} - {"store", "config"}
-        if unknown := sorted(set(given) - own):
-            known = ", ".join(sorted(own | names | {"store"}))
+        connector_names = {field.name for field in fields(cls)} - {"store", "config"}
+        if unknown := sorted(set(values) - connector_names):
+            known = ", ".join(sorted(connector_names | blend_names | {"store"}))
             raise SettingError(f"unknown setting {unknown[0]!r} in kv_connector_extra_config; choose from {known}")
-        settings = cls(store, BlendConfig(**blend), **given)
+        settings = cls(store, BlendConfig(**blend), **values)
         check_codec(settings.codec)
         check_bytes("ram_bytes", settings.ram_bytes)
         if settings.store_cache is not None:
@@ -84,22 +84,22 @@ class ConnectorSettings:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What one request asks for.
+class RequestParams:
+    """Parameters of one request.
 
     Attributes:
         mode: One of `MODES`.
-        given: The request had parameters, so its response has a report.
+        has_params: The request had parameters, so its response has a report.
         config: Blend settings.
         namespace: Namespace of the chunks.
         tag: Name under which the report is kept for a later request of mode "report".
         texts, contexts, document, sources, replace: See `WarmTask`; `texts` None = the prompt.
-        prefix: Of document names, for mode "documents".
-        ignored: What was wrong with parameters that were ignored.
+        prefix: Prefix of the document names to list in mode "documents".
+        ignored: Error messages of the parameters that were ignored.
     """
 
     mode: str = "blend"
-    given: bool = False
+    has_params: bool = False
     config: BlendConfig = field(default_factory=BlendConfig)
     namespace: str = ""
     tag: str = ""
@@ -112,19 +112,19 @@ class Wish:
     ignored: tuple[str, ...] = ()
 
 
-def read_wish(params: Mapping[str, Any] | None, config: BlendConfig) -> Wish:
-    """Read a request's `kv_transfer_params`. Invalid parameters are ignored, and the report says so.
+def read_params(params: Mapping[str, Any] | None, config: BlendConfig) -> RequestParams:
+    """Read a request's `kv_transfer_params`. Invalid parameters are ignored and reported.
 
     vLLM has no way for a connector to reject a request, so an invalid `mode` or `namespace` turns blending off.
     """
-    given = (params or {}).get("kvrag")
-    if given is None:
-        return Wish(config=config)
-    if not isinstance(given, dict):
-        return Wish("off", True, config, ignored=(f"kvrag must be an object, got {given!r:.80}",))
+    raw = (params or {}).get("kvrag")
+    if raw is None:
+        return RequestParams(config=config)
+    if not isinstance(raw, dict):
+        return RequestParams("off", True, config, ignored=(f"kvrag must be an object, got {raw!r:.80}",))
     ignored: list[str] = []
     values: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in raw.items():
         check = _CHECKS.get(name)
         try:
             if check is None:
@@ -134,11 +134,11 @@ def read_wish(params: Mapping[str, Any] | None, config: BlendConfig) -> Wish:
             ignored.append(str(error))
             if name in ("mode", "namespace"):
                 values["mode"] = "off"
-    blend = {name: values.pop(name) for name in ("ratio", "policy", "controller") if values.get(name) is not None}
-    values = {name: value for name, value in values.items() if name not in ("ratio", "policy", "controller")}
+    blend = {name: values.pop(name, None) for name in ("ratio", "policy", "controller")}
+    blend = {name: value for name, value in blend.items() if value is not None}
     if "policy" in blend:
         blend.setdefault("controller", "off")
-    return Wish(given=True, config=replace(config, **blend), ignored=tuple(ignored), **values)
+    return RequestParams(has_params=True, config=replace(config, **blend), ignored=tuple(ignored), **values)
 
 
 def _checked(name: str, is_valid: Callable[[Any], bool], what: str) -> Callable[[Any], Any]:
@@ -161,11 +161,9 @@ def _is_contexts(value: Any) -> bool:
     )
 
 
-def _is_names(value: Any) -> bool:
-    return isinstance(value, str) or _is_strings(value)
+def _names(name: str) -> Callable[[Any], Any]:
+    check = _checked(name, lambda value: isinstance(value, str) or _is_strings(value), "a name or a list of names")
 
-
-def _named(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def checked(value: Any) -> Any:
         check_names(*(value if isinstance(value, list) else [value]))
         return check(value)
@@ -186,10 +184,8 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "tag": _checked("tag", lambda value: isinstance(value, str) and 0 < len(value) <= 200, "1 to 200 letters"),
     "texts": _checked("texts", lambda value: _is_strings(value) and value, "a list of strings"),
     "contexts": _checked("contexts", _is_contexts, "token ids by source, as an earlier report has them"),
-    "document": _named(
-        _checked("document", lambda v: isinstance(v, str) or _is_strings(v), "a name or a list of names")
-    ),
-    "sources": _optional(_named(_checked("sources", _is_names, "a name or a list of names"))),
+    "document": _names("document"),
+    "sources": _optional(_names("sources")),
     "replace": _checked("replace", lambda value: isinstance(value, bool), "true or false"),
     "prefix": _checked("prefix", lambda value: isinstance(value, str), "a string"),
 }

@@ -1,4 +1,4 @@
-"""The connector's scheduler side: which requests are blended, and what the workers do for them."""
+"""Scheduler side of the connector: selects the requests to blend, and creates the workers' tasks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvrag.reuse.lookup import Lookup, Match
 from kvrag.store import KVStore
 from kvrag.types import BlendReport
 from vllm_kvrag.fingerprint import tokenizer_of
-from vllm_kvrag.jobs import BlendTask, ForgetTask, JobOutcome, Task, WarmTask
-from vllm_kvrag.params import ConnectorSettings, Wish, read_wish
+from vllm_kvrag.params import ConnectorSettings, RequestParams, read_params
+from vllm_kvrag.tasks import BlendTask, ForgetTask, Task, TaskOutcome, WarmTask
 
 logger = logging.getLogger("vllm.kvrag")  # below vLLM's own logger, which has the handlers
 
-_TAGS = 1000  # reports kept for clients that stream
-_TEXTS = 200_000  # whose variants are remembered
-_LEAST_SHARE = 4  # blending gets at least this fraction of a step's rows, so that prefill never starves it
+_MAX_REPORTS = 1000  # kept for clients that stream
+_MAX_VARIANTS = 200_000  # remembered
+_LEAST_SHARE = 4  # blending gets at least 1/4 of a step's rows, so that prefill cannot starve it
 
 
 @dataclass
@@ -34,14 +34,14 @@ class _Request:
     """A request that may be blended.
 
     Attributes:
-        request: vLLM's own.
-        matches: Its runs of stored chunks after the first `kept` tokens.
-        is_sent: A worker has it.
-        cached: Number of leading tokens that were in blended pages.
-        report: What the workers said.
+        request: vLLM's request.
+        matches: Runs of stored chunks after the first `kept` tokens.
+        is_sent: The task was sent to the workers.
+        cached: Number of leading tokens whose KV was in blended pages.
+        report: Report of the workers.
     """
 
-    wish: Wish
+    params: RequestParams
     ids: list[int]
     request: Any
     matches: list[Match] = field(default_factory=list)
@@ -52,8 +52,8 @@ class _Request:
     report: dict[str, Any] | None = None
 
 
-class Matching:
-    """State of the scheduler side."""
+class RequestTracker:
+    """Tracks requests from arrival to report, on the scheduler side."""
 
     def __init__(self, store: KVStore, settings: ConnectorSettings, vllm_config: Any) -> None:
         self._store, self._settings = store, settings
@@ -68,41 +68,39 @@ class Matching:
         self._tags: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._tokenizer: Any = None
         self._variants: dict[str, str] = {}  # chunk key by text key that prompts got last; "" = none
-        self._changes = 0  # of these
+        self._changes = 0  # of variants
 
     def refuse(self, reason: str) -> None:
-        """Blend nothing from now on."""
+        """Turn blending off."""
         if not self._refusal:
             logger.warning("blending is off, vLLM serves as usual: %s", reason)
         self._refusal = reason
 
     def add(self, request: Any) -> None:
-        """Decide what to do with a new request."""
-        wish = read_wish(request.kv_transfer_params, self._settings.config)
-        entry = _Request(wish, list(request.prompt_token_ids or ()), request)
+        """Register a new request, and match its prompt if it is to be blended."""
+        params = read_params(request.kv_transfer_params, self._settings.config)
+        entry = _Request(params, list(request.prompt_token_ids or ()), request)
         self._requests[request.request_id] = entry
-        if self._refusal or not self._can_be_blended(request) or (wish.ignored and wish.mode in ("warm", "forget")):
-            entry.is_done = True  # a default in place of a wrong parameter could delete or replace a document
+        if self._refusal or not self._can_be_blended(request) or (params.ignored and params.mode in ("warm", "forget")):
+            entry.is_done = True  # a default instead of an invalid parameter could delete or replace a document
             return
-        if wish.mode == "warm":
+        if params.mode in ("warm", "forget"):
             self._salt(request, uuid.uuid4().hex)  # its pages are scratch space
-        elif wish.mode == "forget":
-            self._salt(request, uuid.uuid4().hex)
-        elif wish.mode == "blend" and wish.config.policy != "full" and (matches := self._match(entry, 0)):
+        elif params.mode == "blend" and params.config.policy != "full" and (matches := self._match(entry, 0)):
             try:
-                self._salt(request, self._recipe(wish))
+                self._salt(request, self._recipe(params))
                 entry.matches = matches
             except KvragError as error:
-                logger.warning("the store cannot be read, so a prompt is computed: %s", error)
+                logger.warning("the store cannot be read, a prompt is not blended: %s", error)
 
     def num_external(self, request: Any, num_computed: int) -> int:
-        """Return the number of prompt tokens behind the computed ones that the workers provide."""
+        """Return the number of prompt tokens after the computed ones whose KV the workers provide."""
         entry = self._requests.get(request.request_id)
         if entry is None or self._refusal:
             return 0
         if entry.is_done and entry.report is not None and "error" in entry.report:
             return 0  # vLLM computes it
-        if entry.wish.mode in ("warm", "forget"):
+        if entry.params.mode in ("warm", "forget"):
             return 0 if entry.is_done else len(entry.ids) - num_computed
         if not entry.matches:
             return 0
@@ -117,16 +115,18 @@ class Matching:
     def allocated(self, request: Any, blocks: list[int]) -> None:
         """Send a request to the workers."""
         entry = self._requests[request.request_id]
-        wish = entry.wish
+        params = entry.params
         task: Task
-        if wish.mode == "warm":
-            texts = wish.texts if wish.texts is not None else [self._text(entry.ids)]
-            task = WarmTask(texts, blocks, wish.document, wish.sources, wish.namespace, wish.contexts, wish.replace)
-        elif wish.mode == "forget":
-            task = ForgetTask(wish.document if isinstance(wish.document, str) else "", wish.namespace)
+        if params.mode == "warm":
+            texts = params.texts if params.texts is not None else [self._text(entry.ids)]
+            task = WarmTask(
+                texts, blocks, params.document, params.sources, params.namespace, params.contexts, params.replace
+            )
+        elif params.mode == "forget":
+            task = ForgetTask(params.document if isinstance(params.document, str) else "", params.namespace)
         else:
             entry.matches = self._still_usable(entry)
-            task = BlendTask(entry.ids, blocks, entry.kept, wish.config, wish.namespace, entry.matches)
+            task = BlendTask(entry.ids, blocks, entry.kept, params.config, params.namespace, entry.matches)
         entry.is_sent, entry.is_done = True, False
         self._tasks[request.request_id] = task
 
@@ -137,14 +137,14 @@ class Matching:
         return tasks, cancelled
 
     def rows_beside(self, num_scheduled: int) -> int:
-        """Return the number of rows that blending may compute beside a batch of `num_scheduled` tokens."""
+        """Return the number of rows that blending may compute in a step with `num_scheduled` tokens."""
         return max(self._rows - num_scheduled, self._rows // _LEAST_SHARE)
 
-    def take_outcomes(self, outcomes: Mapping[str, JobOutcome]) -> None:
-        """Take the outcomes of finished tasks.
+    def take_outcomes(self, outcomes: Mapping[str, TaskOutcome]) -> None:
+        """Record the outcomes of finished tasks.
 
-        vLLM takes all external tokens for complete. What follows the last stored chunk is not: vLLM computes it in its
-        next batch, with other requests' tokens. It was counted as external so that it has pages for the query pass.
+        vLLM considers all external tokens computed. Those after the last stored chunk are not: they were counted as
+        external to get pages for the query pass, and vLLM computes them in its next batch.
         """
         for name, outcome in outcomes.items():
             entry = self._requests.get(name)
@@ -154,48 +154,48 @@ class Matching:
             entry.is_done, entry.report = True, report
             if outcome.complete is not None:
                 entry.request.num_computed_tokens = min(entry.request.num_computed_tokens, outcome.complete)
-            if entry.wish.mode == "warm":
+            if entry.params.mode == "warm":
                 with contextlib.suppress(KvragError):
-                    self._lookup.refresh()  # the next prompt finds it
-            if entry.wish.tag:
-                self._keep(entry.wish.tag, report)
+                    self._lookup.refresh()  # so that the next prompt finds the new chunks
+            if entry.params.tag:
+                self._keep(entry.params.tag, report)
 
     def finish(self, request: Any) -> dict[str, Any] | None:
-        """Forget a request; return the report for its response, None if it did not concern kvrag."""
+        """Remove a request; return the report for its response, None if it has none."""
         entry = self._requests.pop(request.request_id, None)
         if entry is None:
             return None
         if entry.is_sent and not entry.is_done:
             self._cancelled.append(request.request_id)
         report = self._report(entry)
-        if report is not None and entry.wish.ignored:
-            report = {**report, "ignored": list(entry.wish.ignored)}
-        if report is not None and entry.wish.tag and entry.wish.mode == "blend":
-            self._keep(entry.wish.tag, report)
+        if report is not None and entry.params.ignored:
+            report = {**report, "ignored": list(entry.params.ignored)}
+        if report is not None and entry.params.tag and entry.params.mode == "blend":
+            self._keep(entry.params.tag, report)
         return report
 
     def _report(self, entry: _Request) -> dict[str, Any] | None:
-        wish = entry.wish
+        params = entry.params
         if entry.report is not None:
             return entry.report
-        if not wish.given:
+        if not params.has_params:
             return None
-        if wish.mode == "report":
-            kept = self._tags.pop(wish.tag, None)
-            return kept if kept is not None else {"error": f"there is no report {wish.tag!r}", "type": "PromptError"}
-        if self._refusal and wish.mode != "off":
+        if params.mode == "report":
+            kept = self._tags.pop(params.tag, None)
+            return kept if kept is not None else {"error": f"there is no report {params.tag!r}", "type": "PromptError"}
+        if self._refusal and params.mode != "off":
             return {"error": f"blending is off: {self._refusal}", "type": "UnsupportedModelError"}
-        if wish.mode == "documents":
+        if params.mode == "documents":
             try:
-                return {"documents": list(self._store.documents(wish.prefix, wish.namespace))}
+                return {"documents": list(self._store.documents(params.prefix, params.namespace))}
             except KvragError as error:
                 return {"error": str(error), "type": type(error).__name__}
-        if wish.mode in ("warm", "forget"):
+        if params.mode in ("warm", "forget"):
             return {"error": "the request was not carried out", "type": "PromptError"}
-        return _nothing_blended(len(entry.ids), entry.cached, wish.config)
+        return _nothing_blended(len(entry.ids), entry.cached, params.config)
 
     def _can_be_blended(self, request: Any) -> bool:
-        """Return whether a request's KV depends on its tokens alone, and may come from outside."""
+        """Return whether a request's KV depends only on its tokens, and may be provided by a connector."""
         return bool(
             request.prompt_token_ids
             and not getattr(request, "lora_request", None)
@@ -210,48 +210,48 @@ class Matching:
         try:
             self._lookup.update()
             min_run = self._settings.config.min_run
-            matches = self._lookup.find(entry.ids, min_run, entry.wish.namespace, kept, withheld)
+            matches = self._lookup.find(entry.ids, min_run, entry.params.namespace, kept, withheld)
         except (KvragError, OSError) as error:
-            logger.warning("the store cannot be matched, so a prompt is computed: %s", error)
+            logger.warning("the store cannot be read, a prompt is not blended: %s", error)
             return []
-        self._notice_variants(matches, withheld)
+        self._record_variants(matches, withheld)
         return matches
 
     def _still_usable(self, entry: _Request) -> list[Match]:
-        """Return the runs whose chunks a prompt may use now: the request may have waited for long."""
+        """Return the runs whose chunks are still usable: the request may have waited in the queue."""
         try:
             usable = self._lookup.usable(match.text_key for match in entry.matches)
         except (KvragError, OSError):
             return []
         return [match for match in entry.matches if usable.get(match.text_key) == match.run.key]
 
-    def _notice_variants(self, matches: list[Match], withheld: set[str]) -> None:
-        if len(self._variants) > _TEXTS:
+    def _record_variants(self, matches: list[Match], withheld: set[str]) -> None:
+        if len(self._variants) > _MAX_VARIANTS:
             self._variants.clear()
-            self._changes += 1  # those that are forgotten here may change unnoticed
-        now = {match.text_key: match.run.key for match in matches} | dict.fromkeys(withheld, "")
-        for text_key, chunk_key in now.items():
+            self._changes += 1  # changes of the cleared variants would go undetected
+        current = {match.text_key: match.run.key for match in matches} | dict.fromkeys(withheld, "")
+        for text_key, chunk_key in current.items():
             self._changes += self._variants.get(text_key, chunk_key) != chunk_key
             self._variants[text_key] = chunk_key
 
-    def _recipe(self, wish: Wish) -> str:
-        """Return what blended pages depend on beside their tokens: they are shared between such requests only.
+    def _recipe(self, params: RequestParams) -> str:
+        """Return a hash of what blended pages depend on besides their tokens. Requests share pages only if it is equal.
 
-        Includes the number of removals from the store, so that KV of forgotten documents is not found again, and of
-        changed variants, so that neither is KV behind a source that is not the text's only one any more, or of which a
-        machine that cannot reach a shared store does not know it.
+        Includes the numbers of removals from the store and of changed variants, so that later requests do not reuse
+        pages with KV of deleted documents, or with KV encoded with the preceding context of a source that is no longer
+        the text's only one, or cannot be verified to be without the shared store.
         """
-        recipe = [wish.namespace, self._store.removals(), self._changes, asdict(wish.config)]
+        recipe = [params.namespace, self._store.removals(), self._changes, asdict(params.config)]
         return hashlib.blake2b(json.dumps(recipe, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
     def _salt(self, request: Any, salt: str) -> None:
-        """Keep the pages of a request apart: hash its blocks anew, with a salt."""
+        """Separate the pages of a request from other requests': rehash its blocks with a salt."""
         request.cache_salt = f"kvrag {salt} {request.cache_salt or ''}"
         request.block_hashes.clear()
         request.update_block_hashes()
 
     def _text(self, ids: list[int]) -> str:
-        """Return the text of a prompt that is a chunk itself, without the tokens in front of every prompt."""
+        """Return the text of a prompt that consists of one chunk, without the preamble."""
         if self._tokenizer is None:
             self._tokenizer = tokenizer_of(self._model_config)
         preamble = list(self._tokenizer.preamble)
@@ -259,12 +259,12 @@ class Matching:
 
     def _keep(self, tag: str, report: dict[str, Any]) -> None:
         self._tags[tag] = report
-        while len(self._tags) > _TAGS:
+        while len(self._tags) > _MAX_REPORTS:
             self._tags.popitem(last=False)
 
 
 def _nothing_blended(num_tokens: int, cached: int, config: BlendConfig) -> dict[str, Any]:
-    """Return the report of a prompt that vLLM computed itself, behind `cached` tokens in pages that were blended."""
+    """Return the report of a prompt that vLLM computed itself, except for `cached` leading tokens in blended pages."""
     ratio = DEFAULT_RATIO if config.ratio is None else config.ratio
     return BlendReport.unblended(
         num_tokens,

@@ -13,16 +13,16 @@ _COUNTERS = {
     "prompts": "Prompts that were blended.",
     "tokens_reused": "Prompt tokens whose KV came from the store or from blended pages.",
     "tokens_recomputed": "Reused tokens that were recomputed.",
-    "tokens_fresh": "Tokens of blended prompts that were in neither.",
+    "tokens_fresh": "Tokens of blended prompts without KV in the store or in blended pages.",
     "bytes_loaded": "Bytes read from the store.",
-    "blend_seconds": "Seconds of blending, with waiting for other requests.",
+    "blend_seconds": "Seconds of blending, including waiting for other requests.",
     "chunks_warmed": "Chunks that were encoded and stored.",
 }
 
 
 @dataclass
 class KvragStats(KVConnectorStats):
-    """Counts of one worker since they were last taken."""
+    """Counts of one worker since the last report."""
 
     @classmethod
     def empty(cls) -> KvragStats:
@@ -46,7 +46,7 @@ class KvragStats(KVConnectorStats):
         self.data = dict.fromkeys(_COUNTERS, 0)
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the counts of another interval or of another worker, which did the same."""
+        """Add the counts of another interval."""
         for name in _COUNTERS:
             self.data[name] += other.data.get(name, 0)
         return self

@@ -13,7 +13,7 @@ else:
 
 
 loaded: list[Any] = []
-"""The models that were loaded in this process."""
+"""Models that were loaded in this process."""
 
 
 class Worker(PlatformWorker):

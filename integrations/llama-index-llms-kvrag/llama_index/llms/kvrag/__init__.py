@@ -12,7 +12,7 @@ __all__ = ["BlendLLM", "PrefetchHandler"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "KVWarmVectorStore":  # its former place; it imports this package
+    if name == "KVWarmVectorStore":  # its former module; lazy, because it imports this package
         from llama_index.vector_stores.kvrag import KVWarmVectorStore
 
         return KVWarmVectorStore

@@ -70,8 +70,8 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
         engine: An existing engine, instead of the settings that select a model and a store.
         timeout: Seconds until an answer fails, also per call: with an `AnswerTimeoutError`, which is a TimeoutError, or
             a `ServerError` from the server in `base_url`. A local model checks it after every token.
-        max_retries, api_key: Of the server in `base_url`; without effect on a local model. Without an `api_key`, the
-            environment variable KVRAG_API_KEY is used.
+        max_retries, api_key: For the server in `base_url`; without effect on a local model. `api_key` defaults to the
+            environment variable KVRAG_API_KEY.
 
     Example:
         ```python
@@ -92,7 +92,7 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """The model's own window, without loading weights."""
+        """The model's context window and capabilities, read without loading its weights."""
         settings = LLMSettings.of(self)
         window, takes_messages = settings.window()
         return LLMMetadata(
@@ -108,7 +108,7 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
         return {"class_name": self.class_name(), **LLMSettings.of(self).identity()}
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of the model's own tokenizer; set `Settings.tokenizer = llm.encode` to count with it."""
+        """Return token ids of the model's own tokenizer; set `Settings.tokenizer = llm.encode` to count with it."""
         return self._open().encode(text)
 
     @llm_chat_callback()
@@ -140,8 +140,8 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Like `complete`, off the event loop."""
-        asked = await asyncio.to_thread(self._prompt, prompt, formatted)
-        return _completion(await self._aanswer(asked, kwargs))
+        rendered = await asyncio.to_thread(self._prompt, prompt, formatted)
+        return _completion(await self._aanswer(rendered, kwargs))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
@@ -151,14 +151,14 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Like `stream_complete`, off the event loop."""
-        asked = await asyncio.to_thread(self._prompt, prompt, formatted)
-        pieces = await self._astream(asked, kwargs)
+        rendered = await asyncio.to_thread(self._prompt, prompt, formatted)
+        pieces = await self._astream(rendered, kwargs)
         return (_completion(response) async for response in pieces)
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """Return the tool calls in a response. Those of a stream have the arguments that have arrived.
+        """Return the tool calls in a response. During a stream, they have the arguments received so far.
 
         Raises:
             ValueError: A call was cut off, or is malformed; or there is none, and `error_on_no_tool_call` is set.
@@ -166,13 +166,15 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
         calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
         _check_calls(response)
         if error_on_no_tool_call and not calls:
-            way_out = f"; it was cut off: {LONGER}" if _is_cut_off(response) else ""
-            raise ValueError(f"the model called no tool but answered {response.message.content!r:.200}{way_out}")
+            hint = f"; it was cut off: {LONGER}" if _is_cut_off(response) else ""
+            raise ValueError(f"the model called no tool but answered {response.message.content!r:.200}{hint}")
         return [
             ToolSelection(
                 tool_id=call.tool_call_id or "",
                 tool_name=call.tool_name,
-                tool_kwargs=call.tool_kwargs if isinstance(call.tool_kwargs, dict) else _so_far(call.tool_kwargs),
+                tool_kwargs=call.tool_kwargs
+                if isinstance(call.tool_kwargs, dict)
+                else _parse_partial(call.tool_kwargs),
             )
             for call in calls
         ]
@@ -271,12 +273,12 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
 
     def _answer(self, prompt: _Prompt, call: dict[str, Any]) -> _Response:
         request = self._request(call)
-        return _Response.all_of(self._open().generate(prompt, **request))
+        return _Response.of_answer(self._open().generate(prompt, **request))
 
     async def _aanswer(self, prompt: _Prompt, call: dict[str, Any]) -> _Response:
         request = self._request(call)
         engine = await asyncio.to_thread(self._open)
-        return _Response.all_of(await engine.agenerate(prompt, **request))
+        return _Response.of_answer(await engine.agenerate(prompt, **request))
 
     def _stream(self, prompt: _Prompt, call: dict[str, Any]) -> Generator[_Response, None, None]:
         request = self._request(call)
@@ -290,7 +292,7 @@ class BlendLLM(FunctionCallingLLM, LLMFields):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A tool call; `arguments` is a dict once it is complete and valid, JSON before."""
+    """A tool call; `arguments` is a dict if it is complete and valid, otherwise JSON text."""
 
     name: str
     id: str
@@ -312,11 +314,11 @@ class _Response:
     raw: dict[str, Any] | None = None
 
     @classmethod
-    def all_of(cls, answer: Answer) -> _Response:
+    def of_answer(cls, answer: Answer) -> _Response:
         raw = _raw(answer.report, answer.num_tokens, answer.finish_reason)
         calls: list[ToolCall | InvalidCall] = [*answer.tool_calls, *answer.invalid_calls]
-        made = tuple(_Call(call.name, call.id, call.arguments) for call in calls)
-        return cls(answer.text, None, made, answer.num_tokens, raw)
+        parsed = tuple(_Call(call.name, call.id, call.arguments) for call in calls)
+        return cls(answer.text, None, parsed, answer.num_tokens, raw)
 
     def add(self, delta: Delta) -> _Response:
         num_tokens = self.num_tokens + delta.num_tokens
@@ -351,13 +353,13 @@ def _check_calls(response: ChatResponse) -> None:
             )
 
 
-def _so_far(arguments: str) -> dict[str, Any]:
-    """Return what the beginning of JSON arguments contains."""
+def _parse_partial(arguments: str) -> dict[str, Any]:
+    """Parse incomplete JSON arguments; {} if that is not possible."""
     try:
-        found = parse_partial_json(arguments)
+        parsed = parse_partial_json(arguments)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def _pieces(deltas: Generator[Delta, None, None]) -> Generator[_Response, None, None]:

@@ -20,8 +20,8 @@ _ROLES = {
     MessageRole.MODEL: "assistant",
     MessageRole.FUNCTION: "tool",
 }
-# templates render calls from `tool_calls`; a CachePoint is a hint for services
-_NO_OTHERS = (TextBlock, ThinkingBlock, ToolCallBlock, CachePoint)
+# templates render calls from `tool_calls`; a CachePoint is a hint for hosted APIs
+_SUPPORTED = (TextBlock, ThinkingBlock, ToolCallBlock, CachePoint)
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def assistant_message(text: str, calls: Sequence[ToolCallBlock]) -> ChatMessage:
-    """Return the model's text and tool calls as a message; the calls also in OpenAI's form for compatibility."""
+    """Return a message of the model's text and tool calls; the calls also in OpenAI's form for compatibility."""
     blocks = [*([TextBlock(text=text)] if text or not calls else []), *calls]
     return ChatMessage(
         role=MessageRole.ASSISTANT,
@@ -48,14 +48,14 @@ def _template_call(call: ToolCallBlock) -> dict[str, Any]:
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": _ROLES.get(message.role, message.role.value), "content": message.content}
-    others = [block for block in message.blocks if not isinstance(block, _NO_OTHERS)]
-    if others:
-        said["content"] = [{"type": block.block_type} for block in others]  # the engine rejects unsupported types
+    fields: dict[str, Any] = {"role": _ROLES.get(message.role, message.role.value), "content": message.content}
+    unsupported = [block for block in message.blocks if not isinstance(block, _SUPPORTED)]
+    if unsupported:
+        fields["content"] = [{"type": block.block_type} for block in unsupported]  # the engine rejects them
     calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if calls:
-        said["tool_calls"] = [_template_call(call) for call in calls]
-    said |= {
+        fields["tool_calls"] = [_template_call(call) for call in calls]
+    fields |= {
         name: message.additional_kwargs[name] for name in ("tool_call_id", "name") if name in message.additional_kwargs
     }
-    return said
+    return fields

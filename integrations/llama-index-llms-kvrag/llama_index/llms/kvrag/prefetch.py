@@ -11,7 +11,7 @@ from llama_index.llms.kvrag.base import BlendLLM
 
 
 class PrefetchHandler(BaseEventHandler):
-    """Event handler that calls `llm.prefetch` with what any retriever returns.
+    """Event handler that calls `llm.prefetch` with the nodes that any retriever returns.
 
     Does nothing before the model is loaded.
 
@@ -32,6 +32,6 @@ class PrefetchHandler(BaseEventHandler):
         return "kvrag_prefetch_handler"
 
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
-        """Start to read, if the event is the end of a retrieval."""
+        """At the end of a retrieval, start to read the nodes' KV."""
         if isinstance(event, RetrievalEndEvent):
             self.llm.prefetch(event.nodes, namespace=self.namespace)

@@ -1,4 +1,4 @@
-"""A vector store whose chunks are encoded for an LLM; see `llama_index.llms.kvrag`."""
+"""Vector store that pre-encodes its nodes for the LLM in `llama_index.llms.kvrag`."""
 
 from llama_index.vector_stores.kvrag.base import KVWarmVectorStore
 

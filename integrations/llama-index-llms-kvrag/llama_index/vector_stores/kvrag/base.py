@@ -34,7 +34,8 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         llm: LLM that encodes the nodes as prompts will contain them: `node.get_content(MetadataMode.LLM)`.
         namespace: Namespace of the chunks: prompts of other namespaces never reuse them. None = the LLM's.
         collection: Name that distinguishes vector stores with a shared KV store.
-        target_metadata_key: As in `MetadataReplacementPostProcessor`: metadata that replaces a node's text in prompts.
+        target_metadata_key: As in `MetadataReplacementPostProcessor`: key of the metadata that replaces a node's text
+            in prompts.
 
     Example:
         ```python
@@ -84,7 +85,7 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         """Encode nodes that are already in the vector store.
 
         Args:
-            whole: True = these are all nodes: the KV of all others is dropped. Use it with in-memory vector stores,
+            whole: True = these are all nodes: the KV of all others is dropped. Needed with in-memory vector stores,
                 which lose their nodes when the program ends, while the KV store keeps its chunks.
         """
         adding = self._plan(nodes)
@@ -122,14 +123,14 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         Raises:
             SettingError: Filters are given, but the vector store has no `get_nodes` to resolve them.
         """
-        found = None
+        nodes = None
         if filters is not None:
             try:
-                found = self.vector_store.get_nodes(node_ids, filters)
+                nodes = self.vector_store.get_nodes(node_ids, filters)
             except NotImplementedError:
                 raise self._cannot_filter() from None
         self.vector_store.delete_nodes(node_ids, filters, **delete_kwargs)
-        self._kv.forget(self._names(node_ids, found))
+        self._kv.forget(self._names(node_ids, nodes))
 
     async def adelete_nodes(
         self,
@@ -138,14 +139,14 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         **delete_kwargs: Any,
     ) -> None:
         """Like `delete_nodes`, off the event loop."""
-        found = None
+        nodes = None
         if filters is not None:
             try:
-                found = await self.vector_store.aget_nodes(node_ids, filters)
+                nodes = await self.vector_store.aget_nodes(node_ids, filters)
             except NotImplementedError:
                 raise self._cannot_filter() from None
         await self.vector_store.adelete_nodes(node_ids, filters, **delete_kwargs)
-        await asyncio.to_thread(lambda: self._kv.forget(self._names(node_ids, found)))
+        await asyncio.to_thread(lambda: self._kv.forget(self._names(node_ids, nodes)))
 
     def clear(self) -> None:
         """Delete all nodes, then their KV."""
@@ -168,17 +169,17 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         return await self.vector_store.aget_nodes(node_ids, filters)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """Delegate to the vector store, and read the KV of the nodes that it returns ahead."""
+        """Delegate to the vector store, and prefetch the KV of the nodes that it returns."""
         return self._prefetched(self.vector_store.query(query, **kwargs))
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """Like `query`, off the event loop."""
         return self._prefetched(await self.vector_store.aquery(query, **kwargs))
 
-    def _prefetched(self, found: VectorStoreQueryResult) -> VectorStoreQueryResult:
-        if found.nodes:  # a store without texts returns only ids
-            self._kv.prefetch(self._text(node) for node in found.nodes)
-        return found
+    def _prefetched(self, result: VectorStoreQueryResult) -> VectorStoreQueryResult:
+        if result.nodes:  # a store without texts returns only ids
+            self._kv.prefetch(self._text(node) for node in result.nodes)
+        return result
 
     def persist(self, persist_path: str, fs: Any = None) -> None:
         """Delegate to the vector store; the KV is already in its own store."""
@@ -200,38 +201,38 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         return self._kv.plan([_id(node) for node in nodes], texts, sources, self._former_ids(nodes))
 
     def _former_ids(self, nodes: Sequence[BaseNode]) -> list[Id]:
-        """Return the ids under which the vector store has these nodes: they can come from another document."""
+        """Return the current ids of these nodes in the vector store: they may belong to another document."""
         node_ids = [node.node_id for node in nodes]
         if isinstance(self.vector_store, SimpleVectorStore):  # it has no get_nodes
             documents = self.vector_store.data.text_id_to_ref_doc_id
             return [(documents[node_id], node_id) for node_id in node_ids if node_id in documents]
-        return [_id(node) for node in self._found(node_ids) or ()]
+        return [_id(node) for node in self._stored(node_ids) or ()]
 
-    def _found(self, node_ids: Sequence[str]) -> list[BaseNode] | None:
+    def _stored(self, node_ids: Sequence[str]) -> list[BaseNode] | None:
         """Return the nodes with these ids; None if the vector store cannot return them."""
         try:
             return [node for node in self.vector_store.get_nodes(list(node_ids)) if node.node_id in {*node_ids}]
-        except Exception:  # not supported, or it fails: then adding fails, too
+        except Exception:  # not supported, or the store fails: then adding fails too
             return None
 
     def _present(self, ids: list[tuple[str, str]]) -> Present:
-        found = self._found([node_id for _, node_id in ids])
-        return None if found is None else {_id(node): self._text(node) for node in found}
+        nodes = self._stored([node_id for _, node_id in ids])
+        return None if nodes is None else {_id(node): self._text(node) for node in nodes}
 
     async def _apresent(self, ids: list[tuple[str, str]]) -> Present:
         return await asyncio.to_thread(self._present, ids)
 
-    def _names(self, node_ids: Sequence[str] | None, found: Sequence[BaseNode] | None) -> set[str]:
-        """Return the KV documents of the nodes found, else of those with these ids, else all."""
-        if found is not None:
-            return self._kv.names_of(_id(node) for node in found)
+    def _names(self, node_ids: Sequence[str] | None, nodes: Sequence[BaseNode] | None) -> set[str]:
+        """Return the KV documents of these nodes; None = of those with these ids; both None = all."""
+        if nodes is not None:
+            return self._kv.names_of(_id(node) for node in nodes)
         names = self._kv.names()
         return names if node_ids is None else {name for name in names if self._kv.parts(name)[1] in {*node_ids}}
 
     def _cannot_filter(self) -> SettingError:
         name = type(self.vector_store).__name__
         return SettingError(
-            f"{name} has no get_nodes to resolve a filter, so their KV would remain: delete them by node_ids"
+            f"{name} has no get_nodes to resolve a filter, so the KV of deleted nodes would remain: pass node_ids"
         )
 
 

@@ -1,9 +1,9 @@
-"""Turns: operations of concurrent jobs, executed between the engine's own batches.
+"""JobRunner: executes operations of concurrent jobs between the engine's own batches.
 
-A job (one prompt to blend, or texts to encode) runs in a thread of its own. It reads files there and plans; whatever
-touches the model or its pages is an operation that the worker's main thread executes in an engine step, oldest job
-first, up to a number of rows per step. So a slow disk stalls nobody, and a long prompt delays the decoding of others by
-no more than a step of chunked prefill does.
+A job (one prompt to blend, or texts to encode) runs in its own thread, which plans and reads files. Everything that
+uses the model or its pages is an operation that the worker's main thread executes in an engine step, oldest job first,
+up to a number of rows per step. So a slow disk does not stall other requests, and a long prompt delays their decoding
+no more than a step of chunked prefill.
 
 With tensor parallelism, the job runs in every process. An operation is executed when it is due in all processes, so
 that its collectives match.
@@ -23,9 +23,9 @@ logger = logging.getLogger("vllm.kvrag")  # below vLLM's own logger, which has t
 
 T = TypeVar("T")
 
-_LANES = 8  # jobs that read and plan at the same time
-_PATIENCE_S = 0.002  # how long a step waits for the next operation of a job that it has just served
-_IDLE_S = 0.005  # ... and how long if the step has nothing else to do
+_THREADS = 8  # jobs that read and plan at the same time
+_NEXT_WAIT_S = 0.002  # time that a step waits for the next operation of the job that it executed last
+_IDLE_WAIT_S = 0.005  # time that a step without a batch waits for an operation
 _CONTENDED_S = 0.01  # an operation that waited longer shared the model with other requests
 
 
@@ -47,7 +47,7 @@ class _Operation:
             self.result = self.work()
         except BaseException as error:
             self.error = error
-            if not isinstance(error, Exception):  # a signal that ends the process: the job ends too
+            if not isinstance(error, Exception):  # such as KeyboardInterrupt: ends the process and the job
                 raise
         finally:
             self.done.set()
@@ -58,21 +58,22 @@ class _Operation:
 
 
 class Job:
-    """One job. Its thread calls `call`; the main thread executes.
+    """One job. Its thread submits operations with `call`; the main thread executes them.
 
     Attributes:
         name: Id of the request.
-        aborted: Nobody waits for it.
-        result: What `work` returned.
-        error: What it raised.
+        aborted: Whether the request was aborted.
+        result: Return value of `work`.
+        error: Exception that `work` raised.
+        waits: Number of operations that waited for other requests.
     """
 
-    def __init__(self, name: str, work: Callable[[Job], Any], turns: Turns) -> None:
+    def __init__(self, name: str, work: Callable[[Job], Any], runner: JobRunner) -> None:
         self.name = name
         self.result: Any = None
         self.error: BaseException | None = None
         self.waits = 0
-        self._work, self._turns = work, turns
+        self._work, self._runner = work, runner
         self.pending: _Operation | None = None
         self.state = "busy"
         self.cancelled = False
@@ -87,21 +88,21 @@ class Job:
         Raises:
             CancelledError: The job is over.
         """
-        if self._turns.is_main():
+        if self._runner.is_main():
             return work()
         operation = _Operation(work, rows)
-        with self._turns.changed:
-            if self._turns.is_closed:
+        with self._runner.changed:
+            if self._runner.is_closed:
                 raise CancelledError("the engine stops")
             self.pending, self.state = operation, "ready"
-            self._turns.changed.notify_all()
+            self._runner.changed.notify_all()
         operation.done.wait()
         if operation.error is not None:
             raise operation.error
         return operation.result
 
     def run(self) -> None:
-        """Do the work, in the job's thread."""
+        """Run the job, in its thread."""
         try:
             if self.cancelled:
                 raise CancelledError(self.name)
@@ -110,32 +111,32 @@ class Job:
             self.error = error
             if not isinstance(error, CancelledError):
                 logger.exception("request %s could not be blended or encoded", self.name)
-        with self._turns.changed:
+        with self._runner.changed:
             self.state = "failed" if self.error is not None else "done"
-            self._turns.changed.notify_all()
+            self._runner.changed.notify_all()
 
 
-class Turns:
-    """The jobs of one worker, and their operations. `run` is called in every step, by the main thread."""
+class JobRunner:
+    """Jobs of one worker, and their operations. The main thread calls `run` in every step."""
 
     def __init__(self, exchange: Callable[[Any], Sequence[Any]] | None = None) -> None:
         """Start without jobs.
 
         Args:
-            exchange: Returns what all processes passed, in the same order everywhere; None = there is one process.
+            exchange: Returns the values of all processes, in order of rank; None = there is one process.
         """
         self.changed = threading.Condition()
         self._exchange = exchange
         self._jobs: dict[str, Job] = {}  # oldest first
         self._main: int | None = None
         self.is_closed = False
-        # threads take jobs in order of arrival: those that run alone must do so in the same order in all processes
-        self._lanes: SimpleQueue[Job | None] = SimpleQueue()
-        self._single_lane: SimpleQueue[Job | None] = SimpleQueue()
-        for number in range(_LANES + 1):
-            lane = self._lanes if number else self._single_lane
-            # daemons: a job that waits for its turn must not keep a dying process alive
-            threading.Thread(target=_serve, args=(lane,), name=f"kvrag-job-{number}", daemon=True).start()
+        # a queue for the jobs that run alone, in the same order in all processes
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._single_queue: SimpleQueue[Job | None] = SimpleQueue()
+        for number in range(_THREADS + 1):
+            queue = self._queue if number else self._single_queue
+            # daemons: a waiting job must not keep a dying process alive
+            threading.Thread(target=_run_jobs, args=(queue,), name=f"kvrag-job-{number}", daemon=True).start()
 
     def start(self, name: str, work: Callable[[Job], Any], alone: bool = False) -> None:
         """Start a job.
@@ -144,10 +145,10 @@ class Turns:
             alone: Only one such job runs at a time.
         """
         job = self._jobs[name] = Job(name, work, self)
-        (self._single_lane if alone else self._lanes).put(job)
+        (self._single_queue if alone else self._queue).put(job)
 
     def cancel(self, name: str) -> None:
-        """End a job at its next operation, because nobody waits for it."""
+        """End the job of an aborted request at its next operation."""
         if job := self._jobs.get(name):
             job.cancelled = job.aborted = True
 
@@ -171,15 +172,15 @@ class Turns:
             return over
         self._main = threading.get_ident()
         try:
-            served, patience, job = 0, _IDLE_S if is_idle else 0.0, None
-            while (job := self._next(rows - served, job, patience, over)) is not None:
+            num_rows, wait, job = 0, _IDLE_WAIT_S if is_idle else 0.0, None
+            while (job := self._next(rows - num_rows, job, wait, over)) is not None:
                 operation, job.pending, job.state = job.pending, None, "busy"
                 assert operation is not None
                 if time.perf_counter() - operation.since > _CONTENDED_S:
                     job.waits += 1
                 operation.run()
-                served += operation.rows
-                patience = _PATIENCE_S
+                num_rows += operation.rows
+                wait = _NEXT_WAIT_S
         finally:
             self._main = None
         return over
@@ -193,22 +194,23 @@ class Turns:
             pending = [job.pending for job in self._jobs.values() if job.pending is not None]
         for operation in pending:
             operation.refuse(CancelledError("the engine stops"))
-        for number in range(_LANES + 1):
-            (self._lanes if number else self._single_lane).put(None)
+        self._single_queue.put(None)
+        for _ in range(_THREADS):
+            self._queue.put(None)
 
-    def _next(self, rows: int, last: Job | None, patience: float, over: list[Job]) -> Job | None:
-        """Return the oldest job whose operation is due in all processes and fits; wait for one up to `patience`.
+    def _next(self, rows: int, last: Job | None, wait: float, over: list[Job]) -> Job | None:
+        """Return the oldest job whose operation is due in all processes and fits; wait up to `wait` seconds for one.
 
-        The job that was served last in this step is waited for even if others are due: it may be over. All
-        processes take the same decision, since they take it on what they exchanged.
+        Waits for the step's last job even if others are due, because it may be over. All processes decide alike,
+        because they decide on the exchanged states.
         """
-        until = time.perf_counter() + patience
+        until = time.perf_counter() + wait
         while self._jobs:
             with self.changed:
                 left = until - time.perf_counter()
-                own = {job.name: (job.state, job.pending.rows if job.pending else 0) for job in self._jobs.values()}
-            everywhere = self._exchange((own, left <= 0)) if self._exchange else ((own, left <= 0),)
-            states = {name: [each[name] for each, _ in everywhere] for name in own}
+                local = {job.name: (job.state, job.pending.rows if job.pending else 0) for job in self._jobs.values()}
+            everywhere = self._exchange((local, left <= 0)) if self._exchange else ((local, left <= 0),)
+            states = {name: [process[name] for process, _ in everywhere] for name in local}
             over += self._remove_over(states)
             if over:
                 return None
@@ -222,7 +224,7 @@ class Turns:
                 if job.cancelled or any(state != "ready" for state, _ in states[name]):
                     continue
                 fits = last is None or max(num_rows for _, num_rows in states[name]) <= rows
-                return job if fits else None  # the oldest job first
+                return job if fits else None  # a younger job must not overtake it
             if is_late:
                 return None
             with self.changed:
@@ -231,13 +233,13 @@ class Turns:
         return None
 
     def _remove_over(self, states: dict[str, list[tuple[str, int]]]) -> list[Job]:
-        """Remove and return the jobs that are over everywhere; end those that are cancelled or over somewhere."""
+        """Remove and return the jobs that are over in all processes; end those cancelled or over in one process."""
         over = []
         for name, job in list(self._jobs.items()):
             if all(state in ("done", "failed") for state, _ in states[name]):
                 over.append(self._jobs.pop(name))
             elif job.cancelled or any(state in ("done", "failed") for state, _ in states[name]):
-                job.cancelled = True  # if it is over elsewhere, its collectives have no counterpart any more
+                job.cancelled = True  # if it is over in another process, its collectives have no counterpart there
                 with self.changed:
                     operation, job.pending = job.pending, None
                     if operation is not None:
@@ -246,7 +248,7 @@ class Turns:
         return over
 
 
-def _serve(jobs: SimpleQueue[Job | None]) -> None:
-    """Run jobs, one after the other, until None."""
+def _run_jobs(jobs: SimpleQueue[Job | None]) -> None:
+    """Run the jobs of a queue in order, until None."""
     while (job := jobs.get()) is not None:
         job.run()

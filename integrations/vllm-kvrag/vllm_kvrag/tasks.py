@@ -1,4 +1,4 @@
-"""What the connector asks of a worker: blend a prompt, encode texts, forget a document."""
+"""Tasks of a worker: blend a prompt, encode texts, delete a document."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kvrag.reuse.lookup import Lookup, Match
 from kvrag.reuse.prompt import Prompt
 from kvrag.store import KVStore, MemoryTier
 from vllm_kvrag.backend import VllmBackend
-from vllm_kvrag.turns import Job
+from vllm_kvrag.runner import Job
 
 
 @dataclass(frozen=True)
-class JobOutcome:
-    """What a task came to.
+class TaskOutcome:
+    """Outcome of a task.
 
     Attributes:
         report: For the client.
@@ -43,10 +43,10 @@ class BlendTask:
     Attributes:
         ids: Its token ids.
         blocks: Its block ids.
-        kept: Number of leading positions that are in its pages already.
+        kept: Number of leading positions whose KV is already in its pages.
         config: Blend settings.
         namespace: Namespace of the chunks.
-        matches: The runs of stored chunks after the kept positions.
+        matches: Runs of stored chunks after the kept positions.
     """
 
     ids: list[int]
@@ -64,8 +64,8 @@ class WarmTask:
     Attributes:
         blocks: Pages to compute in.
         contexts: Token ids that precede the texts in their sources, by source, from the report of an earlier task;
-            None = the texts begin their sources, and the report has none.
-        replaces: These are all texts of the document.
+            None = the texts begin their sources, and the report contains no contexts.
+        replaces: Whether these are all texts of the document.
     """
 
     texts: list[str]
@@ -88,8 +88,8 @@ class ForgetTask:
 Task = BlendTask | WarmTask | ForgetTask
 
 
-class Jobs:
-    """Does the tasks of one worker process."""
+class TaskHandler:
+    """Runs the tasks of one worker process."""
 
     def __init__(self, backend: VllmBackend, store: KVStore, config: BlendConfig, codec: str, ram_bytes: int) -> None:
         self._backend, self._store, self._config, self._codec = backend, store, config, codec
@@ -103,69 +103,66 @@ class Jobs:
         """Whether this is the first process of its tensor-parallel group."""
         return self._backend.rank == 0
 
-    def work(self, task: Task) -> Callable[[Job], JobOutcome]:
-        """Return the function that does a task, for a job's thread."""
+    def work(self, task: Task) -> Callable[[Job], TaskOutcome]:
+        """Return the function that runs a task, for a job's thread."""
         if isinstance(task, BlendTask):
             return lambda job: self._blend(task, job)
         if isinstance(task, WarmTask):
-            return lambda job: _refusable(lambda: self._warm(task, job))
-        return lambda job: _refusable(lambda: self._forget(task, job))
+            return lambda job: _with_errors(lambda: self._warm(task, job))
+        return lambda job: _with_errors(lambda: self._forget(task, job))
 
-    def own_blocks(self, task: Task) -> list[int]:
-        """Return the blocks that a task fills; other requests may share those before them."""
+    def blocks_to_fill(self, task: Task) -> list[int]:
+        """Return the blocks that a task fills; earlier ones may be shared with other requests."""
         if isinstance(task, BlendTask):
             return task.blocks[task.kept // self._backend.block_size :]
         return task.blocks if isinstance(task, WarmTask) else []
 
     def is_alone(self, task: Task) -> bool:
-        """Return whether one such task runs at a time: encoding uses a page that is not the request's."""
+        """Return whether only one such task may run at a time: encoding uses a page outside the request's."""
         return not isinstance(task, BlendTask)
 
-    def _blend(self, task: BlendTask, job: Job) -> JobOutcome:
+    def _blend(self, task: BlendTask, job: Job) -> TaskOutcome:
         started = time.perf_counter()
-        self._notice_removals()
+        self._drop_removed()
         backend = self._backend.on(task.blocks, job)
         pipeline = Pipeline(backend, self._store, self._memory, self._lookup, self._tuning, self._codec)
         prefix = _prefix(task, self._tuning.plan(task.config).config) if task.kept else None
-        done = pipeline.prefill(Prompt(task.ids, task.config, task.namespace, prefix), task.matches)
+        prefilled = pipeline.prefill(Prompt(task.ids, task.config, task.namespace, prefix), task.matches)
         self._tuning.keep_speed_now_and_then()
-        report = replace(done.report, ttft_s=time.perf_counter() - started).to_dict()
-        return JobOutcome(report, done.tail or None)  # nothing reused: all was computed
+        report = replace(prefilled.report, ttft_s=time.perf_counter() - started).to_dict()
+        return TaskOutcome(report, prefilled.tail or None)  # no tail: nothing was reused, so all is computed
 
     def _warm(self, task: WarmTask, job: Job) -> dict[str, Any]:
         # the null block, which no request reads, has room for the preamble
-        backend = self._backend.on([0, *task.blocks], job)
-        store = AgreedStore(self._store, backend) if backend.num_processes > 1 else self._store
-        ingestion = Ingestion(backend, store, self._config, self._codec, self._fingerprint, self._tuning)
+        ingestion = self._ingestion([0, *task.blocks], job)
         mode: Mode = "replace" if task.replaces else "add"
         before = dict(task.contexts or {})
-        done = ingestion.warm(task.texts, task.document, task.sources, task.namespace, mode=mode, before=before)
-        report = asdict(done)
+        warmed = ingestion.warm(task.texts, task.document, task.sources, task.namespace, mode=mode, before=before)
+        report = asdict(warmed)
         if task.contexts is not None:
             report["contexts"] = {source: ids for source, ids in before.items() if ids}
         return report
 
     def _forget(self, task: ForgetTask, job: Job) -> dict[str, Any]:
-        backend = self._backend.on([], job)
-        store = AgreedStore(self._store, backend) if backend.num_processes > 1 else self._store
-        ingestion = Ingestion(backend, store, self._config, self._codec, self._fingerprint, self._tuning)
-        removed = ingestion.forget(task.document, task.namespace)
+        removed = self._ingestion([], job).forget(task.document, task.namespace)
         self._memory.drop(removed)
         return {"forgotten": len(removed)}
 
-    @property
-    def _fingerprint(self) -> Any:
-        return self._backend.fingerprint.stored_as(self._codec)
+    def _ingestion(self, blocks: list[int], job: Job) -> Ingestion:
+        backend = self._backend.on(blocks, job)
+        store = AgreedStore(self._store, backend) if backend.num_processes > 1 else self._store
+        fingerprint = backend.fingerprint.stored_as(self._codec)
+        return Ingestion(backend, store, self._config, self._codec, fingerprint, self._tuning)
 
-    def _notice_removals(self) -> None:
-        """Free KV that was removed from the store, possibly by another process."""
+    def _drop_removed(self) -> None:
+        """Drop from the RAM tier what was removed from the store, possibly by another process."""
         if (removals := self._store.removals()) != self._removals:
             self._removals = removals
             self._memory.drop(self._store.missing(sorted(self._memory.keys())))
 
 
 class AgreedStore:
-    """A store for ingestion by several processes: the first one uses it, and the others get its results."""
+    """Store for ingestion by several processes: only the first one calls it, and the others receive its results."""
 
     def __init__(self, store: KVStore, backend: VllmBackend) -> None:
         self._store, self._backend = store, backend
@@ -191,14 +188,14 @@ class AgreedStore:
 
 
 def _prefix(task: BlendTask, config: BlendConfig) -> CachedPrefix:
-    """Describe the positions that are in the pages already: computed or blended under the same settings."""
+    """Return the prefix whose KV is already in the pages, computed or blended with the same settings."""
     exact = task.kept if config.ratio == 1.0 else 0
     conversation = Conversation(np.asarray(task.ids[: task.kept]), _InPages(), exact, config, ())
     return CachedPrefix(conversation, task.kept, (), is_all=False)
 
 
 class _InPages:
-    """The cache of a prefix that is in the request's pages."""
+    """Cache of a prefix whose KV is in the request's pages."""
 
     num_bytes = 0
 
@@ -215,9 +212,9 @@ class _InPages:
         return
 
 
-def _refusable(work: Callable[[], dict[str, Any]]) -> JobOutcome:
-    """Return the report, or the error for the client."""
+def _with_errors(work: Callable[[], dict[str, Any]]) -> TaskOutcome:
+    """Return the outcome of `work`; an error becomes a report for the client."""
     try:
-        return JobOutcome(work())
+        return TaskOutcome(work())
     except KvragError as error:
-        return JobOutcome({"error": str(error), "type": type(error).__name__})
+        return TaskOutcome({"error": str(error), "type": type(error).__name__})

@@ -1,4 +1,4 @@
-"""Turns of jobs: order, budget, cancellation, failures, and two processes that take every decision together."""
+"""JobRunner: order, budget, cancellation, failures, and two processes that take every decision together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from vllm_kvrag.turns import CancelledError, Job, Turns
+from vllm_kvrag.runner import CancelledError, Job, JobRunner
 
 
 class Pair:
@@ -30,8 +30,8 @@ class Pair:
 
 
 @pytest.fixture
-def turns() -> Iterator[Turns]:
-    each = Turns()
+def runner() -> Iterator[JobRunner]:
+    each = JobRunner()
     yield each
     each.close()
 
@@ -43,65 +43,65 @@ def until(condition: Callable[[], bool], seconds: float = 20) -> None:
         time.sleep(0.001)
 
 
-def finish(turns: Turns, rows: int = 100, number: int = 1, steps: int = 3000) -> list[Job]:
+def finish(runner: JobRunner, rows: int = 100, number: int = 1, steps: int = 3000) -> list[Job]:
     """Run steps until as many jobs are over."""
     over: list[Job] = []
     for _ in range(steps):
-        over += turns.run(rows, is_idle=True)
+        over += runner.run(rows, is_idle=True)
         if len(over) >= number:
             return over
     raise AssertionError("a job does not end")
 
 
-def is_ready(turns: Turns, *names: str) -> bool:
-    return all(turns._jobs[name].state == "ready" for name in names)
+def is_ready(runner: JobRunner, *names: str) -> bool:
+    return all(runner._jobs[name].state == "ready" for name in names)
 
 
-def test_operations_run_on_the_main_thread_and_return_their_result(turns: Turns) -> None:
-    turns.start("a", lambda job: [job.call(threading.get_ident), threading.get_ident()])
-    (job,) = finish(turns)
+def test_operations_run_on_the_main_thread_and_return_their_result(runner: JobRunner) -> None:
+    runner.start("a", lambda job: [job.call(threading.get_ident), threading.get_ident()])
+    (job,) = finish(runner)
     assert job.result[0] == threading.get_ident() != job.result[1]
     assert job.error is None
 
 
-def test_an_operation_may_contain_another(turns: Turns) -> None:
-    turns.start("a", lambda job: job.call(lambda: job.call(lambda: 7) + 1))
-    assert finish(turns)[0].result == 8
+def test_an_operation_may_contain_another(runner: JobRunner) -> None:
+    runner.start("a", lambda job: job.call(lambda: job.call(lambda: 7) + 1))
+    assert finish(runner)[0].result == 8
 
 
-def test_the_oldest_job_comes_first(turns: Turns) -> None:
+def test_the_oldest_job_comes_first(runner: JobRunner) -> None:
     order: list[str] = []
     for name in "abc":
-        turns.start(name, lambda job: job.call(lambda: order.append(job.name)))
-    until(lambda: is_ready(turns, *"abc"))
-    finish(turns, number=3)
+        runner.start(name, lambda job: job.call(lambda: order.append(job.name)))
+    until(lambda: is_ready(runner, *"abc"))
+    finish(runner, number=3)
     assert order == ["a", "b", "c"]
 
 
-def test_a_step_computes_no_more_than_its_rows_but_at_least_one_operation(turns: Turns) -> None:
+def test_a_step_computes_no_more_than_its_rows_but_at_least_one_operation(runner: JobRunner) -> None:
     done: list[str] = []
     for name in "abc":
-        turns.start(name, lambda job: job.call(lambda: done.append(job.name), rows=60))
-    until(lambda: is_ready(turns, *"abc"))
-    turns.run(100, is_idle=False)
+        runner.start(name, lambda job: job.call(lambda: done.append(job.name), rows=60))
+    until(lambda: is_ready(runner, *"abc"))
+    runner.run(100, is_idle=False)
     assert done == ["a"]
-    turns.run(10, is_idle=False)
+    runner.run(10, is_idle=False)
     assert done == ["a", "b"]
-    turns.run(0, is_idle=False)
+    runner.run(0, is_idle=False)
     assert done == ["a", "b", "c"]
 
 
-def test_a_job_that_reads_stalls_no_other_and_no_step(turns: Turns) -> None:
+def test_a_job_that_reads_stalls_no_other_and_no_step(runner: JobRunner) -> None:
     disk = threading.Event()
-    turns.start("slow", lambda job: disk.wait(20))
-    turns.start("quick", lambda job: job.call(lambda: 1))
-    assert [job.name for job in finish(turns)] == ["quick"]
-    assert turns.run(100, is_idle=False) == []
+    runner.start("slow", lambda job: disk.wait(20))
+    runner.start("quick", lambda job: job.call(lambda: 1))
+    assert [job.name for job in finish(runner)] == ["quick"]
+    assert runner.run(100, is_idle=False) == []
     disk.set()
-    assert [job.name for job in finish(turns)] == ["slow"]
+    assert [job.name for job in finish(runner)] == ["slow"]
 
 
-def test_only_one_job_of_those_runs_at_a_time(turns: Turns) -> None:
+def test_only_one_job_of_those_runs_at_a_time(runner: JobRunner) -> None:
     running: list[int] = []
 
     def work(job: Job) -> int:
@@ -111,45 +111,45 @@ def test_only_one_job_of_those_runs_at_a_time(turns: Turns) -> None:
         return most
 
     for name in "abcd":
-        turns.start(name, work, alone=True)
-    assert [job.result for job in finish(turns, number=4)] == [1, 1, 1, 1]
+        runner.start(name, work, alone=True)
+    assert [job.result for job in finish(runner, number=4)] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), MemoryError(), OSError(28, "no space"), SystemExit(1)])
-def test_a_job_that_fails_is_over_with_its_error(turns: Turns, error: BaseException) -> None:
+def test_a_job_that_fails_is_over_with_its_error(runner: JobRunner, error: BaseException) -> None:
     def work(job: Job) -> None:
         raise error
 
-    turns.start("a", work)
-    assert finish(turns)[0].error is error
+    runner.start("a", work)
+    assert finish(runner)[0].error is error
 
 
-def test_an_operation_that_fails_raises_in_the_job(turns: Turns) -> None:
+def test_an_operation_that_fails_raises_in_the_job(runner: JobRunner) -> None:
     def work(job: Job) -> str:
         with pytest.raises(ZeroDivisionError):
             job.call(lambda: 1 / 0)
         return "went on"
 
-    turns.start("a", work)
-    assert finish(turns)[0].result == "went on"
+    runner.start("a", work)
+    assert finish(runner)[0].result == "went on"
 
 
-def test_an_operation_that_ends_the_process_leaves_no_thread_behind(turns: Turns) -> None:
+def test_an_operation_that_ends_the_process_leaves_no_thread_behind(runner: JobRunner) -> None:
     """vLLM's workers raise SystemExit in the main thread when they get a signal."""
 
     def signal() -> None:
         raise SystemExit(15)
 
-    turns.start("a", lambda job: job.call(signal))
-    until(lambda: is_ready(turns, "a"))
-    job = turns._jobs["a"]
+    runner.start("a", lambda job: job.call(signal))
+    until(lambda: is_ready(runner, "a"))
+    job = runner._jobs["a"]
     with pytest.raises(SystemExit):
-        turns.run(100, is_idle=True)
+        runner.run(100, is_idle=True)
     until(lambda: job.state == "failed", 5)
 
 
 @pytest.mark.parametrize("when", ["queued", "reading", "ready"])
-def test_a_cancelled_job_ends_at_its_next_operation(turns: Turns, when: str) -> None:
+def test_a_cancelled_job_ends_at_its_next_operation(runner: JobRunner, when: str) -> None:
     disk, done = threading.Event(), []
 
     def work(job: Job) -> None:
@@ -158,19 +158,19 @@ def test_a_cancelled_job_ends_at_its_next_operation(turns: Turns, when: str) -> 
         job.call(lambda: done.append(job.name))
 
     if when == "queued":
-        turns.start("first", lambda job: disk.wait(20), alone=True)
-    turns.start("a", work, alone=when == "queued")
+        runner.start("first", lambda job: disk.wait(20), alone=True)
+    runner.start("a", work, alone=when == "queued")
     if when == "ready":
-        until(lambda: is_ready(turns, "a"))
-    turns.cancel("a")
-    turns.run(100, is_idle=False)
+        until(lambda: is_ready(runner, "a"))
+    runner.cancel("a")
+    runner.run(100, is_idle=False)
     disk.set()
-    over = {job.name: job for job in finish(turns, number=2 if when == "queued" else 1)}
+    over = {job.name: job for job in finish(runner, number=2 if when == "queued" else 1)}
     assert isinstance(over["a"].error, CancelledError)
     assert not done
 
 
-def test_a_cancelled_job_can_clean_up(turns: Turns) -> None:
+def test_a_cancelled_job_can_clean_up(runner: JobRunner) -> None:
     def work(job: Job) -> None:
         try:
             job.call(lambda: None)
@@ -178,21 +178,21 @@ def test_a_cancelled_job_can_clean_up(turns: Turns) -> None:
             with pytest.raises(CancelledError):
                 job.call(lambda: None)
 
-    turns.start("a", work)
-    until(lambda: is_ready(turns, "a"))
-    turns.cancel("a")
-    assert isinstance(finish(turns)[0].error, CancelledError)
+    runner.start("a", work)
+    until(lambda: is_ready(runner, "a"))
+    runner.cancel("a")
+    assert isinstance(finish(runner)[0].error, CancelledError)
 
 
-def test_cancelling_what_is_not_there_does_nothing(turns: Turns) -> None:
-    turns.cancel("nobody")
-    assert turns.run(100, is_idle=True) == []
+def test_cancelling_what_is_not_there_does_nothing(runner: JobRunner) -> None:
+    runner.cancel("nobody")
+    assert runner.run(100, is_idle=True) == []
 
 
 @pytest.mark.parametrize("when", ["queued", "reading", "ready"])
 def test_no_thread_outlives_the_engine(when: str) -> None:
     before = set(threading.enumerate())
-    turns = Turns()
+    runner = JobRunner()
     disk, began, ended = threading.Event(), threading.Event(), threading.Event()
 
     def work(job: Job) -> None:
@@ -205,13 +205,13 @@ def test_no_thread_outlives_the_engine(when: str) -> None:
             ended.set()
 
     if when == "queued":
-        turns.start("first", lambda job: disk.wait(20), alone=True)
-    turns.start("a", work, alone=when == "queued")
+        runner.start("first", lambda job: disk.wait(20), alone=True)
+    runner.start("a", work, alone=when == "queued")
     if when == "ready":
-        until(lambda: is_ready(turns, "a"))
+        until(lambda: is_ready(runner, "a"))
     if when == "reading":
         until(began.is_set)
-    turns.close()
+    runner.close()
     disk.set()
     until(lambda: set(threading.enumerate()) <= before, 5)
     assert began.is_set() == ended.is_set() == (when != "queued"), "a queued job does not begin any more"
@@ -222,12 +222,12 @@ class Two:
 
     def __init__(self) -> None:
         pair = Pair()
-        self.turns = [Turns(pair.of(0)), Turns(pair.of(1))]
+        self.runner = [JobRunner(pair.of(0)), JobRunner(pair.of(1))]
         self.over: list[list[Job]] = [[], []]
 
     def start(self, name: str, *works: Callable[[Job], Any], alone: bool = False) -> None:
-        for turns, work in zip(self.turns, works * (3 - len(works)), strict=True):
-            turns.start(name, work, alone)
+        for runner, work in zip(self.runner, works * (3 - len(works)), strict=True):
+            runner.start(name, work, alone)
 
     def finish(self, rows: int = 100, number: int = 1, cancelled: str = "") -> list[list[Job]]:
         """Run the same steps in both."""
@@ -238,8 +238,8 @@ class Two:
             try:
                 for step in range(2000):
                     if cancelled and step == 3:
-                        self.turns[rank].cancel(cancelled)
-                    self.over[rank] += self.turns[rank].run(rows, is_idle=True)
+                        self.runner[rank].cancel(cancelled)
+                    self.over[rank] += self.runner[rank].run(rows, is_idle=True)
                     steps.wait()
                     if len(self.over[rank]) >= number:
                         return
@@ -253,8 +253,8 @@ class Two:
             thread.start()
         for thread in threads:
             thread.join(60)
-        for turns in self.turns:
-            turns.close()
+        for runner in self.runner:
+            runner.close()
         assert not failures, failures
         assert [job.name for job in self.over[0]] == [job.name for job in self.over[1]]
         return self.over

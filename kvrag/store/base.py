@@ -19,6 +19,7 @@ from kvrag.store.log import Log
 from kvrag.store.manifest import EVICT, Holder, Manifest, Row
 from kvrag.store.owner import codec_of
 from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
+from kvrag.store.schema import translated
 
 MANIFEST = "manifest.sqlite"
 _LOW_WATERMARK = 0.8  # share of a budget that eviction leaves
@@ -290,17 +291,18 @@ class ManifestStore(ABC):
         without a row, and quarantined files. Token ids of deleted texts are deleted from the manifest's log and from
         the catalog, which is built anew.
         """
-        self._record_uses()
-        if requests := self._manifest.unused_requests(time.time() - unused_days * 86400):
-            self._changes.release(requests)
-        unheld = self._manifest.unheld()
-        self.remove(unheld)
-        self.keep_budgets()  # a writer that was killed has not
-        leftovers = self.delete_leftovers()
-        if self._manifest.purge():
-            for path in self.catalog_folder.glob("*"):
-                path.unlink(missing_ok=True)
-        return len(unheld), leftovers
+        with translated(self.path):
+            self._record_uses()
+            if requests := self._manifest.unused_requests(time.time() - unused_days * 86400):
+                self._changes.release(requests)
+            unheld = self._manifest.unheld()
+            self.remove(unheld)
+            self.keep_budgets()  # a writer that was killed has not
+            leftovers = self.delete_leftovers()
+            if self._manifest.purge():
+                for path in self.catalog_folder.glob("*"):
+                    path.unlink(missing_ok=True)
+            return len(unheld), leftovers
 
     @staticmethod
     def _tally(total: int, checked: Iterable[Sequence[str]], progress: Progress) -> StoreCheck:
@@ -320,6 +322,6 @@ def row_of(chunk: PackedChunk, file: str, num_bytes: int) -> Row:
         DamagedChunkError: It is damaged.
         ChunkUnreadableError: It cannot be read at the moment.
     """
-    for number in range(chunk.num_layers):
+    for number in range(chunk.num_layers):  # not all of them in memory at once
         chunk.layer(number)
     return Row.of(chunk.key, chunk.namespace, chunk.ids, chunk.context_tokens, file, num_bytes)

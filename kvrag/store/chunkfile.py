@@ -18,6 +18,7 @@ import resource
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,11 @@ class PackedChunk:
             border = self._start + keys["data_offsets"][1] - start
             return _tensor(content[:border], keys), _tensor(content[border:], values)
 
+    def record(self) -> ChunkRecord:
+        """Read the whole chunk, each layer as it was stored; raises as `layer`."""
+        layers = [self.layer(number) for number in range(self.num_layers)]
+        return ChunkRecord(self.key, self.namespace, self.ids, self.context, layers)
+
     @contextlib.contextmanager
     def _noticing_faults(self) -> Iterator[None]:
         """Raise DamagedChunkError for a damaged chunk and ChunkUnreadableError for a passing error."""
@@ -220,26 +226,24 @@ class ChunkFile(PackedChunk):
             FileNotFoundError: The file does not exist.
         """
         self.key, self._path = key, path
-        self._lock, self._reading = threading.Lock(), 0
-        self._file = self._open()
-        self._keeps, keeps = True, False
+        self._file: _OpenFile | None = self._open()
+        keeps = False
         try:
             with self._noticing_faults():
-                size = os.fstat(self._file).st_size
+                size = os.fstat(self._file.descriptor).st_size
                 beginning = self._range(0, min(size, _FIRST_READ)).numpy().tobytes()
             super().__init__(key, fingerprint, size, beginning)
-            keeps = _open_files.take()
+            keeps = _may_stay_open(self._file)
         finally:
-            self._keeps = keeps
             if not keeps:
-                os.close(self._file)
+                self._file = None
 
-    def _open(self) -> int:
+    def _open(self) -> _OpenFile:
         for wait in (0.0, 0.01, 0.05, 0.2, 0.0):  # other readers may be about to close theirs
             if wait:  # even a sleep of 0 seconds gives the processor away
                 time.sleep(wait)
             try:
-                return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                return _OpenFile(os.open(self._path, os.O_RDONLY | os.O_CLOEXEC))
             except FileNotFoundError:
                 raise
             except OSError as error:
@@ -249,72 +253,41 @@ class ChunkFile(PackedChunk):
         raise ChunkUnreadableError(self.key, failed.strerror) from failed
 
     def _range(self, start: int, stop: int) -> Tensor:
-        with self._descriptor() as descriptor:
-            content = torch.empty(stop - start, dtype=torch.uint8)
-            view, position = content.numpy().data, start
-            while view:
-                count = os.preadv(descriptor, [view], position)
-                if count == 0:
-                    raise DamagedChunkError(self.key, "the file is truncated")
-                view, position = view[count:], position + count
-            return content
-
-    @contextlib.contextmanager
-    def _descriptor(self) -> Iterator[int]:
-        """Yield the file descriptor, kept open until the last read ends: another file could get its number."""
-        with self._lock:
-            keeps = self._keeps
-            self._reading += keeps
-        if keeps:
-            try:
-                yield self._file
-            finally:
-                self._release()
-        else:
-            descriptor = self._open()
-            try:
-                yield descriptor
-            finally:
-                os.close(descriptor)
-
-    def _release(self) -> None:
-        with self._lock:
-            self._reading -= 1
-            last = self._reading == 0 and not self._keeps
-        if last:
-            os.close(self._file)
-            _open_files.give_back()
+        file = self._file or self._open()
+        content = torch.empty(stop - start, dtype=torch.uint8)
+        view, position = content.numpy().data, start
+        while view:
+            count = os.preadv(file.descriptor, [view], position)
+            if count == 0:
+                raise DamagedChunkError(self.key, "the file is truncated")
+            view, position = view[count:], position + count
+        return content
 
     def close(self) -> None:
         """Close the file once no read is under way."""
-        with self._lock:
-            if not self._keeps:
-                return
-            self._keeps = False
-            self._reading += 1
-        self._release()
+        self._file = None
 
 
-class _OpenFiles:
-    """Counter of the files that readers keep open: a quarter of the limit, sockets and threads need some too."""
+class _OpenFile:
+    """A file descriptor, closed when nobody refers to it: during a read, another file could get its number."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open = 0
-
-    def take(self) -> bool:
-        with self._lock:
-            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            room = self._open < min(soft if soft > 0 else 1024, 4096) // 4
-            self._open += room
-            return room
-
-    def give_back(self) -> None:
-        with self._lock:
-            self._open -= 1
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
 
 
-_open_files = _OpenFiles()
+_kept: weakref.WeakSet[_OpenFile] = weakref.WeakSet()
+_keeping = threading.Lock()
+
+
+def _may_stay_open(file: _OpenFile) -> bool:
+    """Return whether a reader may keep a file open: all of them a quarter of the limit, sockets need some too."""
+    with _keeping:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        has_room = len(_kept) < min(soft if soft > 0 else 1024, 4096) // 4
+        if has_room:
+            _kept.add(file)
+        return has_room
 
 
 def _bytes(tensor: Tensor) -> memoryview:

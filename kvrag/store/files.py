@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import re
@@ -18,7 +17,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,12 +30,13 @@ from kvrag.errors import (
     StoreReadOnlyError,
 )
 from kvrag.fingerprint import Fingerprint
-from kvrag.store.base import MANIFEST, UNUSED_DAYS, ManifestStore, Progress, StoreCheck, no_progress, row_of
+from kvrag.store.base import MANIFEST, ManifestStore, Progress, StoreCheck, no_progress, row_of
 from kvrag.store.chunkfile import SUFFIX, ChunkFile, key_of
 from kvrag.store.durable import TEMPORARY, write_file
 from kvrag.store.manifest import Manifest, Row
-from kvrag.store.owner import OWNER, check_layout, check_owner, read_owner
+from kvrag.store.owner import OWNER, check_layout, check_owner, owner_file, read_owner
 from kvrag.store.protocol import Holding
+from kvrag.store.schema import translated
 
 logger = logging.getLogger("kvrag")
 
@@ -72,7 +72,7 @@ class FileStore(ManifestStore):
         self._touched: Counter[str] = Counter()
         self._flushing: threading.Timer | None = None
         self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvrag-write")  # fsync only waits
-        with _translated(self.path):
+        with translated(self.path):
             try:
                 for folder in (self.path, self._chunks):  # the content is as confidential as the documents
                     folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # parents keep the default mode
@@ -119,14 +119,14 @@ class FileStore(ManifestStore):
 
     def _claim(self, parts: dict[str, str]) -> dict[str, str]:
         with contextlib.suppress(FileExistsError):  # the first of two processes wins
-            self._durably(self.path / OWNER, json.dumps(parts, indent=1).encode(), replace=False)
+            self._durably(self.path / OWNER, owner_file(parts), replace=False)
         return self.owner()
 
-    def _durably(self, path: Path, *parts: bytes | memoryview, replace: bool = True) -> int:
+    def _durably(self, path: Path, *parts: bytes | memoryview, replace: bool = True) -> None:
         if self._manifest.read_only:
             raise StoreReadOnlyError(f"{self.path} is not writable: choose another store folder")
         try:
-            return write_file(path, *parts, replace=replace)
+            write_file(path, *parts, replace=replace)
         except OSError as error:
             if isinstance(error, FileExistsError) and not replace:
                 raise
@@ -267,7 +267,7 @@ class FileStore(ManifestStore):
         Damaged chunks are moved to quarantine, intact files without a row get one, rows that do not match their file
         are repaired, and a damaged manifest is rebuilt.
         """
-        with _translated(self.path):
+        with translated(self.path):
             if not self._manifest.read_only and not self._manifest.is_sound():
                 self._manifest.rebuild()
                 return self._recover(progress)
@@ -320,11 +320,6 @@ class FileStore(ManifestStore):
             self._manifest.remove([key], file=name)
         return ["sound", "repaired" if row else "adopted"]
 
-    def gc(self, unused_days: float = UNUSED_DAYS) -> tuple[int, int]:
-        """See ManifestStore.gc."""
-        with _translated(self.path):
-            return super().gc(unused_days)
-
     def delete_leftovers(self) -> int:
         """Delete files without a row and quarantined files, unless they are recent; return their number."""
         paths = [path for path in self._chunks.glob("*/*") if _is_stale(path)]
@@ -354,15 +349,6 @@ class FileStore(ManifestStore):
         self._record_uses()
         self._writers.shutdown()
         self._manifest.close()
-
-
-@contextlib.contextmanager
-def _translated(folder: Path) -> Iterator[None]:
-    """Raise StoreError for an error of the operating system."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(f"cannot use the store {folder}: {error}") from error
 
 
 def _is_stale(path: Path) -> bool:

@@ -226,29 +226,24 @@ class ObjectStore:
             yield
         except (AlreadyExistsError, PreconditionError):
             raise
-        except FileNotFoundError as error:
+        except (FileNotFoundError, BaseError) as error:
             if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
-                raise self._no_bucket() from error
-            raise
-        except (PermissionDeniedError, UnauthenticatedError) as error:
-            reason, check = _reason(error), f"check {_VARIABLES[self._scheme]}"
-            if writing and isinstance(error, PermissionDeniedError) and reason == "AccessDenied":
-                raise StoreReadOnlyError(f"{self.url} is not writable ({reason}): {check}") from error
-            raise StoreError(f"access to {self.url} was denied ({reason}): {check}") from error
-        except BaseError as error:
-            if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
-                raise self._no_bucket() from error
+                bucket = f"the bucket {self._bucket} does not exist"
+                raise StoreError(f"{self.url}: {bucket}: create it, or correct the URL") from error
+            if isinstance(error, FileNotFoundError):
+                raise
             reason, names = _reason(error), _VARIABLES[self._scheme]
-            if re.search(r"169\.254\.169\.254|metadata\.google\.internal", str(error)):  # where machines have roles
+            if writing and isinstance(error, PermissionDeniedError) and reason == "AccessDenied":
+                raise StoreReadOnlyError(f"{self.url} is not writable ({reason}): check {names}") from error
+            is_denied = isinstance(error, (PermissionDeniedError, UnauthenticatedError))
+            # the addresses where machines get the credentials of their roles
+            if not is_denied and re.search(r"169\.254\.169\.254|metadata\.google\.internal", str(error)):
                 raise StoreError(f"no credentials for {self.url} ({reason}): set {names}") from error
-            if reason.startswith(("401", "403")):
+            if is_denied or reason.startswith(("401", "403")):
                 raise StoreError(f"access to {self.url} was denied ({reason}): check {names}") from error
             raise StoreError(f"cannot use {self.url} ({reason}): check the URL and the network") from error
         except (ValueError, OverflowError) as error:  # a time in its answer is no time
             raise StoreError(f"cannot use {self.url} (damaged metadata: {error}): check the objects there") from error
-
-    def _no_bucket(self) -> StoreError:
-        return StoreError(f"{self.url}: the bucket {self._bucket} does not exist: create it, or correct the URL")
 
 
 class _Object:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitTimeoutError
-from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -144,7 +143,7 @@ class RemoteChunk(PackedChunk):
         self._groups: list[tuple[int, int]] = []
         super().__init__(key, fingerprint, blob.size, bytes(blob.beginning))
         with self._noticing_faults():
-            self._first, self._groups = self._grouped()
+            self._groups = self._grouped()
         self._fetches: list[Future[bytes | memoryview]] = []
         self._lock = threading.Lock()
         self._is_closed = False
@@ -152,17 +151,17 @@ class RemoteChunk(PackedChunk):
         for _ in range(_IN_FLIGHT):
             self._fetch_next()
 
-    def _grouped(self) -> tuple[int, list[tuple[int, int]]]:
-        """Return the first layer that is not in the beginning, and the byte ranges to fetch."""
-        spans = [self._span(number) for number in range(self.num_layers)]
-        first = next((n for n, (_, stop) in enumerate(spans) if stop > len(self._blob.beginning)), len(spans))
+    def _grouped(self) -> list[tuple[int, int]]:
+        """Return the byte ranges to fetch: of the layers that are not in the beginning."""
         groups: list[tuple[int, int]] = []
-        for start, stop in spans[first:]:
+        for start, stop in map(self._span, range(self.num_layers)):
+            if stop <= len(self._blob.beginning):
+                continue
             if groups and stop - groups[-1][0] <= _GROUP:
                 groups[-1] = groups[-1][0], stop
             else:
                 groups.append((start, stop))
-        return first, groups
+        return groups
 
     def _fetch_next(self) -> None:
         with self._lock:
@@ -229,10 +228,3 @@ class RemoteChunk(PackedChunk):
         """See ChunkReader.close. The layers that are left are still fetched, for the local copy."""
         self._is_closed = True
         self._report()
-
-
-def split(content: bytes, starts: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
-    """Yield each part of a chunk with its start."""
-    view = memoryview(content)
-    for start, stop in pairwise([*starts, len(content)]):
-        yield start, view[start:stop]

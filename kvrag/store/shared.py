@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import logging
 import threading
 import time
@@ -43,7 +42,7 @@ from kvrag.store.files import FileStore
 from kvrag.store.follower import Follower
 from kvrag.store.log import PUBLICATIONS, Log
 from kvrag.store.manifest import Holder, Manifest, Row
-from kvrag.store.owner import OWNER, check_owner, parse_owner
+from kvrag.store.owner import OWNER, check_owner, owner_file, parse_owner
 from kvrag.store.protocol import ChunkRecord, KVStore, StoreStats, TextState
 from kvrag.store.remote import TIMEOUT_S, RemoteChunk
 from kvrag.store.urls import connect, is_shared
@@ -58,11 +57,6 @@ _ORPHANS = "quarantine/"
 
 CACHE_BYTES = 64 << 30
 """Default byte budget of the local copies of chunks."""
-
-
-def default_cache() -> Path:
-    """Return the folder of local copies if none is given."""
-    return Path.home() / ".cache" / "kvrag" / "shared"
 
 
 class SharedStore(ManifestStore):
@@ -103,12 +97,12 @@ class SharedStore(ManifestStore):
             raise SettingError(f"cache_bytes must be positive, got {cache_bytes}")
         self._remote = connect(url)
         self.url = self._remote.url
-        self._place = Path(cache).expanduser().resolve() if cache is not None else default_cache()
+        default = Path.home() / ".cache" / "kvrag" / "shared"
+        self._place = default if cache is None else Path(cache).expanduser().resolve()
         self._name = blake2b(f"{without_password(url)}?{url.partition('?')[2]}".encode(), digest_size=8).hexdigest()
         self.keep_copies, self._always_follow = keep_copies, always_follow
         self._settings = {"max_bytes": cache_bytes, "min_free_bytes": min_free_bytes}
         self._is_open = self._is_closed = False
-        self._mine: dict[str, str] = {}  # parts of the fingerprint that this store is bound to
         self._owner = self._read_owner()
         if self._owner:
             self._open_local()
@@ -129,24 +123,24 @@ class SharedStore(ManifestStore):
 
     def bind(self, fingerprint: Fingerprint) -> None:
         """See KVStore.bind."""
-        self._mine = {"digest": fingerprint.digest, **fingerprint.parts()}
-        self._claim()
+        mine = {"digest": fingerprint.digest, **fingerprint.parts()}
+        if not self._owner:
+            self._claim(mine)
+        check_owner(self._owner, mine, f"the store {self.url}", "prefix")
         if not self._is_open:
             self._open_local()
 
-    def _claim(self) -> None:
+    def _claim(self, parts: dict[str, str]) -> None:
+        content = owner_file(parts)
+        # the first of two machines wins
+        if self._remote.create(OWNER, content) and self._remote.create(OWNER, content):
+            raise StoreError(
+                f"{self.url} ignores conditional writes (If-None-Match), which keep machines from overwriting each "
+                "other: use a newer version of the object store, or another one"
+            )
+        self._owner = self._read_owner()
         if not self._owner:
-            mine = json.dumps(self._mine, indent=1).encode()
-            # the first of two machines wins
-            if self._remote.create(OWNER, mine) and self._remote.create(OWNER, mine):
-                raise StoreError(
-                    f"{self.url} ignores conditional writes (If-None-Match), which keep machines from overwriting each "
-                    "other: use a newer version of the object store, or another one"
-                )
-            self._owner = self._read_owner()
-            if not self._owner:
-                raise StoreError(f"{self.url}/{OWNER} is damaged (no text): delete the store and warm again")
-        check_owner(self._owner, self._mine, f"the store {self.url}", "prefix")
+            raise StoreError(f"{self.url}/{OWNER} is damaged (no text): delete the store and warm again")
 
     def _open_local(self) -> None:
         self.path = self._place / f"{self._name}-{self._fingerprint}"
@@ -155,7 +149,7 @@ class SharedStore(ManifestStore):
             for folder in (self.path, local):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with contextlib.suppress(FileExistsError):
-                write_file(local / OWNER, json.dumps(self._owner, indent=1).encode(), replace=False)
+                write_file(local / OWNER, owner_file(self._owner), replace=False)
         except OSError as error:
             raise StoreError(
                 f"cannot create the local folder {self.path} ({error.strerror}): choose another store_cache"
@@ -165,7 +159,7 @@ class SharedStore(ManifestStore):
             raise StoreReadOnlyError(f"the local folder {self.path} is not writable: choose another store_cache")
         self._local = FileStore(local, **self._settings)
         self._log = self._changes = Log(
-            self._remote, self._manifest, self._drop_local, self._recheck_owner, lambda: self._follower.confirm()
+            self._remote, self._manifest, self._local.remove, self._recheck_owner, lambda: self._follower.confirm()
         )
         self._fetchers = ThreadPoolExecutor(32, "kvrag-fetch")
         self._openers = ThreadPoolExecutor(16, "kvrag-open")
@@ -208,7 +202,7 @@ class SharedStore(ManifestStore):
         owner = self._read_owner()
         check_owner(owner or self._owner, self._owner, f"the store {self.url}", "prefix")
         if not owner:
-            self._remote.create(OWNER, json.dumps(self._owner, indent=1).encode())
+            self._remote.create(OWNER, owner_file(self._owner))
 
     @property
     def _fingerprint(self) -> str:
@@ -251,7 +245,7 @@ class SharedStore(ManifestStore):
         try:
             self._local.put(records)
             known = self._manifest.known(keys := [record.key for record in records])
-            self._drop_local([key for key in keys if key not in known])  # removed in the meantime
+            self._local.remove([key for key in keys if key not in known])  # removed in the meantime
         except StoreFullError as error:
             logger.info("no local copy: %s", error)
             if used := self._local.stats().bytes:
@@ -330,8 +324,7 @@ class SharedStore(ManifestStore):
 
     def _keep(self, chunk: RemoteChunk) -> None:
         try:
-            layers = [chunk.layer(number) for number in range(chunk.num_layers)]
-            self._copy([ChunkRecord(chunk.key, chunk.namespace, chunk.ids, chunk.context, layers)])
+            self._copy([chunk.record()])
         except StoreError as error:  # the prompt that reads a damaged chunk reports it
             logger.info("no local copy: %s", error)
         finally:
@@ -345,10 +338,6 @@ class SharedStore(ManifestStore):
         """Delete this machine's copies of chunks."""
         self._check_open()
         self._local.remove(self._local.keys())
-
-    def _drop_local(self, keys: Sequence[str]) -> None:
-        if keys:
-            self._local.remove(keys)
 
     def _delete(self, names: Iterable[str]) -> None:
         try:
@@ -373,8 +362,7 @@ class SharedStore(ManifestStore):
         try:
             if reader := self._local.open(key):
                 with contextlib.closing(reader):
-                    for number in range(reader.num_layers):
-                        reader.layer(number)
+                    row_of(reader, "", 0)
         except DamagedChunkError:
             return True
         except ChunkUnreadableError:
@@ -403,12 +391,8 @@ class SharedStore(ManifestStore):
                 return
             used, self._used, self._used_since = self._used, Counter(), time.monotonic()
         # without budgets, only texts of requests are removed when they are not used
-        keys = (
-            self._manifest.known(list(used))
-            if self._manifest.budgets()
-            else self._manifest.held_by_requests(list(used))
-        )
-        self._log.touch({key: used[key] for key in sorted(keys)})
+        counted = self._manifest.known if self._manifest.budgets() else self._manifest.held_by_requests
+        self._log.touch({key: used[key] for key in sorted(counted(list(used)))})
 
     def _record_uses(self) -> None:
         self._report_used(now=True)
@@ -466,8 +450,7 @@ class SharedStore(ManifestStore):
         """Publish something for all machines, and withdraw what it replaces."""
         self._check_open()
         self._remote.write(f"published/{folder}/{name}", content)
-        self._remote.delete([f"published/{folder}/{other}" for other in replaces])
-        self._log.publish()
+        self.withdraw(folder, replaces)
 
     def withdraw(self, folder: str, names: Sequence[str]) -> None:
         """Withdraw what was published under these names."""

@@ -62,15 +62,14 @@ def connect(url: str) -> Remote:
         raise SettingError(f"{without_password(url)} has no valid port: use {scheme}://HOST:PORT/DATABASE") from None
     if not parts.hostname:
         raise SettingError(f"{without_password(url)} names no host: use {scheme}://HOST:PORT/DATABASE")
-    password = unquote(parts.password) if parts.password else os.environ.get(PASSWORD_VARIABLE)
     return ValkeyStore(
         without_password(url),
-        parts.hostname,
-        port,
-        int(first or 0),
         prefix,
         options,
-        unquote(parts.username) if parts.username else None,
-        password,
-        _SERVERS[scheme],
+        host=parts.hostname,
+        port=port,
+        db=int(first or 0),
+        username=unquote(parts.username) if parts.username else None,
+        password=unquote(parts.password) if parts.password else os.environ.get(PASSWORD_VARIABLE),
+        ssl=_SERVERS[scheme],
     )

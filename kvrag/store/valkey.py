@@ -6,6 +6,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -15,7 +16,7 @@ from redis.retry import Retry
 
 from kvrag.errors import DamagedChunkError, SettingError, StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.store.chunkfile import key_of
-from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError, Listed, split
+from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError, Listed
 
 _CONNECT_S = 5.0
 _OPTIONS = {"expire", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
@@ -25,24 +26,14 @@ _CREATED = b"created"  # field of a chunk: the server's time in seconds
 class ValkeyStore:
     """A server, and a prefix of its keys; see Remote."""
 
-    def __init__(
-        self,
-        url: str,
-        host: str,
-        port: int,
-        database: int,
-        prefix: str,
-        options: Mapping[str, str],
-        username: str | None = None,
-        password: str | None = None,
-        tls: bool = False,
-    ) -> None:
+    def __init__(self, url: str, prefix: str, options: Mapping[str, str], **connection: Any) -> None:
         """Connect; sends nothing.
 
         Args:
             url: For messages, without the password.
             options: `expire`: seconds after its last use until a chunk may go; `ssl_ca_certs`, `ssl_certfile`,
                 `ssl_keyfile`: files of TLS.
+            connection: Host, port, database and user, as redis.Redis takes them.
 
         Raises:
             SettingError: An option is unknown or out of range.
@@ -56,20 +47,13 @@ class ValkeyStore:
         if expire and not (expire.isdigit() and int(expire)):
             raise SettingError(f"{url}: expire must be a number of seconds, got {expire}")
         self._expire = int(expire) if expire else None
-        settings: dict[str, Any] = {name: value for name, value in options.items() if name != "expire"}
-        if tls:
-            settings["ssl"] = True
         self._client: Any = redis.Redis(
-            host=host,
-            port=port,
-            db=database,
-            username=username,
-            password=password,
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=_CONNECT_S,
             retry=Retry(ExponentialBackoff(cap=1, base=0.05), 1),
             health_check_interval=30,
-            **settings,
+            **connection,
+            **{name: value for name, value in options.items() if name != "expire"},
         )
         self._checked = False
 
@@ -141,25 +125,22 @@ class ValkeyStore:
 
     # ---------------------------------------------------------------- chunks
 
-    def _chunk(self, name: str) -> str:
-        return self._key(name if "/" in name else f"chunks/{name}")
-
     def put_chunk(self, name: str, content: bytes, starts: Sequence[int]) -> None:
         """See Remote.put_chunk."""
-        key = self._chunk(name)
+        key = self._key(_path(name))
         with self._translated():
             now = self._client.time()[0]
             writing = self._client.pipeline(transaction=True)
             writing.hset(key, mapping={_CREATED: now, b"size": len(content), b"starts": ",".join(map(str, starts))})
-            for start, part in split(content, starts):
-                writing.hset(key, str(start), part)
+            for start, stop in pairwise([*starts, len(content)]):
+                writing.hset(key, str(start), memoryview(content)[start:stop])
             if self._expire:
                 writing.expire(key, self._expire)
             writing.execute()
 
     def open_chunk(self, name: str) -> Blob | None:
         """See Remote.open_chunk."""
-        key = self._chunk(name)
+        key = self._key(_path(name))
         with self._noticing_damage(key):
             reading = self._client.pipeline(transaction=True)
             reading.hmget(key, ["size", "starts", "0"])
@@ -182,7 +163,7 @@ class ValkeyStore:
 
     def _listed(self, name: str, now: int) -> Listed | None:
         """Return a chunk for the listing; None if it has just expired. A damaged one is of any age."""
-        key = self._chunk(name)
+        key = self._key(_path(name))
         try:
             with self._noticing_damage(key):
                 created, size = self._client.hmget(key, [_CREATED, b"size"])
@@ -192,13 +173,13 @@ class ValkeyStore:
 
     def delete_chunks(self, names: Sequence[str]) -> None:
         """See Remote.delete_chunks."""
-        self.delete([name if "/" in name else f"chunks/{name}" for name in names])
+        self.delete([_path(name) for name in names])
 
     def rename_chunk(self, name: str, other: str) -> None:
         """See Remote.rename_chunk."""
         with self._translated():
             try:
-                self._client.rename(self._chunk(name), self._chunk(other))
+                self._client.rename(self._key(_path(name)), self._key(_path(other)))
             except redis.ResponseError as error:
                 if "no such key" not in str(error):
                     raise
@@ -231,16 +212,14 @@ class ValkeyStore:
             raise StoreReadOnlyError(f"{self.url} refuses this user ({error}): extend its ACL") from error
         except redis.exceptions.ReadOnlyError as error:
             raise StoreReadOnlyError(f"{self.url} is a replica: use the primary server") from error
-        except redis.exceptions.OutOfMemoryError as error:
-            raise StoreFullError(
-                f"{self.url} is full: raise its maxmemory, forget documents, or add ?expire=SECONDS to the URL and "
-                "set maxmemory-policy to volatile-lru"
-            ) from error
         except redis.ResponseError as error:
             if "NOAUTH" in str(error) or "WRONGPASS" in str(error):
                 raise StoreError(f"access to {self.url} was denied: check user and password") from error
-            if "OOM" in str(error):
-                raise StoreFullError(f"{self.url} is full: raise its maxmemory, or forget documents") from error
+            if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in str(error):
+                raise StoreFullError(
+                    f"{self.url} is full: raise its maxmemory, forget documents, or add ?expire=SECONDS to the URL and "
+                    "set maxmemory-policy to volatile-lru"
+                ) from error
             raise StoreError(f"{self.url} refuses a command: {error}") from error
         except (redis.RedisError, OSError) as error:
             reason = str(error).strip().split("\n")[0][:120]
@@ -267,6 +246,11 @@ class _Hash:
         content = parts[0] if len(parts) == 1 else b"".join(parts)
         offset = self._starts[first]
         return memoryview(content)[start - offset : stop - offset]
+
+
+def _path(name: str) -> str:
+    """Return where a chunk is, below the prefix; quarantined ones have a folder of their own."""
+    return name if "/" in name else f"chunks/{name}"
 
 
 def _number(field: bytes | None) -> int:

@@ -1,14 +1,17 @@
-"""`python -m benchmarks decode` and `chat`, on a tiny model."""
+"""`python -m benchmarks decode`, `chat` and `codec`, on small models."""
 
 from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
+from blending import CHUNKS
 
 from benchmarks.__main__ import main
 from kvrag import Model
+from kvrag.config import CODECS
 
 
 def test_decode(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,3 +39,18 @@ def test_chat(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         main(["chat", "--turns", "1"])
     assert "at least 2" in capsys.readouterr().err
+
+
+def test_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / f"{number}.txt" for number in range(len(CHUNKS))]
+    for path, chunk in zip(paths, CHUNKS, strict=True):
+        path.write_text(chunk)
+    settings = ["--prompts", "2", "--chunks", "2"]
+    assert main(["codec", *map(str, paths), *settings, "--json"]) == 0
+    native, int8, int4 = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["codec"] for row in (native, int8, int4)] == list(CODECS)
+    assert native["keys"] == native["values"] == native["attention"] == native["kl"] == 0
+    for name in ("smaller", "keys", "values", "attention", "kl"):
+        assert 0 <= native[name] < int8[name] < int4[name], name
+    assert main(["codec", str(paths[0]), *settings]) == 1
+    assert "1 long enough files are too few for 2 prompts of 2" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from kvrag.control.tuning import Tuning
 from kvrag.fingerprint import text_key
 from kvrag.ingest.encode import encode
 from kvrag.ingest.ingest import Ingestion
-from kvrag.store import serve
+from kvrag.store import visible_variant
 
 SECRET = "The password of the vault of Tran Works is swordfish, and nobody but Kan Dror may ever know about it."
 OTHER_SECRET = "Zel Vinford has hidden three gold bars under the old bridge of Stinmouth, as her diary tells us."
@@ -37,7 +37,7 @@ class Warmer:
 
     def served(self, text: str, namespace: str = "", alone_only: bool = False) -> str | None:
         key = self.text(text, namespace)
-        return serve(self.store.look_up([key])[key], alone_only)
+        return visible_variant(self.store.look_up([key])[key], alone_only)
 
     def alone(self, text: str, namespace: str = "") -> str:
         return self.model.fingerprint.chunk_key(self.model.tokenizer.encode(text), (), namespace)

@@ -245,7 +245,7 @@ def test_ci_does_what_make_does() -> None:
     (tests,) = [line.split("#")[0].split() for line in run if line.startswith("make lint")]
     assert tests == ["make", "lint", "test", "test-all"]
     assert "\ncheck: lint test-all\n" in (ROOT / "Makefile").read_text()
-    assert "    make test " in (ROOT / "README.md").read_text()
+    assert "make test" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda p: p.stem)

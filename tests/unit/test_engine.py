@@ -33,7 +33,7 @@ from kvrag import (
 )
 from kvrag.fingerprint import text_key
 from kvrag.reuse.recovery import Recovery
-from kvrag.store import serve
+from kvrag.store import visible_variant
 
 PROMPT = messages(*CHUNKS)
 
@@ -787,7 +787,7 @@ def test_portions_keep_together_what_stands_together(
 def _reader(engine: BlendEngine, chunk: str, namespace: str = "") -> Any:
     """Of the variant that a prompt gets."""
     text = text_key(namespace, engine.model.tokenizer.encode(chunk))
-    key = serve(engine.store.look_up([text])[text], alone_only=not engine.config.context_tokens)
+    key = visible_variant(engine.store.look_up([text])[text], alone_only=not engine.config.context_tokens)
     assert key is not None
     return engine.store.open(key)
 

@@ -392,21 +392,6 @@ def test_warm_and_ask_with_a_codec(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "codec int8 instead of native" in capsys.readouterr().err
 
 
-def test_the_benchmark_compares_every_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [tmp_path / f"{number}.txt" for number in range(len(CHUNKS))]
-    for path, chunk in zip(paths, CHUNKS, strict=True):
-        path.write_text(chunk)
-    settings = ["--prompts", "2", "--chunks", "2"]
-    assert main(["bench", "codec", *map(str, paths), *settings, "--json"]) == 0
-    native, int8, int4 = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["codec"] for row in (native, int8, int4)] == list(CODECS)
-    assert native["keys"] == native["values"] == native["attention"] == native["kl"] == 0
-    for name in ("smaller", "keys", "values", "attention", "kl"):
-        assert 0 <= native[name] < int8[name] < int4[name], name
-    assert main(["bench", "codec", str(paths[0]), *settings]) == 1
-    assert "1 long enough files are too few for 2 prompts of 2" in capsys.readouterr().err
-
-
 def test_verify_with_a_codec(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--chunk-tokens", "40", "--codec", "int4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["passed"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from records import A, B, held, record, text
+from records import A, B, held, opened, record, text
 
-from kvrag import FileStore
+from kvrag import FileStore, StoreFullError
 from kvrag.store.manifest import Manifest, Row
 
 BUDGET, LOW, CORPUS = 300, 240, 1000  # chunks of one size
@@ -181,3 +182,16 @@ def test_a_manifest_of_an_older_version_is_continued(tmp_path: Path) -> None:
     store = FileStore(tmp_path, min_free_bytes=0)
     assert set(store._manifest.coldest(0, 10, "")) == set(store._manifest.coldest(0, 10)) >= {"new", A.key}
     store.close()
+
+
+def test_eviction_frees_a_fifth_of_the_budget_and_nothing_while_there_is_room(tmp_path: Path) -> None:
+    with closing(opened(tmp_path / "one")) as store:
+        size = store.put([record(10)])
+    with closing(opened(tmp_path / "ten", max_bytes=10 * size + size // 2)) as store:
+        for number in range(10, 20):
+            store.put([record(number)])
+        assert store.stats().chunks == 10, "they fit"
+        store.put([record(20)])
+        assert store.stats().chunks == 8, "down to four fifths, with the new chunk"
+        with pytest.raises(StoreFullError, match="exceed"):
+            store.put([record(number) for number in range(30, 42)])

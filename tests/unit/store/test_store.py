@@ -1541,7 +1541,7 @@ def test_a_text_that_two_writers_add_keeps_its_number(store: FileStore) -> None:
     (entry, _) = store.entries(0)
     row = Row(record(1).key, entry.text_key, "", entry.ids.tobytes(), 0, "another file", 1)
     assert store._manifest.add([row]) == [row]
-    assert next((e.number, e.text) for e in store.entries(0)) == (entry.number, entry.text_key)
+    assert next((e.number, e.text_key) for e in store.entries(0)) == (entry.number, entry.text_key)
     assert same(store, record(1))
 
 

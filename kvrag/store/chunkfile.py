@@ -50,7 +50,7 @@ _DIGEST = re.compile(rb'"digest":"([0-9a-f]{32})"')
 
 
 def key_of(file: str) -> str:
-    """Return the key of the chunk that a file has: its name begins with it."""
+    """Return the key of the chunk in a file: the file name begins with it."""
     return file.rpartition("/")[2].removesuffix(SUFFIX).partition("-")[0]
 
 
@@ -80,7 +80,7 @@ def serialise(record: ChunkRecord, fingerprint: str) -> tuple[bytes, memoryview]
 
 
 def borders(header: bytes) -> list[int]:
-    """Return where the parts of a chunk begin that are read together: what precedes the layers, and each layer."""
+    """Return the offsets of the parts that are read together: everything before the layers, and each layer."""
     tensors = json.loads(header[8:])
     keys = [tensors[name]["data_offsets"][0] for name in tensors if name.endswith(".k")]
     values = [tensors[name]["data_offsets"][1] for name in tensors if name.endswith(".v")]
@@ -89,14 +89,14 @@ def borders(header: bytes) -> list[int]:
 
 
 def estimate(record: ChunkRecord) -> int:
-    """Return a tight lower bound of the bytes that `pack` returns for a record."""
+    """Return a tight lower bound of the bytes that `serialise` returns for a record."""
     tensors = sum(keys.nbytes + values.nbytes for keys, values in record.layers)
     header = 512 + len(record.namespace.encode()) * 6 + 240 * len(record.layers)
     return tensors + header + 8 * (len(record.ids) + len(record.context))
 
 
 class PackedChunk:
-    """A chunk in the form of `serialise`, read by byte ranges. Its content is verified to be the requested key's.
+    """A chunk as written by `serialise`, read by byte ranges. Its content is verified against the requested key.
 
     Attributes:
         key, namespace, ids, num_layers: See ChunkRecord.
@@ -116,7 +116,7 @@ class PackedChunk:
             beginning: Its first bytes, any number of them.
 
         Raises:
-            DamagedChunkError: It is not a chunk, is truncated, or is another chunk.
+            DamagedChunkError: The content is not a chunk, is truncated, or is another chunk.
             ChunkUnreadableError: It cannot be read at the moment.
         """
         self.key, self.bytes_read = key, 0
@@ -155,9 +155,9 @@ class PackedChunk:
         del self._beginning
         if self._metadata["fingerprint"] != fingerprint:
             raise DamagedChunkError(self.key, "it was written for another model")
-        found = chunk_key(fingerprint, self.ids.tolist(), self.context.tolist(), self.namespace)
-        if found != self.key:
-            raise DamagedChunkError(self.key, f"its content belongs to chunk {found}")
+        actual = chunk_key(fingerprint, self.ids.tolist(), self.context.tolist(), self.namespace)
+        if actual != self.key:
+            raise DamagedChunkError(self.key, f"its content belongs to chunk {actual}")
 
     def _tokens(self, name: str) -> NDArray[np.uint32]:
         start, stop = (self._start + offset for offset in self._tensors[name]["data_offsets"])
@@ -197,7 +197,7 @@ class PackedChunk:
 
     @contextlib.contextmanager
     def _noticing_faults(self) -> Iterator[None]:
-        """Raise DamagedChunkError for a damaged chunk and ChunkUnreadableError for a passing error."""
+        """Raise DamagedChunkError for a damaged chunk and ChunkUnreadableError for a temporary error."""
         try:
             yield
         except FileNotFoundError as error:  # deleted in the meantime
@@ -240,7 +240,7 @@ class ChunkFile(PackedChunk):
 
     def _open(self) -> _OpenFile:
         for wait in (0.0, 0.01, 0.05, 0.2, 0.0):  # other readers may be about to close theirs
-            if wait:  # even a sleep of 0 seconds gives the processor away
+            if wait:  # even a sleep of 0 seconds yields the processor
                 time.sleep(wait)
             try:
                 return _OpenFile(os.open(self._path, os.O_RDONLY | os.O_CLOEXEC))
@@ -269,7 +269,7 @@ class ChunkFile(PackedChunk):
 
 
 class _OpenFile:
-    """A file descriptor, closed when nobody refers to it: during a read, another file could get its number."""
+    """A file descriptor, closed with the last reference to it: until a read ends, no other file gets its number."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -281,7 +281,7 @@ _keeping = threading.Lock()
 
 
 def _may_stay_open(file: _OpenFile) -> bool:
-    """Return whether a reader may keep a file open: all of them a quarter of the limit, sockets need some too."""
+    """Return whether a reader may keep its file open: readers get a quarter of the limit, sockets need some too."""
     with _keeping:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         has_room = len(_kept) < min(soft if soft > 0 else 1024, 4096) // 4

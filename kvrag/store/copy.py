@@ -1,4 +1,4 @@
-"""Copies of stores: between folders, buckets and servers, and to another codec."""
+"""Copying stores: between folders, buckets and servers, and to another codec."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CopyReport:
         present: Chunks that the target had already.
         unreadable: Chunks that are damaged, or cannot be read at the moment. They are left out.
         bytes: Bytes written.
-        documents: Documents whose texts the target now has on record.
+        documents: Documents recorded in the target.
     """
 
     copied: int
@@ -48,8 +48,8 @@ def copy_store(
 ) -> CopyReport:
     """Copy all chunks and documents that the target lacks. Every layer is compared with its digest as it is read.
 
-    Documents of the same name are replaced, other documents of the target stay. A copy that was interrupted continues
-    where it was. Namespaces without a budget in the target get the source's.
+    Documents of the same name are replaced, other documents of the target stay. Run again, an interrupted copy
+    continues where it stopped. Namespaces without a budget in the target get the source's.
 
     Args:
         codec: Codec of the copies; None = as they are. Only chunks in native precision can be converted.

@@ -51,10 +51,10 @@ class FileStore(ManifestStore):
         """Open or create the store.
 
         Args:
-            max_bytes: Byte budget; chunks that save least are evicted beyond it. None = no budget. While several
-                threads or processes are storing, each can exceed it by the chunks that it is storing at the moment.
-                Budgets of namespaces are kept in the store, see `set_budget`.
-            min_free_bytes: Writing stops before less than this is free on the disk.
+            max_bytes: Byte budget; beyond it, the chunks that save least are evicted. None = no budget. Threads and
+                processes that store at the same time can each exceed it by the chunks that they are storing.
+                See `set_budget` for budgets of namespaces.
+            min_free_bytes: Writing fails if less than this would stay free on the disk.
 
         Raises:
             StoreError: The folder cannot be created or opened, or has another version's format.
@@ -93,7 +93,7 @@ class FileStore(ManifestStore):
         return self._manifest.read_only
 
     def _file(self, name: str) -> Path:
-        # a manifest that is damaged, or somebody's, must not lead to other files
+        # a damaged or forged manifest must not lead to files outside the folder
         if os.path.basename(name) != name or not name.endswith(SUFFIX):
             name = f"no name{SUFFIX}"
         return self._chunks.joinpath(name[:2], name)
@@ -173,7 +173,7 @@ class FileStore(ManifestStore):
             )
 
     def keep_budgets(self, namespaces: Collection[str] | None = None) -> None:
-        """Evict beyond the budgets, of the store and of these namespaces (None = all)."""
+        """Evict the chunks that exceed the budgets of the store and of these namespaces; None = all."""
         if self.max_bytes is not None:
             self._evict(self.max_bytes)
         super().keep_budgets(namespaces)
@@ -184,7 +184,7 @@ class FileStore(ManifestStore):
         while (name := self._manifest.file(key)) is not None:
             try:
                 return ChunkFile(self._file(name), key, self._fingerprint)
-            except FileNotFoundError:  # removed since, and possibly stored again
+            except FileNotFoundError:  # removed meanwhile, and possibly stored again
                 if name == seen:
                     raise DamagedChunkError(key, "its file is missing") from None
                 seen = name
@@ -210,11 +210,11 @@ class FileStore(ManifestStore):
             aside.mkdir(exist_ok=True, mode=0o700)
             os.replace(path, aside / path.name)
         except FileNotFoundError:
-            pass  # already gone, or another process was faster
+            pass  # already deleted or moved by another process
         except OSError as error:
             raise self._explain(error) from error
 
-    # ---------------------------------------------------------------- times of use
+    # ---------------------------------------------------------------- uses
 
     def touch(self, keys: Sequence[str]) -> None:
         """See KVStore.touch. Times are written at most once a second."""
@@ -278,7 +278,7 @@ class FileStore(ManifestStore):
 
         The files do not record which documents held them. Chunks encoded alone get an anonymous holder and are served
         as before, also in place of their other variants. Chunks encoded with context get no holder, so they are not
-        served until their documents are warmed again, which encodes nothing.
+        served until their documents are warmed again, which does not encode them again.
         """
         return self._check(progress, hold=True)
 
@@ -288,17 +288,17 @@ class FileStore(ManifestStore):
         for path in sorted(self._chunks.glob(f"*/*{SUFFIX}")):  # a second file of a key is a leftover, for `gc`
             names.setdefault(key_of(path.name), path.name)
         checked = (self._check_chunk(name, key, rows.get(key), hold) for key, name in names.items())
-        found = self._tally(len(names), checked, progress)
+        result = self._tally(len(names), checked, progress)
         if not self._manifest.read_only:
             self._manifest.recount()
-        return found
+        return result
 
     def _check_chunk(self, name: str, key: str, row: Row | None, hold: bool) -> list[str]:
         """Check one chunk file, repair what is possible, and return the StoreCheck counters that it adds to."""
         path = self._file(name)
         try:
             with contextlib.closing(ChunkFile(path, key, self._fingerprint)) as chunk:
-                found = row_of(chunk, name, path.stat().st_size)
+                actual = row_of(chunk, name, path.stat().st_size)
         except ChunkUnreadableError as error:
             logger.warning("%s", error)
             return ["unreadable"]
@@ -311,11 +311,11 @@ class FileStore(ManifestStore):
                 logger.warning("%s is damaged and has no row: moved to quarantine", path)
                 self._put_aside(path)
             return ["damaged"]
-        if row == found or self._manifest.read_only:
+        if row == actual or self._manifest.read_only:
             return ["sound"]
-        self._manifest.correct(found)
+        self._manifest.correct(actual)
         if hold and not chunk.context_tokens:
-            self._manifest.hold("", [Holding(found.text_key, key, "")], chunk.namespace, replace=False)
+            self._manifest.hold("", [Holding(actual.text_key, key, "")], chunk.namespace, replace=False)
         if not path.exists():  # removed in the meantime, without deleting a row because there was none
             self._manifest.remove([key], file=name)
         return ["sound", "repaired" if row else "adopted"]

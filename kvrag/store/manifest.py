@@ -21,7 +21,7 @@ _ROWS = "SELECT key, text, namespace, ids, context_tokens, file, num_bytes FROM 
 _WITH_PREFIX = (  # a range condition, so that SQLite uses the index
     "WHERE namespace = ?1 AND document > '' AND document >= ?2 AND document < ?2 || char(1114111) AND document != ?3"
 )
-_STORED = 2  # uses that storing counts for: new chunks must outlast those that are hardly used
+_STORED = 2  # uses that storing counts as: new chunks must outlast chunks that are hardly used
 
 EVICT = 500
 """Chunks that are removed in one transaction."""
@@ -56,7 +56,7 @@ class Holder(NamedTuple):
 
 
 class Manifest(Eviction):
-    """Queries and changes. Readers never wait, writers of several processes are serialised; see `Database`."""
+    """Queries and changes of the manifest; see `Database` about concurrency."""
 
     # ---------------------------------------------------------------- lookups of a request
 
@@ -67,11 +67,11 @@ class Manifest(Eviction):
         with self._reading() as connection:
             query = "SELECT text, key, context_tokens FROM chunks WHERE text IN"
             for text_key, key, context_tokens in _select(connection, query, list(variants)):
-                if text_key in variants:  # an index that is damaged leads anywhere
+                if text_key in variants:  # not so if the index is damaged
                     variants[text_key][key] = context_tokens
             query = "SELECT text, source, key FROM holders WHERE text IN"
             for text_key, source, key in _select(connection, query, list(variants)):
-                if text_key in sources:  # one source, two contexts: anybody can name a source, so neither is trusted
+                if text_key in sources:  # one source, two contexts: documents can lie about sources, so trust neither
                     known = sources[text_key]
                     known[source] = key if known.get(source, key) == key else ""
         return {text_key: TextState(variants[text_key], sources[text_key]) for text_key in variants}
@@ -215,7 +215,7 @@ class Manifest(Eviction):
     def replace(self, rows: Iterable[Row], holders: Iterable[Holder]) -> list[str]:
         """Make these the only chunks and holders; return the keys of the chunks removed.
 
-        What stays keeps its number.
+        Texts that stay keep their number.
         """
         with self._writing() as connection:
             connection.execute("CREATE TEMP TABLE kept (key TEXT PRIMARY KEY, file TEXT) WITHOUT ROWID")
@@ -228,17 +228,17 @@ class Manifest(Eviction):
                         self.correct(row)
                 self.add(page)
             others = "SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM kept)"
-            gone = [row[0] for row in connection.execute(others)]
-            remove_rows(connection, gone)
+            removed = [row[0] for row in connection.execute(others)]
+            remove_rows(connection, removed)
             connection.execute("DROP TABLE kept")
             connection.execute("DELETE FROM holders")
             connection.executemany(
                 "INSERT INTO holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)", holders
             )
-        return gone
+        return removed
 
     def purge(self) -> bool:
-        """Empty the log that SQLite keeps beside the file; return whether chunks were removed since the last time."""
+        """Empty SQLite's write-ahead log; return whether chunks were removed since the last time."""
         with self._lock, translated(self._path):
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         removals = self.counter("removals")
@@ -248,7 +248,7 @@ class Manifest(Eviction):
         return True
 
     def recount(self) -> None:
-        """Recompute the totals, which may be wrong in a damaged file."""
+        """Recompute the totals, which may be wrong after damage."""
         with self._writing() as connection:
             for statement in RECOUNT.strip().split(";\n"):
                 connection.execute(statement)
@@ -293,7 +293,7 @@ class Manifest(Eviction):
         ]
 
     def held_by_requests(self, keys: Sequence[str]) -> list[str]:
-        """Return those of the chunks that texts of requests rely on."""
+        """Return the chunks, out of these, that texts of requests rely on."""
         query = "SELECT DISTINCT key FROM holders WHERE document = ? AND key IN"
         with self._reading() as connection:
             return [row[0] for row in _select(connection, query, keys, ON_REQUEST)]

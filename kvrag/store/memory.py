@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,12 +28,12 @@ class _CachedChunk:
     context_tokens: int
     tier: str
     num_layers: int
-    layers: Mapping[int, Layer]
+    layers: Sequence[Layer]
     bytes_read: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.ids.nbytes + sum(keys.nbytes + values.nbytes for keys, values in self.layers.values())
+        return self.ids.nbytes + sum(keys.nbytes + values.nbytes for keys, values in self.layers)
 
     def layer(self, number: int) -> Layer:
         return self.layers[number]
@@ -125,8 +125,9 @@ class MemoryTier:
         return keeping
 
     def _keep(self, reader: _KeepingReader) -> None:
+        layers = [reader.layers[number] for number in range(reader.num_layers)]
         about = reader.key, reader.namespace, reader.ids, reader.context_tokens
-        chunk = _CachedChunk(*about, self.name, reader.num_layers, reader.layers)
+        chunk = _CachedChunk(*about, self.name, len(layers), layers)
         with self._lock:
             self._reading.discard(reader)
             room = self.free if reader.only_free else self.max_bytes

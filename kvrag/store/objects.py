@@ -1,4 +1,4 @@
-"""Object stores: S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage, through obstore."""
+"""Object stores through obstore: S3 and compatible ones, Google Cloud Storage, Azure Blob Storage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BEGINNING = 1 << 20  # header, ids and the first layers
 _WRITE_S = 300.0  # seconds for one object
 _CONNECT_S = 5.0
 _RETRIES, _RETRY_S = 2, 10.0
-_CLOCK = "clock"  # written to learn the time of the place
+_CLOCK = "clock"  # written to read the time of the remote
 
 _OPTIONS = {"s3": {"endpoint", "region"}, "gs": set[str](), "az": {"account", "endpoint"}}
 _VARIABLES = {
@@ -43,7 +43,7 @@ _REASONS = re.compile(
     re.IGNORECASE,
 )
 
-_process: int | None = None  # that has used obstore: its threads do not survive a fork, so a child would wait forever
+_process: int | None = None  # that uses obstore: its threads do not survive a fork, so a child would wait forever
 
 
 class ObjectStore:
@@ -143,9 +143,9 @@ class ObjectStore:
             before: bytes | None = None
             mode: Any = "create"
             with suppress(FileNotFoundError), self._translated():
-                found = obstore.get(self._reader, name)
-                mode = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
-                before = bytes(found.bytes())
+                answer = obstore.get(self._reader, name)
+                mode = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta[name] is not None}
+                before = bytes(answer.bytes())
             content = change(before)
             with suppress(AlreadyExistsError, PreconditionError), self._translated(writing=True):
                 obstore.put(self._reader, name, content, mode=mode, use_multipart=False)
@@ -155,7 +155,7 @@ class ObjectStore:
     def names(self, prefix: str) -> list[str]:
         """See Remote.names."""
         with self._translated():
-            return [found["path"] for page in obstore.list(self._reader, prefix) for found in page]
+            return [item["path"] for page in obstore.list(self._reader, prefix) for item in page]
 
     def delete(self, names: Sequence[str]) -> None:
         """See Remote.delete."""
@@ -177,14 +177,14 @@ class ObjectStore:
             with self._translated(writing=True):
                 obstore.put(self._writer, _path(name), content, mode="create", use_multipart=False)
         except AlreadyExistsError:
-            pass  # a retry after a lost answer: nobody else uses this name
+            pass  # a retry after a lost answer: names are unique
 
     def open_chunk(self, name: str) -> Blob | None:
         """See Remote.open_chunk."""
         try:
             with self._translated():
-                found = obstore.get(self._reader, _path(name), options={"range": (0, _BEGINNING)})
-                return _Object(self, _path(name), found.meta["size"], bytes(found.bytes()))
+                answer = obstore.get(self._reader, _path(name), options={"range": (0, _BEGINNING)})
+                return _Object(self, _path(name), answer.meta["size"], bytes(answer.bytes()))
         except FileNotFoundError:
             return None
         except StoreError as error:
@@ -199,9 +199,9 @@ class ObjectStore:
             now = obstore.head(self._reader, _CLOCK)["last_modified"]
             for prefix in ("chunks/", "quarantine/"):
                 for page in obstore.list(self._reader, prefix):
-                    for found in page:
-                        age = (now - found["last_modified"]).total_seconds()
-                        yield Listed(_name(found["path"]), found["size"], age)
+                    for item in page:
+                        age = (now - item["last_modified"]).total_seconds()
+                        yield Listed(_name(item["path"]), item["size"], age)
 
     def delete_chunks(self, names: Sequence[str]) -> None:
         """See Remote.delete_chunks."""
@@ -242,7 +242,7 @@ class ObjectStore:
             if is_denied or reason.startswith(("401", "403")):
                 raise StoreError(f"access to {self.url} was denied ({reason}): check {names}") from error
             raise StoreError(f"cannot use {self.url} ({reason}): check the URL and the network") from error
-        except (ValueError, OverflowError) as error:  # a time in its answer is no time
+        except (ValueError, OverflowError) as error:  # the answer has an invalid time
             raise StoreError(f"cannot use {self.url} (damaged metadata: {error}): check the objects there") from error
 
 
@@ -272,6 +272,6 @@ def _name(path: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return a few words of a long message."""
-    found = [next(filter(None, groups)) for groups in _REASONS.findall(str(error))]
-    return re.sub(r"[\s(]+", " ", found[0]).strip() if found else str(error).split("\n")[0][:120]
+    """Return the reason in a long message, in a few words."""
+    reasons = [next(filter(None, groups)) for groups in _REASONS.findall(str(error))]
+    return re.sub(r"[\s(]+", " ", reasons[0]).strip() if reasons else str(error).split("\n")[0][:120]

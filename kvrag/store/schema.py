@@ -145,7 +145,7 @@ class Database:
             self.is_new = not _check_format(self._path, connection)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA secure_delete=ON")  # a deleted text's ids are overwritten
-            connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, and `check` finds its file again
+            connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, and `check` adopts its file
             connection.execute(f"PRAGMA user_version={FORMAT}")
             connection.create_function("raised", 5, raised)
             _add_columns(connection)
@@ -277,7 +277,7 @@ class Database:
 
 
 def raised(score: float | None, uses: int, tokens: int, num_bytes: int, clock: float) -> float:
-    """Return the score of a chunk after more uses; None = it had none."""
+    """Return the score of a chunk after more uses; `score` is the one before, None = not used yet."""
     gained = math.log2(max(uses * tokens, 1) / max(num_bytes, 1)) + clock / _HALF_LIFE
     if score is None:
         return gained
@@ -299,7 +299,7 @@ def advance(connection: sqlite3.Connection, uses: int) -> None:
 def _add_columns(connection: sqlite3.Connection) -> None:
     """Add the columns that chunks do not have in manifests of older versions.
 
-    Older versions must be able to go on: new columns may be NULL, and no other table has a column of their name.
+    Older versions must still work: new columns may be NULL, and no other table has a column of that name.
     """
     columns = {row[1] for row in connection.execute("PRAGMA table_info(chunks)")}
     for name, kind in (("chunk_namespace", "TEXT"), ("score", "REAL")):
@@ -308,7 +308,7 @@ def _add_columns(connection: sqlite3.Connection) -> None:
 
 
 def _add_scores(connection: sqlite3.Connection) -> None:
-    """Fill in the rows of older versions: as if each chunk had been used once, when it was used last."""
+    """Add scores to rows of older versions, as if each chunk had been used once, at its last use."""
     (rows, first, last) = connection.execute(
         "SELECT count(*), min(used), max(used) FROM chunks WHERE chunk_namespace IS NULL"
     ).fetchone()

@@ -31,7 +31,7 @@ class ValkeyStore:
 
         Args:
             url: For messages, without the password.
-            options: `expire`: seconds after its last use until a chunk may go; `ssl_ca_certs`, `ssl_certfile`,
+            options: `expire`: seconds after its last use until a chunk expires; `ssl_ca_certs`, `ssl_certfile`,
                 `ssl_keyfile`: files of TLS.
             connection: Host, port, database and user, as redis.Redis takes them.
 
@@ -58,7 +58,7 @@ class ValkeyStore:
         self._checked = False
 
     def _check(self) -> None:
-        """Refuse a server that may evict the record of who holds a text."""
+        """Reject a server that may evict the record of documents."""
         if self._checked:
             return
         with self._translated():
@@ -106,7 +106,7 @@ class ValkeyStore:
                 content = change(writing.get(key))
                 writing.multi()
                 writing.set(key, content)
-                with suppress(redis.WatchError):  # somebody else has written it since
+                with suppress(redis.WatchError):  # another writer was faster
                     writing.execute()
                     return
         raise StoreError(f"{self.url} has too many writers at the moment: try again")
@@ -114,8 +114,8 @@ class ValkeyStore:
     def names(self, prefix: str) -> list[str]:
         """See Remote.names."""
         with self._translated():
-            found = self._client.scan_iter(match=_escaped(self._key(prefix)) + "*", count=1000)
-            return sorted({key.decode("utf-8", "ignore").removeprefix(self._prefix) for key in found})
+            keys = self._client.scan_iter(match=_escaped(self._key(prefix)) + "*", count=1000)
+            return sorted({key.decode("utf-8", "ignore").removeprefix(self._prefix) for key in keys})
 
     def delete(self, names: Sequence[str]) -> None:
         """See Remote.delete."""
@@ -162,7 +162,7 @@ class ValkeyStore:
                         yield listed
 
     def _listed(self, name: str, now: int) -> Listed | None:
-        """Return a chunk for the listing; None if it has just expired. A damaged one is of any age."""
+        """Return a chunk for the listing; None if it has just expired. The age of a damaged one is infinite."""
         key = self._key(_path(name))
         try:
             with self._noticing_damage(key):
@@ -193,7 +193,7 @@ class ValkeyStore:
 
     @contextmanager
     def _noticing_damage(self, key: str) -> Iterator[None]:
-        """Raise DamagedChunkError for a record that is not as it was written, and StoreError as `_translated`."""
+        """Raise DamagedChunkError for a record that differs from what was written, and StoreError as `_translated`."""
         with self._translated():
             try:
                 yield
@@ -256,7 +256,7 @@ def _path(name: str) -> str:
 def _number(field: bytes | None) -> int:
     """Return the number in a field; raises ValueError."""
     if field is None or not re.fullmatch(rb"\d{1,15}", field):
-        raise ValueError(f"{field!r:.40} is no number")
+        raise ValueError(f"{field!r:.40} is not a number")
     return int(field)
 
 

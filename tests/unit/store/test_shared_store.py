@@ -723,7 +723,7 @@ def test_while_the_place_is_away_only_what_was_encoded_alone_is_served(
             one.put([C])
         with pytest.raises(StoreError, match="the network is down"):
             one.set_document("two", held("two", alone))
-    assert "prompts are answered from what this machine has" in caplog.text
+    assert "prompts are answered from this machine's copy" in caplog.text
     assert soon(lambda: served() == [behind.key, alone.key])
     assert soon(lambda: one.open(alone.key) is not None)
 

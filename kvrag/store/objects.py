@@ -108,28 +108,22 @@ class ObjectStore:
         return list(self._pool.map(self._read, names)) if len(names) > 1 else [self._read(name) for name in names]
 
     def _read(self, name: str) -> bytes | None:
-        try:
-            with self._translated():
-                return bytes(obstore.get(self._reader, name).bytes())
-        except FileNotFoundError:
-            return None
+        with suppress(FileNotFoundError), self._translated():
+            return bytes(obstore.get(self._reader, name).bytes())
+        return None
 
     def peek(self, name: str) -> bytes | None:
         """See Remote.peek."""
-        try:
-            with self._translated():
-                return bytes(obstore.get_range(self._reader, name, start=0, end=16))
-        except FileNotFoundError:
-            return None
+        with suppress(FileNotFoundError), self._translated():
+            return bytes(obstore.get_range(self._reader, name, start=0, end=16))
+        return None
 
     def create(self, name: str, content: bytes) -> bool:
         """See Remote.create."""
-        try:
-            with self._translated(writing=True):
-                obstore.put(self._reader, name, content, mode="create", use_multipart=False)
-        except AlreadyExistsError:
-            return False
-        return True
+        with suppress(AlreadyExistsError), self._translated(writing=True):
+            obstore.put(self._reader, name, content, mode="create", use_multipart=False)
+            return True
+        return False
 
     def write(self, name: str, content: bytes) -> None:
         """See Remote.write."""
@@ -173,11 +167,9 @@ class ObjectStore:
 
     def put_chunk(self, name: str, content: bytes, starts: Sequence[int]) -> None:
         """See Remote.put_chunk."""
-        try:
-            with self._translated(writing=True):
-                obstore.put(self._writer, _path(name), content, mode="create", use_multipart=False)
-        except AlreadyExistsError:
-            pass  # a retry after a lost answer: names are unique
+        # names are unique: one that exists is that of a retry after a lost answer
+        with suppress(AlreadyExistsError), self._translated(writing=True):
+            obstore.put(self._writer, _path(name), content, mode="create", use_multipart=False)
 
     def open_chunk(self, name: str) -> Blob | None:
         """See Remote.open_chunk."""

@@ -114,8 +114,11 @@ class ValkeyStore:
     def names(self, prefix: str) -> list[str]:
         """See Remote.names."""
         with self._translated():
-            keys = self._client.scan_iter(match=_escaped(self._key(prefix)) + "*", count=1000)
-            return sorted({key.decode("utf-8", "ignore").removeprefix(self._prefix) for key in keys})
+            return sorted(set(self._scan(prefix)))
+
+    def _scan(self, prefix: str) -> Iterator[str]:
+        for key in self._client.scan_iter(match=_escaped(self._key(prefix)) + "*", count=1000):
+            yield key.decode("utf-8", "ignore").removeprefix(self._prefix)
 
     def delete(self, names: Sequence[str]) -> None:
         """See Remote.delete."""
@@ -156,8 +159,7 @@ class ValkeyStore:
         with self._translated():
             now = self._client.time()[0]
             for prefix in ("chunks/", "quarantine/"):
-                for key in self._client.scan_iter(match=_escaped(self._key(prefix)) + "*", count=1000):
-                    name = key.decode("utf-8", "ignore").removeprefix(self._prefix)
+                for name in self._scan(prefix):
                     if listed := self._listed(name.removeprefix("chunks/"), now):
                         yield listed
 

@@ -155,12 +155,14 @@ class BlendEngine:
         The framework classes create their engine this way, on the first answer.
         """
         key = _shared_key(name_or_path, settings)
-        return _shared.get(key, lambda: cls.from_pretrained(name_or_path, **settings), lambda made: not made._closed)
+        return _shared.get(
+            key, lambda: cls.from_pretrained(name_or_path, **settings), lambda engine: not engine._closed
+        )
 
     @classmethod
     def shared_if_open(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine | None:
         """Return the engine that `shared` would return, if it is in use already."""
-        return _shared.made(_shared_key(name_or_path, settings))
+        return _shared.find(_shared_key(name_or_path, settings))
 
     # ---------------------------------------------------------------- ingestion
 

@@ -2,7 +2,7 @@
 
 KvragError
  ├─ SettingError            a setting out of range or an unknown name (also a ValueError)
- ├─ PromptError             a prompt that cannot be answered; no ValueError, which LlamaIndex makes an empty answer
+ ├─ PromptError             a prompt that cannot be answered; no ValueError, which LlamaIndex turns into an empty answer
  │   └─ ContextWindowError  too long for the model; the message gives the excess
  ├─ ModelError
  │   ├─ ModelLoadError         unknown name, no network, damaged files
@@ -28,11 +28,29 @@ class KvragError(Exception):
     """Base of all errors of this package."""
 
 
+def first_line(message: object) -> str:
+    """Return the first line of an error or its message."""
+    return str(message).strip().split("\n")[0]
+
+
+def reason_of(error: Exception) -> str:
+    """Return type and first line of an error of another library."""
+    return f"{type(error).__name__}: {first_line(error):.160}"
+
+
+@contextmanager
+def needing(extra: str) -> Iterator[None]:
+    """Raise KvragError with the way to install `extra` if an import within fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise KvragError(f"{error.name or error} is not installed: pip install '{extra}'") from None
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out: torch raises a plain RuntimeError for some kinds of memory."""
-    return isinstance(error, MemoryError) or any(
-        words in str(error) for words in ("out of memory", "can't allocate memory")
-    )
+    text = str(error)
+    return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text
 
 
 class SettingError(KvragError, ValueError):
@@ -64,7 +82,7 @@ class UnsupportedModelError(ModelError):
 
 
 class ServerError(KvragError):
-    """A server cannot be reached, refuses a request, or fails; the message gives the way out.
+    """A server cannot be reached, refuses a request, or fails; the message gives the remedy.
 
     Attributes:
         status: The HTTP status; None without a response.
@@ -87,7 +105,7 @@ def reporting_memory() -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        reason = (str(error).strip().split("\n")[0] or type(error).__name__)[:160]
+        reason = (first_line(error) or type(error).__name__)[:160]
         error.__traceback__ = None  # its frames would keep the tensors of the failed pass
         raise OutOfMemoryError(
             "memory ran out: use a shorter prompt, fewer or shorter chunks, a smaller dtype or a smaller "

@@ -44,7 +44,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, parts: Mapping[str, str]) -> Fingerprint:
-        """Return the fingerprint with these `parts`; others are ignored."""
+        """Return the fingerprint with these `parts`; unknown ones are ignored."""
         read = {field.name: json.loads(parts[field.name]) for field in fields(cls)}
         return cls(**{**read, "preamble": tuple(read["preamble"])})
 
@@ -87,7 +87,7 @@ def _tokens(ids: Ids) -> bytes:
 
 
 def _hash(*parts: bytes) -> str:
-    """Hash parts with their lengths, so that parts cannot run into each other."""
+    """Hash parts with their lengths: two lists of parts with the same concatenation have different hashes."""
     digest = blake2b(digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -100,14 +100,14 @@ def hash_weights(state: Iterable[tuple[str, object]]) -> str:
 
     Buffers are included: quantised layers keep their weights there.
     """
-    tensors = ((name, tensor.detach()) for name, tensor in state if isinstance(tensor, Tensor))  # modules may have more
+    tensors = ((name, value.detach()) for name, value in state if isinstance(value, Tensor))  # extra state may not be
     return hash_samples(
         (name, tensor.shape, tensor.reshape(-1)[:: sample_step(tensor.numel())]) for name, tensor in tensors
     )
 
 
 def sample_step(numel: int) -> int:
-    """Return the distance between the samples of a tensor with `numel` elements; they are at most 511."""
+    """Return the distance between the samples of a tensor with `numel` elements; there are at most 511."""
     return max(1, numel // _SAMPLES)
 
 

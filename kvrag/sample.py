@@ -19,8 +19,8 @@ class Sample:
 
     Attributes:
         folder: Name of their folder.
-        questions: Questions -> what a right answer contains. Chosen among those that the model answers right by full
-            prefill, so they show agreement with full prefill, not accuracy.
+        questions: Questions -> text that a correct answer contains. Chosen among those that the model answers correctly
+            with full prefill, so they show agreement with full prefill, not accuracy.
         chunk_tokens, top_k, around: Chunk length, number of retrieved chunks, and neighbours retrieved with each.
         context_tokens: Number of tokens of their document that chunks are encoded with.
         is_chat: Whether the model was trained for conversations.
@@ -36,7 +36,7 @@ class Sample:
 
     @property
     def path(self) -> Path:
-        """The folder of the documents: in the package if installed, under examples/ in a checkout.
+        """Folder of the documents: in the package if installed, under examples/ in a checkout.
 
         Raises:
             KvragError: Both are missing.
@@ -65,8 +65,8 @@ ARTICLES = Sample(
     top_k=30,
     is_chat=False,
 )
-"""Articles of the bundled reader's world. Prompts are near the end of its window of 2,048 tokens, where they are long
-enough for blending to be faster even with so small a model."""
+"""Articles of the bundled reader's world. Prompts almost fill its window of 2,048 tokens, where blending is faster even
+with such a small model."""
 
 ENCODED_ALONE = replace(
     ARTICLES,
@@ -82,8 +82,8 @@ ENCODED_ALONE = replace(
     around=2,
     context_tokens=0,
 )
-"""The same articles in short chunks that are encoded alone. Most say "she" or "the town" and lack the name.
-The questions were picked because plain reuse answers them wrong."""
+"""The same articles in short chunks that are encoded alone. Most say "she" or "the town" and lack the name. The
+questions were chosen because plain reuse answers them wrongly."""
 
 HANDBOOK = Sample(
     folder="handbook",
@@ -99,7 +99,7 @@ HANDBOOK = Sample(
     chunk_tokens=256,
     top_k=10,  # prompts of about 2,000 tokens
 )
-"""An invented company's handbook, for other models. The questions were chosen with SmolLM2-135M-Instruct."""
+"""Handbook of a fictional company, for other models. The questions were chosen with SmolLM2-135M-Instruct."""
 
 
 def of(model: str) -> Sample:

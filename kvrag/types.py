@@ -1,4 +1,4 @@
-"""Frozen value types of inputs and outputs, without behaviour beyond derived numbers."""
+"""Frozen value types of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ class BlendReport:
     `reused_tokens` came from the store or the conversation, `recomputed_tokens` of them were recomputed on all layers,
     `fresh_tokens` were in neither. Of the reused tokens, `created_tokens` were encoded for this answer (its
     `documents`), and `conversation_tokens`, the first of the prompt, come from the conversation's last turn; `runs` are
-    the rest. Times are in seconds; `ttft_s` is the time from the call to the first token and includes all others,
-    except `load_s`: chunks were read in it, mostly beside the forward pass. `load_stall_s` is what the forward pass
-    waited for them; like `stitch_s`, it is part of `select_s` and `blend_s`. `exact`: the answer equals full prefill's
-    by construction. `tier` is the source of the KV: "device", "ram", "disk", "shared", "mixed" or "" (none). `decision`
-    is the controller's choice and its reason, "" if it made none.
+    the rest. Times are in seconds; `ttft_s` is the time from the call to the first token and includes all others except
+    `load_s`, the time to read chunks, mostly in parallel with the forward pass. `load_stall_s` is the time that the
+    forward pass waited for chunks; like `stitch_s`, it is part of `select_s` and `blend_s`. `exact`: the answer equals
+    full prefill's by construction. `tier` is the source of the KV: "device", "ram", "disk", "shared", "mixed" or ""
+    (none). `decision` is the controller's choice and its reason, "" without one.
     """
 
     prompt_tokens: int
@@ -101,7 +101,7 @@ class BlendReport:
 
     @classmethod
     def unblended(cls, prompt_tokens: int, cached_tokens: int, **known: Any) -> BlendReport:
-        """Return the report of a prompt that an engine or a server answered without kvrag's pipeline, as far as known.
+        """Return the report of a prompt that another engine or a server answered, without kvrag's pipeline.
 
         Args:
             cached_tokens: Number of tokens that came from its own prefix cache.
@@ -124,8 +124,8 @@ class BlendReport:
         return cls(**{**known, "runs": runs, "notes": tuple(known.get("notes", ()))})
 
 
-def _known(table: type, content: Mapping[str, Any]) -> dict[str, Any]:
-    names = {row.name for row in fields(table)}
+def _known(cls: type, content: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(cls)}
     return {name: value for name, value in content.items() if name in names}
 
 
@@ -183,8 +183,8 @@ class TokenLogprob:
 class Answer:
     """A complete generation. `text` is the answer without its tool calls, valid or not.
 
-    `num_tokens` is the number of generated tokens. Servers send it without the `token_ids`. `logprobs` has one entry
-    per token if they were requested.
+    `num_tokens` is the number of generated tokens. Servers send no `token_ids`. `logprobs` has one entry per token if
+    requested.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Causal masks of scattered rows, and the attention that positions receive from them. For all backends."""
+"""Causal masks for scattered rows, and the attention that positions receive from them. Used by all backends."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Rows:
     def mask(self, layer: int, block: Block, low: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the (R, K) additive mask of a block's rows over the keys from `low` to `block.stop`."""
         window = self.windows[layer]
-        kept = self.masks.get((window, block.start, low))
-        if kept is not None and kept.device == device and kept.shape[0] == block.end - block.start:
-            return kept
+        mask = self.masks.get((window, block.start, low))
+        if mask is not None and mask.device == device and mask.shape[0] == block.end - block.start:
+            return mask
         rows = self.rows[block.start : block.end, None].to(device)
         keys = torch.arange(low, block.stop, device=device)[None]
         hidden = keys > rows
@@ -97,7 +97,7 @@ def attention_received(
         mask = now.mask(layer, block, block.low, query.dtype, query.device)[first - block.start :].float()
         keys = slice(block.low, block.stop)
         for start in range(0, num_heads, size):
-            queries = query[0, start : start + size, first : block.end] * scaling  # there are fewer queries than scores
+            queries = query[0, start : start + size, first : block.end] * scaling  # smaller than the scores
             scores = (queries @ key[0, start // group, keys].T).float()  # (size, R, K)
             if softcap is not None:
                 scores = scores.div_(softcap).tanh_().mul_(softcap)

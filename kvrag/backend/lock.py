@@ -1,4 +1,4 @@
-"""Sharing between threads: a fair lock, so that concurrent answers advance together, and instances made only once."""
+"""Sharing between threads: a fair lock, with which concurrent answers advance together, and shared instances."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class FairLock:
         self._first: deque[threading.Event] = deque()
         self._first_at = 0.0
         self._held = False
-        self._own = threading.local()
+        self._of_thread = threading.local()
 
     @property
     def waits(self) -> int:
         """Number of waits of the calling thread: durations measured meanwhile include other threads' work."""
-        return getattr(self._own, "waits", 0)
+        return getattr(self._of_thread, "waits", 0)
 
     @property
     def held(self) -> bool:
         """True if the calling thread holds the lock."""
-        return getattr(self._own, "held", False)
+        return getattr(self._of_thread, "held", False)
 
     @property
     def is_wanted_first(self) -> bool:
@@ -45,9 +45,9 @@ class FairLock:
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Hold the lock, before all other threads that wait once these had it for `_SHARE` times as long as this."""
+        """Hold the lock; takes precedence once the others had it for `_SHARE` times as long as it was last held so."""
         self._acquire(self._first)
-        self._own.held, started = True, time.perf_counter()
+        started = time.perf_counter()
         try:
             yield
         finally:
@@ -56,70 +56,72 @@ class FairLock:
             self.__exit__()
 
     @contextmanager
-    def released(self, goes_on: bool = False) -> Iterator[None]:
+    def released(self, at_front: bool = False) -> Iterator[None]:
         """Release the lock temporarily while holding it, so that other threads can run.
 
         Args:
-            goes_on: Get it back before the threads that wait in order of arrival.
+            at_front: Get it back before the threads that wait in order of arrival.
         """
         self.__exit__()
         try:
             yield
         finally:
-            self._acquire(self._waiting, at_front=goes_on)
-            self._own.held = True
+            self._acquire(self._waiting, at_front)
 
     def __enter__(self) -> None:
         self._acquire(self._waiting)
-        self._own.held = True
 
     def __exit__(self, *_: object) -> None:
         if self.held:  # not held after an interrupt within `released`
-            self._own.held = False
+            self._of_thread.held = False
             self._release()
 
-    def _acquire(self, line: deque[threading.Event], at_front: bool = False) -> None:
+    def _acquire(self, queue: deque[threading.Event], at_front: bool = False) -> None:
+        self._wait_for_turn(queue, at_front)
+        self._of_thread.held = True
+
+    def _wait_for_turn(self, queue: deque[threading.Event], at_front: bool) -> None:
         with self._mutex:
             if not self._held:
                 self._held = True
                 return
             turn = threading.Event()
-            line.insert(0 if at_front else len(line), turn)
-        self._own.waits = self.waits + 1
+            queue.insert(0 if at_front else len(queue), turn)
+        self._of_thread.waits = self.waits + 1
         try:
             turn.wait()
         except BaseException:  # Ctrl-C: otherwise the lock would be handed to a thread that no longer waits
             with self._mutex:
                 if not turn.is_set():
-                    line.remove(turn)
+                    queue.remove(turn)
                     raise
             self._release()
             raise
 
     def _release(self) -> None:
         with self._mutex:
-            if line := self._first if self.is_wanted_first else self._waiting or self._first:
+            if queue := self._first if self.is_wanted_first else self._waiting or self._first:
                 release_team()
-                line.popleft().set()  # handed over: stays held
+                queue.popleft().set()  # handed over: stays held
             else:
                 self._held = False
 
 
 class Shared(Generic[T]):
-    """Instances by key; each is made once, also by several threads at the same time, and shared while it is in use."""
+    """Instances by key, shared while in use. Threads that need the same one at the same time create it once."""
 
     def __init__(self) -> None:
-        self._made: weakref.WeakValueDictionary[str, T] = weakref.WeakValueDictionary()
-        self._making: dict[str, threading.Lock] = {}
+        self._instances: weakref.WeakValueDictionary[str, T] = weakref.WeakValueDictionary()
+        self._locks: dict[str, threading.Lock] = {}
 
-    def made(self, key: str) -> T | None:
+    def find(self, key: str) -> T | None:
         """Return the instance of a key, if there is one."""
-        return self._made.get(key)
+        return self._instances.get(key)
 
-    def get(self, key: str, make: Callable[[], T], is_usable: Callable[[T], bool] = lambda made: True) -> T:
-        """Return the instance of a key; make one if there is none that is usable."""
-        with self._making.setdefault(key, threading.Lock()):
-            made = self._made.get(key)
-            if made is None or not is_usable(made):
-                made = self._made[key] = make()
-        return made
+    def get(self, key: str, create: Callable[[], T], is_usable: Callable[[T], bool] = lambda instance: True) -> T:
+        """Return the instance of a key; create one if there is none that is usable."""
+        with self._locks.setdefault(key, threading.Lock()):
+            instance = self._instances.get(key)
+            if instance is None or not is_usable(instance):
+                instance = self._instances[key] = create()
+        return instance

@@ -30,7 +30,7 @@ LayerSource = Callable[[int], tuple[Tensor, Tensor]]
 `passes_may_wait` allows it."""
 
 Branch = tuple[int, int]
-"""Tokens that continue a beginning of a row in another way: length of that beginning, and number of tokens."""
+"""Tokens that follow a prefix of a row in place of the row's own: length of the prefix, and number of tokens."""
 
 Observer = Callable[[int, Tensor, Tensor], bool]
 """Callback with a layer's number and its fresh keys and values, each (B, H, S, D), before they are written. If it
@@ -68,8 +68,7 @@ class Backend(Protocol):
         stable_length: ... but not up to this number of tokens.
         rows_per_pass: Maximum number of rows per forward pass; None = the backend has no limit of its own.
         passes_may_wait: A pass may wait for a disk, see `waiting`. False: all KV is loaded before the first pass.
-        leaves_tail: The engine around the backend computes the positions behind the last reused one, so that `blend`
-            leaves them out.
+        leaves_tail: The engine around the backend computes the positions after the last reused one; `blend` does not.
         num_processes: Number of processes that share the model by tensor parallelism. All of them run the same
             requests, in the same order.
         heads: The KV heads of this process.
@@ -148,7 +147,7 @@ class Backend(Protocol):
         """
 
     def forward_until(self, observe: Observer, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> None:
-        """Like `forward`, but end the pass when `observe` returns True."""
+        """Like `forward`, but end the pass when `observe` returns True: earlier layers are written, that one is not."""
 
     def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
         """Return the (K,) squared attention that every position receives from the last `num_queries` rows.
@@ -168,11 +167,7 @@ class Backend(Protocol):
 
 
 class ChunkTokenizer(Protocol):
-    """What ingestion needs of a tokenizer."""
-
-    @property
-    def preamble(self) -> tuple[int, ...]:
-        """Token ids in front of every encoded chunk."""
+    """A tokenizer for ingestion."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text within a prompt."""
@@ -182,7 +177,7 @@ class ChunkTokenizer(Protocol):
 
 
 class Outline(Protocol):
-    """What the keys of chunks depend on: facts about a model, known without its weights.
+    """Facts about a model on which the keys of chunks depend, known without its weights.
 
     Attributes:
         context_window, stable_length: See Backend.

@@ -1,4 +1,4 @@
-"""Admission of answers: the KV of those in progress is bounded."""
+"""Admission of answers: bounds the KV of those in progress."""
 
 from __future__ import annotations
 
@@ -7,37 +7,35 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 from kvrag.config import check_bytes
 from kvrag.errors import KvragError
 
 _POLL_S = 0.1
-_QUIET = 10  # polls without work on any admitted answer, after which the next one is admitted in any case
+_QUIET = 10  # polls without work on any admitted answer until the next one is admitted in any case
 
 is_left: ContextVar[Callable[[], bool]] = ContextVar("is_left", default=lambda: False)
-"""Returns whether the consumer of this context has left, so that its answer need not begin."""
+"""Function that returns whether the consumer of this context has left: its answer need not begin then."""
 
 
+@dataclass(eq=False)
 class Admitted:
     """An admitted answer.
 
     Attributes:
+        num_bytes: Size of its KV at full length.
         is_working: The engine works on it; False while its consumer has a delta.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes, self.is_working = num_bytes, True
+    num_bytes: int
+    is_working: bool = True
 
 
 class Admission:
-    """Admits answers in order of arrival while their KV fits into a number of bytes; one always fits. Thread-safe."""
+    """Admits answers in order of arrival while their KV fits into `max_bytes`, and always one. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
-        """Create one without answers.
-
-        Args:
-            max_bytes: Maximum total size of the KV.
-        """
         self._max_bytes = check_bytes("batch_bytes", max_bytes)
         self._admitted: dict[Admitted, None] = {}  # garbage collection may close an answer anywhere, even in here
         self._waiting: deque[object] = deque()
@@ -45,10 +43,10 @@ class Admission:
 
     @contextmanager
     def admit(self, num_bytes: int) -> Iterator[Admitted]:
-        """Wait until an answer with KV of this size at its full length fits, and hold its place.
+        """Wait until an answer with KV of this size at full length fits, and hold its place.
 
-        The wait ends in any case after a second in which all admitted answers only wait for their consumers: one of
-        these may be the consumer that waits here.
+        Waits at most until all admitted answers have waited for their consumers for a second: one of these consumers
+        may be waiting here.
 
         Raises:
             KvragError: `is_left` returned True.
@@ -62,7 +60,7 @@ class Admission:
                     if is_left.get()():
                         raise KvragError("the answer was abandoned before it began")
                     self._changed.wait(_POLL_S)
-                    quiet = 0 if any(each.is_working for each in tuple(self._admitted)) else quiet + 1
+                    quiet = 0 if any(other.is_working for other in tuple(self._admitted)) else quiet + 1
                 self._admitted[answer] = None
             finally:
                 self._waiting.remove(turn)
@@ -75,5 +73,5 @@ class Admission:
                 self._changed.notify_all()
 
     def _fits(self, num_bytes: int) -> bool:
-        total = sum(each.num_bytes for each in tuple(self._admitted))
+        total = sum(answer.num_bytes for answer in tuple(self._admitted))
         return not self._admitted or total + num_bytes <= self._max_bytes

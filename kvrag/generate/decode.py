@@ -1,7 +1,7 @@
 """Continuous batching: the answers of one model that are decoded at the same time share every step.
 
-There is no thread of its own. A consumer that needs a token runs the next step for all rows, unless another consumer is
-doing so already. Nothing is computed while no consumer waits.
+It has no thread. A consumer that needs a token runs the next step for all rows, unless another consumer is doing so
+already. Nothing is computed while no consumer waits.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kvrag.openmp import release_team
 from kvrag.types import Delta
 
 AHEAD = 16
-"""Tokens that an answer may be ahead of its consumer: others do not wait for it, and it does not run away."""
+"""Tokens that an answer may be ahead of its consumer: a slow consumer delays no others, and work ahead is bounded."""
 
-_MOST = 64  # rows per pass
-_WAITS, _WAIT_S = 20, 0.05  # until an answer without memory is given up although other answers may still free some
+_MAX_ROWS = 64  # per pass
+_WAITS, _WAIT_S = 20, 0.05  # until an answer without memory is given up, although other answers may still free some
 
 
 def decode(
@@ -40,8 +40,8 @@ def decode(
 ) -> Iterator[Delta]:
     """Generate with `model.generate`'s own processors, in steps that all answers of the model share.
 
-    Appends to `cache`, also between the requests of the consumer, as long as the iterator is not closed, and one token
-    afterwards at most. Never changes a position that is complete.
+    Appends to `cache`, also between the requests of the consumer, until the iterator is closed, and at most one token
+    afterwards. Never changes a position that is complete.
 
     Args:
         ids: (T,) token ids of the prompt.
@@ -75,7 +75,7 @@ class Batch:
 
     def __init__(self) -> None:
         self._rows: dict[Row, None] = {}  # in order of arrival; changed by single operations, which need no lock
-        self._most = _MOST
+        self._max_rows = _MAX_ROWS
         self._is_led = False
         self._changed = threading.Condition()
 
@@ -106,37 +106,40 @@ class Batch:
     def leave(self, row: Row) -> None:
         """Remove a row. Takes no lock: garbage collection may close an abandoned answer in any thread."""
         self._rows.pop(row, None)
-        self._most = _MOST  # there may be more memory now
+        self._max_rows = _MAX_ROWS  # there may be more memory now
         for other in tuple(self._rows):
             other.is_parked = False
 
     def _step(self, leader: Row) -> None:
         """Compute the next token of every row that is not too far ahead of its consumer."""
-        goes_on = [row for row in tuple(self._rows) if not row.is_done and row.error is None]
-        rows = [row for row in goes_on if len(row.deltas) < AHEAD and not row.is_parked]
+        unfinished = [row for row in tuple(self._rows) if not row.is_done and row.error is None]
+        rows = [row for row in unfinished if len(row.deltas) < AHEAD and not row.is_parked]
         if not rows:  # no memory for the leader's row, and the others depend on their consumers
             if len(self._rows) > 1 and leader.num_waits < _WAITS:
                 leader.num_waits += 1
                 time.sleep(_WAIT_S)
                 return
             rows = [leader]
-        most, together = self._most, [row for row in rows if row.can_share_steps]
-        groups = [together[start : start + most] for start in range(0, len(together), most)]
+        size, together = self._max_rows, [row for row in rows if row.can_share_steps]
+        groups = [together[start : start + size] for start in range(0, len(together), size)]
         for group in groups + [[row] for row in rows if not row.can_share_steps]:
             self._advance(group, is_last=len(rows) == 1)
 
     def _advance(self, rows: Sequence[Row], is_last: bool) -> None:
-        """Compute the next token of these rows in one pass, or in smaller ones if it fails."""
+        """Compute the next token of these rows in one pass, or in smaller passes if it fails."""
         lengths = [row.cache.get_seq_length() for row in rows]
         try:
-            logits = _forward(rows)
+            if rows[0].is_recomputed:  # then it is alone
+                logits = rows[0].recompute()
+            else:
+                logits = rows[0].model.forward_each([row.token for row in rows], [row.cache for row in rows])
         except BaseException as error:
             for row, length in zip(rows, lengths, strict=True):
                 row.cache.set_length(length)  # some layers may have been written
             if not isinstance(error, Exception):
                 raise
             if len(rows) > 1:
-                self._most = half = (len(rows) + 1) // 2
+                self._max_rows = half = (len(rows) + 1) // 2
                 error.__traceback__ = None  # its frames would keep the tensors of the failed pass
                 self._advance(rows[:half], is_last=False)
                 self._advance(rows[half:], is_last=False)
@@ -147,10 +150,10 @@ class Batch:
             return
         done = 0
         try:
-            for row, own in zip(rows, logits.unbind(), strict=True):
+            for row, row_logits in zip(rows, logits, strict=True):
                 done += 1
                 try:
-                    row.advance(own[None])
+                    row.advance(row_logits[None])
                 except Exception as error:
                     row.error = error
                 except BaseException:  # Ctrl-C, and the row may belong to another thread
@@ -159,13 +162,6 @@ class Batch:
         finally:
             for row, length in zip(rows[done:], lengths[done:], strict=True):
                 row.cache.set_length(length)  # after an interrupt, their tokens are computed again
-
-
-def _forward(rows: Sequence[Row]) -> Tensor:
-    """Return (B, V) logits after the last tokens of the rows."""
-    if rows[0].is_recomputed:
-        return rows[0].recompute()
-    return rows[0].model.forward_each([row.token for row in rows], [row.cache for row in rows])
 
 
 _batches: weakref.WeakKeyDictionary[Model, Batch] = weakref.WeakKeyDictionary()

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from kvrag.backend.transformers import Model
 from kvrag.config import Grammar
-from kvrag.errors import ModelError, SettingError, UnsupportedModelError
+from kvrag.errors import ModelError, SettingError, UnsupportedModelError, first_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Python's and the chat templates' JSON style; with free white space, a weak model may write nothing else
+# Python's and the chat templates' JSON style; if white space were free, a weak model might write nothing else
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 _SCHEMAS_BY_NAME = ("properties", "$defs", "definitions", "patternProperties")
 _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
@@ -53,9 +53,9 @@ class Constraint:
 
         fill_next_token_bitmask(self._matcher, self._bitmask)
         if self._matcher.is_error():
-            raise ModelError(f"the grammar cannot continue: {_first_line(self._matcher.get_error())}")
+            raise self._failure(self._matcher.get_error())
         if not self._bitmask.any():
-            raise ModelError("the grammar cannot continue: no token of this model continues the answer")
+            raise self._failure("no token of this model continues the answer")
         # not llguidance's apply_token_bitmask_inplace: it is torch-compiled, which takes half a minute and a compiler
         bits = torch.arange(32, dtype=torch.int32, device=logits.device)
         allowed = (self._bitmask.to(logits.device)[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[-1]]  # (1, V)
@@ -67,8 +67,12 @@ class Constraint:
     def push(self, token: int) -> bool:
         """Advance by an allowed token; return whether the answer is complete and nothing can follow."""
         if not self._matcher.consume_token(token):
-            raise ModelError(f"the grammar cannot continue: {_first_line(self._matcher.get_error())}")
+            raise self._failure(self._matcher.get_error())
         return bool(self._matcher.is_stopped())
+
+    @staticmethod
+    def _failure(reason: str) -> ModelError:
+        return ModelError(f"the grammar cannot continue: {first_line(reason)}")
 
 
 def constrain(model: Model, grammar: Grammar) -> Constraint:
@@ -79,21 +83,20 @@ def constrain(model: Model, grammar: Grammar) -> Constraint:
         UnsupportedModelError: The tokenizer does not expose the bytes of its tokens.
     """
     llguidance = _llguidance()
-    if grammar.regex is not None:
-        kind, source = "regex", llguidance.grammar_from("regex", grammar.regex)
-    elif grammar.lark is not None:
-        kind = "lark"
-        try:
-            source = llguidance.grammar_from("ebnf", grammar.lark)
-        except ValueError as error:
-            raise SettingError(f"the grammar's lark is invalid: {_first_line(str(error))}") from None
+    if grammar.json_schema is not None:
+        kind, form, text = "json_schema", "json_schema", json.dumps(guarded(grammar.json_schema))
+    elif grammar.regex is not None:
+        kind, form, text = "regex", "regex", grammar.regex
     else:
-        assert grammar.json_schema is not None
-        kind, source = "json_schema", llguidance.grammar_from("json_schema", json.dumps(guarded(grammar.json_schema)))
+        kind, form, text = "lark", "ebnf", grammar.lark or ""
+    try:
+        source = llguidance.grammar_from(form, text)
+    except ValueError as error:
+        raise SettingError(f"the grammar's {kind} is invalid: {first_line(error)}") from None
     tokenizer = _tokenizer(model)
     matcher = llguidance.LLMatcher(tokenizer, source)
     if matcher.is_error():
-        raise SettingError(f"the grammar's {kind} is invalid or not supported: {_first_line(matcher.get_error())}")
+        raise SettingError(f"the grammar's {kind} is invalid or not supported: {first_line(matcher.get_error())}")
     return Constraint(matcher, tokenizer.vocab_size)
 
 
@@ -106,15 +109,13 @@ def _closed(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     closed = dict(schema)
-    for name in _SCHEMAS_BY_NAME:
-        if isinstance(closed.get(name), Mapping):
-            closed[name] = {key: _closed(value) for key, value in closed[name].items()}
-    for name in _LISTS_OF_SCHEMAS:
-        if isinstance(closed.get(name), list):
-            closed[name] = [_closed(value) for value in closed[name]]
-    for name in ("items", "additionalProperties"):
-        if name in closed:
-            closed[name] = _closed(closed[name])
+    for name, value in schema.items():
+        if name in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            closed[name] = {key: _closed(part) for key, part in value.items()}
+        elif name in _LISTS_OF_SCHEMAS and isinstance(value, list):
+            closed[name] = [_closed(part) for part in value]
+        elif name in ("items", "additionalProperties"):
+            closed[name] = _closed(value)
     if "properties" in closed and "patternProperties" not in closed:
         closed.setdefault("additionalProperties", False)
     closed.pop("discriminator", None)  # OpenAI's hint adds nothing to the alternatives
@@ -133,7 +134,7 @@ def _tokenizer(model: Model) -> LLTokenizer:
                 )
             except ValueError as error:
                 raise UnsupportedModelError(
-                    f"grammars are not supported for {model.name}: {_first_line(str(error))}"
+                    f"grammars are not supported for {model.name}: {first_line(error)}"
                 ) from None
         return _tokenizers[model]
 
@@ -146,7 +147,3 @@ def _llguidance() -> Any:
             "a grammar, a forced tool choice or structured output needs llguidance: pip install 'kvrag[grammar]'"
         ) from None
     return llguidance
-
-
-def _first_line(message: str) -> str:
-    return message.strip().split("\n")[0]

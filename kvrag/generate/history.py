@@ -24,7 +24,7 @@ _LITTLE = 0.1  # reused share that is suspiciously low
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What is kept of a prompt once it was answered.
+    """An answered prompt, as kept for explanations.
 
     Attributes:
         ids: (T,) token ids of the prompt.
@@ -47,7 +47,7 @@ class History:
         self._lock = threading.Lock()
 
     def add(self, answered: Answered) -> None:
-        """Keep an answered prompt, in place of the oldest."""
+        """Add an answered prompt; drop the oldest beyond the limits."""
         with self._lock:
             self._answers.setdefault(answered.namespace, deque(maxlen=_ANSWERS)).append(answered)
             self._answers.move_to_end(answered.namespace)
@@ -65,8 +65,8 @@ class History:
         if not answers:
             raise PromptError("there is no answer in this namespace yet: pass a prompt to explain")
         for answered in reversed(answers):
-            own = answered.report
-            if report is None or report == (own if isinstance(report, BlendReport) else own.to_dict()):
+            known = answered.report
+            if report is None or report == (known if isinstance(report, BlendReport) else known.to_dict()):
                 return answered
         raise PromptError(f"this answer is not among the last {_ANSWERS} of the namespace: pass its prompt to explain")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -27,9 +26,9 @@ class Row:
         token: The last token.
         deltas: One per token, in order; the last one has `finish_reason` set and no report.
         is_done: The answer is complete.
-        error: What ended the answer instead.
+        error: The error that ended the answer.
         is_parked: It ran out of memory and waits until another row leaves.
-        num_waits: Number of waits for that.
+        num_waits: Number of waits of its consumer for memory.
     """
 
     def __init__(
@@ -52,8 +51,8 @@ class Row:
         self._process, self._do_sample = model.logits_processor(sampling, len(ids))
         self._num_prompt = self._length = len(ids)
         self._left = min(sampling.max_new_tokens, model.context_window - len(ids))
-        self._room = torch.empty(1, len(ids) + self._left, dtype=ids.dtype, device=device)
-        self._room[0, : len(ids)] = ids
+        self._buffer = torch.empty(1, len(ids) + self._left, dtype=ids.dtype, device=device)
+        self._buffer[0, : len(ids)] = ids
         self.token = int(ids[-1])
         self._generator = None if sampling.seed is None else torch.Generator(device).manual_seed(sampling.seed)
         self._text = _Text(model.tokenizer.stream(control_tokens), sampling.stop)
@@ -71,12 +70,12 @@ class Row:
     @property
     def _ids(self) -> Tensor:
         """(1, T) token ids of the prompt and of the answer so far."""
-        return self._room[:, : self._length]
+        return self._buffer[:, : self._length]
 
     def recompute(self) -> Tensor:
-        """Compute the KV of all tokens anew, in a cache of its own; return (1, V) logits.
+        """Compute the KV of all tokens again, in a new cache; return (1, V) logits.
 
-        The old one is still what a shorter prompt has: the next turn of an abandoned answer may begin with it.
+        The old cache stays valid for shorter prompts: the next turn after an abandoned answer may begin with it.
         """
         cache = self.model.new_cache(self._length)
         logits = self.model.forward(self._ids, cache)
@@ -84,28 +83,51 @@ class Row:
         return logits
 
     def advance(self, logits: Tensor) -> None:
-        """Add the next token by the (1, V) logits after the last one, with `model.generate`'s own processors."""
-        adjusted = _adjust(logits, self._ids[0, self._num_prompt :], self._sampling)
-        token = _pick(self._process, self._ids, adjusted, self._do_sample, self._generator, self._constraint)
+        """Choose the next token by the (1, V) logits after the last one, with `model.generate`'s own processors."""
+        token = self._sample(logits)
         if token in self.model.eos_ids:
             self._finish(Delta(self._text.rest(), (), "stop"))
             return
-        wanted = self._sampling.logprobs
-        known = () if wanted is None else (logprob(logits, token, wanted),)
+        num_top = self._sampling.logprobs
+        logprobs = () if num_top is None else (logprob(logits, token, num_top),)
         text = self._text.push(token)
         if self._text.stopped:
-            self._finish(Delta(text, (token,), "stop", logprobs=known))
+            self._finish(Delta(text, (token,), "stop", logprobs=logprobs))
             return
         self._left -= 1
         is_complete = self._constraint is not None and self._constraint.push(token)
         if is_complete or self._left <= 0:
             text += self._text.rest()
             finish: FinishReason = "stop" if is_complete or self._text.stopped else "length"
-            self._finish(Delta(text, (token,), finish, logprobs=known))
+            self._finish(Delta(text, (token,), finish, logprobs=logprobs))
             return
-        self._room[0, self._length] = self.token = token
+        self._buffer[0, self._length] = self.token = token
         self._length += 1
-        self.deltas.append(Delta(text, (token,), logprobs=known))
+        self.deltas.append(Delta(text, (token,), logprobs=logprobs))
+
+    @torch.inference_mode()
+    def _sample(self, logits: Tensor) -> int:
+        """Return the next token's id by (1, V) logits."""
+        if self._sampling.frequency_penalty or self._sampling.presence_penalty:
+            frequency, presence = self._sampling.frequency_penalty or 0.0, self._sampling.presence_penalty or 0.0
+            logits = penalize(logits, self._ids[0, self._num_prompt :], frequency, presence)
+        if self._sampling.logit_bias:
+            logits = bias(logits, self._sampling.logit_bias)
+        raw_max = logits.max()
+        if self._constraint is not None:
+            logits = self._constraint.mask(logits)  # first, so that top_k and top_p choose among the allowed tokens
+        logits = self._process(self._ids, logits)
+        numbers = torch.stack([raw_max.double(), logits.max().double(), logits.argmax().double()])
+        raw, highest, likeliest = numbers.tolist()  # waits only once for the device; a maximum is NaN if any logit is
+        if not math.isfinite(raw):
+            raise ModelError(
+                "the model's logits are NaN or infinite: a value overflowed; load it with dtype='bfloat16' or 'float32'"
+            )
+        if not math.isfinite(highest):
+            raise SettingError("no token can be sampled: relax the sampling settings or the model's generation config")
+        if not self._do_sample:
+            return int(likeliest)
+        return int(torch.multinomial(logits.softmax(dim=-1), 1, generator=self._generator))
 
     def fail(self) -> Exception:
         """End the answer; return its error, which then no longer keeps the cache alive."""
@@ -116,41 +138,6 @@ class Row:
     def _finish(self, delta: Delta) -> None:
         self.deltas.append(delta)
         self.is_done = True
-
-
-@torch.inference_mode()
-def _adjust(logits: Tensor, answer: Tensor, sampling: Sampling) -> Tensor:
-    """Return (1, V) logits with the penalties for the (N,) tokens of the answer, and the biases."""
-    if sampling.frequency_penalty or sampling.presence_penalty:
-        logits = penalize(logits, answer, sampling.frequency_penalty or 0.0, sampling.presence_penalty or 0.0)
-    return bias(logits, sampling.logit_bias) if sampling.logit_bias else logits
-
-
-@torch.inference_mode()
-def _pick(
-    process: Callable[[Tensor, Tensor], Tensor],
-    ids: Tensor,
-    logits: Tensor,
-    do_sample: bool,
-    generator: torch.Generator | None,
-    constraint: Constraint | None,
-) -> int:
-    """Return the next token's id from (1, T) ids so far and (1, V) logits."""
-    raw_highest = logits.max()
-    if constraint is not None:
-        logits = constraint.mask(logits)  # first, so that top_k and top_p choose among the allowed tokens
-    logits = process(ids, logits)
-    seen = torch.stack([raw_highest.double(), logits.max().double(), logits.argmax().double()])
-    raw, highest, likeliest = seen.tolist()  # one wait for the device; a maximum is NaN if any logit is
-    if not math.isfinite(raw):
-        raise ModelError(
-            "the model's logits are NaN or infinite: a value overflowed; load it with dtype='bfloat16' or 'float32'"
-        )
-    if not math.isfinite(highest):
-        raise SettingError("no token can be sampled: relax the sampling settings or the model's generation config")
-    if not do_sample:
-        return int(likeliest)
-    return int(torch.multinomial(logits.softmax(dim=-1), 1, generator=generator))
 
 
 class _Text:
@@ -180,6 +167,6 @@ class _Text:
 
     def _before_stop(self, more: str) -> str:
         text, self._held = self._held + more, ""
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
-        self.stopped = bool(found)
-        return text[: min(found)] if found else text
+        starts = [start for start in (text.find(stop) for stop in self._stop) if start >= 0]
+        self.stopped = bool(starts)
+        return text[: min(starts)] if starts else text

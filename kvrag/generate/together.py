@@ -1,4 +1,4 @@
-"""Several generators in threads of their own, read as one."""
+"""Several generators, each in its own thread, read as one."""
 
 from __future__ import annotations
 
@@ -16,30 +16,24 @@ T = TypeVar("T")
 _THREADS = 64  # more generators of one call wait for these
 
 
-class _End:
-    """Marks the end of a generator."""
+def together(generators: Sequence[Generator[T, None, None]]) -> Generator[tuple[int, T], None, None]:
+    """Run generators at the same time; yield their items, which are never None, in order of arrival with their number.
 
-
-def together(
-    generators: Sequence[Generator[T, None, None]],
-) -> Generator[tuple[int, T], None, None]:
-    """Run generators at the same time; yield the number of one and its next item, as they come.
-
-    Closing this, or an exception in one of them, ends all of them after their current step.
+    Closing this generator, or an exception in one of them, ends all of them after their current step.
     """
-    if len(generators) == 1:  # no thread for what is the usual case of a server
-        with closing(generators[0]) as only:
-            yield from ((0, first) for first in only)
+    if len(generators) == 1:  # usual for a server: needs no thread
+        with closing(generators[0]) as generator:
+            yield from ((0, item) for item in generator)
         return
-    items: SimpleQueue[tuple[int, T | _End | BaseException]] = SimpleQueue()
+    items: SimpleQueue[tuple[int, T | BaseException | None]] = SimpleQueue()  # None: the generator has ended
     left = threading.Event()
 
     def pump(number: int) -> None:
-        end: _End | BaseException = _End()
+        end: BaseException | None = None
         try:
             is_left.set(left.is_set)
-            with closing(generators[number]) as own:
-                for item in own:
+            with closing(generators[number]) as generator:
+                for item in generator:
                     items.put((number, item))
                     if left.is_set():
                         break
@@ -47,17 +41,17 @@ def together(
             end = error
         items.put((number, end))
 
-    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvrag-batch")  # starts as many as it needs
+    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvrag-batch")  # starts as many threads as it needs
     try:
         for number in range(len(generators)):
             pool.submit(pump, number)
-        going = len(generators)
-        while going:
+        num_running = len(generators)
+        while num_running:
             number, item = items.get()
             if isinstance(item, BaseException):
                 raise item
-            if isinstance(item, _End):
-                going -= 1
+            if item is None:
+                num_running -= 1
             else:
                 yield number, item
     finally:

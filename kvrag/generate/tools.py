@@ -11,7 +11,7 @@ import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from kvrag.backend.transformers.tokenizer import Tokenizer, is_token_ids
 from kvrag.config import Grammar, check_json
@@ -22,12 +22,9 @@ from kvrag.types import CallPiece, Delta, InvalidCall, Messages, TokenIds, ToolC
 _NAME, _ARGUMENTS = "NAME", "ARGUMENTS"
 _ABSENT = "\0"  # occurs in no template
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_CALL_MARKS = (
-    "[TOOL_CALLS]",
-    "<|python_tag|>",
-)  # before a call; text in some tokenizers
+_CALL_MARKS = ("[TOOL_CALLS]", "<|python_tag|>")  # in front of a call; text in some tokenizers
 
-# up to the arguments of a call
+# a call up to its arguments
 _HEAD = re.compile(
     r'\s*\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"function"\s*:\s*\{\s*)?'
     r'"name"\s*:\s*"(?P<name>[\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -38,7 +35,7 @@ _BARE = re.compile(r"\[?\s*(\{\s*(\"|\Z)|\Z)")  # a JSON object or a list of the
 
 _HERMES = (_OPEN, '\n{"name": "', _NAME, '", "arguments": ', _ARGUMENTS, "}\n", _CLOSE)
 _DIALECTS = (
-    # in its template, not in its template, form of a call (to force one)
+    # text in the chat template, text not in it, format of a call (to force one)
     ("<tool_call>", "<function=", _HERMES),
     ("[ARGS]", _ABSENT, ("[TOOL_CALLS]", _NAME, "[ARGS]", _ARGUMENTS)),
     ("[TOOL_CALLS]", _ABSENT, ("[TOOL_CALLS]", '[{"name": "', _NAME, '", "arguments": ', _ARGUMENTS, "}]")),
@@ -131,7 +128,7 @@ def prepare(
         return Prepared(prompt, grammar=grammar)
     messages = [_with_parsed_arguments(message) for message in cast(Messages, prompt)]
     template = tokenizer.template_text(known or None)
-    dialect = next((how for has, lacks, how in _DIALECTS if has in template and lacks not in template), None)
+    dialect = next((form for has, lacks, form in _DIALECTS if has in template and lacks not in template), None)
     # a call in an unknown format cannot be forced
     is_known = dialect is not None or (tokenizer.has_response_parser and not forced)
     is_native = is_known and tokenizer.renders_tools()
@@ -143,8 +140,8 @@ def prepare(
     if forced and grammar is not None:
         raise SettingError("a forced tool_choice and a grammar exclude each other: leave out one of them")
     if forced:
-        wanted = [tool for tool in known if tool["function"]["name"] in forced]
-        grammar = _call_grammar(tokenizer, dialect, wanted)
+        allowed = [tool for tool in known if tool["function"]["name"] in forced]
+        grammar = _call_grammar(tokenizer, dialect, allowed)
     elif grammar is not None:
         grammar = _call_grammar(tokenizer, dialect, known, grammar)
     return Prepared(messages, {"tools": list(known)} if is_native else {}, grammar, known, is_native, forced)
@@ -201,7 +198,7 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls") if isinstance(message, dict) else None
     if not calls:
         return message
-    read = []
+    parsed = []
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         arguments = _arguments(function.get("arguments")) if isinstance(function, Mapping) else None
@@ -210,8 +207,8 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
                 'a tool call is {"type": "function", "id": ..., "function": {"name": ..., "arguments": {...}}}, '
                 f"got {call!r:.120}"
             )
-        read.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
-    return {**message, "tool_calls": read}
+        parsed.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": parsed}
 
 
 def _as_text(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
@@ -232,8 +229,8 @@ def _message_as_text(message: dict[str, Any]) -> dict[str, Any]:
         return message  # rendering raises the error
     content = message.get("content")
     if message.get("role") == "tool":
-        if isinstance(content, list):  # line breaks, as the tokenizer puts between the parts of a tool message
-            content = [each for part in content for each in ("\n", part)][1:]
+        if isinstance(content, list):  # the tokenizer joins the parts of a tool message with line breaks, too
+            content = [text for part in content for text in ("\n", part)][1:]
         return {"role": "user", "content": _around("<tool_response>\n", content, "\n</tool_response>")}
     if not message.get("tool_calls"):
         return message
@@ -259,24 +256,24 @@ def _around(before: str, content: Any, after: str) -> Any:
 def _call_grammar(
     tokenizer: Tokenizer, dialect: Sequence[str], tools: Sequence[Mapping[str, Any]], answer: Grammar | None = None
 ) -> Grammar:
-    """Return the grammar of one call of one of these tools, or else the answer."""
+    """Return the grammar of one call of one of these tools, or of the answer."""
     rules = [
         f"call_{number}: " + " ".join(_terms(tokenizer, dialect, tool["function"])) for number, tool in enumerate(tools)
     ]
-    ways = [f"call_{number}" for number in range(len(tools))]
+    alternatives = [f"call_{number}" for number in range(len(tools))]
     if answer is not None:
         if answer.json_schema is None:
             raise SettingError("with tools, a grammar must be a json_schema: convert it, or leave out the tools")
         rules.append(f"answer: %json {json.dumps(guarded(answer.json_schema))}")
-        ways.append("answer")
-    return Grammar(lark="\n".join([f"start: {' | '.join(ways)}", *rules]))
+        alternatives.append("answer")
+    return Grammar(lark="\n".join([f"start: {' | '.join(alternatives)}", *rules]))
 
 
 def _terms(tokenizer: Tokenizer, dialect: Sequence[str], function: Mapping[str, Any]) -> Iterator[str]:
     for piece in dialect:
         control = tokenizer.control_token(piece)
         if piece == _ARGUMENTS:
-            # at the root of its own schema, where its $refs are resolved
+            # a separate schema, so that its $refs are resolved from its root
             yield f"%json {json.dumps(guarded(function['parameters']))}"
         elif control is not None:
             yield f"<[{control}]>"
@@ -287,25 +284,12 @@ def _terms(tokenizer: Tokenizer, dialect: Sequence[str], function: Mapping[str, 
 # ---------------------------------------------------------------- answer
 
 
-class AnswerParser(Protocol):
-    """Protocol: separates the text of one streamed answer from its tool calls.
-
-    Attributes:
-        control_tokens: The parser needs control tokens in the text.
-    """
-
-    control_tokens: bool
-
-    def parse(self, delta: Delta) -> Delta:
-        """Return the delta with the text that cannot be part of a call, and with the calls."""
-
-
 class _OpenCall:
-    """A call whose arguments arrive.
+    """A call whose arguments are being generated.
 
     Attributes:
         start: Position of the arguments in the call's text.
-        taken: Number of their characters that were taken.
+        taken: Number of their characters taken so far.
         arguments: These characters, as strict JSON.
     """
 
@@ -319,7 +303,7 @@ class _OpenCall:
         return self.taken > 0 and self._depth == 0
 
     def take(self, text: str) -> str:
-        """Take what belongs to the arguments from the call's text; return what is new."""
+        """Take the arguments from the call's text; return their new part."""
         more = ""
         for letter in text[self.start + self.taken :]:
             if self.is_complete:
@@ -338,62 +322,30 @@ class _OpenCall:
         return more
 
 
-class _Calls:
-    """The calls of an answer: those that its next delta begins, continues or ends.
+class AnswerParser:
+    """Separates the text of one streamed answer from its tool calls.
 
     Attributes:
-        num: Number of calls so far.
+        control_tokens: The parser needs control tokens in the text.
     """
 
+    control_tokens = False
+
     def __init__(self, forced: Sequence[str]) -> None:
-        self.num = 0
         self._forced = forced
-        self._open: _OpenCall | None = None
+        self._num_calls = 0
+        self._open: _OpenCall | None = None  # pieces of it were sent
         self._pieces: list[CallPiece] = []
         self._valid: list[ToolCall] = []
         self._invalid: list[InvalidCall] = []
 
-    @property
-    def is_open(self) -> bool:
-        """True if pieces of an unfinished call were sent."""
-        return self._open is not None
-
-    def stream(self, text: str, head: re.Match[str] | None) -> None:
-        """Send what the text of a call has of its arguments, once `head` is what precedes them."""
-        if self._open is None and head is not None:
-            self._open = _OpenCall(self.num, head["name"], head.end())
-            self._begin(self._open.take(text), self._open.name, self._open.id)
-        elif self._open is not None and (more := self._open.take(text)):
-            self._pieces.append(CallPiece(self._open.index, more))
-
-    def end(self, calls: Sequence[ToolCall]) -> None:
-        """End with these calls. The first one is the one that was streamed, if any."""
-        for call in calls:
-            if self._open is None:
-                self._begin(json.dumps(call.arguments, ensure_ascii=False), call.name, call.id)
-                self._valid.append(call)
-            else:
-                self._valid.append(replace(call, id=self._open.id))
-            self._open = None
-
-    def fail(self, text: str) -> None:
-        """End with an invalid call, of which this text exists."""
-        if self._open is None:
-            name = self._forced[0] if len(self._forced) == 1 else ""
-            self._open = _OpenCall(self.num, name, len(text))
-            self._begin("", name, self._open.id)
-        opened, rest = self._open, text[self._open.start + self._open.taken :]
-        arguments = _arguments(opened.arguments) if opened.is_complete and not rest.strip("}] \n") else None
-        if arguments is not None:  # only closing marks are missing
-            self.end([_call(opened.name, arguments)])
-            return
-        if rest:
-            self._pieces.append(CallPiece(opened.index, rest))
-        self._invalid.append(InvalidCall(opened.name, opened.arguments + rest, opened.id))
-        self._open = None
-
-    def into(self, delta: Delta, text: str) -> Delta:
-        """Return the delta with this text and what is new. Forgets what is new."""
+    def parse(self, delta: Delta) -> Delta:
+        """Return the delta with its calls and with the text that cannot be part of a call."""
+        is_end = delta.finish_reason is not None
+        text = self._add(delta.text, is_end, is_cut=delta.finish_reason == "length")
+        if is_end and self._forced and not self._num_calls:
+            text = ""  # the beginning of a call
+            self._fail("")
         pieces: dict[int, CallPiece] = {}
         for piece in self._pieces:
             before = pieces.get(piece.index)
@@ -402,50 +354,81 @@ class _Calls:
         self._pieces, self._valid, self._invalid = [], [], []
         return replace(delta, text=text, call_pieces=tuple(pieces.values()), tool_calls=valid, invalid_calls=invalid)
 
+    def _add(self, text: str, is_end: bool, is_cut: bool) -> str:
+        """Add text of the answer; return the text outside calls. Calls go through `_stream`, `_end` and `_fail`."""
+        raise NotImplementedError
+
+    def _stream(self, text: str, head: re.Match[str] | None) -> None:
+        """Send the new part of a call's arguments; `head` is the match of the text before them, once complete."""
+        if self._open is None and head is not None:
+            self._open = _OpenCall(self._num_calls, head["name"], head.end())
+            self._begin(self._open.take(text), self._open.name, self._open.id)
+        elif self._open is not None and (more := self._open.take(text)):
+            self._pieces.append(CallPiece(self._open.index, more))
+
+    def _end(self, calls: Sequence[ToolCall]) -> None:
+        """End these calls. The first is the streamed one, if there is one."""
+        for call in calls:
+            if self._open is None:
+                self._begin(json.dumps(call.arguments, ensure_ascii=False), call.name, call.id)
+                self._valid.append(call)
+            else:
+                self._valid.append(replace(call, id=self._open.id))
+            self._open = None
+
+    def _fail(self, text: str) -> None:
+        """End an invalid call with this text."""
+        if self._open is None:
+            name = self._forced[0] if len(self._forced) == 1 else ""
+            self._open = _OpenCall(self._num_calls, name, len(text))
+            self._begin("", name, self._open.id)
+        opened, rest = self._open, text[self._open.start + self._open.taken :]
+        arguments = _arguments(opened.arguments) if opened.is_complete and not rest.strip("}] \n") else None
+        if arguments is not None:  # only closing marks are missing
+            self._end([_call(opened.name, arguments)])
+            return
+        if rest:
+            self._pieces.append(CallPiece(opened.index, rest))
+        self._invalid.append(InvalidCall(opened.name, opened.arguments + rest, opened.id))
+        self._open = None
+
     def _begin(self, arguments: str, name: str, id: str) -> None:
-        self._pieces.append(CallPiece(self.num, arguments, name, id))
-        self.num += 1
+        self._pieces.append(CallPiece(self._num_calls, arguments, name, id))
+        self._num_calls += 1
 
 
-class CallParser:
+class CallParser(AnswerParser):
     """Parses calls in the Hermes, Qwen, Llama 3 and Mistral formats.
 
     Anything else is text. A call is invalid if it was cut off, or if it is malformed after its arguments have begun.
     """
 
-    control_tokens = False
-
     def __init__(self, names: Sequence[str], forced: Sequence[str] = ()) -> None:
-        """Take the names of the tools, and of those of which the answer must be a call."""
-        self._names, self._forced = names, forced
+        """Create a parser for calls of the tools `names`; the answer must call one of `forced`, if any."""
+        super().__init__(forced)
+        self._names = names
         self._held = ""  # possibly a call, or the beginning of one
         self._has_text = False
-        self._calls = _Calls(forced)
 
-    def parse(self, delta: Delta) -> Delta:
-        """See `AnswerParser`."""
-        self._held += delta.text
-        is_end = delta.finish_reason is not None
-        text = self._split(is_end, is_cut=delta.finish_reason == "length")
-        if is_end and self._forced and not self._calls.num:
-            text = ""  # the beginning of a call
-            self._calls.fail("")
-        self._has_text = self._has_text or bool(text.strip())
-        return self._calls.into(delta, text)
+    def _add(self, text: str, is_end: bool, is_cut: bool) -> str:
+        self._held += text
+        outside = self._split(is_end, is_cut)
+        self._has_text = self._has_text or bool(outside.strip())
+        return outside
 
     def _split(self, is_end: bool, is_cut: bool) -> str:
-        """Return the text that is no call; the calls are found in `_calls`."""
-        if not self._has_text and (self._calls.is_open or not self._calls.num) and self._may_be_bare():
+        """Return the text outside calls."""
+        if not self._has_text and (self._open or not self._num_calls) and self._may_be_bare():
             text = self._without_marks()
             head = _HEAD.match(text) or _MISTRAL_HEAD.match(text)
-            self._calls.stream(text, head if head and head["name"] in self._names else None)
+            self._stream(text, head if head and head["name"] in self._names else None)
             if not is_end:
                 return ""
             if calls := self._bare_calls():
-                self._calls.end(calls)
+                self._end(calls)
                 return ""
-            if self._calls.is_open or (is_cut and self._held.lstrip().startswith(_CALL_MARKS)):
-                self._calls.fail(text)
+            if self._open or (is_cut and self._held.lstrip().startswith(_CALL_MARKS)):
+                self._fail(text)
                 return ""
         text = ""
         while True:
@@ -453,22 +436,22 @@ class CallParser:
             if not tag:
                 break
             inside, closed, after = _first_tagged(rest)
-            self._calls.stream(inside, _HEAD.match(inside))
+            self._stream(inside, _HEAD.match(inside))
             if not is_end and not closed:
                 solid = before.rstrip()
                 self._held = self._held[len(solid) :]
                 return text + solid
-            if found := _calls(inside):
-                self._calls.end(found)
-            elif self._calls.is_open or (is_cut and not closed):
-                self._calls.fail(inside)
+            if calls := _calls(inside):
+                self._end(calls)
+            elif self._open or (is_cut and not closed):
+                self._fail(inside)
             else:
                 text += before + tag + inside + closed
                 self._held = after
                 continue
             text += before.rstrip()
             self._held = after
-        if is_end and self._calls.num:
+        if is_end and self._num_calls:
             self._held = self._held.rstrip()
         kept = 0 if is_end else self._undecided()
         text += self._held[: len(self._held) - kept]
@@ -505,80 +488,74 @@ class CallParser:
         return calls if all(call.name in self._names for call in calls) else []
 
 
-class _TemplateParser:
+class _TemplateParser(AnswerParser):
     """transformers' own parser, for tokenizers with a response template."""
 
     control_tokens = True
 
-    def __init__(self, parser: Any, forced: Sequence[str] = ()) -> None:
-        self._parser, self._forced = parser, forced
-        self._open = ""  # text since the last complete event
+    def __init__(self, parser: Any, forced: Sequence[str]) -> None:
+        super().__init__(forced)
+        self._parser = parser
+        self._unparsed = ""  # text since the last complete event
         self._region: str | None = None  # text of the open call
         self._has_failed = False
-        self._calls = _Calls(forced)
 
-    def parse(self, delta: Delta) -> Delta:
-        is_end, is_cut = delta.finish_reason is not None, delta.finish_reason == "length"
-        text = self._feed(delta.text)
-        if is_end:
-            text += self._finalize(is_cut)
-            if self._forced and not self._calls.num:
-                text = ""  # the beginning of a call
-                self._calls.fail("")
-        return self._calls.into(delta, text)
+    def _add(self, text: str, is_end: bool, is_cut: bool) -> str:
+        outside = self._feed(text)
+        return outside + self._finalize(is_cut) if is_end else outside
 
     def _feed(self, text: str) -> str:
-        self._open += text
+        self._unparsed += text
         if self._has_failed:
             return self._rest()
         try:
             return self._text_of(self._parser.feed(text))
         except ValueError:  # for example a call whose arguments are not JSON
-            return self._fail(is_cut=False)
+            return self._give_up(is_cut=False)
 
     def _finalize(self, is_cut: bool) -> str:
         if self._has_failed:
             return ""
         if is_cut and self._region is not None:  # the parser would complete the call
-            return self._fail(is_cut)
+            return self._give_up(is_cut)
         try:
             return self._text_of(self._parser.finalize()[1])
         except ValueError:
-            return self._fail(is_cut)
+            return self._give_up(is_cut)
 
     def _text_of(self, events: Sequence[dict[str, Any]]) -> str:
-        """Return the text in these events; the calls are found in `_calls`."""
+        """Return the text outside calls in these events."""
         if any(event["type"] != "region_open" and not event.get("dirty") for event in events):
-            self._open = ""
+            self._unparsed = ""
         text = ""
         for event in events:
             if event["field"] != "tool_calls":
                 text += event["text"] if event["type"] == "region_chunk" else ""
             elif event["type"] == "region_chunk":
                 self._region = (self._region or "") + event["text"]
-                self._calls.stream(self._region, _HEAD.match(self._region))
+                self._stream(self._region, _HEAD.match(self._region))
             elif event["type"] == "region_open":
                 self._region = ""
             else:
                 calls = _calls_in(event["value"])
-                if calls or not self._calls.is_open:
-                    self._calls.end(calls)
+                if calls or not self._open:
+                    self._end(calls)
                 else:
-                    self._calls.fail(self._region or "")
+                    self._fail(self._region or "")
                 self._region = None
         return text
 
-    def _fail(self, is_cut: bool) -> str:
-        """Give up parsing; return the text that is no call."""
+    def _give_up(self, is_cut: bool) -> str:
+        """Stop parsing; return the text outside calls."""
         self._has_failed = True
-        if self._region is None or not (is_cut or self._calls.is_open):
+        if self._region is None or not (is_cut or self._open):
             return self._rest()
-        self._calls.fail(self._region)
-        self._open = ""
+        self._fail(self._region)
+        self._unparsed = ""
         return ""
 
     def _rest(self) -> str:
-        text, self._open = self._open, ""
+        text, self._unparsed = self._unparsed, ""
         return text
 
 
@@ -631,7 +608,7 @@ def _new_id() -> str:
 
 
 def _arguments(value: Any) -> dict[str, Any] | None:
-    """Return arguments, a dict or JSON, as a dict; None if they are neither."""
+    """Return arguments, given as a dict or JSON, as a dict; None if they are neither."""
     if isinstance(value, str):
         try:
             value = json.loads(value, strict=False) if value.strip() else {}

@@ -21,7 +21,7 @@ BATCH_BYTES = 256 << 20
 CPU_TOKENS = 512
 """Tokens per forward pass on a CPU: a pass takes seconds there, and larger ones are not faster per token."""
 
-_ENOUGH = 1024  # tokens: a larger pass is not faster per token, so no row is padded by much to be part of one
+_ENOUGH = 1024  # tokens: larger passes are not faster per token, so rows are padded little to be part of them
 _PADDING = 1.03
 
 LayerKV = tuple[Tensor, Tensor]
@@ -30,12 +30,12 @@ LayerKV = tuple[Tensor, Tensor]
 
 @dataclass
 class Tree:
-    """A row to compute, and rows that begin like it: each has the row's KV up to the token where it differs.
+    """A row to compute, and its branches: rows that share a prefix with it, and the KV of that prefix.
 
     Attributes:
         ids: Token ids of the row.
-        branches: Number of leading tokens that a branch shares with the row, and the token ids that follow there.
-        chunks: By number of a chunk: the places of its tokens among those of the row and then of the branches.
+        branches: Length of the shared prefix, and the branch's token ids after it.
+        chunks: Number of a chunk -> places of its tokens, counted through the row and then the branches.
     """
 
     ids: list[int]
@@ -59,10 +59,10 @@ def encode(
     contexts: Sequence[Sequence[int]] | None = None,
     most_tokens: int | None = None,
 ) -> Iterator[tuple[int, list[LayerKV]]]:
-    """Encode chunks with the model's preamble and their contexts in front. Only the chunks' own KV is kept.
+    """Encode chunks after the model's preamble and their contexts. Only the chunks' own KV is kept.
 
-    What rows have in common at their beginning is computed once, see `trees`. On a CPU, long rows are computed in
-    blocks, and their chunks are yielded as they are complete.
+    Shared prefixes are computed once, see `trees`. On a CPU, long rows are computed in blocks, and a chunk is yielded
+    when it is complete.
 
     Args:
         chunks: Token ids of each chunk, not empty, without the preamble.
@@ -72,11 +72,11 @@ def encode(
     Yields:
         (number of the chunk in `chunks`, keys and values per layer).
     """
-    made = trees(model, chunks, contexts, most_tokens or BATCH_TOKENS)
-    lengths = {number: len(tree.ids) for number, tree in enumerate(made) if not tree.branches}
+    forest = trees(model, chunks, contexts, most_tokens or BATCH_TOKENS)
+    lengths = {number: len(tree.ids) for number, tree in enumerate(forest) if not tree.branches}
     numbers = _batches(lengths, most_tokens or batch_tokens(model), model.stable_length)
-    batches = [[made[number] for number in batch] for batch in numbers]
-    for batch in batches + [[tree] for tree in made if tree.branches]:
+    batches = [[forest[number] for number in batch] for batch in numbers]
+    for batch in batches + [[tree] for tree in forest if tree.branches]:
         encoded = _encode_batch(model, batch)
         while True:
             with torch.inference_mode():  # not while this generator is suspended
@@ -102,18 +102,18 @@ def trees(
     contexts: Sequence[Sequence[int]] | None = None,
     most_tokens: int = BATCH_TOKENS,
 ) -> list[Tree]:
-    """Return what `encode` computes for these chunks.
+    """Return the rows that `encode` computes for these chunks.
 
-    Attention is causal, so the KV of a common beginning of two rows is the same, unless RoPE depends on the length. A
-    row becomes a branch of a longer one if they have at least its first half in common.
+    Attention is causal, so a shared prefix has the same KV in both rows, unless RoPE depends on the length. A row
+    becomes a branch of a longer one if they share at least its first half.
 
     Args:
-        most_tokens: A branch that would make a tree larger is computed elsewhere.
+        most_tokens: Maximum number of tokens of a tree with branches.
     """
     preamble, contexts = list(model.preamble), contexts or [()] * len(chunks)
     rows = [[*preamble, *context, *chunk] for context, chunk in zip(contexts, chunks, strict=True)]
-    made: list[Tree] = []
-    # neighbours in alphabetical order have the longest beginnings in common
+    forest: list[Tree] = []
+    # neighbours in alphabetical order share the longest prefixes
     todo = _clusters(rows, sorted(range(len(rows)), key=rows.__getitem__), model.stable_length)
     while todo:
         cluster = todo.pop()
@@ -128,12 +128,12 @@ def trees(
                 continue
             tree.chunks[number] = [slice(first, shared)] if first < shared else []
             if rest:
-                behind = tree.num_tokens - shared + max(first, shared)
+                start = tree.num_tokens - shared + max(first, shared)
                 tree.branches.append((shared, rest))
-                tree.chunks[number].append(slice(behind, tree.num_tokens))
-        made.append(tree)
+                tree.chunks[number].append(slice(start, tree.num_tokens))
+        forest.append(tree)
         todo += _clusters(rows, left, model.stable_length)
-    return made
+    return forest
 
 
 def _clusters(rows: Sequence[list[int]], order: Sequence[int], stable_length: int) -> list[list[int]]:
@@ -150,12 +150,12 @@ def _clusters(rows: Sequence[list[int]], order: Sequence[int], stable_length: in
     return clusters
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common beginning of two rows."""
-    low, high = 0, min(len(one), len(other))
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the common prefix of two rows."""
+    low, high = 0, min(len(first), len(second))
     while low < high:  # comparing slices is faster than comparing tokens
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if first[low:middle] == second[low:middle]:
             low = middle
         else:
             high = middle - 1
@@ -171,13 +171,13 @@ def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, l
     # where RoPE depends on the length, the pass must include the last position
     is_divided = len(batch) == 1 and _is_slow(model) and longest <= model.stable_length
     size = CPU_TOKENS if is_divided else longest
-    # padding comes after the chunk, where causal attention cannot see it: no mask is needed
+    # padding needs no mask: it comes after the chunk, where causal attention cannot see it
     rows = [tree.ids + tree.ids[-1:] * (longest - len(tree.ids)) for tree in batch]
-    cache, found = model.new_cache(max(longest, batch[0].num_tokens)), list[LayerKV]()
+    cache, last_layer = model.new_cache(max(longest, batch[0].num_tokens)), list[LayerKV]()  # of each pass
 
     def observe(number: int, keys: Tensor, values: Tensor) -> bool:
         if number == last:
-            found.append((keys, values))
+            last_layer.append((keys, values))
         return number == last
 
     for start in range(0, longest, size):
@@ -192,31 +192,31 @@ def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, l
         else:
             model.forward_until(observe, block, cache, torch.arange(start, stop) if len(batch) == 1 else None)
         complete = [_complete(tree, start, stop) for tree in batch]
-        first = min((places[0].start for each in complete for places in each.values()), default=len(positions))
-        encoded: dict[int, list[LayerKV]] = {number: [] for each in complete for number in each}
+        places = [(row, chunk, where) for row, chunks in enumerate(complete) for chunk, where in chunks.items()]
+        first = min((where[0].start for _, _, where in places), default=len(positions))
+        encoded: dict[int, list[LayerKV]] = {chunk: [] for _, chunk, _ in places}
         tables = model.tables(positions[first:]) if encoded else []
         for number in range(model.num_layers if encoded else 0):
-            parts = (
-                cache.layer(number) if number < last else [torch.cat(part, dim=2) for part in zip(*found, strict=True)]
+            layer = (
+                cache.layer(number) if number < last else (torch.cat(part, 2) for part in zip(*last_layer, strict=True))
             )
-            keys, values = (part[:, :, first : len(positions)] for part in parts)
+            keys, values = (part[:, :, first : len(positions)] for part in layer)
             keys = model.all_heads(model.unrotate(number, keys, tables[number])).cpu()
             values = model.all_heads(values).cpu()
-            for index, each in enumerate(complete):
-                for chunk, places in each.items():
-                    own = [slice(place.start - first, place.stop - first) for place in places]
-                    # copies: a view would keep the context's memory alive
-                    copies = (torch.cat([part[index, :, place] for place in own], 1) for part in (keys, values))
-                    encoded[chunk].append((next(copies), next(copies)))
-        keys, values = found.pop()
-        found.append((keys[:, :, : stop - start], values[:, :, : stop - start]))
+            for row, chunk, where in places:
+                slices = [slice(part.start - first, part.stop - first) for part in where]
+                # copies: a view would keep the context's memory alive
+                copies = (torch.cat([part[row, :, tokens] for tokens in slices], 1) for part in (keys, values))
+                encoded[chunk].append((next(copies), next(copies)))
+        keys, values = last_layer.pop()
+        last_layer.append((keys[:, :, : stop - start], values[:, :, : stop - start]))
         yield encoded
 
 
 def _complete(tree: Tree, start: int, stop: int) -> dict[int, list[slice]]:
-    """Return the chunks that the pass over the row's block from `start` to `stop` completes.
+    """Return the chunks that the pass over the row's tokens from `start` to `stop` completes, and their places.
 
-    Their places are among the tokens of the row up to `stop` and of the branches that begin in this block.
+    Places are counted through the tokens of the row up to `stop` and those of the branches that begin in this block.
     """
     begins = list(accumulate((len(ids) for _, ids in tree.branches), initial=len(tree.ids)))
     shifts, end = dict[int, int](), stop
@@ -240,9 +240,9 @@ def _batches(lengths: Mapping[int, int], most_tokens: int, stable_length: int) -
     filled = 0
     for number in sorted(lengths, key=lengths.__getitem__):
         length = lengths[number]
-        other = length > stable_length and lengths[number] != lengths[batch[0] if batch else number]
+        has_other_frequencies = bool(batch) and length > stable_length and length != lengths[batch[0]]
         is_wasteful = filled >= _ENOUGH and length * len(batch) > _PADDING * filled
-        if batch and (length * (len(batch) + 1) > most_tokens or other or is_wasteful):
+        if batch and (length * (len(batch) + 1) > most_tokens or has_other_frequencies or is_wasteful):
             yield batch
             batch, filled = [], 0
         batch.append(number)

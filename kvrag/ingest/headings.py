@@ -1,4 +1,4 @@
-"""The title and the headings above a text, as the context that it is encoded behind."""
+"""The title and the headings above a text, with which it is encoded as context."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def title(source: str) -> str:
 
 
 def headings_after(path: list[str], text: str) -> list[str]:
-    """Return the title and the Markdown headings above what follows `text`.
+    """Return the title and the Markdown headings above the text after `text`.
 
-    Lines of a code block are no headings, if the text has the fence that opens it.
+    Lines of a code block are not headings if the text contains the fence that opens it.
 
     Args:
         path: The title and the headings above `text`, the outermost first.
@@ -24,8 +24,8 @@ def headings_after(path: list[str], text: str) -> list[str]:
     in_code = False
     for line in text.splitlines():
         in_code ^= line.lstrip().startswith(("```", "~~~"))
-        if not in_code and (found := _HEADING.match(line)):
-            level = len(found[1])
+        if not in_code and (heading := _HEADING.match(line)):
+            level = len(heading[1])
             name, *above = path
             path = [name, *(other for other in above if other.index(" ") < level), line.strip()]
     return path

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -28,17 +28,17 @@ from kvrag.store.codec import pack
 from kvrag.types import WarmReport
 
 _PORTION_BYTES = 512 << 20  # chunks are encoded in portions of about this much KV, so that similar lengths share passes
-_PUT_BYTES, _PUT_S = 64 << 20, 5.0  # ... and stored after as much KV, or after these seconds; a pass may take as long
-_LEAST_OVERLAP = 8  # shorter overlaps are chance
-_GROWTH = 5, 12  # least and most, before a context is cut back: longer ones cost more attention than they save
-_CUTS = 4  # between them, one cut in that many tokens; all three in units of `context_tokens`
+_PUT_BYTES, _PUT_S = 64 << 20, 5.0  # ... and stored after this much KV or this many seconds; a pass may take longer
+_LEAST_OVERLAP = 8  # tokens; shorter overlaps are coincidence
+_GROWTH = 5, 12  # minimum and maximum before a context is cut back: longer ones cost more attention than they save
+_CUTS = 4  # between them, about one cut in this many tokens; all three in units of `context_tokens`
 _ROUNDS = 4  # of encoding chunks that other processes evicted or began to share
 
 Progress = Callable[[int, int], None]
 
 Mode = Literal["replace", "add", "on request"]
-"""The texts are all texts of their documents, are added to them, or came with a prompt: then they have an anonymous
-holder and expire when unused."""
+"""Whether the texts replace those of their documents, are added to them, or came with a prompt. In the last case, they
+have an anonymous holder and expire when unused."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,11 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A text as a piece of a source in a document.
+    """A text at its place in a source and a document.
 
     Attributes:
-        context: Token ids that precede it in its source.
+        context: Token ids that precede it in its source; of a chosen variant, those that it is encoded with.
+        chunk_key: Key of the chosen variant; "" before the choice.
     """
 
     document: str
@@ -71,20 +72,12 @@ class _Piece:
     text_key: str
     ids: list[int]
     context: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """The variant that a piece relies on; `context` is empty for the variant encoded alone."""
-
-    piece: _Piece
-    chunk_key: str
-    context: list[int]
+    chunk_key: str = ""
 
 
 @dataclass
 class _Tally:
-    """Progress of the encoding: what is done and what is left."""
+    """Progress of the encoding, in chunks, tokens and bytes."""
 
     text_keys: set[str] = field(default_factory=set)
     tokens: int = 0
@@ -102,8 +95,8 @@ class Choosing:
     def tokenize(self, texts: Iterable[str], namespace: str = "") -> Texts:
         """Tokenize texts. Raises the errors of `BlendEngine.warm` for texts that cannot be chunks."""
         if isinstance(texts, str) or not isinstance(texts, Iterable):
-            given = "one string" if isinstance(texts, str) else repr(texts)
-            raise SettingError(f"texts must be a list of strings, not {given:.80}")
+            value = "one string" if isinstance(texts, str) else repr(texts)
+            raise SettingError(f"texts must be a list of strings, not {value:.80}")
         tokens: list[list[int]] = []
         chunk_keys: list[str | None] = []
         short: set[str] = set()
@@ -112,7 +105,7 @@ class Choosing:
             if not isinstance(text, str):
                 raise SettingError(f"chunk {number} must be a string, got {type(text).__name__}")
             ids = self._outline.tokenizer.encode(text)
-            self._outline.check_window(len(ids) + len(self._outline.tokenizer.preamble), f"chunk {number}")
+            self._outline.check_window(len(ids) + len(self._outline.preamble), f"chunk {number}")
             tokens.append(ids)
             if len(ids) < least:
                 short.add(text)
@@ -136,7 +129,7 @@ class Choosing:
 
     def _pieces(
         self,
-        given: Texts,
+        texts: Texts,
         names: Sequence[str],
         sources: Sequence[str],
         namespace: str,
@@ -150,7 +143,7 @@ class Choosing:
         pieces: dict[tuple[str, str, str], _Piece] = {}
         contexts = self._headings if self._config.context == "headings" else self._preceding
         for name, source, ids, chunk_key, context in zip(
-            names, sources, given.ids, given.chunk_keys, contexts(given.ids, sources, before), strict=True
+            names, sources, texts.ids, texts.chunk_keys, contexts(texts.ids, sources, before), strict=True
         ):
             if chunk_key:
                 piece = _Piece(name, source, text_key(namespace, ids), ids, context)
@@ -162,8 +155,8 @@ class Choosing:
     ) -> Iterator[list[int]]:
         """Yield the text that precedes each text in its source.
 
-        The context is cut back to `context_tokens` now and then. Until then, consecutive contexts share a prefix, which
-        is computed once for all of them.
+        The context grows with the source and is cut back to `context_tokens` at intervals. In between, consecutive
+        contexts share a prefix, which is computed only once.
         """
         blank = self._outline.tokenizer.encode("\n\n")
         limit = self._config.context_tokens
@@ -181,21 +174,21 @@ class Choosing:
     def _cuts(self, context: Sequence[int], ids: Sequence[int]) -> bool:
         """Return whether the context is cut back before this text.
 
-        Between the least and the most growth, the text itself decides, by a hash. So behind an edit the cuts soon are
-        where they were before. If the length alone decided, they would be shifted up to the end of the document.
+        Between minimum and maximum growth, a hash of the text decides: soon after an edit, the cuts are at the same
+        texts as before. If the length alone decided, an edit would shift all cuts up to the end of the document.
         """
         length = len(self._outline.preamble) + len(context) + len(ids)
         if length > min(self._outline.context_window, self._outline.stable_length):  # beyond that, nothing is shared
             return True
         limit = self._config.context_tokens
         grown = len(context) - limit
-        least, most = (times * limit for times in _GROWTH)
+        least, most = (factor * limit for factor in _GROWTH)
         return grown > most or (grown > least and int(text_key("", ids), 16) % (_CUTS * limit) < len(ids))
 
     def _headings(
         self, texts: Sequence[list[int]], sources: Sequence[str], before: dict[str, list[int]]
     ) -> Iterator[list[int]]:
-        """Yield the title of each text's source and the headings above the text; `before` has those at its end."""
+        """Yield the title of each text's source and the headings above the text; sets `before` to those at its end."""
         tokenizer = self._outline.tokenizer
         for source, ids in zip(sources, texts, strict=True):
             limit = min(self._config.context_tokens, self._room(ids)) if source else 0
@@ -207,14 +200,14 @@ class Choosing:
 
     def _room(self, ids: Sequence[int]) -> int:
         """Return the number of tokens that the window has for the context of a text."""
-        return self._outline.context_window - len(self._outline.tokenizer.preamble) - len(ids)
+        return self._outline.context_window - len(self._outline.preamble) - len(ids)
 
     def _look_up(self, pieces: Sequence[_Piece]) -> dict[str, TextState]:
         return self._store.look_up(list(dict.fromkeys(piece.text_key for piece in pieces)))
 
     def _choose(
         self, pieces: Sequence[_Piece], states: Mapping[str, TextState], namespace: str, shared: set[str]
-    ) -> list[_Choice]:
+    ) -> list[_Piece]:
         """Choose the variant of each piece: with context, or encoded alone if the text is held elsewhere too.
 
         Args:
@@ -225,11 +218,9 @@ class Choosing:
             sources[piece.text_key].add(piece.source)
         shared.update(key for key, state in states.items() if "" in state.sources.values())
         several = shared | {key for key, names in sources.items() if len(names) > 1}
-        contexts = [[] if piece.text_key in several else piece.context for piece in pieces]
-        return [
-            _Choice(piece, self._fingerprint.chunk_key(piece.ids, context, namespace), context)
-            for piece, context in zip(pieces, contexts, strict=True)
-        ]
+        variants = [replace(piece, context=[]) if piece.text_key in several else piece for piece in pieces]
+        key = self._fingerprint.chunk_key
+        return [replace(piece, chunk_key=key(piece.ids, piece.context, namespace)) for piece in variants]
 
 
 class Ingestion(Choosing):
@@ -255,25 +246,16 @@ class Ingestion(Choosing):
 
         Args:
             before: Token ids that precede the texts in their sources, by source, from an earlier call. Changed to
-                those that precede what comes next.
+                those that precede the texts of the next call.
         """
         started = time.perf_counter()
-        given = self.tokenize(texts, namespace)
-        names = [document] * len(given.ids) if isinstance(document, str) else document
-        if len(names) != len(given.ids):
-            raise SettingError(
-                f"{len(names)} document names for {len(given.ids)} texts: give one per text, or a single string"
-            )
-        if sources is None or isinstance(sources, str):
-            sources = names if sources is None else [sources] * len(given.ids)
-        if len(sources) != len(given.ids):
-            raise SettingError(
-                f"{len(sources)} sources for {len(given.ids)} texts: give one per text, or a single string"
-            )
+        tokenized = self.tokenize(texts, namespace)
+        names = _per_text(document, tokenized, "document names")
+        sources = _per_text(document if sources is None else sources, tokenized, "sources")
         check_names(*{*names, *sources})
         if mode == "on request":
-            document, names = ON_REQUEST, [ON_REQUEST] * len(given.ids)
-        pieces = self._pieces(given, names, sources, namespace, {} if before is None else before)
+            document, names = ON_REQUEST, [ON_REQUEST] * len(names)
+        pieces = self._pieces(tokenized, names, sources, namespace, {} if before is None else before)
         documents = {*names, document} if isinstance(document, str) else set(names)  # also those without texts
         tally = _Tally()
 
@@ -292,7 +274,7 @@ class Ingestion(Choosing):
                 break
 
         self._tuning.keep_speed()
-        warnings = given.warnings
+        warnings = tokenized.warnings
         if missing:
             warnings.append(
                 f"{len(missing)} of these chunks were evicted at once: the store's byte budget is too small for "
@@ -300,12 +282,12 @@ class Ingestion(Choosing):
             )
         num_texts = len({piece.text_key for piece in pieces})
         return WarmReport(
-            chunks=num_texts + given.skipped,
+            chunks=num_texts + tokenized.skipped,
             tokens=tally.tokens,
             bytes=tally.bytes,
             new=len(tally.text_keys),
             reused=num_texts - len(tally.text_keys),
-            skipped=given.skipped,
+            skipped=tokenized.skipped,
             seconds=time.perf_counter() - started,
             warnings=tuple(warnings),
         )
@@ -317,47 +299,47 @@ class Ingestion(Choosing):
         check_names(document)
         return self._store.set_document(document, [], namespace)
 
-    def _hold(self, choices: Sequence[_Choice], documents: Iterable[str], namespace: str, mode: Mode) -> None:
+    def _hold(self, choices: Sequence[_Piece], documents: Iterable[str], namespace: str, mode: Mode) -> None:
         """Record each document's holdings durably; chunks that no document relies on any more are removed."""
         held: dict[str, list[Holding]] = {document: [] for document in documents}
         for choice in choices:
-            held[choice.piece.document].append(Holding(choice.piece.text_key, choice.chunk_key, choice.piece.source))
+            held[choice.document].append(Holding(choice.text_key, choice.chunk_key, choice.source))
         for document, holdings in held.items():
             self._store.set_document(document, holdings, namespace, replace=mode == "replace")
 
-    def _has_room(self, missing: Sequence[_Choice], namespace: str) -> bool:
+    def _has_room(self, missing: Sequence[_Piece], namespace: str) -> bool:
         """Return whether the missing chunks fit into the store. If they fit, they were not evicted for lack of room."""
         stats = self._store.stats()
-        needed = sum(len(choice.piece.ids) for choice in missing) * stats.bytes / max(stats.tokens, 1)
+        needed = sum(len(choice.ids) for choice in missing) * stats.bytes / max(stats.tokens, 1)
         rooms = [(stats.bytes, stats.max_bytes)]
         rooms += [(part.bytes, part.max_bytes) for part in stats.namespaces if part.namespace == namespace]
         return all(most is None or used + needed <= most for used, most in rooms)
 
-    def _encode_and_put(self, missing: Sequence[_Choice], namespace: str, tally: _Tally, progress: Progress) -> None:
-        tally.total += sum(len(choice.piece.ids) for choice in missing)
+    def _encode_and_put(self, missing: Sequence[_Piece], namespace: str, tally: _Tally, progress: Progress) -> None:
+        tally.total += sum(len(choice.ids) for choice in missing)
         if missing or not tally.total:
             progress(tally.done, tally.total)
         for portion in _portions(missing, self._model.bytes_per_token):
             # another process may be warming the same corpus
             wanted = set(self._store.missing([choice.chunk_key for choice in portion]))
             new = [choice for choice in portion if choice.chunk_key in wanted]
-            tally.done += sum(len(choice.piece.ids) for choice in portion if choice.chunk_key not in wanted)
+            tally.done += sum(len(choice.ids) for choice in portion if choice.chunk_key not in wanted)
             with reporting_memory():
                 for choices, records in self._encode(new, namespace):
                     tally.bytes += self._store.put(records)
-                    tokens = sum(len(choice.piece.ids) for choice in choices)
-                    tally.text_keys.update(choice.piece.text_key for choice in choices)
+                    tokens = sum(len(choice.ids) for choice in choices)
+                    tally.text_keys.update(choice.text_key for choice in choices)
                     tally.tokens += tokens
                     tally.done += tokens
                     progress(tally.done, tally.total)
             if not new:
                 progress(tally.done, tally.total)
 
-    def _encode(self, choices: Sequence[_Choice], namespace: str) -> Iterator[tuple[list[_Choice], list[ChunkRecord]]]:
-        """Encode chunks; yield them in the amounts in which they are stored."""
-        chunks, contexts = [choice.piece.ids for choice in choices], [choice.context for choice in choices]
+    def _encode(self, choices: Sequence[_Piece], namespace: str) -> Iterator[tuple[list[_Piece], list[ChunkRecord]]]:
+        """Encode chunks; yield them in batches to store."""
+        chunks, contexts = [choice.ids for choice in choices], [choice.context for choice in choices]
         encoded, seconds, waits = encode(self._model, chunks, contexts), 0.0, self._model.waits
-        done: list[_Choice] = []
+        done: list[_Piece] = []
         records: list[ChunkRecord] = []
         size, stored = 0, time.perf_counter()
         for left in range(len(choices) - 1, -1, -1):
@@ -374,23 +356,33 @@ class Ingestion(Choosing):
                 yield done, records
                 done, records, size, stored = [], [], 0, time.perf_counter()
         if choices and self._model.waits == waits:  # otherwise the duration would include other threads' work
-            made = trees(self._model, chunks, contexts)
-            tokens, pairs = sum(tree.num_tokens for tree in made), sum(tree.num_pairs for tree in made)
+            forest = trees(self._model, chunks, contexts)
+            tokens, pairs = sum(tree.num_tokens for tree in forest), sum(tree.num_pairs for tree in forest)
             self._tuning.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds)
 
 
-def _missing(choices: Sequence[_Choice], states: Mapping[str, TextState]) -> list[_Choice]:
+def _missing(choices: Sequence[_Piece], states: Mapping[str, TextState]) -> list[_Piece]:
     """Return the choices whose variant is not stored, each variant once, in reading order."""
     missing = {
         choice.chunk_key: choice
         for choice in reversed(choices)
-        if choice.chunk_key not in states[choice.piece.text_key].variants
+        if choice.chunk_key not in states[choice.text_key].variants
     }
     return list(reversed(missing.values()))
 
 
+def _per_text(names: str | Sequence[str], texts: Texts, kind: str) -> Sequence[str]:
+    """Return one name per text."""
+    num_texts = len(texts.ids)
+    if isinstance(names, str):
+        return [names] * num_texts
+    if len(names) != num_texts:
+        raise SettingError(f"{len(names)} {kind} for {num_texts} texts: give one per text, or a single string")
+    return names
+
+
 def _overlap(before: list[int], ids: list[int]) -> int:
-    """Return how many tokens at the end of a text a splitter has repeated at the beginning of the next one.
+    """Return the number of tokens at the end of a text that a splitter repeated at the beginning of the next one.
 
     The first token may differ, because it lacks the space before it.
     """
@@ -400,18 +392,18 @@ def _overlap(before: list[int], ids: list[int]) -> int:
     return 0
 
 
-def _portions(choices: Sequence[_Choice], bytes_per_token: int) -> Iterator[list[_Choice]]:
+def _portions(choices: Sequence[_Piece], bytes_per_token: int) -> Iterator[list[_Piece]]:
     """Yield the choices in portions of about `_PORTION_BYTES`, in reading order.
 
-    Chunks that share a context stay together: otherwise it would be computed again.
+    Chunks that share a context stay together: otherwise the context would be computed again.
     """
-    portion: list[_Choice] = []
+    portion: list[_Piece] = []
     size = 0
     for choice in choices:
         if size >= _PORTION_BYTES and len(choice.context) <= len(portion[-1].context):
             yield portion
             portion, size = [], 0
         portion.append(choice)
-        size += len(choice.piece.ids) * bytes_per_token
+        size += len(choice.ids) * bytes_per_token
     if portion:
         yield portion

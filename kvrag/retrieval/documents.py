@@ -14,17 +14,19 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from itertools import accumulate, groupby, islice
 from pathlib import Path
 from typing import Any
 
-from kvrag.errors import KvragError
+from kvrag.errors import KvragError, needing
 
+_EXTRA = "kvrag[cli]"
 SUFFIXES = (".txt", ".md", ".html", ".htm", ".pdf", ".docx", ".csv", ".jsonl")
-_LARGEST = 1 << 30  # splitting a text takes several times its size in memory
-_LARGEST_XML = 64 << 20  # of a .docx: parsed, it takes about 20 times its size
-_LISTED = 100  # lines of a file that are listed
+_MAX_BYTES = 1 << 30  # splitting a text takes several times its size in memory
+_MAX_XML_BYTES = 64 << 20  # in a .docx: parsed XML takes about 20 times its size
+_MAX_LINES = 100  # skipped lines of a file that are listed
 _SAMPLE = 200  # lines to guess an encoding from
 _PLAUSIBLE = 1 << 16  # characters to check a guess with
 
@@ -48,10 +50,10 @@ _IMAGE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What was skipped or guessed in a file.
+    """A part of a file that was skipped or guessed.
 
     Attributes:
-        line: Line number in the file, from 1; None = the file.
+        line: Line number in the file, from 1; None = the whole file.
         is_unreadable: The system refused access to the file or folder.
     """
 
@@ -70,10 +72,10 @@ class Problem:
 
 @dataclass(slots=True)
 class Content:
-    """Texts of a file, none if it could not be read, and what was skipped or guessed.
+    """Texts of a file, none if it could not be read, and its problems.
 
     Attributes:
-        pages: Of a PDF, which is one text, the offsets at which its pages begin; else empty.
+        pages: Offsets at which the pages of a PDF begin in its text; empty for other kinds.
     """
 
     file: str
@@ -85,13 +87,13 @@ class Content:
     def note(self, message: str, line: int | None = None) -> None:
         """Add a problem. Only the first 100 lines are listed."""
         self._num_lines += line is not None
-        if line is None or self._num_lines <= _LISTED:
+        if line is None or self._num_lines <= _MAX_LINES:
             self.problems.append(Problem(self.file, message, line))
 
     def close(self) -> None:
-        """Count the lines that are not listed."""
-        if self._num_lines > _LISTED:
-            self.note(f"skipped: {self._num_lines - _LISTED} more lines")
+        """Note the number of lines that are not listed."""
+        if self._num_lines > _MAX_LINES:
+            self.note(f"skipped: {self._num_lines - _MAX_LINES} more lines")
 
 
 class _UnreadableError(Exception):
@@ -101,44 +103,49 @@ class _UnreadableError(Exception):
 def find(paths: Iterable[str | Path]) -> tuple[list[Path], list[Problem]]:
     """Return the files among the paths, and the files with known suffixes in the folders, except hidden ones.
 
-    The problems list what was left out.
+    The problems list the files that were left out.
 
     Raises:
         KvragError: A path does not exist, or no file was found.
     """
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     problems: list[Problem] = []
-    wanted = [Path(path) for path in paths]
-    for path in wanted:
+    roots = [Path(path) for path in paths]
+    for path in roots:
         if path.is_dir():
-            others: Counter[str] = Counter()
-            for file in sorted(_files(path, problems)):
-                try:
-                    if file.is_dir():  # a link to one
-                        continue
-                    suffix = file.suffix.lower()
-                    if suffix not in SUFFIXES:
-                        others[suffix or "without suffix"] += 1
-                    elif file.is_symlink() and not file.exists():
-                        problems.append(Problem(str(file.absolute()), "skipped: the link is broken"))
-                    else:
-                        found[file.resolve()] = None
-                except OSError as error:
-                    problems.append(_unreadable(file, error))
-            if others:
-                kinds = ", ".join(f"{number} {suffix}" for suffix, number in others.most_common())
-                reason = f"skipped: files of other kinds ({kinds}): to read one as text, name the file itself"
-                problems.append(Problem(str(path.resolve()), reason))
+            files |= dict.fromkeys(_find_in(path, problems))
         elif path.exists():
-            found[path.resolve()] = None
+            files[path.resolve()] = None
         elif path.is_symlink():
             raise KvragError(f"{path} is a broken link: check its target")
         else:
             raise KvragError(f"{path} does not exist: check the path")
-    if not found:
+    if not files:
         why = "".join(f"; {problem}" for problem in problems if problem.is_unreadable)
-        raise KvragError(f"no files with text in {', '.join(map(str, wanted))} (looked for {' '.join(SUFFIXES)}){why}")
-    return list(found), problems
+        raise KvragError(f"no files with text in {', '.join(map(str, roots))} (looked for {' '.join(SUFFIXES)}){why}")
+    return list(files), problems
+
+
+def _find_in(folder: Path, problems: list[Problem]) -> Iterator[Path]:
+    """Yield the files with known suffixes in a folder; add those left out to `problems`."""
+    others: Counter[str] = Counter()
+    for file in sorted(_files(folder, problems)):
+        try:
+            if file.is_dir():  # a link to one
+                continue
+            suffix = file.suffix.lower()
+            if suffix not in SUFFIXES:
+                others[suffix or "without suffix"] += 1
+            elif file.is_symlink() and not file.exists():
+                problems.append(Problem(str(file.absolute()), "skipped: the link is broken"))
+            else:
+                yield file.resolve()
+        except OSError as error:
+            problems.append(_unreadable(file, error))
+    if others:
+        kinds = ", ".join(f"{number} {suffix}" for suffix, number in others.most_common())
+        reason = f"skipped: files of other kinds ({kinds}): to read one as text, name the file itself"
+        problems.append(Problem(str(folder.resolve()), reason))
 
 
 def _files(folder: Path, problems: list[Problem]) -> Iterator[Path]:
@@ -147,9 +154,9 @@ def _files(folder: Path, problems: list[Problem]) -> Iterator[Path]:
     def note(error: OSError) -> None:
         problems.append(_unreadable(Path(error.filename), error))
 
-    for inside, folders, names in os.walk(folder, onerror=note):
+    for parent, folders, names in os.walk(folder, onerror=note):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(inside, name) for name in names if not name.startswith("."))
+        yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 
 def _unreadable(path: Path, error: OSError) -> Problem:
@@ -168,7 +175,7 @@ def read(path: Path, text_field: str = "text") -> Content:
     try:
         if not path.is_file():  # reading a device or a pipe may never end
             raise _UnreadableError("it is not a regular file")
-        if path.stat().st_size > _LARGEST:
+        if path.stat().st_size > _MAX_BYTES:
             raise _UnreadableError("the file is larger than 1 GiB: split it")
         content = path.read_bytes()
     except OSError as error:
@@ -191,23 +198,23 @@ def parse(name: str, kind: str, content: bytes, text_field: str = "text") -> Con
         ".pdf": _pdf,
         ".docx": _docx,
         ".csv": _csv,
-        ".jsonl": lambda content, found: _jsonl(content, found, text_field),
+        ".jsonl": partial(_jsonl, text_field=text_field),
     }
-    found = Content(name)
+    parsed = Content(name)
     try:
         if image := _IMAGE.match(content):
             raise _UnreadableError(
                 f"it is an image ({image.lastgroup}), and only text is read: extract its text with OCR, "
                 "for example with tesseract"
             )
-        texts = readers.get(kind.lower(), _plain)(content, found)
-        found.texts = [_without_surrogates(text) for text in texts if text.strip()]
-        if not found.texts and not found._num_lines:
+        texts = readers.get(kind.lower(), _plain)(content, parsed)
+        parsed.texts = [_without_surrogates(text) for text in texts if text.strip()]
+        if not parsed.texts and not parsed._num_lines:
             raise _UnreadableError("the file contains no text")
     except _UnreadableError as error:
-        found.note(f"skipped: {error}")
-    found.close()
-    return found
+        parsed.note(f"skipped: {error}")
+    parsed.close()
+    return parsed
 
 
 def check_lengths(chunk_tokens: int, overlap: int) -> None:
@@ -223,36 +230,34 @@ def splitter(count: Callable[[str], int], chunk_tokens: int, overlap: int) -> Ca
         KvragError: The lengths are contradictory, or the splitter is not installed.
     """
     check_lengths(chunk_tokens, overlap)
-    try:
+    with needing(_EXTRA):
         from langchain_text_splitters import RecursiveCharacterTextSplitter
-    except ImportError as error:
-        raise _missing_extra(error) from None
     split = RecursiveCharacterTextSplitter(chunk_size=chunk_tokens, chunk_overlap=overlap, length_function=count)
     return lambda texts: [chunk for text in texts for chunk in split.split_text(text)]
 
 
 def page_numbers(chunks: Sequence[str], texts: Sequence[str], pages: Sequence[int]) -> dict[str, tuple[int, int]]:
-    """Return the first and the last page of each chunk, from 1; of a repeated chunk, where it stands first.
+    """Return the first and the last page of each chunk, from 1; for a repeated chunk, of its first occurrence.
 
     Args:
         chunks: The chunks of `texts`, in order.
         texts, pages: Of a `Content`.
     """
-    found: dict[str, tuple[int, int]] = {}
+    numbers: dict[str, tuple[int, int]] = {}
     start, stop = -1, 0
     for chunk in chunks if pages else ():
-        # chunks may overlap, but each ends behind the one before
+        # chunks may overlap, but each ends after the previous one
         at = texts[0].find(chunk, max(start + 1, stop - len(chunk) + 1))
         if at >= 0:
             start, stop = at, at + len(chunk)
-            found.setdefault(chunk, (bisect_right(pages, start), bisect_right(pages, stop - 1)))
-    return found
+            numbers.setdefault(chunk, (bisect_right(pages, start), bisect_right(pages, stop - 1)))
+    return numbers
 
 
 # ---------------------------------------------------------------- encodings
 
 
-def _text(content: bytes, found: Content, declared: str | None = None) -> str:
+def _text(content: bytes, parsed: Content, declared: str | None = None) -> str:
     """Decode text. A guessed encoding is noted.
 
     Args:
@@ -269,12 +274,9 @@ def _text(content: bytes, found: Content, declared: str | None = None) -> str:
     if content.startswith((b"PK\3\4", b"\xd0\xcf\x11\xe0")):
         raise _UnreadableError("it is an archive or an Office document: save it as .docx, .csv or .pdf")
     if b"\0" not in content:
-        try:
-            return content.decode("utf-8")
-        except UnicodeDecodeError:
-            text = None if declared is None else _decode_or_none(content, declared)
-        if text is not None:
-            return text
+        for encoding in filter(None, ("utf-8", declared)):
+            if (text := _decode_or_none(content, encoding)) is not None:
+                return text
         guesses = _guesses(content)
     else:
         # in UTF-16, one half of every ASCII character is 0
@@ -283,7 +285,7 @@ def _text(content: bytes, found: Content, declared: str | None = None) -> str:
     for encoding in guesses:
         text = _decode_or_none(content, encoding)
         if text is not None and _is_plausible(text):
-            found.note(f"not in UTF-8: read as {encoding}, a guess; save it as UTF-8 if characters are wrong")
+            parsed.note(f"not in UTF-8: read as {encoding}, a guess; save it as UTF-8 if characters are wrong")
             return text
     raise _UnreadableError("the file is binary: convert it to .txt, .html or .pdf")
 
@@ -304,12 +306,10 @@ def _decode_or_none(content: bytes, encoding: str) -> str | None:
 
 def _guesses(content: bytes) -> Iterator[str]:
     """Yield likely encodings of text that is neither UTF-8 nor UTF-16, the likeliest first."""
-    try:
+    with needing(_EXTRA):
         from charset_normalizer import from_bytes
-    except ImportError as error:
-        raise _missing_extra(error) from None
     high = re.compile(rb"[\x80-\xff]")
-    starts = ((line, found.start()) for line in BytesIO(content) if (found := high.search(line)))
+    starts = ((line, first.start()) for line in BytesIO(content) if (first := high.search(line)))
     sample = b"".join(line[start : start + 4096] for line, start in islice(starts, _SAMPLE))
     for match in from_bytes(sample, cp_isolation=list(_ENCODINGS), enable_fallback=False):
         yield match.encoding
@@ -327,17 +327,15 @@ def _without_surrogates(text: str) -> str:
 # ---------------------------------------------------------------- kinds of files
 
 
-def _plain(content: bytes, found: Content) -> list[str]:
-    return [_text(content, found)]
+def _plain(content: bytes, parsed: Content) -> list[str]:
+    return [_text(content, parsed)]
 
 
-def _html(content: bytes, found: Content) -> list[str]:
-    try:
+def _html(content: bytes, parsed: Content) -> list[str]:
+    with needing(_EXTRA):
         from bs4 import BeautifulSoup
         from bs4.dammit import EncodingDetector
-    except ImportError as error:
-        raise _missing_extra(error) from None
-    text = _text(content, found, EncodingDetector.find_declared_encoding(content, is_html=True))
+    text = _text(content, parsed, EncodingDetector.find_declared_encoding(content, is_html=True))
     try:
         soup = BeautifulSoup(text, "html.parser")
         for tag in soup(["script", "style", "noscript"]):
@@ -347,11 +345,9 @@ def _html(content: bytes, found: Content) -> list[str]:
         raise _UnreadableError(f"it is broken HTML ({type(error).__name__}: {error})") from error
 
 
-def _pdf(content: bytes, found: Content) -> list[str]:
-    try:
+def _pdf(content: bytes, parsed: Content) -> list[str]:
+    with needing(_EXTRA):
         from pypdf import PdfReader
-    except ImportError as error:
-        raise _missing_extra(error) from None
     logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns about many valid PDFs
     try:
         pages = [_without_surrogates(page.extract_text()) + "\n\n" for page in PdfReader(BytesIO(content)).pages]
@@ -359,22 +355,20 @@ def _pdf(content: bytes, found: Content) -> list[str]:
         raise _UnreadableError(f"it is a broken or protected PDF ({type(error).__name__}: {error})") from error
     if not any(page.strip() for page in pages):
         raise _UnreadableError("the PDF has no text, only images: run OCR first, for example with ocrmypdf")
-    found.pages = list(accumulate(map(len, pages[:-1]), initial=0))
+    parsed.pages = list(accumulate(map(len, pages[:-1]), initial=0))
     return ["".join(pages).removesuffix("\n\n")]
 
 
-def _docx(content: bytes, found: Content) -> list[str]:
-    try:
+def _docx(content: bytes, parsed: Content) -> list[str]:
+    with needing(_EXTRA):
         from docx import Document
-    except ImportError as error:
-        raise _missing_extra(error) from None
     if content.startswith(b"\xd0\xcf\x11\xe0"):
         raise _UnreadableError("it is protected by a password, or a .doc file: save it as .docx without a password")
     try:
-        # these sizes are the most that is unpacked
+        # unpacking stops at these sizes
         sizes = {info.filename: info.file_size for info in zipfile.ZipFile(BytesIO(content)).infolist()}
         xml = sum(size for name, size in sizes.items() if name.endswith((".xml", ".rels")))
-        if sum(sizes.values()) > _LARGEST or xml > _LARGEST_XML:
+        if sum(sizes.values()) > _MAX_BYTES or xml > _MAX_XML_BYTES:
             raise _UnreadableError("the document is larger than 64 MiB of text or 1 GiB when unpacked: split it")
         return ["\n\n".join(_blocks(Document(BytesIO(content))))]
     except _UnreadableError:
@@ -396,14 +390,14 @@ def _blocks(container: Any) -> Iterator[str]:
         yield "\n".join(rows)
 
 
-def _csv(content: bytes, found: Content) -> list[str]:
+def _csv(content: bytes, parsed: Content) -> list[str]:
     """Return one text, in which each row is a paragraph of lines `column: value`."""
-    text = _text(content, found)
+    text = _text(content, parsed)
     if "\n" not in text:
         text = text.replace("\r", "\n")
-    # the header decides: few of the other delimiters occur in it
+    # only the header is examined: it contains few of the other delimiters
     delimiter = max(",;\t|", key=lambda delimiter: len(next(_rows(text, delimiter, Content("")), [])))
-    rows = _rows(text, delimiter, found)
+    rows = _rows(text, delimiter, parsed)
     header = next(rows, [])
     paragraphs = []
     for row in rows:
@@ -413,7 +407,7 @@ def _csv(content: bytes, found: Content) -> list[str]:
     return ["\n\n".join(filter(None, paragraphs))]
 
 
-def _rows(text: str, delimiter: str, found: Content) -> Iterator[list[str]]:
+def _rows(text: str, delimiter: str, parsed: Content) -> Iterator[list[str]]:
     """Yield the rows that are not empty. A row that cannot be read is noted."""
     reader = csv.reader((line.group() for line in re.finditer(r"[^\n]*\n|[^\n]+", text)), delimiter=delimiter)
     while True:
@@ -423,21 +417,21 @@ def _rows(text: str, delimiter: str, found: Content) -> Iterator[list[str]]:
         except StopIteration:
             return
         except csv.Error as error:  # a field is too long, mostly because of a quote that is not closed
-            found.note(f"skipped: the row cannot be read ({error}): check its quotes", start)
+            parsed.note(f"skipped: the row cannot be read ({error}): check its quotes", start)
             continue
         if any(value.strip() for value in row):
             yield [value.strip() for value in row]
 
 
-def _jsonl(content: bytes, found: Content, text_field: str) -> list[str]:
+def _jsonl(content: bytes, parsed: Content, text_field: str) -> list[str]:
     texts = []
-    for number, line in enumerate(_text(content, found).split("\n"), 1):
+    for number, line in enumerate(_text(content, parsed).split("\n"), 1):
         if not line.strip():
             continue
         try:
             texts.append(_text_in(line, text_field))
         except _UnreadableError as error:
-            found.note(f"skipped: {error}", number)
+            parsed.note(f"skipped: {error}", number)
     return texts
 
 
@@ -451,12 +445,8 @@ def _text_in(line: str, text_field: str) -> str:
     if not isinstance(value, dict):
         raise _UnreadableError(f"it must be a JSON object, got {type(value).__name__}")
     if text_field not in value:
-        has = ", ".join(map(repr, value)) or "none"
-        raise _UnreadableError(f"it has no field {text_field!r}, but {has:.80} (see --text-field)")
+        fields = ", ".join(map(repr, value)) or "none"
+        raise _UnreadableError(f"it has no field {text_field!r}, but {fields:.80} (see --text-field)")
     if not isinstance(value[text_field], str):
         raise _UnreadableError(f"{text_field!r} must be a string, got {type(value[text_field]).__name__}")
     return str(value[text_field])
-
-
-def _missing_extra(error: ImportError) -> KvragError:
-    return KvragError(f"{error.name or error} is not installed: pip install 'kvrag[cli]'")

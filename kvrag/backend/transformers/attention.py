@@ -1,9 +1,9 @@
 """Attention of scattered prompt rows and of decode steps, through transformers' own attention interface.
 
-During a pass over scattered rows, the model's `config` names kvrag's function in place of "sdpa" or "eager". It splits
+During a pass over scattered rows, the model's `config` names kvrag's function instead of "sdpa" or "eager". It splits
 the rows into blocks, masks each block by the true positions of its rows, and can report the attention of the last rows.
-The layers have no hooks, and no mask over all rows and keys is built. During a decode step, each row attends to its own
-cache, so that rows of different lengths need no padding.
+It needs no hooks in the layers, and no mask over all rows and keys. During a decode step, each row attends to its own
+cache, so rows of different lengths need no padding.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -48,7 +48,7 @@ class _Pass(Rows):
     """State of one thread's forward pass."""
 
     observer: AttentionObserver | None = None
-    branches: Sequence[tuple[slice, _Pass]] = ()  # the places of each one's own tokens; its keys are those before too
+    branches: Sequence[tuple[slice, _Pass]] = ()  # with the rows of their tokens in this pass
     scratch: Tensor | None = None
 
     def room(self, like: Tensor, num_rows: int, num_keys: int) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ class _Pass(Rows):
 class _Step:
     """State of one thread's decode step.
 
-    `calls` are the layers' modules and the settings of their attention, as they were in a step that was not compiled.
+    `calls` are the layers' modules and attention settings, recorded by a step that was not compiled.
     """
 
     cache: StepCache
@@ -80,14 +80,13 @@ _usual: dict[int, str] = {}
 """id of a config -> its attention implementation outside of kvrag's passes."""
 
 
-@contextmanager
 def attention_at(
     config: Any,
     rows: Tensor,
     windows: Sequence[int | None],
     observer: AttentionObserver | None = None,
     branches: Sequence[Branch] = (),
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Run one forward pass of (S,) ascending `rows` with kvrag's attention, on layers with these `windows`.
 
     With `branches`, the rows are consecutive, and the branches' tokens follow the last one in the cache.
@@ -97,23 +96,24 @@ def attention_at(
     """
     now = _Pass(rows, rows.tolist(), windows, observer=observer)
     if branches:
-        now.branches = [(slice(0, len(rows)), replace(now))]
+        end = len(rows)
+        now.branches = [(slice(0, end), replace(now))]
         for start, length in branches:
-            end, positions = now.branches[-1][0].stop, torch.arange(start, start + length)
+            positions = torch.arange(start, start + length)
             now.branches.append((slice(end, end + length), _Pass(positions, positions.tolist(), windows)))
-    with _running(config, now):
-        yield
+            end += length
+    return _running(config, now)
 
 
-@contextmanager
-def attention_of_step(config: Any, cache: StepCache, windows: Sequence[int | None], calls: Calls) -> Iterator[None]:
+def attention_of_step(
+    config: Any, cache: StepCache, windows: Sequence[int | None], calls: Calls
+) -> AbstractContextManager[None]:
     """Like `attention_at`, for a decode step: (B, 1) tokens, each of which attends to the keys of its own row.
 
     Args:
         calls: Filled by a step that is not compiled; compiled ones read it.
     """
-    with _running(config, _Step(cache, windows, calls)):
-        yield
+    return _running(config, _Step(cache, windows, calls))
 
 
 @contextmanager
@@ -161,20 +161,20 @@ def _attend(
         raise ValueError("its attention uses custom masks")  # rejected when the model is loaded
     if isinstance(now, _Step):
         if module.layer_idx not in now.calls:
-            settings = {name: each for name, each in kwargs.items() if not _is_of_step(each)}
+            settings = {name: value for name, value in kwargs.items() if not _depends_on_step(value)}
             now.calls[cast(int, module.layer_idx)] = module, settings
         return _in_rows(attend, module, query, now, usual, **kwargs), None
     if not now.branches:
         return _at_rows(attend, module, query, key, value, now, usual, **kwargs), None
     attended, start = [], now.positions[0]
-    for own, branch in now.branches:
-        shared, places = slice(0, branch.positions[0]), slice(start + own.start, start + own.stop)
-        keys, values = (torch.cat([part[:, :, shared], part[:, :, places]], dim=2) for part in (key, value))
-        attended.append(_at_rows(attend, module, query[:, :, own], keys, values, branch, usual, **kwargs))
+    for rows, branch in now.branches:
+        shared, fresh = slice(0, branch.positions[0]), slice(start + rows.start, start + rows.stop)
+        keys, values = (torch.cat([part[:, :, shared], part[:, :, fresh]], dim=2) for part in (key, value))
+        attended.append(_at_rows(attend, module, query[:, :, rows], keys, values, branch, usual, **kwargs))
     return torch.cat(attended, dim=1), None
 
 
-def _is_of_step(argument: object) -> bool:
+def _depends_on_step(argument: object) -> bool:
     return isinstance(argument, Tensor) and not isinstance(argument, nn.Parameter)
 
 
@@ -220,18 +220,26 @@ def _at_rows(
     if observer:
         softcap = kwargs.get("softcap")
         observer.observe(layer, attention_received(query, key, now, layer, observer.num_queries, scaling, softcap))
-    if on_cpu:
-        return _in_blocks(query, key, value, scaling, now, layer)
     blocks = []
-    for block in now.blocks(layer, ROWS):
-        mask = now.mask(layer, block, 0, query.dtype, query.device)[None, None]
-        rows, keys = slice(block.start, block.end), slice(0, block.stop)
-        blocks.append(attend(module, query[:, :, rows], key[:, :, keys], value[:, :, keys], mask, **kwargs)[0])
+    for block in now.blocks(layer, CPU_ROWS if on_cpu else ROWS):
+        low = block.low if on_cpu else 0
+        mask = now.mask(layer, block, low, query.dtype, query.device)
+        queries = query[:, :, block.start : block.end]
+        keys, values = (part[:, :, low : block.stop] for part in (key, value))
+        if on_cpu:
+            # reads each KV head once for all of its query heads; with a mask, transformers copies keys and values for
+            # each query head, which CUDA kernels need and CPU kernels do not, see docs/decisions/0003
+            attended = scaled_dot_product_attention(
+                queries, keys, values, mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+            ).transpose(1, 2)
+        else:
+            attended = attend(module, queries, keys, values, mask[None, None], **kwargs)[0]
+        blocks.append(attended)
     return torch.cat(blocks, dim=1)
 
 
 def _in_rows(attend: Any, module: nn.Module, query: Tensor, now: _Step, usual: str, **kwargs: Any) -> Tensor:
-    """Attend row by row: each of the (B, HG, 1, D) queries to the keys of its own row that its window has.
+    """Attend row by row: each of the (B, HG, 1, D) queries to the keys of its own row within the window.
 
     Returns:
         (B, 1, HG, D).
@@ -254,36 +262,14 @@ def _in_rows(attend: Any, module: nn.Module, query: Tensor, now: _Step, usual: s
     return torch.cat(attended) if len(attended) > 1 else attended[0]
 
 
-def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, now: _Pass, layer: int) -> Tensor:
-    """Attend block by block: each KV head is read once for all of its query heads.
-
-    With a mask, transformers copies keys and values per query head. CUDA kernels need this, CPU kernels do not. See
-    docs/decisions/0003.
-
-    Returns:
-        (1, S, HG, D).
-    """
-    attended = [
-        scaled_dot_product_attention(
-            query[:, :, block.start : block.end],
-            key[:, :, block.low : block.stop],
-            value[:, :, block.low : block.stop],
-            now.mask(layer, block, block.low, query.dtype, query.device),
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        ).transpose(1, 2)
-        for block in now.blocks(layer, CPU_ROWS)
-    ]
-    return torch.cat(attended, dim=1)
-
-
 def _by_products(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, now: _Pass, layer: int, num_queries: int
 ) -> tuple[Tensor, Tensor]:
-    """Like `_in_blocks`, but with plain matrix products, which in bfloat16 take half as long as torch's CPU kernel.
+    """Attend with plain matrix products, which in bfloat16 on a CPU take half as long as torch's attention kernel.
 
-    They round the scores. An upper bound of each row's scores is therefore subtracted inside the product, which does
-    not change the softmax: the relevant scores are then near zero and keep their precision. See docs/decisions/0003.
+    Products round the scores. An upper bound of each row's scores is therefore subtracted inside the product, which
+    does not change the softmax: the relevant scores are then near zero and keep their precision. See
+    docs/decisions/0003.
 
     Returns:
         (1, S, HG, D), and the input of `AttentionObserver.observe` for the last `num_queries` rows.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -30,16 +30,15 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor | None, value_states: Tensor | None) -> None:
-        """Use the stitched tensors, or allocate tensors shaped like the first ones written."""
-        prefix = self._prefix[0].layer(self._number) if self._prefix else None
+        """Use the stitched tensors, or allocate tensors shaped like the prefix or the first ones written."""
+        prefix, length = (self._prefix[0].layer(self._number), self._prefix[1]) if self._prefix else (None, 0)
         if self._source is not None:
             self.keys, self.values = self._source(self._number)
         else:
-            like = prefix or (key_states, value_states)
-            self.keys, self.values = (_empty_like(part, self._capacity) for part in like)
-        if prefix and self._prefix:
-            kept = slice(0, self._prefix[1])
-            self.keys[:, :, kept], self.values[:, :, kept] = prefix[0][:, :, kept], prefix[1][:, :, kept]
+            shapes = prefix or (key_states, value_states)
+            self.keys, self.values = (_resized(cast(Tensor, part), 0, self._capacity) for part in shapes)
+        if prefix:
+            self.keys[:, :, :length], self.values[:, :, :length] = (part[:, :, :length] for part in prefix)
         self._source = self._prefix = None  # they would keep chunks and the conversation in memory
         self.is_initialized = True
 
@@ -49,7 +48,8 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         start, self.length = self.length, self.length + key_states.shape[2]
         if self.length > self.keys.shape[2]:
-            self.keys, self.values = (_grown(tensor, start, self.length) for tensor in (self.keys, self.values))
+            capacity = self.length + max(_GROWTH, self.length // 4)
+            self.keys, self.values = (_resized(tensor, start, capacity) for tensor in (self.keys, self.values))
         self.keys[:, :, start : self.length] = key_states
         self.values[:, :, start : self.length] = value_states
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
@@ -76,16 +76,11 @@ class BlendLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-def _empty_like(part: Tensor | None, capacity: int) -> Tensor:
-    """Return an uninitialised (B, H, capacity, D) tensor: positions are written before they are read."""
-    assert part is not None
-    return part.new_empty(*part.shape[:2], capacity, part.shape[3])
-
-
-def _grown(tensor: Tensor, used: int, needed: int) -> Tensor:
-    larger = tensor.new_empty(*tensor.shape[:2], needed + max(_GROWTH, needed // 4), tensor.shape[3])
-    larger[:, :, :used] = tensor[:, :, :used]
-    return larger
+def _resized(tensor: Tensor, used: int, capacity: int) -> Tensor:
+    """Copy the first `used` positions of a (B, H, T, D) tensor to one for `capacity`; the others are uninitialised."""
+    resized = tensor.new_empty(*tensor.shape[:2], capacity, tensor.shape[3])
+    resized[:, :, :used] = tensor[:, :, :used]
+    return resized
 
 
 class BlendCache(Cache):  # type: ignore[misc]
@@ -128,7 +123,7 @@ class BlendCache(Cache):  # type: ignore[misc]
         return layer.write(key_states, value_states, self.rows, self.stop)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of one layer at full capacity; stitched now if no pass has reached it yet."""
+        """Return keys and values of one layer at full capacity; stitch them if no pass has reached the layer yet."""
         layer: BlendLayer = self.layers[number]
         if not layer.is_initialized:
             layer.lazy_initialization(None, None)
@@ -136,8 +131,7 @@ class BlendCache(Cache):  # type: ignore[misc]
 
     def write(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values, each (1, H, S, D), of (S,) positions of one layer."""
-        layer: BlendLayer = self.layers[number]
-        layer.write(keys, values, rows, 0)
+        self.layers[number].write(keys, values, rows, 0)
 
     @property
     def num_bytes(self) -> int:
@@ -154,8 +148,8 @@ class BlendCache(Cache):  # type: ignore[misc]
 class StepCache(Cache):  # type: ignore[misc]
     """One decode step of several caches: row b of the new keys and values is appended to cache b.
 
-    The rows have different lengths, so `update` returns the new keys and values as they are, and the attention reads
-    each row's cache from here.
+    The rows have different lengths, so `update` returns the new keys and values unchanged, and the attention reads
+    `states`.
 
     Attributes:
         number: Layer that was updated last.

@@ -1,4 +1,4 @@
-"""Fingerprint of a checkpoint: equal to that of the loaded model, from a few elements of each tensor in its files."""
+"""Fingerprint of a checkpoint, from a few elements of each tensor in its files; equal to that of the loaded model."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ from kvrag.errors import ModelLoadError, UnsupportedModelError
 from kvrag.fingerprint import Fingerprint, hash_samples, sample_step
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_OTHER_WEIGHTS = {
+    "quantization_config": "it is quantised",
+    "transformers_weights": "its configuration names another file with weights",
+}
 
 _DTYPES = {
     "F64": torch.float64,
@@ -50,9 +54,9 @@ def checkpoint_fingerprint(
 ) -> Fingerprint:
     """Return the fingerprint of `Model.from_pretrained(name_or_path, dtype=dtype)` without loading its weights.
 
-    For engines that hold the weights in another form, such as vLLM: they can then share a store with transformers.
-    Weights are memory-mapped and at most 511 elements of each tensor are read, so the time depends on the number
-    of tensors, not on their size. Nothing is downloaded.
+    For engines that keep the weights in another form, such as vLLM, to share a store with transformers. Weights are
+    memory-mapped and at most 511 elements of each tensor are read, so the time depends on the number of tensors, not on
+    their size. Nothing is downloaded.
 
     Args:
         name_or_path: A folder, the name of a model in the local hub cache, or `"reader"`.
@@ -61,15 +65,15 @@ def checkpoint_fingerprint(
 
     Raises:
         ModelLoadError: Files are missing or damaged, there are no safetensors files, or tensors are missing.
-        UnsupportedModelError: The model cannot be blended, or the loaded weights cannot be told from the stored ones:
-            quantised checkpoints, tensors that transformers merges or splits (experts), weights kept in float32.
+        UnsupportedModelError: The model cannot be blended, or the loaded weights do not follow from the files in a
+            simple way: quantised checkpoints, tensors that transformers merges or splits (experts), weights kept in
+            float32.
     """
     name = str(name_or_path)
     config = loading.load_config(name, revision, trust_remote_code, local_files_only=True)
-    if _setting(config, "quantization_config"):
-        raise _unsupported(name, "it is quantised")
-    if _setting(config, "transformers_weights"):
-        raise _unsupported(name, "its configuration names another file with weights")
+    for setting, reason in _OTHER_WEIGHTS.items():
+        if getattr(config, setting, None) or getattr(config.get_text_config(), setting, None):
+            raise _unsupported(name, reason)
     stored = {key: tensor for file in _files(name, revision) for key, tensor in _mapped(name, file)}
     hf = _without_weights(name, config, dtype, trust_remote_code)
     tokenizer = loading.load_tokenizer(name, revision, trust_remote_code, local_files_only=True)
@@ -120,7 +124,7 @@ def _find(name: str, file: str, revision: str | None) -> str | None:
 
 def _mapped(name: str, file: str) -> Iterator[tuple[str, _Stored]]:
     """Yield names and tensors of a safetensors file."""
-    # read-ahead would read most of the file: 1200 MB instead of 6 MB of a file of 1200 MB (six tensors, cold)
+    # without MADV_RANDOM, read-ahead reads most of the file: 1200 MB instead of 6 MB (six tensors, cold)
     try:
         with open(file, "rb") as opened:
             content = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
@@ -147,7 +151,7 @@ def _without_weights(name: str, config: Any, dtype: torch.dtype, trust_remote_co
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:  # architectures fail in different ways
-        raise _unsupported(name, f"its layers cannot be made without weights ({error!r:.160})") from error
+        raise _unsupported(name, f"its layers cannot be created without weights ({error!r:.160})") from error
     if hf._get_dtype_plan(dtype):
         raise _unsupported(name, f"transformers keeps some of its weights in float32, not in {dtype}")
     return hf
@@ -193,10 +197,6 @@ def _tied(hf: Any, key: str) -> list[str]:
     tied = hf.all_tied_weights_keys
     first = tied.get(key, key)
     return [first, *(other for other, source in tied.items() if source == first)]
-
-
-def _setting(config: Any, name: str) -> Any:
-    return getattr(config, name, None) or getattr(config.get_text_config(), name, None)
 
 
 def _damaged(name: str, reason: str) -> ModelLoadError:

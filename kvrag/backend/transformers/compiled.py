@@ -1,8 +1,8 @@
 """Compiled decode steps, for GPUs, where launching a step's kernels one by one takes longer than running them.
 
-`torch.compile` makes one graph of a step of one row, and another one for any number of rows. Attention and the rows'
-caches are a custom operator in it, so that lengths are no part of the graph. CUDA graphs are captured of the parts
-between two such operators, as vLLM's piecewise CUDA graphs are.
+`torch.compile` creates one graph for a step of one row, and another for any number of rows. Attention, which reads the
+rows' caches, is a custom operator, so the graphs do not depend on lengths. The parts between two such operators are
+captured as CUDA graphs, like vLLM's piecewise CUDA graphs.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _CUDA_GRAPHS = {"triton.cudagraphs": True, "graph_partition": True}
 
 
 class CompiledForward:
-    """The forward pass of a transformers model for decode steps: the first ones compile it.
+    """The forward pass of a transformers model for decode steps, compiled by the first ones.
 
-    On a GPU it runs in a thread of its own: CUDA graphs can be replayed only by the thread that captured them, and any
-    consumer of an answer may run a step.
+    On a GPU it has its own thread: CUDA graphs can be replayed only by the thread that captured them, but any consumer
+    of an answer may run a step.
     """
 
     def __init__(self, hf: Any, device: torch.device) -> None:
@@ -39,7 +39,6 @@ class CompiledForward:
         """
         if not hasattr(torch.Tag, "cudagraph_unsafe"):
             raise SettingError(f"compile_decode needs torch 2.9 or newer, this is {torch.__version__}")
-        own_thread = _own_thread(device)
         options: Any = _CUDA_GRAPHS if device.type == "cuda" else None
 
         def forward(**arguments: Any) -> Any:
@@ -47,7 +46,7 @@ class CompiledForward:
 
         forward.__code__ = forward.__code__.replace()  # torch keeps a limited number of graphs per code object
         self._forward = torch.compile(forward, backend=_BACKEND, fullgraph=True, options=options)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvrag-compiled") if own_thread else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvrag-compiled") if _own_thread(device) else None
         if self._thread:
             self._thread.submit(int).result()  # a thread whose start is interrupted would never end
         self._cache = _NoCache()
@@ -59,7 +58,7 @@ class CompiledForward:
         try:
             return self._thread.submit(step, *args, **kwargs).result()
         except BaseException:
-            self._thread.submit(int).result()  # after Ctrl-C the step still writes to the caches: it comes first
+            self._thread.submit(int).result()  # after Ctrl-C, wait: the step still writes to the caches
             raise
 
     def __call__(self, **arguments: Any) -> Tensor:
@@ -74,7 +73,7 @@ def _own_thread(device: torch.device) -> bool:
 
 
 class _NoCache(Cache):  # type: ignore[misc]
-    """Returns what it gets: the operator writes to the rows' caches."""
+    """Returns the new keys and values: the operator writes to the rows' caches."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])

@@ -12,7 +12,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvrag.backend.transformers.smollm2 import SMOLLM2, smollm2_path
-from kvrag.errors import KvragError, ModelLoadError, SettingError, UnsupportedModelError, out_of_memory
+from kvrag.errors import (
+    KvragError,
+    ModelLoadError,
+    SettingError,
+    UnsupportedModelError,
+    out_of_memory,
+    reason_of,
+)
 
 READER = "reader"
 """Name of the small bundled model."""
@@ -32,6 +39,11 @@ FAMILIES = frozenset(
 
 ATTENTION_KINDS = {"full_attention": False, "sliding_attention": True}
 """Layer types that can be blended -> has a window."""
+
+
+def default_device() -> str:
+    """Return "cuda" if there is a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def reader_path() -> str:
@@ -70,21 +82,16 @@ def load(
     """
     if attn_implementation is not None:
         refuse_attention(attn_implementation)
-    _refuse_settings(dtype, device)
-    path = model_path(name)
+    _check_settings(dtype, device)
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    try:
+    with _explaining(name) as path:
         config = AutoConfig.from_pretrained(path, **where)
         refuse_unsupported(config, allow_unverified)
         tokenizer = AutoTokenizer.from_pretrained(path, **where)
-        more = {"attn_implementation": attn_implementation} if attn_implementation else {}
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map, **where, **more)
+        attention = {"attn_implementation": attn_implementation} if attn_implementation else {}
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map, **where, **attention)
         if device_map is None:
-            model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except UnsupportedModelError:
-        raise
-    except Exception as error:  # transformers, huggingface_hub, safetensors and torch raise different types
-        raise ModelLoadError(_explain(name, path, error)) from error
+            model = model.to(device or default_device())
     return model, tokenizer
 
 
@@ -92,12 +99,10 @@ def load_config(
     name: str, revision: str | None = None, trust_remote_code: bool = False, local_files_only: bool = False
 ) -> Any:
     """Load a model's configuration without its weights; raises like `load`."""
-    path = model_path(name)
-    where = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
-    try:
-        config = AutoConfig.from_pretrained(path, **where)
-    except Exception as error:
-        raise ModelLoadError(_explain(name, path, error)) from error
+    with _explaining(name) as path:
+        config = AutoConfig.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_files_only
+        )
     refuse_unsupported(config)
     return config
 
@@ -106,12 +111,10 @@ def load_tokenizer(
     name: str, revision: str | None = None, trust_remote_code: bool = False, local_files_only: bool = False
 ) -> Any:
     """Load a model's tokenizer only; raises like `load`."""
-    path = model_path(name)
-    where = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_files_only}
-    try:
-        return AutoTokenizer.from_pretrained(path, **where)
-    except Exception as error:
-        raise ModelLoadError(_explain(name, path, error)) from error
+    with _explaining(name) as path:
+        return AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_files_only
+        )
 
 
 def bytes_per_token(config: Any, dtype: torch.dtype | None = None) -> int:
@@ -133,7 +136,7 @@ def kv_dtype(config: Any) -> torch.dtype:
     return dtype or torch.bfloat16
 
 
-def _refuse_settings(dtype: str | torch.dtype, device: str | None) -> None:
+def _check_settings(dtype: str | torch.dtype, device: str | None) -> None:
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise SettingError(f"unknown dtype {dtype!r}: use auto, bfloat16, float16 or float32")
     if device is None:
@@ -144,6 +147,18 @@ def _refuse_settings(dtype: str | torch.dtype, device: str | None) -> None:
         raise SettingError(f"unknown device {device!r}: use cuda, cuda:1, cpu, ...") from None
     if kind == "cuda" and not torch.cuda.is_available():
         raise SettingError(f"torch finds no GPU for device {device!r}: leave it out to use the CPU")
+
+
+@contextmanager
+def _explaining(name: str) -> Iterator[str]:
+    """Provide the folder of a model, or its name on the hub; raise ModelLoadError with a hint if loading fails."""
+    path = model_path(name)
+    try:
+        yield path
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # transformers, huggingface_hub, safetensors and torch raise different types
+        raise ModelLoadError(_explain(name, path, error)) from error
 
 
 def _explain(name: str, path: str, error: Exception) -> str:
@@ -161,11 +176,7 @@ def _explain(name: str, path: str, error: Exception) -> str:
         hint = "it is not in the local cache and HF_HUB_OFFLINE is set: unset it, or pass a folder"
     else:
         hint = "check the name and the connection to the hub, or pass a folder with the model's files"
-    return f"cannot load model {name!r}: {hint} ({type(error).__name__}: {_first_line(error):.160})"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    return f"cannot load model {name!r}: {hint} ({reason_of(error)})"
 
 
 def refuse_unsupported(config: Any, allow_unverified: bool = False) -> None:
@@ -214,11 +225,6 @@ def refuse_failures(config: Any) -> Iterator[None]:
             f"{config.model_type} models cannot be blended: "
             f"a trial forward pass with a cache and a mask failed ({reason_of(error)})"
         ) from error
-
-
-def reason_of(error: Exception) -> str:
-    """Return type and first line of an error of another library."""
-    return f"{type(error).__name__}: {_first_line(error):.160}"
 
 
 def refuse_attention(name: str) -> None:

@@ -1,11 +1,11 @@
-"""Backend for transformers models: forward passes over scattered rows, without re-implementing a layer."""
+"""Backend for transformers models: forward passes over scattered rows, with the model's own layers."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
@@ -18,19 +18,13 @@ from kvrag.backend.lock import FairLock, Shared
 from kvrag.backend.protocol import Branch, KVCache, LayerSource, Observer, T, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
-from kvrag.backend.transformers.attention import (
-    AttentionObserver,
-    Calls,
-    attention_at,
-    attention_of_step,
-    suspended,
-)
+from kvrag.backend.transformers.attention import AttentionObserver, Calls, attention_at, attention_of_step, suspended
 from kvrag.backend.transformers.cache import BlendCache, StepCache, StopForward
 from kvrag.backend.transformers.compiled import CompiledForward
 from kvrag.backend.transformers.rotary import probe
 from kvrag.backend.transformers.tokenizer import Tokenizer
 from kvrag.config import Sampling, fill_options, show_options
-from kvrag.errors import ContextWindowError, KvragError, UnsupportedModelError, reporting_memory
+from kvrag.errors import ContextWindowError, KvragError, UnsupportedModelError, reason_of, reporting_memory
 from kvrag.fingerprint import Fingerprint, hash_weights
 
 _TRIAL_TOKENS = 8
@@ -77,17 +71,13 @@ class Model:
     """A transformers causal LM for blending; implements `kvrag.backend.protocol.Backend`.
 
     Forward passes are serialised: threads alternate, one pass each. Decode steps run between the layers of prefills.
+    See the protocol for the other attributes.
 
     Attributes:
         name: Display name.
-        num_layers, context_window, vocab_size, dtype: Facts about the model.
-        fingerprint: Identifies the KV of this model in a store.
-        windows: Number of keys that a token attends to, per layer; None = all.
-        rope_follows_length: RoPE frequencies depend on the prompt length (dynamic NTK, longrope) ...
-        stable_length: ... but not up to this number of tokens.
+        vocab_size: Number of tokens that the model has logits for.
         recompute_threshold: Length at which `model.generate` recomputes all KV; None = never.
         lock: Held during a forward pass.
-        rows_per_pass, passes_may_wait, leaves_tail, num_processes, heads: See the protocol.
     """
 
     rows_per_pass: int | None = None
@@ -121,6 +111,7 @@ class Model:
         self.hf, self.config = hf.eval(), hf.config.get_text_config()
         self.name: str = name or getattr(hf, "name_or_path", "") or type(hf).__name__
         self.tokenizer = Tokenizer(tokenizer, self.name, preamble)
+        self.preamble = self.tokenizer.preamble
         self.lock = FairLock()
         self.dtype: torch.dtype = hf.dtype
         self.device: torch.device = hf.get_input_embeddings().weight.device
@@ -138,6 +129,8 @@ class Model:
         with loading.refuse_failures(hf.config):
             self._rotary, self._devices = probe(hf, self.num_layers, shift=min(37, self.stable_length // 4))
             self._check_attention()
+        self.hidden_size: int = self.config.hidden_size
+        self.bytes_per_token = loading.bytes_per_token(self.config, self.dtype)
         if compile_decode:
             self._compile()
         self.fingerprint = fingerprint(self.name, hf, self.tokenizer, hash_weights(hf.state_dict().items()))
@@ -165,10 +158,10 @@ class Model:
         """
         settings = fill_options("from_pretrained()", LOAD_DEFAULTS, options)
         key = json.dumps([str(name_or_path), settings], default=str)
-        own, name = {option: settings.pop(option) for option in ("preamble", "compile_decode")}, str(name_or_path)
+        name, preamble, compiled = str(name_or_path), settings.pop("preamble"), settings.pop("compile_decode")
 
         def load() -> Model:
-            return cls(*loading.load(name, **settings), name, settings["allow_unverified"], **own)
+            return cls(*loading.load(name, **settings), name, settings["allow_unverified"], preamble, compiled)
 
         return _shared.get(key, load)
 
@@ -176,9 +169,8 @@ class Model:
         """Raise UnsupportedModelError unless all layers use transformers' attention interface."""
         ids, seen = torch.arange(_TRIAL_TOKENS) % self.vocab_size, set[int]()
         observer = AttentionObserver(1, range(self.num_layers), lambda number, received: seen.add(number))
-        with torch.inference_mode():
-            self._forward(ids[None], self.new_cache(len(ids)), torch.arange(len(ids)), observer)
-            self._step(ids[:2, None], [self.new_cache(1), self.new_cache(1)])
+        self._forward(ids[None], self.new_cache(len(ids)), torch.arange(len(ids)), observer)
+        self._step(ids[:2, None], [self.new_cache(1), self.new_cache(1)])
         if len(seen) < self.num_layers:
             raise UnsupportedModelError(
                 f"{self.config.model_type} models cannot be blended: their layers do not use transformers' attention "
@@ -186,11 +178,7 @@ class Model:
             )
 
     def _compile(self) -> None:
-        """Compile the decode steps of one row and of several.
-
-        Raises:
-            UnsupportedModelError: They cannot be compiled.
-        """
+        """Compile the decode steps of one row and of several; raise UnsupportedModelError if that is impossible."""
         self._compiled = CompiledForward(self.hf, self.device)
         try:
             for num_rows in (1, 2):
@@ -200,28 +188,13 @@ class Model:
         except Exception as error:  # dynamo, inductor, triton and the C++ compiler raise different types
             raise UnsupportedModelError(
                 f"the decode steps of {self.name} cannot be compiled "
-                f"({loading.reason_of(error)}): load it without compile_decode"
+                f"({reason_of(error)}): load it without compile_decode"
             ) from error
 
     @property
-    def preamble(self) -> tuple[int, ...]:
-        """Token ids in front of every encoded chunk."""
-        return self.tokenizer.preamble
-
-    @property
     def waits(self) -> int:
-        """Number of times that the calling thread waited for other requests: durations then include their work."""
+        """See `Backend.waits`."""
         return self.lock.waits
-
-    @property
-    def hidden_size(self) -> int:
-        """Hidden size of the model."""
-        return int(self.config.hidden_size)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """KV bytes per token, all layers."""
-        return loading.bytes_per_token(self.config, self.dtype)
 
     def layer_device(self, number: int) -> torch.device:
         """Return the device of a layer."""
@@ -240,24 +213,24 @@ class Model:
 
     def tables(self, positions: Tensor) -> list[Tables]:
         """Return cos and sin of each layer for (T,) positions; layers with equal tables share the tensors."""
-        made: dict[Any, tuple[Tensor, Tensor]] = {}
+        tables: dict[Any, tuple[Tensor, Tensor]] = {}
         with self.lock, torch.inference_mode():
             self._reset_rotary()
             for rotary in filter(None, self._rotary):
                 source = (rotary.module, rotary.extra)
-                if source not in made:
-                    made[source] = rotary.tables(positions, self.dtype, self.device)
-        return [None if rotary is None else made[rotary.module, rotary.extra] for rotary in self._rotary]
+                if source not in tables:
+                    tables[source] = rotary.tables(positions, self.dtype, self.device)
+        return [None if rotary is None else tables[rotary.module, rotary.extra] for rotary in self._rotary]
 
     def rotate(self, number: int, keys: Tensor, tables: Tables, landing: slice) -> None:
-        """Rotate (B, H, T, D) position-free keys of a layer in place, to the `landing` rows of the tables."""
+        """See `Backend.rotate`."""
         rotary = self._rotary[number]
         if rotary is not None and tables is not None:
             cos, sin = (table[landing].to(keys.device) for table in tables)
             rotate(keys, cos, sin, rotary.pairs, out=keys)
 
     def unrotate(self, number: int, keys: Tensor, tables: Tables) -> Tensor:
-        """Return the (B, H, T, D) cached keys of a layer without their position."""
+        """See `Backend.unrotate`."""
         rotary = self._rotary[number]
         if rotary is None or tables is None:
             return keys
@@ -280,24 +253,19 @@ class Model:
         filled: Tensor | None = None,
         prefix: tuple[KVCache, int] | None = None,
     ) -> BlendCache:
-        """Return an empty cache, or one whose layers `source` provides when a pass reaches them.
-
-        Args:
-            filled: (R,) positions that `source` fills; the others are undefined.
-            prefix: Another cache and the number of its leading positions that the new one begins with.
-        """
+        """See `Backend.new_cache`."""
         return BlendCache(self.num_layers, capacity, source, prefix)
 
     def gather(self, value: T) -> Sequence[T]:
-        """Return the values of all processes: there is one."""
+        """Return the values of all processes: there is only one."""
         return (value,)
 
     def all_heads(self, tensor: Tensor) -> Tensor:
-        """Return the (B, H, T, D) tensors of all processes as one: there is one."""
+        """Return the tensor: one process has all heads."""
         return tensor
 
     def sum_over_processes(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the processes' tensors: there is one."""
+        """Return the tensor: there is only one process."""
         return tensor
 
     @contextmanager
@@ -321,14 +289,13 @@ class Model:
         Returns:
             (B, V) float32 logits after the last token.
         """
-        with self.lock, torch.inference_mode():
-            return self._forward(ids, cache, rows)
+        return self._forward(ids, cache, rows)
 
     def forward_each(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> Tensor:
         """Append one token to each of several caches of any length: a decode step. Changes the caches.
 
         It waits for other threads' passes at most twice as long as the last such step took, and for their current
-        layer. The lengths must be such that `can_share_steps`.
+        layer. Several caches need lengths for which `can_share_steps` is true.
 
         Returns:
             (B, V) float32 logits after each token.
@@ -346,51 +313,23 @@ class Model:
 
     def forward_all(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Like `forward` without `rows`, but return (B, S, V) logits, after every token."""
-        with self.lock, torch.inference_mode():
-            return self._forward(ids, cache, None, every=True)
+        return self._forward(ids, cache, None, all_logits=True)
 
     def forward_until(self, observe: Observer, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> None:
-        """Like `forward`, but end the pass when `observe(layer, fresh keys, fresh values)` returns True.
-
-        Earlier layers stay written; the layer that ended the pass is not.
-        """
-        self._until(observe, cache, lambda: self.forward(ids, cache, rows))
+        """See `Backend.forward_until`."""
+        with _observed(cache, observe):
+            self._forward(ids, cache, rows)
 
     def forward_branches(
         self, observe: Observer, ids: Tensor, cache: KVCache, branches: Sequence[Branch], start: int = 0
     ) -> None:
-        """Like `forward_until`, for a row and its branches, which do not attend to each other.
-
-        Args:
-            ids: (1, N) the row from `start` on, then its branches; their KV is written in this order.
-            start: Position of the row's first token; the cache has those before it.
-        """
+        """See `Backend.forward_branches`."""
         rows = torch.arange(start, start + ids.shape[1] - sum(length for _, length in branches))
-
-        def forward() -> None:
-            with self.lock, torch.inference_mode():
-                self._forward(ids, cache, rows, branches=branches)
-
-        self._until(observe, cache, forward)
-
-    def _until(self, observe: Observer, cache: KVCache, forward: Callable[[], object]) -> None:
-        assert isinstance(cache, BlendCache)
-        cache.observer = observe
-        try:
-            with suppress(StopForward):
-                forward()
-        finally:
-            cache.observer = None
+        with _observed(cache, observe):
+            self._forward(ids, cache, rows, branches=branches)
 
     def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
-        """Return the squared attention that every position receives from the last `num_queries` of these tokens.
-
-        Runs `forward(ids, cache, rows)` up to the last of the layers, which is written, and changes `cache`
-        accordingly.
-
-        Returns:
-            (K,) float32, K = the last row + 1: summed over the queries, mean over heads and `layers`.
-        """
+        """See `Backend.attention_received`."""
         total = torch.zeros(int(rows[-1]) + 1)
 
         def add(number: int, received: Tensor) -> None:
@@ -398,7 +337,7 @@ class Model:
             if number == layers[-1]:
                 raise StopForward
 
-        with self.lock, torch.inference_mode(), suppress(StopForward):
+        with suppress(StopForward):
             self._forward(ids, cache, rows, AttentionObserver(num_queries, layers, add))
         return total / len(layers)
 
@@ -408,32 +347,33 @@ class Model:
         cache: KVCache,
         rows: Tensor | None,
         observer: AttentionObserver | None = None,
-        every: bool = False,
+        all_logits: bool = False,
         branches: Sequence[Branch] = (),
     ) -> Tensor:
         assert isinstance(cache, BlendCache)
-        self._reset_rotary()
-        cache.pause = self._pause
-        if rows is None:
-            start = cache.get_seq_length()
-            positions, mask = torch.arange(start, start + ids.shape[1]), None
-            cache.rows = None
-            attention: AbstractContextManager[None] = nullcontext()
-        else:
-            positions = torch.cat([rows, *(torch.arange(start, start + length) for start, length in branches)])
-            mask, places = self._no_mask, torch.arange(len(positions)) + rows[0] if branches else rows
-            cache.rows, cache.stop = places.to(self.device), int(places[-1]) + 1
-            attention = attention_at(self.config, rows, self.windows, observer, branches)
-        with attention, reporting_memory():
-            output = self.hf(
-                input_ids=ids.to(self.device),
-                position_ids=positions[None].to(self.device),
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-                **({} if every else self._last_logits_only),
-            )
-        return (output.logits if every else output.logits[:, -1]).float()
+        with self.lock, torch.inference_mode():
+            self._reset_rotary()
+            cache.pause = self._pause
+            if rows is None:
+                start = cache.get_seq_length()
+                positions, mask = torch.arange(start, start + ids.shape[1]), None
+                cache.rows = None
+                attention: AbstractContextManager[None] = nullcontext()
+            else:
+                positions = torch.cat([rows, *(torch.arange(start, start + length) for start, length in branches)])
+                mask, places = self._no_mask, torch.arange(len(positions)) + rows[0] if branches else rows
+                cache.rows, cache.stop = places.to(self.device), int(places[-1]) + 1
+                attention = attention_at(self.config, rows, self.windows, observer, branches)
+            with attention, reporting_memory():
+                output = self.hf(
+                    input_ids=ids.to(self.device),
+                    position_ids=positions[None].to(self.device),
+                    attention_mask=mask,
+                    past_key_values=cache,
+                    use_cache=True,
+                    **({} if all_logits else self._last_logits_only),
+                )
+            return (output.logits if all_logits else output.logits[:, -1]).float()
 
     @torch.inference_mode()
     def _step(self, ids: Tensor, caches: Sequence[KVCache]) -> Tensor:
@@ -461,7 +401,7 @@ class Model:
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # the step's kernels would wait for those of the layers so far in any case
-        with suspended(self.config), self.lock.released(goes_on=True):
+        with suspended(self.config), self.lock.released(at_front=True):
             pass
 
     @functools.cached_property
@@ -484,16 +424,15 @@ class Model:
 
         Unset fields come from the model's generation config; temperature 0 = greedy.
         """
-        wanted: dict[str, Any] = {
+        settings: dict[str, Any] = {
+            "temperature": sampling.temperature or None,
+            "do_sample": None if sampling.temperature is None else sampling.temperature > 0,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "repetition_penalty": sampling.repetition_penalty,
         }
-        if sampling.temperature is not None:
-            wanted["do_sample"] = sampling.temperature > 0
-            wanted["temperature"] = sampling.temperature or None
-        wanted = {name: value for name, value in wanted.items() if value is not None}
-        config, _ = self.hf._prepare_generation_config(None, **wanted)
+        changed = {name: value for name, value in settings.items() if value is not None}
+        config, _ = self.hf._prepare_generation_config(None, **changed)
         self.hf._prepare_special_tokens(config, True, device=self.device)
         processor = self.hf._get_logits_processor(
             config,
@@ -509,10 +448,16 @@ class Model:
         eos = self.hf.generation_config.eos_token_id
         if eos is None:
             eos = self.tokenizer.hf.eos_token_id
-        return frozenset(_as_list(eos))
+        return frozenset([eos] if isinstance(eos, int) else eos or ())
 
 
-def _as_list(value: int | Iterable[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
+@contextmanager
+def _observed(cache: KVCache, observe: Observer) -> Iterator[None]:
+    """Call `observe` in a forward pass with this cache, which it can end."""
+    assert isinstance(cache, BlendCache)
+    cache.observer = observe
+    try:
+        with suppress(StopForward):
+            yield
+    finally:
+        cache.observer = None

@@ -2,7 +2,7 @@
 
 Two short passes run at different positions. Hooks record which rotary module feeds which layer; the cached keys show
 which layers rotate (some have no RoPE) and how many dimensions. Undoing the rotation must give the same keys in both
-passes, otherwise the model is rejected. This also covers families that no table lists.
+passes, otherwise the model is rejected. This also works for unlisted families.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ def probe(hf: Any, num_layers: int, shift: int) -> tuple[list[LayerRotary | None
     Raises:
         UnsupportedModelError: Keys of this model cannot be made position-free.
     """
-    seen = [_watch(hf, num_layers, start) for start in (0, shift)]
-    found = [_one_layer(number, seen[0][number], seen[1][number]) for number in range(num_layers)]
-    if not any(found):
+    first, second = (_observe(hf, num_layers, start) for start in (0, shift))
+    layers = [_detect(number, *passes) for number, passes in enumerate(zip(first, second, strict=True))]
+    if not any(layers):
         _refuse("no layer applies rotary position embedding (learned or absolute positions, or none)")
-    return found, [layer.keys.device for layer in seen[0] if layer.keys is not None]
+    return layers, [layer.keys.device for layer in first if layer.keys is not None]
 
 
 @dataclass
-class _Seen:
-    """Observations of one layer during one pass."""
+class _Observation:
+    """Observation of one layer during one pass."""
 
     keys: Tensor | None = None  # (1, H, T, D), as cached
     rotary: tuple[nn.Module, tuple[Any, ...]] | None = None
@@ -78,14 +78,14 @@ def _refuse(reason: str) -> NoReturn:
 
 
 @torch.inference_mode()
-def _watch(hf: Any, num_layers: int, start: int) -> list[_Seen]:
-    layers = [_Seen() for _ in range(num_layers)]
-    made: list[tuple[Tensor, nn.Module, tuple[Any, ...]]] = []  # cos tables and the modules that made them
+def _observe(hf: Any, num_layers: int, start: int) -> list[_Observation]:
+    layers = [_Observation() for _ in range(num_layers)]
+    outputs: list[tuple[Tensor, nn.Module, tuple[Any, ...]]] = []  # cos tables and the modules that returned them
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if isinstance(output, tuple) and len(output) == 2 and "otary" in type(module).__name__:
             extra = args[2:] + tuple(v for k, v in kwargs.items() if k not in ("x", "position_ids"))
-            made.append((output[0], module, extra))
+            outputs.append((output[0], module, extra))
 
     def before(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
         tables, number = kwargs.get("position_embeddings"), getattr(module, "layer_idx", None)
@@ -93,7 +93,7 @@ def _watch(hf: Any, num_layers: int, start: int) -> list[_Seen]:
             return
         layer = layers[number]
         layer.tables = tables
-        for cos, rotary, extra in made:
+        for cos, rotary, extra in outputs:
             if cos is tables[0] or (cos.shape == tables[0].shape and torch.equal(cos.cpu(), tables[0].cpu())):
                 layer.rotary = rotary, extra
 
@@ -117,7 +117,7 @@ def _watch(hf: Any, num_layers: int, start: int) -> list[_Seen]:
     return layers
 
 
-def _one_layer(number: int, first: _Seen, second: _Seen) -> LayerRotary | None:
+def _detect(number: int, first: _Observation, second: _Observation) -> LayerRotary | None:
     if first.keys is None or second.keys is None:
         _refuse(f"layer {number} does not write its keys into the cache")
     if not _rotated(first.keys, second.keys):
@@ -125,11 +125,11 @@ def _one_layer(number: int, first: _Seen, second: _Seen) -> LayerRotary | None:
     if first.rotary is None or first.tables is None or second.tables is None:
         _refuse(f"the keys of layer {number} depend on their position, but not by a rotary table that it receives")
     for pairs, form in itertools.product(get_args(Pairs), get_args(Form)):
-        here, there = ((_once(cos, form), _once(sin, form)) for cos, sin in (first.tables, second.tables))
-        if 2 * here[0].shape[-1] > first.keys.shape[-1]:
+        tables, shifted = ((_once(cos, form), _once(sin, form)) for cos, sin in (first.tables, second.tables))
+        if 2 * tables[0].shape[-1] > first.keys.shape[-1]:
             continue
-        a, b = unrotate(first.keys, *here, pairs), unrotate(second.keys, *there, pairs)
-        if _same(a, b) and _same(rotate(a, *there, pairs), second.keys):
+        a, b = unrotate(first.keys, *tables, pairs), unrotate(second.keys, *shifted, pairs)
+        if _same(a, b) and _same(rotate(a, *shifted, pairs), second.keys):
             return LayerRotary(*first.rotary, pairs, form)
     _refuse(f"undoing RoPE on the keys of layer {number} does not give position-free keys")
 
@@ -137,7 +137,7 @@ def _one_layer(number: int, first: _Seen, second: _Seen) -> LayerRotary | None:
 def _rotated(first: Tensor, second: Tensor) -> bool:
     """Return whether any dimension changed with the position.
 
-    RoPE rotates the fast dimensions by full turns, while the slow ones, which may hold most of the norm, hardly change.
+    The fast dimensions rotate by full turns, while the slow ones, which may hold most of the norm, hardly change.
     """
     a, b = first.float(), second.float()
     change = (a - b).square().mean(dim=(0, 1, 2)) / a.square().mean(dim=(0, 1, 2)).clamp_min(1e-12)  # (D,)

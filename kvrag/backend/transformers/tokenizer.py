@@ -1,4 +1,4 @@
-"""Text to ids and back, identical to the plain model."""
+"""Text to token ids and back, as the model's own tokenizer does it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, TypeGuard, cast
@@ -14,14 +15,22 @@ from weakref import WeakKeyDictionary
 import xxhash
 from tokenizers.decoders import DecodeStream
 from transformers import TokenizersBackend
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvrag.backend.transformers.control_tokens import apply_chat_template
 from kvrag.errors import PromptError
 from kvrag.types import Messages, TokenIds
 
 _LONGEST_CHARACTER = 8  # tokens: four bytes, with room for tokens without text
-_TEMPLATES = 64  # kinds of prompts whose generation prompt is remembered
+_TEMPLATES = 64  # kinds of prompts whose generation prompt is kept
 _PREAMBLE_TOKENS = 8  # enough for a sink; longer preambles would include variable text, such as a template's date
+
+_PROBES = (  # conversations, contents by role, whose prompts have only the beginning of the template in common
+    {"user": "One."},
+    {"user": "two"},
+    {"system": "Three!", "user": "four"},
+    {"system": "five", "user": "Six"},
+)
 
 # transformers warns about long texts even if they are only counted; check_window rejects long prompts
 logging.getLogger("transformers.tokenization_utils_base").addFilter(
@@ -34,8 +43,8 @@ class Tokenizer:
 
     Attributes:
         preamble: Token ids in front of every encoded chunk: the common prefix of the chat template, or BOS. Without it,
-            a chunk's first tokens would become an attention sink that stitched prompts do not have. Empty if switched
-            off.
+            a chunk's first tokens would become an attention sink, which they are not in stitched prompts. Empty if
+            switched off.
     """
 
     def __init__(self, hf: Any, model_name: str, preamble: bool = True) -> None:
@@ -57,10 +66,10 @@ class Tokenizer:
     def render(self, prompt: str | Messages | TokenIds, **template: Any) -> list[int]:
         """Return the ids of a prompt, tokenised once.
 
-        Token ids are returned unchanged. A string is used as it is, with the tokenizer's own BOS. Messages are rendered
-        with the chat template, which writes all control tokens itself: control tokens in a message stay text.
-        `template` is passed to it. If the template rejects the messages, they are merged and tried again: first
-        consecutive messages of one role, then the system message into the first user message.
+        Token ids are returned unchanged. A string is encoded unchanged, with the tokenizer's own BOS. Messages are
+        rendered with the chat template, to which `template` is passed. Only the template writes control tokens: those
+        in a message stay text. If the template rejects the messages, they are merged and tried again: first consecutive
+        messages of one role, then the system message into the first user message.
 
         Raises:
             PromptError: The prompt is empty, cannot be encoded, contains anything but text or an unknown token id, or
@@ -86,14 +95,13 @@ class Tokenizer:
             raise PromptError("the prompt is empty: pass at least one message")
         if not any(message.get("content") or message.get("tool_calls") for message in messages):
             raise PromptError("the prompt is empty: no message has content")
-        refusal: PromptError | None = None
-        for attempt in _variants(messages):
+        refusals = []
+        for variant in _variants(messages):
             try:
-                return self._apply_template(attempt, template)
+                return self._apply_template(variant, template)
             except PromptError as error:
-                refusal = refusal or error
-        assert refusal is not None
-        raise refusal
+                refusals.append(error)
+        raise refusals[0]
 
     def generation_prompt_length(self, **template: Any) -> int:
         """Return the length of the generation prompt: tokens that end a prompt and are absent from a history."""
@@ -110,8 +118,7 @@ class Tokenizer:
             with_prompt, without = (self._apply_template(messages, template, prompt) for prompt in (True, False))
         except PromptError:
             return 0  # unknown: the template rejects a single message
-        common = takewhile(lambda pair: pair[0] == pair[1], zip(with_prompt, without, strict=False))
-        return len(with_prompt) - len(list(common))
+        return len(with_prompt) - len(_common_prefix(with_prompt, without))
 
     def _apply_template(self, messages: Messages, template: Mapping[str, Any], prompt: bool = True) -> list[int]:
         if self.hf.chat_template is None:
@@ -133,7 +140,7 @@ class Tokenizer:
             return list(self.hf.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
-        """Return the number of tokens that `encode` gives each text, faster than one after the other.
+        """Return the number of tokens that `encode` gives each text, in one fast call.
 
         Raises:
             PromptError: A text cannot be encoded.
@@ -151,7 +158,7 @@ class Tokenizer:
 
     @cached_property
     def _anchor(self) -> list[int]:
-        """A token to put before others: a first one may lose its space."""
+        """A token to decode before others: the first one may lose its space."""
         return self.encode("a")[-1:]
 
     def token_text(self, token: int) -> tuple[str, bytes]:
@@ -184,10 +191,10 @@ class Tokenizer:
         """True if the chat template renders tools; some name them differently or render only calls in the history."""
         source = self.template_text([{}])  # may differ from the template without tools
         if source not in self._renders_tools:  # needed for every prompt
-            self._renders_tools[source] = self._ask_template()
+            self._renders_tools[source] = self._try_tools()
         return self._renders_tools[source]
 
-    def _ask_template(self) -> bool:
+    def _try_tools(self) -> bool:
         probe = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
         try:
             with self._lock:
@@ -215,23 +222,13 @@ class Tokenizer:
         return xxhash.xxh3_128(state.encode()).hexdigest()
 
     def _find_preamble(self) -> tuple[int, ...]:
-        user, system = {"role": "user"}, {"role": "system"}
         prompts = []
-        if self.hf.chat_template is not None:
-            for messages in (
-                [{**user, "content": "One."}],
-                [{**user, "content": "two"}],
-                [{**system, "content": "Three!"}, {**user, "content": "four"}],
-                [{**system, "content": "five"}, {**user, "content": "Six"}],
-            ):
-                try:
-                    prompts.append(self._apply_template(messages, {}))
-                except PromptError:
-                    continue  # this template rejects a system message
-        if len(prompts) > 1:
-            common = [ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, zip(*prompts, strict=False))]
-            if common:
-                return tuple(common[:_PREAMBLE_TOKENS])
+        for contents in _PROBES:
+            messages = [{"role": role, "content": content} for role, content in contents.items()]
+            with suppress(PromptError):  # no template, or one that rejects a system message
+                prompts.append(self._apply_template(messages, {}))
+        if len(prompts) > 1 and (common := _common_prefix(*prompts)):
+            return tuple(common[:_PREAMBLE_TOKENS])
         bos = self.hf.bos_token_id
         if bos is not None and self.hf("a")["input_ids"][:1] == [bos]:
             return (bos,)
@@ -273,7 +270,7 @@ class TextStream:
                 return self._fast.step(self._hf.backend_tokenizer, token) or ""
             except Exception:  # "Invalid prefix": bytes that are not UTF-8 changed the earlier text
                 pass
-        self._fast = None  # it would decode an ever longer run of invalid bytes, or keep failing
+        self._fast = None  # it would decode all bytes since the last valid ones again for every token, or keep failing
         text = self.rest()
         is_complete = not text.endswith("\ufffd") or len(self._pending) >= _LONGEST_CHARACTER
         return text if is_complete else ""
@@ -296,14 +293,11 @@ def is_token_ids(prompt: object) -> TypeGuard[TokenIds]:
     return isinstance(prompt, (list, tuple)) and bool(prompt) and all(type(token) is int for token in prompt)
 
 
-def _byte_letters() -> dict[str, int]:
-    """Return the bytes by the letters that byte-level BPE vocabularies write for them."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+def _common_prefix(*rows: list[int]) -> list[int]:
+    return [ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, zip(*rows, strict=False))]
 
 
-_BYTES = _byte_letters()
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # letters of byte-level BPE vocabularies
 
 
 def _control_tokens(hf: Any) -> dict[int, str]:
@@ -318,7 +312,7 @@ def _checked(message: dict[str, Any]) -> dict[str, Any]:
         raise PromptError(f"a message must be a dict with role and content, got {message!r:.80}")
     content = message.get("content")
     if isinstance(content, list):
-        between = "\n" if message["role"] == "tool" else ""  # a tool returns each document as a block of its own
+        between = "\n" if message["role"] == "tool" else ""  # a tool returns each document as a separate block
         content = between.join(_text_of(part) for part in content)
         message = {**message, "content": content}
     if content is not None:

@@ -318,7 +318,7 @@ def test_portions_and_passes_are_bounded_in_bytes(opens: Open, model: Model, mon
     assert batch_tokens(model) == 512, "seconds on a CPU"
     monkeypatch.setattr(model, "device", torch.device("meta"))
     assert batch_tokens(model) == 4096
-    monkeypatch.setattr(Model, "bytes_per_token", 128 << 10)
+    monkeypatch.setattr(model, "bytes_per_token", 128 << 10)
     assert batch_tokens(model) * (128 << 10) <= 256 << 20
 
 

@@ -47,13 +47,13 @@ class ValkeyStore:
         if expire and not (expire.isdigit() and int(expire)):
             raise SettingError(f"{url}: expire must be a number of seconds, got {expire}")
         self._expire = int(expire) if expire else None
+        connection |= {name: value for name, value in options.items() if name != "expire"}
         self._client: Any = redis.Redis(
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=_CONNECT_S,
             retry=Retry(ExponentialBackoff(cap=1, base=0.05), 1),
             health_check_interval=30,
             **connection,
-            **{name: value for name, value in options.items() if name != "expire"},
         )
         self._checked = False
 

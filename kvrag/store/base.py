@@ -1,4 +1,4 @@
-"""Base of the stores: a manifest in a local folder, and a chunk per row of it somewhere."""
+"""Base of the stores: a manifest in a local folder, and one stored chunk per row."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kvrag.store.log import Log
 from kvrag.store.manifest import EVICT, Holder, Manifest, Row
 from kvrag.store.owner import codec_of
 from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
+from kvrag.store.schema import translated
 
 MANIFEST = "manifest.sqlite"
 _LOW_WATERMARK = 0.8  # share of a budget that eviction leaves
@@ -54,14 +55,14 @@ class StoreCheck:
 
 
 class ManifestStore(ABC):
-    """A store whose manifest answers everything but the content of chunks. Thread-safe.
+    """A store whose manifest answers every query except for the content of chunks. Thread-safe.
 
     Subclasses set these before they are used:
         path: The local folder.
-        read_only: Nothing can be written.
+        read_only: Whether all writes fail.
         max_bytes: Byte budget of the chunks in the local folder.
         _manifest: Rows of all chunks.
-        _changes: Where changes are recorded: the manifest itself, or the log that it follows.
+        _changes: Records changes: the manifest itself, or the log that it follows.
         _writers: Threads that write chunks.
     """
 
@@ -107,7 +108,7 @@ class ManifestStore(ABC):
 
     @property
     def _current(self) -> Manifest:
-        """Return the manifest; of a shared store, up to date if that takes only a moment."""
+        """Return the manifest; brought up to date first if that is quick."""
         return self._manifest
 
     # ---------------------------------------------------------------- chunks
@@ -122,7 +123,7 @@ class ManifestStore(ABC):
         return self._put(records)[0]
 
     def _put(self, records: Sequence[ChunkRecord]) -> tuple[int, list[ChunkRecord]]:
-        """Store chunks; return the bytes that they take, and those that were not stored before."""
+        """Store chunks; return their size in bytes, and the records that were not stored before."""
         if self.read_only:
             raise StoreReadOnlyError(f"{self.path} is not writable: choose another store folder")
         new = {record.key: record for record in records}
@@ -139,7 +140,7 @@ class ManifestStore(ABC):
             raise error
         known = self._add(rows)
         self._delete(row.file for row in known)  # another writer was faster
-        self.keep_budgets(sizes)  # others have stored chunks since there was room
+        self.keep_budgets(sizes)  # other writers may have stored chunks since `_make_room`
         return sum(row.num_bytes for row in rows) - sum(row.num_bytes for row in known), wanted
 
     def _write(self, record: ChunkRecord) -> Row:
@@ -155,7 +156,7 @@ class ManifestStore(ABC):
         return self._changes.add(rows)
 
     def remove(self, keys: Sequence[str]) -> None:
-        """See KVStore.remove. Rows go first: a file without a row is a leftover, a row without a file is damage."""
+        """See KVStore.remove. Rows first: a file without a row is a leftover, a row without a file is damage."""
         self._check_open()
         for i in range(0, len(keys), EVICT):
             self._delete(self._changes.remove(keys[i : i + EVICT]))
@@ -167,7 +168,7 @@ class ManifestStore(ABC):
         return self._current.look_up(text_keys)
 
     def entries(self, after: int) -> Iterator[Entry]:
-        """See KVStore.entries. Numbers are this machine's."""
+        """See KVStore.entries. The numbers differ between machines."""
         self._check_open()
         return self._manifest.entries(after)
 
@@ -206,7 +207,7 @@ class ManifestStore(ABC):
     def set_budget(self, namespace: str, max_bytes: int | None) -> int:
         """Set the byte budget of a namespace, for all processes and machines; None = none.
 
-        Beyond it, the namespace's own chunks are evicted, now and whenever chunks are stored.
+        Chunks of this namespace are evicted beyond it, now and whenever chunks are stored.
 
         Returns:
             The number of chunks evicted now.
@@ -222,13 +223,13 @@ class ManifestStore(ABC):
         return 0 if max_bytes is None else self._evict(max_bytes, namespace)
 
     def keep_budgets(self, namespaces: Collection[str] | None = None) -> None:
-        """Evict beyond the budgets of these namespaces; None = all."""
+        """Evict the chunks that exceed the budgets of these namespaces; None = all."""
         for namespace, max_bytes in self._manifest.budgets().items():
             if namespaces is None or namespace in namespaces:
                 self._evict(max_bytes, namespace)
 
     def _make_room(self, sizes: Mapping[str, int]) -> None:
-        """Evict what has to go for this many bytes of each namespace."""
+        """Evict enough chunks to store this many bytes in each namespace."""
         budgets = {name: size for name, size in self._manifest.budgets().items() if name in sizes}
         for namespace, max_bytes in budgets.items():
             if sizes[namespace] > max_bytes:
@@ -241,12 +242,12 @@ class ManifestStore(ABC):
             self._evict_for(sizes[namespace], max_bytes, namespace)
 
     def _evict_for(self, needed: int, max_bytes: int, namespace: str | None = None) -> None:
-        """Evict down to less than a budget for `needed` bytes, so that not every `put` evicts."""
+        """Make room for `needed` bytes: down to the low watermark of a budget, so that not every `put` evicts."""
         if self._manifest.num_bytes(namespace) + needed > max_bytes:
             self._evict(max(0, int(max_bytes * _LOW_WATERMARK) - needed), namespace)
 
     def _evict(self, limit: int, namespace: str | None = None) -> int:
-        """Remove the chunks that save least until those of a namespace, None = all, take at most `limit` bytes.
+        """Remove the chunks that save least until a namespace (None = the store) takes at most `limit` bytes.
 
         Returns:
             The number of removed chunks.
@@ -284,27 +285,28 @@ class ManifestStore(ABC):
         return self._manifest.contents()
 
     def gc(self, unused_days: float = UNUSED_DAYS) -> tuple[int, int]:
-        """Delete unneeded chunks and files; return (chunks, files) deleted. Evicts beyond the budgets.
+        """Delete unneeded chunks and files; return (chunks, files) deleted. Also enforces the budgets.
 
-        Unneeded are chunks that no document relies on, including chunks of requests unused for `unused_days`, files
+        Unneeded: chunks that no document relies on, including chunks of requests unused for `unused_days`, files
         without a row, and quarantined files. Token ids of deleted texts are deleted from the manifest's log and from
-        the catalog, which is built anew.
+        the catalog, which is rebuilt.
         """
-        self._record_uses()
-        if requests := self._manifest.unused_requests(time.time() - unused_days * 86400):
-            self._changes.release(requests)
-        unheld = self._manifest.unheld()
-        self.remove(unheld)
-        self.keep_budgets()  # a writer that was killed has not
-        leftovers = self.delete_leftovers()
-        if self._manifest.purge():
-            for path in self.catalog_folder.glob("*"):
-                path.unlink(missing_ok=True)
-        return len(unheld), leftovers
+        with translated(self.path):
+            self._record_uses()
+            if requests := self._manifest.unused_requests(time.time() - unused_days * 86400):
+                self._changes.release(requests)
+            unheld = self._manifest.unheld()
+            self.remove(unheld)
+            self.keep_budgets()  # a killed writer did not
+            leftovers = self.delete_leftovers()
+            if self._manifest.purge():
+                for path in self.catalog_folder.glob("*"):
+                    path.unlink(missing_ok=True)
+            return len(unheld), leftovers
 
     @staticmethod
     def _tally(total: int, checked: Iterable[Sequence[str]], progress: Progress) -> StoreCheck:
-        """Count the names of StoreCheck's fields that each checked chunk adds to."""
+        """Count the results of checked chunks, each given as names of StoreCheck's fields."""
         counts = dict.fromkeys(("sound", "damaged", "adopted", "repaired", "unreadable"), 0)
         for done, names in enumerate(checked, 1):
             for name in names:
@@ -314,12 +316,12 @@ class ManifestStore(ABC):
 
 
 def row_of(chunk: PackedChunk, file: str, num_bytes: int) -> Row:
-    """Return the row that a chunk must have; reads all of it.
+    """Read a whole chunk; return the row that it must have.
 
     Raises:
-        DamagedChunkError: It is damaged.
+        DamagedChunkError: The chunk is damaged.
         ChunkUnreadableError: It cannot be read at the moment.
     """
-    for number in range(chunk.num_layers):
+    for number in range(chunk.num_layers):  # not all of them in memory at once
         chunk.layer(number)
     return Row.of(chunk.key, chunk.namespace, chunk.ids, chunk.context_tokens, file, num_bytes)

@@ -18,6 +18,7 @@ import resource
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ _DIGEST = re.compile(rb'"digest":"([0-9a-f]{32})"')
 
 
 def key_of(file: str) -> str:
-    """Return the key of the chunk that a file has: its name begins with it."""
+    """Return the key of the chunk in a file: the file name begins with it."""
     return file.rpartition("/")[2].removesuffix(SUFFIX).partition("-")[0]
 
 
@@ -79,7 +80,7 @@ def serialise(record: ChunkRecord, fingerprint: str) -> tuple[bytes, memoryview]
 
 
 def borders(header: bytes) -> list[int]:
-    """Return where the parts of a chunk begin that are read together: what precedes the layers, and each layer."""
+    """Return the offsets of the parts that are read together: everything before the layers, and each layer."""
     tensors = json.loads(header[8:])
     keys = [tensors[name]["data_offsets"][0] for name in tensors if name.endswith(".k")]
     values = [tensors[name]["data_offsets"][1] for name in tensors if name.endswith(".v")]
@@ -88,14 +89,14 @@ def borders(header: bytes) -> list[int]:
 
 
 def estimate(record: ChunkRecord) -> int:
-    """Return a tight lower bound of the bytes that `pack` returns for a record."""
+    """Return a tight lower bound of the bytes that `serialise` returns for a record."""
     tensors = sum(keys.nbytes + values.nbytes for keys, values in record.layers)
     header = 512 + len(record.namespace.encode()) * 6 + 240 * len(record.layers)
     return tensors + header + 8 * (len(record.ids) + len(record.context))
 
 
 class PackedChunk:
-    """A chunk in the form of `serialise`, read by byte ranges. Its content is verified to be the requested key's.
+    """A chunk as written by `serialise`, read by byte ranges. Its content is verified against the requested key.
 
     Attributes:
         key, namespace, ids, num_layers: See ChunkRecord.
@@ -115,7 +116,7 @@ class PackedChunk:
             beginning: Its first bytes, any number of them.
 
         Raises:
-            DamagedChunkError: It is not a chunk, is truncated, or is another chunk.
+            DamagedChunkError: The content is not a chunk, is truncated, or is another chunk.
             ChunkUnreadableError: It cannot be read at the moment.
         """
         self.key, self.bytes_read = key, 0
@@ -154,9 +155,9 @@ class PackedChunk:
         del self._beginning
         if self._metadata["fingerprint"] != fingerprint:
             raise DamagedChunkError(self.key, "it was written for another model")
-        found = chunk_key(fingerprint, self.ids.tolist(), self.context.tolist(), self.namespace)
-        if found != self.key:
-            raise DamagedChunkError(self.key, f"its content belongs to chunk {found}")
+        actual = chunk_key(fingerprint, self.ids.tolist(), self.context.tolist(), self.namespace)
+        if actual != self.key:
+            raise DamagedChunkError(self.key, f"its content belongs to chunk {actual}")
 
     def _tokens(self, name: str) -> NDArray[np.uint32]:
         start, stop = (self._start + offset for offset in self._tensors[name]["data_offsets"])
@@ -189,9 +190,14 @@ class PackedChunk:
             border = self._start + keys["data_offsets"][1] - start
             return _tensor(content[:border], keys), _tensor(content[border:], values)
 
+    def record(self) -> ChunkRecord:
+        """Read the whole chunk, each layer as it was stored; raises as `layer`."""
+        layers = [self.layer(number) for number in range(self.num_layers)]
+        return ChunkRecord(self.key, self.namespace, self.ids, self.context, layers)
+
     @contextlib.contextmanager
     def _noticing_faults(self) -> Iterator[None]:
-        """Raise DamagedChunkError for a damaged chunk and ChunkUnreadableError for a passing error."""
+        """Raise DamagedChunkError for a damaged chunk and ChunkUnreadableError for a temporary error."""
         try:
             yield
         except FileNotFoundError as error:  # deleted in the meantime
@@ -220,26 +226,24 @@ class ChunkFile(PackedChunk):
             FileNotFoundError: The file does not exist.
         """
         self.key, self._path = key, path
-        self._lock, self._reading = threading.Lock(), 0
-        self._file = self._open()
-        self._keeps, keeps = True, False
+        self._file: _OpenFile | None = self._open()
+        keeps = False
         try:
             with self._noticing_faults():
-                size = os.fstat(self._file).st_size
+                size = os.fstat(self._file.descriptor).st_size
                 beginning = self._range(0, min(size, _FIRST_READ)).numpy().tobytes()
             super().__init__(key, fingerprint, size, beginning)
-            keeps = _open_files.take()
+            keeps = _may_stay_open(self._file)
         finally:
-            self._keeps = keeps
             if not keeps:
-                os.close(self._file)
+                self._file = None
 
-    def _open(self) -> int:
+    def _open(self) -> _OpenFile:
         for wait in (0.0, 0.01, 0.05, 0.2, 0.0):  # other readers may be about to close theirs
-            if wait:  # even a sleep of 0 seconds gives the processor away
+            if wait:  # even a sleep of 0 seconds yields the processor
                 time.sleep(wait)
             try:
-                return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                return _OpenFile(os.open(self._path, os.O_RDONLY | os.O_CLOEXEC))
             except FileNotFoundError:
                 raise
             except OSError as error:
@@ -249,72 +253,41 @@ class ChunkFile(PackedChunk):
         raise ChunkUnreadableError(self.key, failed.strerror) from failed
 
     def _range(self, start: int, stop: int) -> Tensor:
-        with self._descriptor() as descriptor:
-            content = torch.empty(stop - start, dtype=torch.uint8)
-            view, position = content.numpy().data, start
-            while view:
-                count = os.preadv(descriptor, [view], position)
-                if count == 0:
-                    raise DamagedChunkError(self.key, "the file is truncated")
-                view, position = view[count:], position + count
-            return content
-
-    @contextlib.contextmanager
-    def _descriptor(self) -> Iterator[int]:
-        """Yield the file descriptor, kept open until the last read ends: another file could get its number."""
-        with self._lock:
-            keeps = self._keeps
-            self._reading += keeps
-        if keeps:
-            try:
-                yield self._file
-            finally:
-                self._release()
-        else:
-            descriptor = self._open()
-            try:
-                yield descriptor
-            finally:
-                os.close(descriptor)
-
-    def _release(self) -> None:
-        with self._lock:
-            self._reading -= 1
-            last = self._reading == 0 and not self._keeps
-        if last:
-            os.close(self._file)
-            _open_files.give_back()
+        file = self._file or self._open()
+        content = torch.empty(stop - start, dtype=torch.uint8)
+        view, position = content.numpy().data, start
+        while view:
+            count = os.preadv(file.descriptor, [view], position)
+            if count == 0:
+                raise DamagedChunkError(self.key, "the file is truncated")
+            view, position = view[count:], position + count
+        return content
 
     def close(self) -> None:
         """Close the file once no read is under way."""
-        with self._lock:
-            if not self._keeps:
-                return
-            self._keeps = False
-            self._reading += 1
-        self._release()
+        self._file = None
 
 
-class _OpenFiles:
-    """Counter of the files that readers keep open: a quarter of the limit, sockets and threads need some too."""
+class _OpenFile:
+    """A file descriptor, closed with the last reference to it: until a read ends, no other file gets its number."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open = 0
-
-    def take(self) -> bool:
-        with self._lock:
-            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            room = self._open < min(soft if soft > 0 else 1024, 4096) // 4
-            self._open += room
-            return room
-
-    def give_back(self) -> None:
-        with self._lock:
-            self._open -= 1
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
 
 
-_open_files = _OpenFiles()
+_kept: weakref.WeakSet[_OpenFile] = weakref.WeakSet()
+_keeping = threading.Lock()
+
+
+def _may_stay_open(file: _OpenFile) -> bool:
+    """Return whether a reader may keep its file open: readers get a quarter of the limit, sockets need some too."""
+    with _keeping:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        has_room = len(_kept) < min(soft if soft > 0 else 1024, 4096) // 4
+        if has_room:
+            _kept.add(file)
+        return has_room
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -1,15 +1,15 @@
-"""Copies of stores: between folders, buckets and servers, and to another codec."""
+"""Copying stores: between folders, buckets and servers, and to another codec."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvrag.errors import ChunkUnreadableError, DamagedChunkError, FingerprintMismatchError, SettingError, StoreError
 from kvrag.fingerprint import Fingerprint
+from kvrag.store.base import Progress, no_progress
 from kvrag.store.codec import pack
 from kvrag.store.files import FileStore
 from kvrag.store.manifest import Holder
@@ -30,7 +30,7 @@ class CopyReport:
         present: Chunks that the target had already.
         unreadable: Chunks that are damaged, or cannot be read at the moment. They are left out.
         bytes: Bytes written.
-        documents: Documents whose texts the target now has on record.
+        documents: Documents recorded in the target.
     """
 
     copied: int
@@ -44,12 +44,12 @@ def copy_store(
     source: AnyStore,
     target: AnyStore,
     codec: str | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> CopyReport:
     """Copy all chunks and documents that the target lacks. Every layer is compared with its digest as it is read.
 
-    Documents of the same name are replaced, other documents of the target stay. A copy that was interrupted continues
-    where it was. Namespaces without a budget in the target get the source's.
+    Documents of the same name are replaced, other documents of the target stay. Run again, an interrupted copy
+    continues where it stopped. Namespaces without a budget in the target get the source's.
 
     Args:
         codec: Codec of the copies; None = as they are. Only chunks in native precision can be converted.
@@ -77,12 +77,12 @@ def copy_store(
         if codec is None and mine.codec == "none" and mine.stored_as(other.codec).digest == other.digest:
             raise FingerprintMismatchError(f"{error}; or pass --to-codec {other.codec} to convert") from error
         raise
-    held: list[str] = []
+    stored: list[str] = []
     documents: dict[tuple[str, str], list[Holder]] = {}
     for _, page, holders in source.contents():
-        held += [row.key for row in page]
-        for each in holders:
-            documents.setdefault((each.namespace, each.document), []).append(each)
+        stored += [row.key for row in page]
+        for holder in holders:
+            documents.setdefault((holder.namespace, holder.document), []).append(holder)
     keys: dict[str, str] = {}
     counts = dict.fromkeys(("copied", "present", "unreadable", "bytes"), 0)
     portion: list[ChunkRecord] = []
@@ -92,7 +92,7 @@ def copy_store(
         counts["copied"] += len(portion)
         portion.clear()
 
-    for done, key in enumerate(held, 1):
+    for done, key in enumerate(stored, 1):
         if not converts and not target.missing([key]):
             counts["present"] += 1
         else:
@@ -108,12 +108,12 @@ def copy_store(
                 portion.append(record)
             else:
                 counts["present"] += 1
-        if sum(tensor.nbytes for made in portion for layer in made.layers for tensor in layer) > _PORTION:
+        if sum(tensor.nbytes for record in portion for layer in record.layers for tensor in layer) > _PORTION:
             write()
-        progress(done, len(held))
+        progress(done, len(stored))
     write()
-    for (namespace, document), held_by in documents.items():
-        holdings = [Holding(holder.text_key, keys.get(holder.key, holder.key), holder.source) for holder in held_by]
+    for (namespace, document), document_holders in documents.items():
+        holdings = [Holding(item.text_key, keys.get(item.key, item.key), item.source) for item in document_holders]
         target.set_document(document, holdings, namespace)
     for namespace in source.budgets().keys() - target.budgets().keys():
         target.set_budget(namespace, source.budgets()[namespace])
@@ -126,14 +126,11 @@ def _read(source: AnyStore, key: str, converted: Fingerprint | None, target: Any
     if reader is None:
         return None
     with closing(reader):
-        context = reader.context
         if converted is None:
-            layers = [reader.layer(number) for number in range(reader.num_layers)]
-            return ChunkRecord(key, reader.namespace, reader.ids, context, layers)
-        new = converted.chunk_key(reader.ids.tolist(), context.tolist(), reader.namespace)
+            return reader.record()
+        new = converted.chunk_key(reader.ids.tolist(), reader.context.tolist(), reader.namespace)
         if not target.missing([new]):
-            return ChunkRecord(new, reader.namespace, reader.ids, context, ())
-        layers = [reader.layer(number) for number in range(reader.num_layers)]
-        with torch.inference_mode():
-            packed = pack(layers, converted.codec, key)
-        return ChunkRecord(new, reader.namespace, reader.ids, context, packed)
+            return ChunkRecord(new, reader.namespace, reader.ids, reader.context, ())
+        record = reader.record()
+    with torch.inference_mode():
+        return replace(record, key=new, layers=pack(record.layers, converted.codec, key))

@@ -10,8 +10,8 @@ TEMPORARY = ".*.tmp"
 """Glob pattern of the files that a killed writer leaves behind."""
 
 
-def write_file(path: Path, *parts: bytes | memoryview, replace: bool = True) -> int:
-    """Write the parts under a temporary name, flush them to disk and rename; return the number of bytes.
+def write_file(path: Path, *parts: bytes | memoryview, replace: bool = True) -> None:
+    """Write the parts under a temporary name, flush them to disk and rename.
 
     Args:
         replace: False = the first writer of a name wins.
@@ -22,13 +22,11 @@ def write_file(path: Path, *parts: bytes | memoryview, replace: bool = True) -> 
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     tmp = path.with_name(f".{os.getpid()}.{uuid.uuid4().hex}.tmp")
-    size = 0
     try:
         descriptor = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb", buffering=0) as file:
             for part in parts:
                 view = memoryview(part)
-                size += view.nbytes
                 while view:
                     view = view[file.write(view) :]
             os.fsync(descriptor)
@@ -40,4 +38,3 @@ def write_file(path: Path, *parts: bytes | memoryview, replace: bool = True) -> 
     except BaseException:
         tmp.unlink(missing_ok=True)
         raise
-    return size

@@ -1,11 +1,11 @@
-"""Which chunks go when there is no room, and the budgets that say so.
+"""Eviction of chunks: scores, and budgets of namespaces.
 
-Chunks are evicted by their score, lowest first: see decision 23. The score is the logarithm of
+Chunks with the lowest score are evicted first: see decision 23. The score is the logarithm of
 
     (tokens to compute again) / bytes * sum over all uses of 2 ** (clock at that use / half-life)
 
-Counting a use only adds a term, and scores of different ages compare as they are, so an index can hold them. The clock
-counts uses: it is 1 further when there were as many uses as there are chunks.
+Counting a use only adds a term, and scores of different ages are comparable, so an index can hold them. The clock
+counts uses: it advances by 1 when there have been as many uses as there are chunks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Eviction(Database):
     def evict(self, limit: int, most: int, namespace: str | None = None) -> list[str]:
         """Delete the rows of at most `most` chunks, see `coldest`; return the names of their files.
 
-        The size is read in the same transaction, so that several processes do not evict for the same need.
+        The size is read in the same transaction, so that two processes do not make the same room twice.
         """
         with self._writing() as connection:
             removed = remove_rows(connection, self.coldest(limit, most, namespace))
@@ -56,7 +56,7 @@ class Eviction(Database):
         return keys
 
     def touch(self, uses: Mapping[str, int]) -> None:
-        """Record that these chunks were used now, so many times each."""
+        """Record the number of uses of each of these chunks, at the current time."""
         now = time.time()
         with self._writing() as connection:
             clock, before = clock_of(connection), connection.total_changes
@@ -65,7 +65,7 @@ class Eviction(Database):
                 " (SELECT num_tokens FROM texts WHERE texts.text = chunks.text), num_bytes, ?3) WHERE key = ?4",
                 [(now, count, clock, key) for key, count in uses.items()],
             )
-            if connection.total_changes > before:  # a shared store also hears of chunks that it does not have
+            if connection.total_changes > before:  # a shared log may name chunks that are no longer stored
                 advance(connection, sum(uses.values()))
 
     # ---------------------------------------------------------------- budgets
@@ -95,7 +95,7 @@ class Eviction(Database):
 
 
 def budgets_in(counters: Mapping[str, int]) -> dict[str, int]:
-    """Return the budgets of namespaces that are among these counters."""
+    """Return the budgets of namespaces among these counters."""
     return {name.removeprefix(_BUDGET): value for name, value in counters.items() if name.startswith(_BUDGET)}
 
 

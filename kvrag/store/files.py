@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import re
@@ -18,7 +17,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,12 +30,13 @@ from kvrag.errors import (
     StoreReadOnlyError,
 )
 from kvrag.fingerprint import Fingerprint
-from kvrag.store.base import MANIFEST, UNUSED_DAYS, ManifestStore, Progress, StoreCheck, no_progress, row_of
+from kvrag.store.base import MANIFEST, ManifestStore, Progress, StoreCheck, no_progress, row_of
 from kvrag.store.chunkfile import SUFFIX, ChunkFile, key_of
 from kvrag.store.durable import TEMPORARY, write_file
 from kvrag.store.manifest import Manifest, Row
-from kvrag.store.owner import OWNER, check_layout, check_owner, read_owner
+from kvrag.store.owner import OWNER, check_layout, check_owner, owner_file, read_owner
 from kvrag.store.protocol import Holding
+from kvrag.store.schema import translated
 
 logger = logging.getLogger("kvrag")
 
@@ -51,10 +51,10 @@ class FileStore(ManifestStore):
         """Open or create the store.
 
         Args:
-            max_bytes: Byte budget; chunks that save least are evicted beyond it. None = no budget. While several
-                threads or processes are storing, each can exceed it by the chunks that it is storing at the moment.
-                Budgets of namespaces are kept in the store, see `set_budget`.
-            min_free_bytes: Writing stops before less than this is free on the disk.
+            max_bytes: Byte budget; beyond it, the chunks that save least are evicted. None = no budget. Threads and
+                processes that store at the same time can each exceed it by the chunks that they are storing.
+                See `set_budget` for budgets of namespaces.
+            min_free_bytes: Writing fails if less than this would stay free on the disk.
 
         Raises:
             StoreError: The folder cannot be created or opened, or has another version's format.
@@ -72,7 +72,7 @@ class FileStore(ManifestStore):
         self._touched: Counter[str] = Counter()
         self._flushing: threading.Timer | None = None
         self._writers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvrag-write")  # fsync only waits
-        with _translated(self.path):
+        with translated(self.path):
             try:
                 for folder in (self.path, self._chunks):  # the content is as confidential as the documents
                     folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # parents keep the default mode
@@ -93,7 +93,7 @@ class FileStore(ManifestStore):
         return self._manifest.read_only
 
     def _file(self, name: str) -> Path:
-        # a manifest that is damaged, or somebody's, must not lead to other files
+        # a damaged or forged manifest must not lead to files outside the folder
         if os.path.basename(name) != name or not name.endswith(SUFFIX):
             name = f"no name{SUFFIX}"
         return self._chunks.joinpath(name[:2], name)
@@ -119,14 +119,14 @@ class FileStore(ManifestStore):
 
     def _claim(self, parts: dict[str, str]) -> dict[str, str]:
         with contextlib.suppress(FileExistsError):  # the first of two processes wins
-            self._durably(self.path / OWNER, json.dumps(parts, indent=1).encode(), replace=False)
+            self._durably(self.path / OWNER, owner_file(parts), replace=False)
         return self.owner()
 
-    def _durably(self, path: Path, *parts: bytes | memoryview, replace: bool = True) -> int:
+    def _durably(self, path: Path, *parts: bytes | memoryview, replace: bool = True) -> None:
         if self._manifest.read_only:
             raise StoreReadOnlyError(f"{self.path} is not writable: choose another store folder")
         try:
-            return write_file(path, *parts, replace=replace)
+            write_file(path, *parts, replace=replace)
         except OSError as error:
             if isinstance(error, FileExistsError) and not replace:
                 raise
@@ -173,7 +173,7 @@ class FileStore(ManifestStore):
             )
 
     def keep_budgets(self, namespaces: Collection[str] | None = None) -> None:
-        """Evict beyond the budgets, of the store and of these namespaces (None = all)."""
+        """Evict the chunks that exceed the budgets of the store and of these namespaces; None = all."""
         if self.max_bytes is not None:
             self._evict(self.max_bytes)
         super().keep_budgets(namespaces)
@@ -184,7 +184,7 @@ class FileStore(ManifestStore):
         while (name := self._manifest.file(key)) is not None:
             try:
                 return ChunkFile(self._file(name), key, self._fingerprint)
-            except FileNotFoundError:  # removed since, and possibly stored again
+            except FileNotFoundError:  # removed meanwhile, and possibly stored again
                 if name == seen:
                     raise DamagedChunkError(key, "its file is missing") from None
                 seen = name
@@ -210,11 +210,11 @@ class FileStore(ManifestStore):
             aside.mkdir(exist_ok=True, mode=0o700)
             os.replace(path, aside / path.name)
         except FileNotFoundError:
-            pass  # already gone, or another process was faster
+            pass  # already deleted or moved by another process
         except OSError as error:
             raise self._explain(error) from error
 
-    # ---------------------------------------------------------------- times of use
+    # ---------------------------------------------------------------- uses
 
     def touch(self, keys: Sequence[str]) -> None:
         """See KVStore.touch. Times are written at most once a second."""
@@ -267,7 +267,7 @@ class FileStore(ManifestStore):
         Damaged chunks are moved to quarantine, intact files without a row get one, rows that do not match their file
         are repaired, and a damaged manifest is rebuilt.
         """
-        with _translated(self.path):
+        with translated(self.path):
             if not self._manifest.read_only and not self._manifest.is_sound():
                 self._manifest.rebuild()
                 return self._recover(progress)
@@ -278,7 +278,7 @@ class FileStore(ManifestStore):
 
         The files do not record which documents held them. Chunks encoded alone get an anonymous holder and are served
         as before, also in place of their other variants. Chunks encoded with context get no holder, so they are not
-        served until their documents are warmed again, which encodes nothing.
+        served until their documents are warmed again, which does not encode them again.
         """
         return self._check(progress, hold=True)
 
@@ -288,17 +288,17 @@ class FileStore(ManifestStore):
         for path in sorted(self._chunks.glob(f"*/*{SUFFIX}")):  # a second file of a key is a leftover, for `gc`
             names.setdefault(key_of(path.name), path.name)
         checked = (self._check_chunk(name, key, rows.get(key), hold) for key, name in names.items())
-        found = self._tally(len(names), checked, progress)
+        result = self._tally(len(names), checked, progress)
         if not self._manifest.read_only:
             self._manifest.recount()
-        return found
+        return result
 
     def _check_chunk(self, name: str, key: str, row: Row | None, hold: bool) -> list[str]:
         """Check one chunk file, repair what is possible, and return the StoreCheck counters that it adds to."""
         path = self._file(name)
         try:
             with contextlib.closing(ChunkFile(path, key, self._fingerprint)) as chunk:
-                found = row_of(chunk, name, path.stat().st_size)
+                actual = row_of(chunk, name, path.stat().st_size)
         except ChunkUnreadableError as error:
             logger.warning("%s", error)
             return ["unreadable"]
@@ -311,19 +311,14 @@ class FileStore(ManifestStore):
                 logger.warning("%s is damaged and has no row: moved to quarantine", path)
                 self._put_aside(path)
             return ["damaged"]
-        if row == found or self._manifest.read_only:
+        if row == actual or self._manifest.read_only:
             return ["sound"]
-        self._manifest.correct(found)
+        self._manifest.correct(actual)
         if hold and not chunk.context_tokens:
-            self._manifest.hold("", [Holding(found.text_key, key, "")], chunk.namespace, replace=False)
+            self._manifest.hold("", [Holding(actual.text_key, key, "")], chunk.namespace, replace=False)
         if not path.exists():  # removed in the meantime, without deleting a row because there was none
             self._manifest.remove([key], file=name)
         return ["sound", "repaired" if row else "adopted"]
-
-    def gc(self, unused_days: float = UNUSED_DAYS) -> tuple[int, int]:
-        """See ManifestStore.gc."""
-        with _translated(self.path):
-            return super().gc(unused_days)
 
     def delete_leftovers(self) -> int:
         """Delete files without a row and quarantined files, unless they are recent; return their number."""
@@ -354,15 +349,6 @@ class FileStore(ManifestStore):
         self._record_uses()
         self._writers.shutdown()
         self._manifest.close()
-
-
-@contextlib.contextmanager
-def _translated(folder: Path) -> Iterator[None]:
-    """Raise StoreError for an error of the operating system."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(f"cannot use the store {folder}: {error}") from error
 
 
 def _is_stale(path: Path) -> bool:

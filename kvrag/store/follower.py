@@ -1,4 +1,4 @@
-"""Follows the log of a shared store, so that prompts are answered from a copy that is current."""
+"""Thread that follows the log of a shared store, so that prompts are answered from a current copy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ logger = logging.getLogger("kvrag")
 
 _POLL_S = 0.5  # between looks at the log while there are prompts ...
 _RETRY_S = 2.0  # ... and after a failure
-_IDLE_S = 30.0  # without prompts, until the log is no longer followed
-_FRESH_S = 1.0  # age of the copy that no prompt waits for
-_WAIT_S = 1.0  # longest wait of a prompt for the log
+_IDLE_S = 30.0  # without prompts until the thread pauses
+_FRESH_S = 1.0  # prompts do not wait for a copy of at most this age
+_WAIT_S = 1.0  # longest wait of a prompt for a current copy
 
 
 class Follower:
-    """Follows the log in a thread, as long as somebody asks, or always: then nobody waits."""
+    """Follows the log in a thread while there are prompts; or always, and then no prompt waits."""
 
     def __init__(self, pull: Callable[[], None], url: str, always: bool = False) -> None:
         self._pull, self._url, self._always = pull, url, always
@@ -31,11 +31,11 @@ class Follower:
         self._thread.start()
 
     def age(self) -> float:
-        """Return the seconds since when the copy is known to have been current."""
+        """Return the seconds since the copy was last known to be current."""
         return time.monotonic() - self._current
 
     def glance(self) -> None:
-        """Ask for a current copy, and wait for it for a moment: not if it is fresh, and at most once a second."""
+        """Ask for a current copy and wait briefly for it: not if it is fresh, and at most once a second."""
         if self._always:
             return
         now = time.monotonic()
@@ -64,10 +64,10 @@ class Follower:
             self._changed.notify_all()
 
     def fail(self, error: StoreError) -> None:
-        """Record that the place cannot be reached."""
+        """Record that the remote cannot be reached."""
         with self._changed:
             if not self.is_failing:
-                logger.warning("%s; prompts are answered from what this machine has", error)
+                logger.warning("%s; prompts are answered from this machine's copy", error)
             self._tried, self.is_failing = time.monotonic(), True
             self._changed.notify_all()
 

@@ -2,8 +2,8 @@
 
 Operation N is the object `log/N`. Creating it is atomic and fails if it exists, so all machines agree on one order, and
 the manifest is a function of it. An operation names the one before it: a log that was deleted or restored from a backup
-is noticed, and the manifest is made again. A snapshot is what all operations up to a number amount to. New machines
-start from it, and operations before it are cut to their first line (`trim`), which erases the token ids in them.
+is noticed, and the manifest is rebuilt. A snapshot is the state after all operations up to a number. New machines start
+from it, and operations before it are cut to their first line (`trim`), which erases the token ids in them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PAGE = 200  # chunks per operation ...
 _USES = 5000  # ... that counts their uses
 
 Operation = Mapping[str, Any]
-"""JSON; `op` says which of the methods of `Log` made it."""
+"""JSON; `op` names the kind, see `Log._apply`."""
 
 
 class _Entry(NamedTuple):
@@ -58,15 +58,15 @@ class _Entry(NamedTuple):
 
 
 class _Replaced(StoreError):
-    """A snapshot is not whole: a newer one has replaced it."""
+    """A snapshot is incomplete: a newer one has replaced it."""
 
 
 class Outcome(NamedTuple):
-    """What an operation has done.
+    """Result of an operation.
 
     Attributes:
-        removed: (key, file) of the chunks that it has removed.
-        known: The chunks that it should have added, but another operation had already.
+        removed: (key, file) of the chunks that it removed.
+        known: Chunks that it was to add, and that an earlier operation had added already.
     """
 
     removed: Sequence[tuple[str, str]] = ()
@@ -74,7 +74,7 @@ class Outcome(NamedTuple):
 
 
 class Log:
-    """The log in one place, and the manifest that it makes. Thread-safe; processes of a machine share the manifest."""
+    """The log of one remote, applied to a manifest. Thread-safe; the processes of a machine share the manifest."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class Log:
 
         Args:
             removed: Called with the keys of chunks that operations have removed.
-            rebuilding: Called before the manifest is made again; may raise StoreError to prevent it.
-            appended: Called when an operation has been appended, and the manifest has all before it.
+            rebuilding: Called before the manifest is rebuilt; may raise StoreError to prevent it.
+            appended: Called when an operation has been appended and the manifest includes all operations before it.
         """
         self._remote, self._manifest = remote, manifest
         self._removed, self._rebuilding, self._appended = removed, rebuilding, appended
@@ -97,7 +97,7 @@ class Log:
         self._checked = float("-inf")
         self._snapshot: int | None = None  # number of the newest snapshot; None = unknown
         self.rebuilt = 0
-        """How often the manifest did not fit the log and was made again."""
+        """Number of times that the manifest did not match the log and was rebuilt."""
 
     @property
     def position(self) -> int:
@@ -110,7 +110,7 @@ class Log:
         """Apply the operations that the manifest lacks.
 
         Raises:
-            StoreError: The place cannot be reached, or an operation is damaged.
+            StoreError: The remote cannot be reached, or an operation is damaged.
         """
         with self._pulling:
             batch, rebuilt = 1, self.rebuilt
@@ -122,9 +122,8 @@ class Log:
                     self._rebuild_from_newest()
                     continue
                 names = [_name(number) for number in range(position + 1, position + 1 + batch)]
-                found = self._remote.read(names)
                 entries = []
-                for name, content in zip(names, found, strict=True):
+                for name, content in zip(names, self._remote.read(names), strict=True):
                     if content is None:
                         break
                     entries.append(_decode(content, f"{self._remote.url}/{name}"))
@@ -135,7 +134,7 @@ class Log:
                 batch = min(2 * batch, _BATCH)
 
     def _apply_all(self, position: int, entries: Sequence[_Entry]) -> bool:
-        """Apply operations that follow `position`; return False if they do not fit the manifest or were cut."""
+        """Apply operations that follow `position`; return False if they do not match the manifest or were cut."""
         removed: list[str] = []
         with self._manifest.transaction():
             if self.position != position:
@@ -188,19 +187,19 @@ class Log:
     # ---------------------------------------------------------------- writing
 
     def append(self, operation: Operation) -> Outcome:
-        """Add an operation behind all others, and apply it; see `_append`."""
+        """Append an operation and apply it; see `_append`."""
         return self._append(lambda: operation)
 
     def _append(self, make: Callable[[], Operation | None]) -> Outcome:
-        """Add an operation behind all others, and apply it.
+        """Append an operation and apply it.
 
-        When this returns, the manifest has every operation that was added before it, by any machine.
+        When this returns, the manifest includes every operation that any machine appended before it.
 
         Args:
-            make: Makes the operation from the manifest as it is right before it; None = add nothing.
+            make: Returns the operation, given the manifest right before it; None = append nothing.
 
         Raises:
-            StoreError: It may or may not have been added.
+            StoreError: The operation may or may not have been appended.
         """
         mine = secrets.randbits(62)
         for attempt in range(_ROUNDS):
@@ -255,8 +254,8 @@ class Log:
     def evict(self, limit: int, most: int, namespace: str | None = None) -> list[str]:
         """See Manifest.evict.
 
-        Chunks are chosen from the manifest with all operations before this one: of two machines that evict at the same
-        time, the second finds that there is room.
+        Chunks are chosen from the manifest with all operations before this one: if two machines evict at the same time,
+        the second one sees that there is room.
         """
 
         def make() -> Operation | None:
@@ -274,7 +273,7 @@ class Log:
         self.append({"op": "release", "requests": requests})
 
     def touch(self, uses: Mapping[str, int]) -> None:
-        """See Manifest.touch. The time is that at which each machine applies it."""
+        """See Manifest.touch. The time of use is when each machine applies the operation."""
         keys = list(uses)
         for i in range(0, len(keys), _USES):
             page = keys[i : i + _USES]
@@ -289,10 +288,11 @@ class Log:
     def _snapshots(self) -> list[int]:
         """Return the numbers of complete snapshots, ascending."""
         names = self._remote.names("snapshots/")
-        return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"snapshots/([0-9]{12})/index", name)))
+        matches = (re.fullmatch(r"snapshots/([0-9]{12})/index", name) for name in names)
+        return sorted(int(match[1]) for match in matches if match)
 
     def _rebuild_from_newest(self) -> None:
-        """Make the manifest again, from the newest snapshot, even if that is replaced meanwhile."""
+        """Rebuild the manifest from the newest snapshot, even if that is replaced meanwhile."""
         self._rebuilding()
         for _ in range(_REPLACED):
             try:
@@ -308,17 +308,17 @@ class Log:
         logger.info("%s: starting from snapshot %d", self._remote.url, number)
         with _noticing_damage(f"{self._remote.url}/snapshots/{number:012d}"), self._manifest.transaction():
             if self.position != position:
-                return  # another process has done it
+                return  # another process has rebuilt it
             index: dict[str, Any] = {"last": 0, "damaged": 0, "rows": 0, "holders": 0}
             if number:
                 index = self._part(number, "index")
             rows = (_row(row) for part in self._parts(number, "rows", index["rows"]) for row in part)
             holders = (Holder(*row) for part in self._parts(number, "holders", index["holders"]) for row in part)
             removed = self._manifest.replace(rows, holders)
-            self._manifest.count(PUBLICATIONS)  # there may have been some
+            self._manifest.count(PUBLICATIONS)  # some may have been in the operations that are skipped
             for namespace in self._manifest.budgets():
                 self._manifest.set_budget(namespace, None)
-            for namespace, max_bytes in index.get("budgets", {}).items():  # older versions have written none
+            for namespace, max_bytes in index.get("budgets", {}).items():  # older versions write none
                 self._manifest.set_budget(namespace, max_bytes)
             for part in self._parts(number, "scores", index.get("scores", 0)):
                 self._manifest.set_scores(map(tuple, part))
@@ -388,9 +388,9 @@ class Log:
                         ids = (last if name == _name(number) else 0), 0
                     self._remote.write(name, _encode(*ids, None, number))
         self._remote.write(_TRIMMED, str(number).encode())
-        found = (re.match(r"snapshots/([0-9]{12})/", name) for name in self._remote.names("snapshots/"))
-        older = [each.string for each in found if each and int(each[1]) < number]
-        self._remote.delete([name for name in older if name.endswith("index")])  # first: a snapshot with it is whole
+        matches = (re.match(r"snapshots/([0-9]{12})/", name) for name in self._remote.names("snapshots/"))
+        older = [match.string for match in matches if match and int(match[1]) < number]
+        self._remote.delete([name for name in older if name.endswith("index")])  # first: its presence means complete
         self._remote.delete(older)
 
 
@@ -408,7 +408,7 @@ def _row(listed: Sequence[Any]) -> Row:
 
 
 def _encode(number: int, before: int, operation: Operation | None, snapshot: int = 0) -> bytes:
-    """Return an operation as stored: its id, that of the one before it, a digest, JSON."""
+    """Return an operation as stored: its id, the previous operation's id, a digest, JSON."""
     content = _pack(snapshot if operation is None else operation)
     return b"%016x %016x %s" % (number, before, content)
 
@@ -421,11 +421,11 @@ def _decode(content: bytes, where: str) -> _Entry:
 
 
 def _ids(content: bytes, where: str) -> tuple[int, int]:
-    """Return the id of a stored operation, and of the one before it."""
-    found = re.match(rb"([0-3][0-9a-f]{15}) ([0-3][0-9a-f]{15}) ", content)
-    if not found:
+    """Return the ids of a stored operation and of the previous one."""
+    match = re.match(rb"([0-3][0-9a-f]{15}) ([0-3][0-9a-f]{15}) ", content)
+    if not match:
         raise _damaged(where)
-    return int(found[1], 16), int(found[2], 16)
+    return int(match[1], 16), int(match[2], 16)
 
 
 def _pack(content: Any) -> bytes:
@@ -442,7 +442,7 @@ def _unpack(content: bytes, where: str) -> Any:
 
 @contextmanager
 def _noticing_damage(where: str) -> Iterator[None]:
-    """Raise StoreError for content that no operation has written: a digest is no proof of who wrote it."""
+    """Raise StoreError for content in another form: a digest does not prove who wrote it."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, zlib.error) as error:

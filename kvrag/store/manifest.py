@@ -15,9 +15,13 @@ from kvrag.errors import StoreError
 from kvrag.fingerprint import text_key
 from kvrag.store.eviction import Eviction, remove_rows
 from kvrag.store.protocol import ON_REQUEST, Entry, Holding, NamespaceStats, TextState
-from kvrag.store.schema import PAGE, RECOUNT, advance, clock_of, translated
+from kvrag.store.schema import COUNT, PAGE, RECOUNT, advance, clock_of, translated
 
-_STORED = 2  # uses that storing counts for: new chunks must outlast those that are hardly used
+_ROWS = "SELECT key, text, namespace, ids, context_tokens, file, num_bytes FROM chunks"  # in the order of Row
+_WITH_PREFIX = (  # a range condition, so that SQLite uses the index
+    "WHERE namespace = ?1 AND document > '' AND document >= ?2 AND document < ?2 || char(1114111) AND document != ?3"
+)
+_STORED = 2  # uses that storing counts as: new chunks must outlast chunks that are hardly used
 
 EVICT = 500
 """Chunks that are removed in one transaction."""
@@ -52,7 +56,7 @@ class Holder(NamedTuple):
 
 
 class Manifest(Eviction):
-    """Queries and changes. Readers never wait, writers of several processes are serialised; see `Database`."""
+    """Queries and changes of the manifest; see `Database` about concurrency."""
 
     # ---------------------------------------------------------------- lookups of a request
 
@@ -63,11 +67,11 @@ class Manifest(Eviction):
         with self._reading() as connection:
             query = "SELECT text, key, context_tokens FROM chunks WHERE text IN"
             for text_key, key, context_tokens in _select(connection, query, list(variants)):
-                if text_key in variants:  # an index that is damaged leads anywhere
+                if text_key in variants:  # not so if the index is damaged
                     variants[text_key][key] = context_tokens
             query = "SELECT text, source, key FROM holders WHERE text IN"
             for text_key, source, key in _select(connection, query, list(variants)):
-                if text_key in sources:  # one source, two contexts: anybody can name a source, so neither is trusted
+                if text_key in sources:  # one source, two contexts: documents can lie about sources, so trust neither
                     known = sources[text_key]
                     known[source] = key if known.get(source, key) == key else ""
         return {text_key: TextState(variants[text_key], sources[text_key]) for text_key in variants}
@@ -165,23 +169,17 @@ class Manifest(Eviction):
         """Record a document's holdings; return (key, file) of the chunks removed because no document relies on them."""
         name = (namespace, document)
         with self._writing() as connection:
-            if replace:
-                rows = connection.execute("SELECT key FROM holders WHERE namespace = ? AND document = ?", name)
-                before = {row[0] for row in rows}
-                connection.execute("DELETE FROM holders WHERE namespace = ? AND document = ?", name)
-            else:
-                before = set()
-                for holding in holdings:
-                    before.update(
-                        row[0]
-                        for row in connection.execute(
-                            "SELECT key FROM holders WHERE namespace = ? AND document = ? AND text = ? AND source = ?",
-                            (*name, holding.text_key, holding.source),
-                        )
-                    )
+            replaced: list[tuple[str, ...]] = [name]
+            same = "namespace = ? AND document = ?"
+            if not replace:
+                same = f"{same} AND text = ? AND source = ?"
+                replaced = [(*name, holding.text_key, holding.source) for holding in holdings]
+            query = f"SELECT key FROM holders WHERE {same}"
+            before = {key for values in replaced for (key,) in connection.execute(query, values)}
+            connection.executemany(f"DELETE FROM holders WHERE {same}", replaced)
+            rows = [(*name, holding.text_key, holding.source, holding.key) for holding in holdings]
             connection.executemany(
-                "INSERT OR REPLACE INTO holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)",
-                [(*name, holding.text_key, holding.source, holding.key) for holding in holdings],
+                "INSERT OR REPLACE INTO holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)", rows
             )
             held = "SELECT 1 FROM holders WHERE key = ? LIMIT 1"
             unheld = [key for key in sorted(before) if connection.execute(held, (key,)).fetchone() is None]
@@ -212,15 +210,12 @@ class Manifest(Eviction):
     def count(self, counter: str, by: int = 1) -> None:
         """Raise a counter."""
         with self._writing() as connection:
-            connection.execute(
-                "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2",
-                (counter, by),
-            )
+            connection.execute(COUNT, (counter, by))
 
     def replace(self, rows: Iterable[Row], holders: Iterable[Holder]) -> list[str]:
         """Make these the only chunks and holders; return the keys of the chunks removed.
 
-        What stays keeps its number.
+        Texts that stay keep their number.
         """
         with self._writing() as connection:
             connection.execute("CREATE TEMP TABLE kept (key TEXT PRIMARY KEY, file TEXT) WITHOUT ROWID")
@@ -233,28 +228,27 @@ class Manifest(Eviction):
                         self.correct(row)
                 self.add(page)
             others = "SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM kept)"
-            gone = [row[0] for row in connection.execute(others)]
-            remove_rows(connection, gone)
+            removed = [row[0] for row in connection.execute(others)]
+            remove_rows(connection, removed)
             connection.execute("DROP TABLE kept")
             connection.execute("DELETE FROM holders")
             connection.executemany(
                 "INSERT INTO holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)", holders
             )
-        return gone
+        return removed
 
     def purge(self) -> bool:
-        """Empty the log that SQLite keeps beside the file; return whether chunks were removed since the last time."""
+        """Empty SQLite's write-ahead log; return whether chunks were removed since the last time."""
         with self._lock, translated(self._path):
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         removals = self.counter("removals")
         if removals == self.counter("purged"):
             return False
-        with self._writing() as connection:
-            connection.execute("INSERT OR REPLACE INTO counters VALUES ('purged', ?)", (removals,))
+        self.set_counters({"purged": removals})
         return True
 
     def recount(self) -> None:
-        """Recompute the totals, which may be wrong in a damaged file."""
+        """Recompute the totals, which may be wrong after damage."""
         with self._writing() as connection:
             for statement in RECOUNT.strip().split(";\n"):
                 connection.execute(statement)
@@ -263,31 +257,17 @@ class Manifest(Eviction):
 
     def documents(self, prefix: str, namespace: str) -> dict[str, list[str]]:
         """See KVStore.documents."""
-        # a range condition, so that SQLite uses the index
-        rows = self._all(
-            "SELECT DISTINCT document, key FROM holders WHERE namespace = ?1"
-            " AND document > '' AND document >= ?2 AND document < ?2 || char(1114111) AND document != ?3"
-            " ORDER BY document, key",
-            namespace,
-            prefix,
-            ON_REQUEST,
-        )
+        query = f"SELECT DISTINCT document, key FROM holders {_WITH_PREFIX} ORDER BY document, key"
         documents: dict[str, list[str]] = {}
-        for document, key in rows:
+        for document, key in self._all(query, namespace, prefix, ON_REQUEST):
             documents.setdefault(document, []).append(key)
         return documents
 
     def count_tokens(self, prefix: str, namespace: str) -> dict[str, int]:
         """See KVStore.count_tokens."""
-        rows = self._all(
-            "SELECT document, sum(num_tokens) FROM (SELECT DISTINCT document, text FROM holders WHERE namespace = ?1"
-            " AND document > '' AND document >= ?2 AND document < ?2 || char(1114111) AND document != ?3)"
-            " JOIN texts USING (text) GROUP BY document",
-            namespace,
-            prefix,
-            ON_REQUEST,
-        )
-        return dict(rows)
+        texts = f"SELECT DISTINCT document, text FROM holders {_WITH_PREFIX}"
+        query = f"SELECT document, sum(num_tokens) FROM ({texts}) JOIN texts USING (text) GROUP BY document"
+        return dict(self._all(query, namespace, prefix, ON_REQUEST))
 
     def unheld(self) -> list[str]:
         """Return the chunks that no document relies on."""
@@ -313,17 +293,16 @@ class Manifest(Eviction):
         ]
 
     def held_by_requests(self, keys: Sequence[str]) -> list[str]:
-        """Return those of the chunks that texts of requests rely on."""
+        """Return the chunks, out of these, that texts of requests rely on."""
         query = "SELECT DISTINCT key FROM holders WHERE document = ? AND key IN"
         with self._reading() as connection:
             return [row[0] for row in _select(connection, query, keys, ON_REQUEST)]
 
     def contents(self) -> Iterator[tuple[dict[str, int], list[Row], list[Holder]]]:
         """Yield everything from one snapshot: first the counters, then pages of chunks, then pages of holders."""
-        chunks = "SELECT key, text, namespace, ids, context_tokens, file, num_bytes FROM chunks JOIN texts USING (text)"
         with self._reading() as connection:
             yield dict(connection.execute("SELECT name, value FROM counters").fetchall()), [], []
-            cursor = connection.execute(f"{chunks} ORDER BY key")
+            cursor = connection.execute(f"{_ROWS} JOIN texts USING (text) ORDER BY key")
             while page := cursor.fetchmany(PAGE):
                 yield {}, [Row(*row) for row in page], []
             cursor = connection.execute("SELECT namespace, document, text, source, key FROM holders")
@@ -332,10 +311,7 @@ class Manifest(Eviction):
 
     def rows(self) -> dict[str, Row]:
         """Return all chunks by key."""
-        query = (
-            "SELECT key, text, namespace, ids, context_tokens, file, num_bytes FROM chunks LEFT JOIN texts USING (text)"
-        )
-        return {row[0]: Row(*row) for row in self._all(query)}
+        return {row[0]: Row(*row) for row in self._all(f"{_ROWS} LEFT JOIN texts USING (text)")}
 
     def files(self) -> set[str]:
         """Return the names of all chunks' files."""

@@ -10,27 +10,36 @@ from dataclasses import dataclass
 import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
-from torch import Tensor
 
+from kvrag.store.codec import Layer
 from kvrag.store.protocol import ChunkReader
 
-Layer = tuple[Tensor, Tensor]
-Layers = Sequence[Layer]
 Place = Callable[[int, Layer], Layer | None]
 """Returns a layer as a tier keeps it, by its number; None = there is no memory for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
+@dataclass(slots=True, eq=False)
+class _CachedChunk:
+    """A chunk in a tier, and its own reader; see ChunkReader."""
+
     key: str
     namespace: str
     ids: NDArray[np.uint32]
     context_tokens: int
-    layers: Layers
+    tier: str
+    num_layers: int
+    layers: Sequence[Layer]
+    bytes_read: int = 0
 
     @property
     def nbytes(self) -> int:
         return self.ids.nbytes + sum(keys.nbytes + values.nbytes for keys, values in self.layers)
+
+    def layer(self, number: int) -> Layer:
+        return self.layers[number]
+
+    def close(self) -> None:
+        pass
 
 
 class MemoryTier:
@@ -47,7 +56,7 @@ class MemoryTier:
             place: Moves layers to where this tier keeps them; None = as they are read.
         """
         self.name, self._faster, self._place = name, faster, place
-        self._chunks: LRUCache[str, _Chunk] = LRUCache(max_bytes, getsizeof=lambda chunk: chunk.nbytes)
+        self._chunks: LRUCache[str, _CachedChunk] = LRUCache(max_bytes, getsizeof=lambda chunk: chunk.nbytes)
         self._reading: weakref.WeakSet[_KeepingReader] = weakref.WeakSet()
         self._lock = threading.Lock()
 
@@ -81,10 +90,7 @@ class MemoryTier:
             return reader
         with self._lock:
             chunk = self._chunks.get(key)
-        if chunk is None:
-            return None
-        found = _MemoryReader(chunk, self.name)
-        return found if self._faster is None else self._faster.keeping(found)
+        return chunk if chunk is None or self._faster is None else self._faster.keeping(chunk)
 
     def keys(self) -> list[str]:
         """Return the keys of the cached chunks."""
@@ -120,29 +126,13 @@ class MemoryTier:
 
     def _keep(self, reader: _KeepingReader) -> None:
         layers = [reader.layers[number] for number in range(reader.num_layers)]
-        chunk = _Chunk(reader.key, reader.namespace, reader.ids, reader.context_tokens, layers)
+        about = reader.key, reader.namespace, reader.ids, reader.context_tokens
+        chunk = _CachedChunk(*about, self.name, len(layers), layers)
         with self._lock:
             self._reading.discard(reader)
             room = self.free if reader.only_free else self.max_bytes
             if reader.keeps and reader.key not in self._chunks and chunk.nbytes <= room:
                 self._chunks[reader.key] = chunk
-
-
-class _MemoryReader:
-    bytes_read = 0
-
-    def __init__(self, chunk: _Chunk, tier: str) -> None:
-        self.tier = tier
-        self.key, self.namespace = chunk.key, chunk.namespace
-        self.ids, self.context_tokens = chunk.ids, chunk.context_tokens
-        self._layers = chunk.layers
-        self.num_layers = len(chunk.layers)
-
-    def layer(self, number: int) -> Layer:
-        return self._layers[number]
-
-    def close(self) -> None:
-        pass
 
 
 class _KeepingReader:

@@ -1,4 +1,4 @@
-"""Object stores: S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage, through obstore."""
+"""Object stores through obstore: S3 and compatible ones, Google Cloud Storage, Azure Blob Storage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BEGINNING = 1 << 20  # header, ids and the first layers
 _WRITE_S = 300.0  # seconds for one object
 _CONNECT_S = 5.0
 _RETRIES, _RETRY_S = 2, 10.0
-_CLOCK = "clock"  # written to learn the time of the place
+_CLOCK = "clock"  # written to read the time of the remote
 
 _OPTIONS = {"s3": {"endpoint", "region"}, "gs": set[str](), "az": {"account", "endpoint"}}
 _VARIABLES = {
@@ -43,7 +43,7 @@ _REASONS = re.compile(
     re.IGNORECASE,
 )
 
-_process: int | None = None  # that has used obstore: its threads do not survive a fork, so a child would wait forever
+_process: int | None = None  # that uses obstore: its threads do not survive a fork, so a child would wait forever
 
 
 class ObjectStore:
@@ -108,28 +108,22 @@ class ObjectStore:
         return list(self._pool.map(self._read, names)) if len(names) > 1 else [self._read(name) for name in names]
 
     def _read(self, name: str) -> bytes | None:
-        try:
-            with self._translated():
-                return bytes(obstore.get(self._reader, name).bytes())
-        except FileNotFoundError:
-            return None
+        with suppress(FileNotFoundError), self._translated():
+            return bytes(obstore.get(self._reader, name).bytes())
+        return None
 
     def peek(self, name: str) -> bytes | None:
         """See Remote.peek."""
-        try:
-            with self._translated():
-                return bytes(obstore.get_range(self._reader, name, start=0, end=16))
-        except FileNotFoundError:
-            return None
+        with suppress(FileNotFoundError), self._translated():
+            return bytes(obstore.get_range(self._reader, name, start=0, end=16))
+        return None
 
     def create(self, name: str, content: bytes) -> bool:
         """See Remote.create."""
-        try:
-            with self._translated(writing=True):
-                obstore.put(self._reader, name, content, mode="create", use_multipart=False)
-        except AlreadyExistsError:
-            return False
-        return True
+        with suppress(AlreadyExistsError), self._translated(writing=True):
+            obstore.put(self._reader, name, content, mode="create", use_multipart=False)
+            return True
+        return False
 
     def write(self, name: str, content: bytes) -> None:
         """See Remote.write."""
@@ -143,9 +137,9 @@ class ObjectStore:
             before: bytes | None = None
             mode: Any = "create"
             with suppress(FileNotFoundError), self._translated():
-                found = obstore.get(self._reader, name)
-                mode = {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
-                before = bytes(found.bytes())
+                answer = obstore.get(self._reader, name)
+                mode = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta[name] is not None}
+                before = bytes(answer.bytes())
             content = change(before)
             with suppress(AlreadyExistsError, PreconditionError), self._translated(writing=True):
                 obstore.put(self._reader, name, content, mode=mode, use_multipart=False)
@@ -155,7 +149,7 @@ class ObjectStore:
     def names(self, prefix: str) -> list[str]:
         """See Remote.names."""
         with self._translated():
-            return [found["path"] for page in obstore.list(self._reader, prefix) for found in page]
+            return [item["path"] for page in obstore.list(self._reader, prefix) for item in page]
 
     def delete(self, names: Sequence[str]) -> None:
         """See Remote.delete."""
@@ -173,18 +167,16 @@ class ObjectStore:
 
     def put_chunk(self, name: str, content: bytes, starts: Sequence[int]) -> None:
         """See Remote.put_chunk."""
-        try:
-            with self._translated(writing=True):
-                obstore.put(self._writer, _path(name), content, mode="create", use_multipart=False)
-        except AlreadyExistsError:
-            pass  # a retry after a lost answer: nobody else uses this name
+        # names are unique: one that exists is that of a retry after a lost answer
+        with suppress(AlreadyExistsError), self._translated(writing=True):
+            obstore.put(self._writer, _path(name), content, mode="create", use_multipart=False)
 
     def open_chunk(self, name: str) -> Blob | None:
         """See Remote.open_chunk."""
         try:
             with self._translated():
-                found = obstore.get(self._reader, _path(name), options={"range": (0, _BEGINNING)})
-                return _Object(self, _path(name), found.meta["size"], bytes(found.bytes()))
+                answer = obstore.get(self._reader, _path(name), options={"range": (0, _BEGINNING)})
+                return _Object(self, _path(name), answer.meta["size"], bytes(answer.bytes()))
         except FileNotFoundError:
             return None
         except StoreError as error:
@@ -199,9 +191,9 @@ class ObjectStore:
             now = obstore.head(self._reader, _CLOCK)["last_modified"]
             for prefix in ("chunks/", "quarantine/"):
                 for page in obstore.list(self._reader, prefix):
-                    for found in page:
-                        age = (now - found["last_modified"]).total_seconds()
-                        yield Listed(_name(found["path"]), found["size"], age)
+                    for item in page:
+                        age = (now - item["last_modified"]).total_seconds()
+                        yield Listed(_name(item["path"]), item["size"], age)
 
     def delete_chunks(self, names: Sequence[str]) -> None:
         """See Remote.delete_chunks."""
@@ -226,29 +218,24 @@ class ObjectStore:
             yield
         except (AlreadyExistsError, PreconditionError):
             raise
-        except FileNotFoundError as error:
+        except (FileNotFoundError, BaseError) as error:
             if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
-                raise self._no_bucket() from error
-            raise
-        except (PermissionDeniedError, UnauthenticatedError) as error:
-            reason, check = _reason(error), f"check {_VARIABLES[self._scheme]}"
-            if writing and isinstance(error, PermissionDeniedError) and reason == "AccessDenied":
-                raise StoreReadOnlyError(f"{self.url} is not writable ({reason}): {check}") from error
-            raise StoreError(f"access to {self.url} was denied ({reason}): {check}") from error
-        except BaseError as error:
-            if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
-                raise self._no_bucket() from error
+                bucket = f"the bucket {self._bucket} does not exist"
+                raise StoreError(f"{self.url}: {bucket}: create it, or correct the URL") from error
+            if isinstance(error, FileNotFoundError):
+                raise
             reason, names = _reason(error), _VARIABLES[self._scheme]
-            if re.search(r"169\.254\.169\.254|metadata\.google\.internal", str(error)):  # where machines have roles
+            if writing and isinstance(error, PermissionDeniedError) and reason == "AccessDenied":
+                raise StoreReadOnlyError(f"{self.url} is not writable ({reason}): check {names}") from error
+            is_denied = isinstance(error, (PermissionDeniedError, UnauthenticatedError))
+            # the addresses where machines get the credentials of their roles
+            if not is_denied and re.search(r"169\.254\.169\.254|metadata\.google\.internal", str(error)):
                 raise StoreError(f"no credentials for {self.url} ({reason}): set {names}") from error
-            if reason.startswith(("401", "403")):
+            if is_denied or reason.startswith(("401", "403")):
                 raise StoreError(f"access to {self.url} was denied ({reason}): check {names}") from error
             raise StoreError(f"cannot use {self.url} ({reason}): check the URL and the network") from error
-        except (ValueError, OverflowError) as error:  # a time in its answer is no time
+        except (ValueError, OverflowError) as error:  # the answer has an invalid time
             raise StoreError(f"cannot use {self.url} (damaged metadata: {error}): check the objects there") from error
-
-    def _no_bucket(self) -> StoreError:
-        return StoreError(f"{self.url}: the bucket {self._bucket} does not exist: create it, or correct the URL")
 
 
 class _Object:
@@ -277,6 +264,6 @@ def _name(path: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return a few words of a long message."""
-    found = [next(filter(None, groups)) for groups in _REASONS.findall(str(error))]
-    return re.sub(r"[\s(]+", " ", found[0]).strip() if found else str(error).split("\n")[0][:120]
+    """Return the reason in a long message, in a few words."""
+    reasons = [next(filter(None, groups)) for groups in _REASONS.findall(str(error))]
+    return re.sub(r"[\s(]+", " ", reasons[0]).strip() if reasons else str(error).split("\n")[0][:120]

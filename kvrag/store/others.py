@@ -44,12 +44,12 @@ class OtherStore:
 
 def other_stores(path: Path) -> Iterator[OtherStore]:
     """Yield the other stores in the parent folder of `path` and in the default store folder that can be read."""
-    found: list[tuple[float, Path]] = []
+    folders: list[tuple[float, Path]] = []
     for root in {path.parent, Path.home() / ".cache" / "kvrag"}:
         with suppress(OSError):
             for folder in root.iterdir():
                 with suppress(OSError):
                     if folder != path:
-                        found.append((-(folder / OWNER).stat().st_mtime, folder))
-    for _, folder in sorted(found)[:_MOST]:
+                        folders.append((-(folder / OWNER).stat().st_mtime, folder))
+    for _, folder in sorted(folders)[:_MOST]:
         yield OtherStore(folder)

@@ -28,6 +28,11 @@ def read_owner(folder: Path) -> dict[str, str]:
         raise StoreError(f"{folder / OWNER} is damaged ({error}): delete the store folder and warm again") from error
 
 
+def owner_file(parts: dict[str, str]) -> bytes:
+    """Return the content of the file; see `parse_owner`."""
+    return json.dumps(parts, indent=1).encode()
+
+
 def parse_owner(content: bytes) -> dict[str, str]:
     """Return the parts of the fingerprint in the content of such a file; raises ValueError."""
     try:
@@ -63,11 +68,7 @@ def check_owner(theirs: dict[str, str], mine: dict[str, str], name: str, kind: s
 
 
 def check_layout(folder: Path) -> None:
-    """Raise StoreError if another version wrote the folder.
-
-    Raises:
-        StoreError: The message says how to encode it again.
-    """
+    """Raise StoreError, with the command that encodes it again, if another version wrote the folder."""
     try:
         written = json.loads(read_owner(folder).get("format", str(FORMAT)))
     except (StoreError, ValueError):  # a damaged file is reported by `bind`

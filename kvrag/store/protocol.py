@@ -14,7 +14,7 @@ from torch import Tensor
 from kvrag.fingerprint import Fingerprint
 
 ON_REQUEST = "\x01on request"
-"""Document that holds the texts of requests; not listed by `documents`, and collected when unused."""
+"""Document that holds the texts of requests; not listed by `documents`, and deleted when unused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ChunkRecord:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A text with a stored variant. `number` rises with every text; a text that comes back gets a new number."""
+    """A text with a stored variant. `number` increases with every text; a text that is stored again gets a new one."""
 
     number: int
     text_key: str
@@ -125,7 +125,7 @@ class ChunkReader(Protocol):
         namespace: Namespace of its text.
         ids: (T,) token ids.
         context_tokens: Number of context tokens it was encoded with.
-        tier: "disk", "ram", "device", or "shared" for a place that machines share.
+        tier: "disk", "ram", "device", or "shared" for a bucket or server that machines share.
         num_layers: Number of layers.
     """
 
@@ -156,11 +156,11 @@ class ChunkReader(Protocol):
 class KVStore(Protocol):
     """A store of one model's chunk KV under one codec.
 
-    All methods are thread-safe; several processes may share one store. What a prompt calls (`look_up`, `open`,
-    `entries`, `removed`, `removals`, `touch`) never waits for a writer.
+    All methods are thread-safe; several processes may share one store. The methods called for a prompt (`look_up`,
+    `open`, `entries`, `removed`, `removals`, `touch`) never wait for a writer.
 
     Attributes:
-        read_only: Nothing can be written, not even into `catalog_folder`.
+        read_only: Whether all writes fail, also into `catalog_folder`.
         catalog_folder: Folder for data derived from the entries; None = keep it in memory.
     """
 
@@ -183,7 +183,7 @@ class KVStore(Protocol):
         """Return the keys that are not stored, in order."""
 
     def put(self, records: Sequence[ChunkRecord]) -> int:
-        """Store chunks durably, each key once; return the bytes they take.
+        """Store chunks durably, each key once; return their size in bytes.
 
         Raises:
             StoreFullError: There is no room; chunks stored before are kept.
@@ -275,7 +275,7 @@ class KeepsTexts(Protocol):
         """
 
     def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
-        """Replace a text by what `change` makes of it, as `write_text`. No other change is lost.
+        """Replace a text by the result of `change`, as `write_text`. No concurrent change is lost.
 
         Args:
             change: Called with the text, None = there is none or it cannot be read; again if another writer was faster.
@@ -284,7 +284,7 @@ class KeepsTexts(Protocol):
 
 @runtime_checkable
 class ReadsAhead(Protocol):
-    """Optional part of a store that is far away."""
+    """Optional part of a store with a slow connection."""
 
     def read_ahead(self, keys: Sequence[str]) -> None:
         """Start to read these chunks, all of which are about to be opened, and return at once."""

@@ -1,6 +1,6 @@
-"""Protocol of a place that machines share, such as a bucket, and a chunk that is read from one.
+"""Protocol of a remote: storage that machines share, such as a bucket; and a chunk that is read from one.
 
-A place has small objects, whose creation is atomic and conditional, and chunks, which are read by byte ranges.
+A remote has small objects, whose creation is atomic and conditional, and chunks, which are read by byte ranges.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitTimeoutError
-from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -26,7 +25,7 @@ TIMEOUT_S = 10.0
 """Seconds after which a read counts as failed."""
 
 CHANGES = 100
-"""Times that a small object is read and written before others let a change through."""
+"""Attempts to change a small object while other writers do."""
 
 
 class DeletedError(StoreError):
@@ -34,11 +33,11 @@ class DeletedError(StoreError):
 
 
 class Blob(Protocol):
-    """The bytes of a chunk in a place.
+    """The bytes of a chunk in a remote.
 
     Attributes:
         size: Number of bytes.
-        beginning: The first ones, including the header.
+        beginning: The first bytes, including the header.
     """
 
     size: int
@@ -48,14 +47,14 @@ class Blob(Protocol):
         """Read a range of bytes.
 
         Raises:
-            DamagedChunkError: It is not as it was written.
+            DamagedChunkError: The chunk differs from what was written.
             DeletedError: It has been deleted.
             StoreError: It cannot be read.
         """
 
 
 class Listed(NamedTuple):
-    """A chunk in a listing. `age` is in seconds, by the clock of the place itself."""
+    """A chunk in a listing. `age` is in seconds, by the clock of the remote itself."""
 
     name: str
     size: int
@@ -63,7 +62,7 @@ class Listed(NamedTuple):
 
 
 class Remote(Protocol):
-    """A place that machines share. Thread-safe. Every method raises StoreError with the way out if it fails.
+    """Storage that machines share. Thread-safe. Every method raises StoreError, with a remedy, if it fails.
 
     Attributes:
         url: Its URL, without a password.
@@ -84,9 +83,9 @@ class Remote(Protocol):
         """Create or replace a small object atomically."""
 
     def change(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
-        """Replace a small object, None = there is none, by what `change` makes of it.
+        """Replace a small object (None = there is none) by the result of `change`.
 
-        If another writer was faster, it is called again, so that nothing that was written is lost.
+        If another writer was faster, `change` is called again, so that no write is lost.
         """
 
     def names(self, prefix: str) -> list[str]:
@@ -99,18 +98,18 @@ class Remote(Protocol):
         """Store a chunk under a new name, durably and atomically.
 
         Args:
-            starts: Where its parts begin that are read together.
+            starts: Offsets of the parts that are read together.
         """
 
     def open_chunk(self, name: str) -> Blob | None:
         """Open a chunk; None if there is none.
 
         Raises:
-            DamagedChunkError: Its record is not as it was written.
+            DamagedChunkError: Its record differs from what was written.
         """
 
     def list_chunks(self) -> Iterator[Listed]:
-        """Yield all chunks, quarantined ones included, and damaged ones, whose age is infinite if it is unknown."""
+        """Yield all chunks, including quarantined and damaged ones; an unknown age is infinite."""
 
     def delete_chunks(self, names: Sequence[str]) -> None:
         """Delete chunks; missing ones are ignored."""
@@ -123,7 +122,7 @@ class Remote(Protocol):
 
 
 class RemoteChunk(PackedChunk):
-    """A chunk in a place. Its layers are fetched ahead in groups, in the background, from the first on."""
+    """A chunk in a remote. Its layers are fetched ahead in groups, in the background, in order."""
 
     tier = "shared"
 
@@ -138,13 +137,13 @@ class RemoteChunk(PackedChunk):
         """Read the header and start to fetch the layers; raises as PackedChunk.
 
         Args:
-            failed: Called if layers cannot be read because the place does not answer.
+            failed: Called if layers cannot be read because the remote does not answer.
         """
         self._blob, self._pool, self._failed = blob, pool, failed
         self._groups: list[tuple[int, int]] = []
         super().__init__(key, fingerprint, blob.size, bytes(blob.beginning))
         with self._noticing_faults():
-            self._first, self._groups = self._grouped()
+            self._groups = self._grouped()
         self._fetches: list[Future[bytes | memoryview]] = []
         self._lock = threading.Lock()
         self._is_closed = False
@@ -152,17 +151,17 @@ class RemoteChunk(PackedChunk):
         for _ in range(_IN_FLIGHT):
             self._fetch_next()
 
-    def _grouped(self) -> tuple[int, list[tuple[int, int]]]:
-        """Return the first layer that is not in the beginning, and the byte ranges to fetch."""
-        spans = [self._span(number) for number in range(self.num_layers)]
-        first = next((n for n, (_, stop) in enumerate(spans) if stop > len(self._blob.beginning)), len(spans))
+    def _grouped(self) -> list[tuple[int, int]]:
+        """Return the byte ranges to fetch: of the layers that are not in the beginning."""
         groups: list[tuple[int, int]] = []
-        for start, stop in spans[first:]:
+        for start, stop in map(self._span, range(self.num_layers)):
+            if stop <= len(self._blob.beginning):
+                continue
             if groups and stop - groups[-1][0] <= _GROUP:
                 groups[-1] = groups[-1][0], stop
             else:
                 groups.append((start, stop))
-        return first, groups
+        return groups
 
     def _fetch_next(self) -> None:
         with self._lock:
@@ -171,7 +170,7 @@ class RemoteChunk(PackedChunk):
                 return
             try:
                 fetch = self._pool.submit(self._blob.read, *self._groups[number])
-            except RuntimeError:  # the store has been closed, its readers stay valid
+            except RuntimeError:  # the store has been closed; its readers stay valid
                 fetch = Future()
                 try:
                     fetch.set_result(self._blob.read(*self._groups[number]))
@@ -218,7 +217,7 @@ class RemoteChunk(PackedChunk):
             raise
         except (WaitTimeoutError, StoreError) as error:
             reason = f"no answer for {TIMEOUT_S:g} s" if isinstance(error, WaitTimeoutError) else str(error)
-            if not isinstance(error, DeletedError):  # then the place answers
+            if not isinstance(error, DeletedError):  # of a deleted chunk, the remote does answer
                 self._failed(StoreError(reason))
             raise ChunkUnreadableError(self.key, reason) from error
         offset = self._groups[number][0]
@@ -226,13 +225,6 @@ class RemoteChunk(PackedChunk):
         return content
 
     def close(self) -> None:
-        """See ChunkReader.close. The layers that are left are still fetched, for the local copy."""
+        """See ChunkReader.close. The remaining layers are still fetched, for the local copy."""
         self._is_closed = True
         self._report()
-
-
-def split(content: bytes, starts: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
-    """Yield each part of a chunk with its start."""
-    view = memoryview(content)
-    for start, stop in pairwise([*starts, len(content)]):
-        yield start, view[start:stop]

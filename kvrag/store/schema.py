@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from filelock import FileLock
@@ -90,6 +91,7 @@ CREATE TRIGGER IF NOT EXISTS chunk_removed AFTER DELETE ON chunks BEGIN
     DELETE FROM texts WHERE text = OLD.text AND NOT EXISTS (SELECT 1 FROM chunks WHERE text = OLD.text);
 END;
 """
+COUNT = "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2"
 RECOUNT = """
 DELETE FROM texts WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE chunks.text = texts.text);
 DELETE FROM totals;
@@ -143,7 +145,7 @@ class Database:
             self.is_new = not _check_format(self._path, connection)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA secure_delete=ON")  # a deleted text's ids are overwritten
-            connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, and `check` finds its file again
+            connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, and `check` adopts its file
             connection.execute(f"PRAGMA user_version={FORMAT}")
             connection.create_function("raised", 5, raised)
             _add_columns(connection)
@@ -201,8 +203,7 @@ class Database:
         """Move the file aside and start a new one, which the caller fills from the chunk files."""
         with self._lock, _alone(self._path), translated(self._path):
             self._writer.close()
-            while self._idle:
-                self._idle.pop().close()
+            self._close_idle()
             self._replace("the integrity check failed")
 
     # ---------------------------------------------------------------- connections
@@ -259,11 +260,9 @@ class Database:
             while True:
                 self._idle.pop().close()
 
-    @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
+    def transaction(self) -> AbstractContextManager[object]:
         """Make all changes of this thread within one transaction; an error undoes all of them."""
-        with self._writing():
-            yield
+        return self._writing()
 
     def _all(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
         with self._reading() as connection:
@@ -278,7 +277,7 @@ class Database:
 
 
 def raised(score: float | None, uses: int, tokens: int, num_bytes: int, clock: float) -> float:
-    """Return the score of a chunk after more uses; None = it had none."""
+    """Return the score of a chunk after more uses; `score` is the one before, None = not used yet."""
     gained = math.log2(max(uses * tokens, 1) / max(num_bytes, 1)) + clock / _HALF_LIFE
     if score is None:
         return gained
@@ -294,16 +293,13 @@ def clock_of(connection: sqlite3.Connection) -> float:
 def advance(connection: sqlite3.Connection, uses: int) -> None:
     """Advance the clock by this many uses."""
     (chunks,) = connection.execute("SELECT total(chunks) FROM totals").fetchone()
-    connection.execute(
-        "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2",
-        (CLOCK, int(uses * TICKS / max(chunks, 1))),
-    )
+    connection.execute(COUNT, (CLOCK, int(uses * TICKS / max(chunks, 1))))
 
 
 def _add_columns(connection: sqlite3.Connection) -> None:
     """Add the columns that chunks do not have in manifests of older versions.
 
-    Older versions must be able to go on: new columns may be NULL, and no other table has a column of their name.
+    Older versions must still work: new columns may be NULL, and no other table has a column of that name.
     """
     columns = {row[1] for row in connection.execute("PRAGMA table_info(chunks)")}
     for name, kind in (("chunk_namespace", "TEXT"), ("score", "REAL")):
@@ -312,7 +308,7 @@ def _add_columns(connection: sqlite3.Connection) -> None:
 
 
 def _add_scores(connection: sqlite3.Connection) -> None:
-    """Fill in the rows of older versions: as if each chunk had been used once, when it was used last."""
+    """Add scores to rows of older versions, as if each chunk had been used once, at its last use."""
     (rows, first, last) = connection.execute(
         "SELECT count(*), min(used), max(used) FROM chunks WHERE chunk_namespace IS NULL"
     ).fetchone()
@@ -354,16 +350,10 @@ def _primary(error: sqlite3.Error) -> int:
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Let one process at a time open a manifest: creating it or moving a damaged one aside takes several steps."""
-    lock = FileLock(path.with_name(f"{path.name}.lock"), mode=0o600)
-    try:
-        lock.acquire()
-    except OSError:
-        yield  # a read-only folder: nothing to create or move
-        return
-    try:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a read-only folder: nothing to create or move
+            stack.enter_context(FileLock(path.with_name(f"{path.name}.lock"), mode=0o600))
         yield
-    finally:
-        lock.release()
 
 
 @contextlib.contextmanager

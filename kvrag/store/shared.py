@@ -1,19 +1,18 @@
-"""The shared store: many machines, one corpus. Each has a local folder in front of a bucket or a Valkey server.
+"""The shared store: machines share a bucket or a Valkey server (the remote), each with a local cache folder.
 
 The local folder has a copy of the manifest, kept up to date by the log (`kvrag.store.log`), and a `FileStore` with the
-chunks that this machine has used, within a byte budget. What a prompt asks is answered from the copy; a thread follows
-the log while there are prompts. Chunks are written to the place before `put` returns. Chunks that a prompt has read
-from the place are copied into the local folder afterwards.
+chunks that this machine has used, within a byte budget. Lookups of a prompt are answered from the copy; a thread
+follows the log while there are prompts. Chunks are written to the remote before `put` returns. Chunks that a prompt has
+read from the remote are copied into the local folder afterwards.
 
-KV that was encoded behind a document is only served while the copy is known to be current. While the place cannot be
-reached, texts are served by their variants encoded alone, or computed with the prompt.
+KV that was encoded with preceding context is only served while the copy is known to be current. While the remote cannot
+be reached, texts are served by their variants encoded alone, or computed with the prompt.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import logging
 import threading
 import time
@@ -43,14 +42,14 @@ from kvrag.store.files import FileStore
 from kvrag.store.follower import Follower
 from kvrag.store.log import PUBLICATIONS, Log
 from kvrag.store.manifest import Holder, Manifest, Row
-from kvrag.store.owner import OWNER, check_owner, parse_owner
+from kvrag.store.owner import OWNER, check_owner, owner_file, parse_owner
 from kvrag.store.protocol import ChunkRecord, KVStore, StoreStats, TextState
 from kvrag.store.remote import TIMEOUT_S, RemoteChunk
 from kvrag.store.urls import connect, is_shared
 
 logger = logging.getLogger("kvrag")
 
-_TRUST_S = 10.0  # age of the copy up to which chunks encoded behind a document are served
+_TRUST_S = 10.0  # age of the copy up to which chunks encoded with preceding context are served
 _PROMOTIONS = 8  # chunks at a time that wait to be copied into the local folder
 _USED_EVERY_S = 3600.0  # between reports of the chunks that were used
 _STALE_S = 3600.0  # age of a chunk without a row that is a leftover
@@ -60,17 +59,12 @@ CACHE_BYTES = 64 << 30
 """Default byte budget of the local copies of chunks."""
 
 
-def default_cache() -> Path:
-    """Return the folder of local copies if none is given."""
-    return Path.home() / ".cache" / "kvrag" / "shared"
-
-
 class SharedStore(ManifestStore):
     """Chunk KV in a bucket or a Valkey server, shared by machines, with a local folder in front. Thread-safe.
 
     Attributes:
-        url: URL of the place, without a password.
-        path: The local folder of this machine for this place.
+        url: URL of the remote, without a password.
+        path: The local folder of this machine for this remote.
     """
 
     read_only = False
@@ -84,31 +78,31 @@ class SharedStore(ManifestStore):
         keep_copies: bool = True,
         always_follow: bool = False,
     ) -> None:
-        """Connect to the place.
+        """Connect to the remote.
 
         Args:
             url: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, or valkey://HOST:PORT/DATABASE/PREFIX.
-            cache: Folder of local copies, a subfolder for each place; None = `~/.cache/kvrag/shared`.
-            cache_bytes: Byte budget of the local copies of chunks; those that save least go first.
-            min_free_bytes: No copies are made beyond this much free space on the local disk.
+            cache: Folder of local copies, a subfolder for each remote; None = `~/.cache/kvrag/shared`.
+            cache_bytes: Byte budget of the local copies of chunks; those that save least are evicted first.
+            min_free_bytes: No copies are made if less than this would stay free on the local disk.
             keep_copies: Copy chunks that are read or stored into the local folder.
-            always_follow: Follow the log also while there are no prompts, so that none waits for it after a pause. For
-                callers that must not wait for a network.
+            always_follow: Follow the log also while there are no prompts, for callers that must never wait for the
+                network.
 
         Raises:
             SettingError: The URL is wrong, or a package is missing.
-            StoreError: The place cannot be reached, or the local folder cannot be created.
+            StoreError: The remote cannot be reached, or the local folder cannot be created.
         """
         if cache_bytes <= 0:
             raise SettingError(f"cache_bytes must be positive, got {cache_bytes}")
         self._remote = connect(url)
         self.url = self._remote.url
-        self._place = Path(cache).expanduser().resolve() if cache is not None else default_cache()
+        default = Path.home() / ".cache" / "kvrag" / "shared"
+        self._cache = default if cache is None else Path(cache).expanduser().resolve()
         self._name = blake2b(f"{without_password(url)}?{url.partition('?')[2]}".encode(), digest_size=8).hexdigest()
         self.keep_copies, self._always_follow = keep_copies, always_follow
         self._settings = {"max_bytes": cache_bytes, "min_free_bytes": min_free_bytes}
         self._is_open = self._is_closed = False
-        self._mine: dict[str, str] = {}  # parts of the fingerprint that this store is bound to
         self._owner = self._read_owner()
         if self._owner:
             self._open_local()
@@ -129,33 +123,33 @@ class SharedStore(ManifestStore):
 
     def bind(self, fingerprint: Fingerprint) -> None:
         """See KVStore.bind."""
-        self._mine = {"digest": fingerprint.digest, **fingerprint.parts()}
-        self._claim()
+        mine = {"digest": fingerprint.digest, **fingerprint.parts()}
+        if not self._owner:
+            self._claim(mine)
+        check_owner(self._owner, mine, f"the store {self.url}", "prefix")
         if not self._is_open:
             self._open_local()
 
-    def _claim(self) -> None:
+    def _claim(self, parts: dict[str, str]) -> None:
+        content = owner_file(parts)
+        # the first of two machines wins
+        if self._remote.create(OWNER, content) and self._remote.create(OWNER, content):
+            raise StoreError(
+                f"{self.url} ignores conditional writes (If-None-Match), which keep machines from overwriting each "
+                "other: use a newer version of the object store, or another one"
+            )
+        self._owner = self._read_owner()
         if not self._owner:
-            mine = json.dumps(self._mine, indent=1).encode()
-            # the first of two machines wins
-            if self._remote.create(OWNER, mine) and self._remote.create(OWNER, mine):
-                raise StoreError(
-                    f"{self.url} ignores conditional writes (If-None-Match), which keep machines from overwriting each "
-                    "other: use a newer version of the object store, or another one"
-                )
-            self._owner = self._read_owner()
-            if not self._owner:
-                raise StoreError(f"{self.url}/{OWNER} is damaged (no text): delete the store and warm again")
-        check_owner(self._owner, self._mine, f"the store {self.url}", "prefix")
+            raise StoreError(f"{self.url}/{OWNER} is damaged (no text): delete the store and warm again")
 
     def _open_local(self) -> None:
-        self.path = self._place / f"{self._name}-{self._fingerprint}"
+        self.path = self._cache / f"{self._name}-{self._fingerprint}"
         local = self.path / "local"
         try:
             for folder in (self.path, local):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with contextlib.suppress(FileExistsError):
-                write_file(local / OWNER, json.dumps(self._owner, indent=1).encode(), replace=False)
+                write_file(local / OWNER, owner_file(self._owner), replace=False)
         except OSError as error:
             raise StoreError(
                 f"cannot create the local folder {self.path} ({error.strerror}): choose another store_cache"
@@ -165,7 +159,7 @@ class SharedStore(ManifestStore):
             raise StoreReadOnlyError(f"the local folder {self.path} is not writable: choose another store_cache")
         self._local = FileStore(local, **self._settings)
         self._log = self._changes = Log(
-            self._remote, self._manifest, self._drop_local, self._recheck_owner, lambda: self._follower.confirm()
+            self._remote, self._manifest, self._local.remove, self._recheck_owner, lambda: self._follower.confirm()
         )
         self._fetchers = ThreadPoolExecutor(32, "kvrag-fetch")
         self._openers = ThreadPoolExecutor(16, "kvrag-open")
@@ -204,11 +198,11 @@ class SharedStore(ManifestStore):
             logger.info("uses are not reported: %s", error)
 
     def _recheck_owner(self) -> None:
-        """Make sure that the place is still this model's: it may have been deleted and claimed for another."""
+        """Check that the remote still belongs to this model: it may have been deleted and claimed for another one."""
         owner = self._read_owner()
         check_owner(owner or self._owner, self._owner, f"the store {self.url}", "prefix")
         if not owner:
-            self._remote.create(OWNER, json.dumps(self._owner, indent=1).encode())
+            self._remote.create(OWNER, owner_file(self._owner))
 
     @property
     def _fingerprint(self) -> str:
@@ -224,10 +218,10 @@ class SharedStore(ManifestStore):
         self._local.max_bytes = size
 
     def sync(self) -> None:
-        """Take in what all machines have recorded until now.
+        """Apply all operations that any machine has recorded so far.
 
         Raises:
-            StoreError: The place cannot be reached.
+            StoreError: The remote cannot be reached.
         """
         self._check_open()
         self._follower.pull_now()
@@ -247,11 +241,12 @@ class SharedStore(ManifestStore):
         self._remote.put_chunk(name, header + bytes(body), chunkfile.borders(header))
 
     def _copy(self, records: Sequence[ChunkRecord]) -> None:
-        """Store chunks in the local folder; on a full disk the copies may not grow any further."""
+        """Store chunks in the local folder; on a full disk, keep the copies at their current size."""
         try:
             self._local.put(records)
-            known = self._manifest.known(keys := [record.key for record in records])
-            self._drop_local([key for key in keys if key not in known])  # removed in the meantime
+            keys = [record.key for record in records]
+            known = self._manifest.known(keys)
+            self._local.remove([key for key in keys if key not in known])  # removed in the meantime
         except StoreFullError as error:
             logger.info("no local copy: %s", error)
             if used := self._local.stats().bytes:
@@ -264,10 +259,10 @@ class SharedStore(ManifestStore):
         self._check_open()
         now = time.monotonic()
         with self._lock:
-            forgotten = [key for key, (_, since) in self._opening.items() if now - since > 2 * TIMEOUT_S]
-            left = [self._opening.pop(key)[0] for key in forgotten]
+            expired = [key for key, (_, since) in self._opening.items() if now - since > 2 * TIMEOUT_S]
+            unused = [self._opening.pop(key)[0] for key in expired]
             absent = [key for key in keys if key not in self._opening]
-        for opening in left:
+        for opening in unused:
             if opening.done() and not opening.exception() and (chunk := opening.result()):
                 chunk.close()
         for key in self._local.missing(absent):
@@ -293,14 +288,14 @@ class SharedStore(ManifestStore):
         try:
             return opening.result(0.0 if self._follower.is_failing else TIMEOUT_S)
         except WaitTimeoutError as error:
-            failed = StoreError(f"{self.url} does not answer")
-            self._follower.fail(failed)
-            raise ChunkUnreadableError(key, failed) from error
+            timeout = StoreError(f"{self.url} does not answer")
+            self._follower.fail(timeout)
+            raise ChunkUnreadableError(key, timeout) from error
 
     def _open_remote(self, key: str) -> RemoteChunk | None:
         seen = None
         while (name := self._manifest.file(key)) is not None:
-            if name == seen:  # it has expired, or the bucket has lost it
+            if name == seen:  # it has expired, or the bucket lost it
                 self._in_background(self._log.remove, [key], None, name)
                 return None
             if self._follower.is_failing:
@@ -324,14 +319,13 @@ class SharedStore(ManifestStore):
         """Copy a chunk into the local folder, unless too many are waiting."""
         if self.keep_copies and self._promotions.acquire(blocking=False):
             try:
-                self._promoter.submit(self._keep, copy.copy(chunk))  # a copy counts what it reads by itself
+                self._promoter.submit(self._keep, copy.copy(chunk))  # has its own `bytes_read`
             except RuntimeError:  # the store has been closed
                 self._promotions.release()
 
     def _keep(self, chunk: RemoteChunk) -> None:
         try:
-            layers = [chunk.layer(number) for number in range(chunk.num_layers)]
-            self._copy([ChunkRecord(chunk.key, chunk.namespace, chunk.ids, chunk.context, layers)])
+            self._copy([chunk.record()])
         except StoreError as error:  # the prompt that reads a damaged chunk reports it
             logger.info("no local copy: %s", error)
         finally:
@@ -346,10 +340,6 @@ class SharedStore(ManifestStore):
         self._check_open()
         self._local.remove(self._local.keys())
 
-    def _drop_local(self, keys: Sequence[str]) -> None:
-        if keys:
-            self._local.remove(keys)
-
     def _delete(self, names: Iterable[str]) -> None:
         try:
             if listed := list(names):
@@ -358,7 +348,7 @@ class SharedStore(ManifestStore):
             logger.warning("chunks without a row are left until `kvrag store gc`: %s", error)
 
     def quarantine(self, key: str) -> None:
-        """See KVStore.quarantine. A damaged local copy is only put aside: the next prompt reads the shared chunk."""
+        """See KVStore.quarantine. If only the local copy is damaged, the next prompt reads the shared chunk."""
         self._check_open()
         if not self._local.missing([key]) and self._is_damaged(key):
             self._local.quarantine(key)
@@ -373,8 +363,7 @@ class SharedStore(ManifestStore):
         try:
             if reader := self._local.open(key):
                 with contextlib.closing(reader):
-                    for number in range(reader.num_layers):
-                        reader.layer(number)
+                    row_of(reader, "", 0)
         except DamagedChunkError:
             return True
         except ChunkUnreadableError:
@@ -384,14 +373,14 @@ class SharedStore(ManifestStore):
     # ---------------------------------------------------------------- texts and their uses
 
     def look_up(self, text_keys: Sequence[str]) -> dict[str, TextState]:
-        """See KVStore.look_up. While the place cannot be reached, no holders are reported."""
+        """See KVStore.look_up. While the remote cannot be reached, no holders are reported."""
         states = super().look_up(text_keys)
         if self._follower.age() <= _TRUST_S:
             return states
         return {text_key: replace(state, sources={}) for text_key, state in states.items()}
 
     def touch(self, keys: Sequence[str]) -> None:
-        """See KVStore.touch. Counts for the local copies; reported to all once an hour."""
+        """See KVStore.touch. Counts for the local copies; reported to all machines once an hour."""
         self._check_open()
         self._local.touch(keys)
         with self._lock:
@@ -403,12 +392,8 @@ class SharedStore(ManifestStore):
                 return
             used, self._used, self._used_since = self._used, Counter(), time.monotonic()
         # without budgets, only texts of requests are removed when they are not used
-        keys = (
-            self._manifest.known(list(used))
-            if self._manifest.budgets()
-            else self._manifest.held_by_requests(list(used))
-        )
-        self._log.touch({key: used[key] for key in sorted(keys)})
+        counted = self._manifest.known if self._manifest.budgets() else self._manifest.held_by_requests
+        self._log.touch({key: used[key] for key in sorted(counted(list(used)))})
 
     def _record_uses(self) -> None:
         self._report_used(now=True)
@@ -416,7 +401,7 @@ class SharedStore(ManifestStore):
     # ---------------------------------------------------------------- small texts
 
     def _check_reachable(self) -> None:
-        """Raise StoreError at once if the place could not be reached a moment ago: answers wait for these texts."""
+        """Raise StoreError at once if the last attempt to reach the remote failed: answers wait for these texts."""
         self._check_open()
         if self._follower.is_failing:
             raise StoreError(f"{self.url} cannot be reached")
@@ -450,27 +435,26 @@ class SharedStore(ManifestStore):
     # ---------------------------------------------------------------- publications, such as an index for retrieval
 
     def publications(self) -> int:
-        """Return a number that changes when any machine publishes or withdraws something."""
+        """Return a counter that changes when any machine publishes or withdraws content."""
         return self._current.counter(PUBLICATIONS)
 
     def published(self, folder: str) -> list[str]:
-        """Return the names of what was published in a folder."""
+        """Return the names of the publications in a folder."""
         prefix = f"published/{folder}/"
         return [name.removeprefix(prefix) for name in self._remote.names(prefix)]
 
     def read_published(self, folder: str, name: str) -> bytes | None:
-        """Return what was published under a name; None if it was withdrawn."""
+        """Return the content of a publication; None if it was withdrawn."""
         return self._remote.read([f"published/{folder}/{name}"])[0]
 
     def publish(self, folder: str, name: str, content: bytes, replaces: Sequence[str] = ()) -> None:
-        """Publish something for all machines, and withdraw what it replaces."""
+        """Publish content for all machines, and withdraw the publications that it replaces."""
         self._check_open()
         self._remote.write(f"published/{folder}/{name}", content)
-        self._remote.delete([f"published/{folder}/{other}" for other in replaces])
-        self._log.publish()
+        self.withdraw(folder, replaces)
 
     def withdraw(self, folder: str, names: Sequence[str]) -> None:
-        """Withdraw what was published under these names."""
+        """Withdraw the publications with these names."""
         self._check_open()
         self._remote.delete([f"published/{folder}/{name}" for name in names])
         self._log.publish()
@@ -487,7 +471,7 @@ class SharedStore(ManifestStore):
         return self._local.stats()
 
     def owner(self) -> dict[str, str]:
-        """Return the parts of the fingerprint that the place is claimed for, {} if unclaimed."""
+        """Return the parts of the fingerprint that the remote is claimed for, {} if unclaimed."""
         return self._owner
 
     def contents(self) -> Iterator[tuple[dict[str, int], list[Row], list[Holder]]]:
@@ -497,10 +481,10 @@ class SharedStore(ManifestStore):
         return super().contents()
 
     def check(self, progress: Progress = no_progress) -> StoreCheck:
-        """Read all chunks in the place, and compare them with the manifest; also check the local copies.
+        """Read all chunks in the remote, and compare them with the manifest; also check the local copies.
 
         Damaged chunks are moved to quarantine, rows without a chunk are removed, rows that do not match their chunk are
-        replaced. Chunks without a row are left to `gc`: they may be about to get one.
+        replaced. Chunks without a row are left to `gc`: their writers may be about to add one.
         """
         self._check_open()
         self._log.pull()
@@ -516,7 +500,7 @@ class SharedStore(ManifestStore):
                 self._log.remove([row.key], "damaged", row.file)
                 return "damaged"
             chunk = RemoteChunk(row.key, self._fingerprint, blob, self._fetchers)
-            found = row_of(chunk, row.file, blob.size)
+            actual = row_of(chunk, row.file, blob.size)
         except DamagedChunkError:
             if self._log.remove([row.key], "damaged", row.file):
                 self._remote.rename_chunk(row.file, _ORPHANS + row.file)
@@ -524,10 +508,10 @@ class SharedStore(ManifestStore):
         except StoreError as error:
             logger.warning("%s", error)
             return "unreadable"
-        if row == found:
+        if row == actual:
             return "sound"
         self._log.remove([row.key], None, row.file)
-        self._log.add([found])
+        self._log.add([actual])
         return "repaired"
 
     def gc(self, unused_days: float = UNUSED_DAYS) -> tuple[int, int]:
@@ -537,11 +521,11 @@ class SharedStore(ManifestStore):
         return super().gc(unused_days)
 
     def delete_leftovers(self) -> int:
-        """See ManifestStore.delete_leftovers. Also trims the log, and deletes what the local folder need not keep."""
+        """See ManifestStore.delete_leftovers. Also trims the log, and deletes local copies of removed chunks."""
         listed = list(self._remote.list_chunks())
-        self._log.pull()  # rows of all that was listed
+        self._log.pull()  # the rows of all listed chunks
         known = self._manifest.files()
-        leftovers = [found.name for found in listed if found.name not in known and found.age > _STALE_S]
+        leftovers = [chunk.name for chunk in listed if chunk.name not in known and chunk.age > _STALE_S]
         self._remote.delete_chunks(leftovers)
         self._log.trim()
         self._local.remove(self.missing(self._local.keys()))

@@ -1,4 +1,4 @@
-"""Stores by name: a folder, or the URL of a place that machines share."""
+"""Stores by name: a folder, or the URL of a remote, see `kvrag.store.remote`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PASSWORD_VARIABLE = "KVRAG_STORE_PASSWORD"
 
 
 def is_shared(store: str | Path) -> bool:
-    """Return whether this names a place that machines share, and not a folder.
+    """Return whether this is the URL of a remote, and not a folder.
 
     Raises:
         SettingError: It is neither.
@@ -35,7 +35,7 @@ def is_shared(store: str | Path) -> bool:
 
 
 def connect(url: str) -> Remote:
-    """Return the place that a URL names; sends nothing.
+    """Return the remote that a URL names; sends nothing.
 
     Raises:
         SettingError: The URL is wrong, or a package is missing.
@@ -62,15 +62,14 @@ def connect(url: str) -> Remote:
         raise SettingError(f"{without_password(url)} has no valid port: use {scheme}://HOST:PORT/DATABASE") from None
     if not parts.hostname:
         raise SettingError(f"{without_password(url)} names no host: use {scheme}://HOST:PORT/DATABASE")
-    password = unquote(parts.password) if parts.password else os.environ.get(PASSWORD_VARIABLE)
     return ValkeyStore(
         without_password(url),
-        parts.hostname,
-        port,
-        int(first or 0),
         prefix,
         options,
-        unquote(parts.username) if parts.username else None,
-        password,
-        _SERVERS[scheme],
+        host=parts.hostname,
+        port=port,
+        db=int(first or 0),
+        username=unquote(parts.username) if parts.username else None,
+        password=unquote(parts.password) if parts.password else os.environ.get(PASSWORD_VARIABLE),
+        ssl=_SERVERS[scheme],
     )

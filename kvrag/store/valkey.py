@@ -6,6 +6,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -15,7 +16,7 @@ from redis.retry import Retry
 
 from kvrag.errors import DamagedChunkError, SettingError, StoreError, StoreFullError, StoreReadOnlyError
 from kvrag.store.chunkfile import key_of
-from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError, Listed, split
+from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError, Listed
 
 _CONNECT_S = 5.0
 _OPTIONS = {"expire", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
@@ -25,24 +26,14 @@ _CREATED = b"created"  # field of a chunk: the server's time in seconds
 class ValkeyStore:
     """A server, and a prefix of its keys; see Remote."""
 
-    def __init__(
-        self,
-        url: str,
-        host: str,
-        port: int,
-        database: int,
-        prefix: str,
-        options: Mapping[str, str],
-        username: str | None = None,
-        password: str | None = None,
-        tls: bool = False,
-    ) -> None:
+    def __init__(self, url: str, prefix: str, options: Mapping[str, str], **connection: Any) -> None:
         """Connect; sends nothing.
 
         Args:
             url: For messages, without the password.
-            options: `expire`: seconds after its last use until a chunk may go; `ssl_ca_certs`, `ssl_certfile`,
+            options: `expire`: seconds after its last use until a chunk expires; `ssl_ca_certs`, `ssl_certfile`,
                 `ssl_keyfile`: files of TLS.
+            connection: Host, port, database and user, as redis.Redis takes them.
 
         Raises:
             SettingError: An option is unknown or out of range.
@@ -56,25 +47,18 @@ class ValkeyStore:
         if expire and not (expire.isdigit() and int(expire)):
             raise SettingError(f"{url}: expire must be a number of seconds, got {expire}")
         self._expire = int(expire) if expire else None
-        settings: dict[str, Any] = {name: value for name, value in options.items() if name != "expire"}
-        if tls:
-            settings["ssl"] = True
+        connection |= {name: value for name, value in options.items() if name != "expire"}
         self._client: Any = redis.Redis(
-            host=host,
-            port=port,
-            db=database,
-            username=username,
-            password=password,
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=_CONNECT_S,
             retry=Retry(ExponentialBackoff(cap=1, base=0.05), 1),
             health_check_interval=30,
-            **settings,
+            **connection,
         )
         self._checked = False
 
     def _check(self) -> None:
-        """Refuse a server that may evict the record of who holds a text."""
+        """Reject a server that may evict the record of documents."""
         if self._checked:
             return
         with self._translated():
@@ -122,7 +106,7 @@ class ValkeyStore:
                 content = change(writing.get(key))
                 writing.multi()
                 writing.set(key, content)
-                with suppress(redis.WatchError):  # somebody else has written it since
+                with suppress(redis.WatchError):  # another writer was faster
                     writing.execute()
                     return
         raise StoreError(f"{self.url} has too many writers at the moment: try again")
@@ -130,8 +114,11 @@ class ValkeyStore:
     def names(self, prefix: str) -> list[str]:
         """See Remote.names."""
         with self._translated():
-            found = self._client.scan_iter(match=_escaped(self._key(prefix)) + "*", count=1000)
-            return sorted({key.decode("utf-8", "ignore").removeprefix(self._prefix) for key in found})
+            return sorted(set(self._scan(prefix)))
+
+    def _scan(self, prefix: str) -> Iterator[str]:
+        for key in self._client.scan_iter(match=_escaped(self._key(prefix)) + "*", count=1000):
+            yield key.decode("utf-8", "ignore").removeprefix(self._prefix)
 
     def delete(self, names: Sequence[str]) -> None:
         """See Remote.delete."""
@@ -141,25 +128,22 @@ class ValkeyStore:
 
     # ---------------------------------------------------------------- chunks
 
-    def _chunk(self, name: str) -> str:
-        return self._key(name if "/" in name else f"chunks/{name}")
-
     def put_chunk(self, name: str, content: bytes, starts: Sequence[int]) -> None:
         """See Remote.put_chunk."""
-        key = self._chunk(name)
+        key = self._key(_path(name))
         with self._translated():
             now = self._client.time()[0]
             writing = self._client.pipeline(transaction=True)
             writing.hset(key, mapping={_CREATED: now, b"size": len(content), b"starts": ",".join(map(str, starts))})
-            for start, part in split(content, starts):
-                writing.hset(key, str(start), part)
+            for start, stop in pairwise([*starts, len(content)]):
+                writing.hset(key, str(start), memoryview(content)[start:stop])
             if self._expire:
                 writing.expire(key, self._expire)
             writing.execute()
 
     def open_chunk(self, name: str) -> Blob | None:
         """See Remote.open_chunk."""
-        key = self._chunk(name)
+        key = self._key(_path(name))
         with self._noticing_damage(key):
             reading = self._client.pipeline(transaction=True)
             reading.hmget(key, ["size", "starts", "0"])
@@ -175,14 +159,13 @@ class ValkeyStore:
         with self._translated():
             now = self._client.time()[0]
             for prefix in ("chunks/", "quarantine/"):
-                for key in self._client.scan_iter(match=_escaped(self._key(prefix)) + "*", count=1000):
-                    name = key.decode("utf-8", "ignore").removeprefix(self._prefix)
+                for name in self._scan(prefix):
                     if listed := self._listed(name.removeprefix("chunks/"), now):
                         yield listed
 
     def _listed(self, name: str, now: int) -> Listed | None:
-        """Return a chunk for the listing; None if it has just expired. A damaged one is of any age."""
-        key = self._chunk(name)
+        """Return a chunk for the listing; None if it has just expired. The age of a damaged one is infinite."""
+        key = self._key(_path(name))
         try:
             with self._noticing_damage(key):
                 created, size = self._client.hmget(key, [_CREATED, b"size"])
@@ -192,13 +175,13 @@ class ValkeyStore:
 
     def delete_chunks(self, names: Sequence[str]) -> None:
         """See Remote.delete_chunks."""
-        self.delete([name if "/" in name else f"chunks/{name}" for name in names])
+        self.delete([_path(name) for name in names])
 
     def rename_chunk(self, name: str, other: str) -> None:
         """See Remote.rename_chunk."""
         with self._translated():
             try:
-                self._client.rename(self._chunk(name), self._chunk(other))
+                self._client.rename(self._key(_path(name)), self._key(_path(other)))
             except redis.ResponseError as error:
                 if "no such key" not in str(error):
                     raise
@@ -212,7 +195,7 @@ class ValkeyStore:
 
     @contextmanager
     def _noticing_damage(self, key: str) -> Iterator[None]:
-        """Raise DamagedChunkError for a record that is not as it was written, and StoreError as `_translated`."""
+        """Raise DamagedChunkError for a record that differs from what was written, and StoreError as `_translated`."""
         with self._translated():
             try:
                 yield
@@ -231,16 +214,14 @@ class ValkeyStore:
             raise StoreReadOnlyError(f"{self.url} refuses this user ({error}): extend its ACL") from error
         except redis.exceptions.ReadOnlyError as error:
             raise StoreReadOnlyError(f"{self.url} is a replica: use the primary server") from error
-        except redis.exceptions.OutOfMemoryError as error:
-            raise StoreFullError(
-                f"{self.url} is full: raise its maxmemory, forget documents, or add ?expire=SECONDS to the URL and "
-                "set maxmemory-policy to volatile-lru"
-            ) from error
         except redis.ResponseError as error:
             if "NOAUTH" in str(error) or "WRONGPASS" in str(error):
                 raise StoreError(f"access to {self.url} was denied: check user and password") from error
-            if "OOM" in str(error):
-                raise StoreFullError(f"{self.url} is full: raise its maxmemory, or forget documents") from error
+            if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in str(error):
+                raise StoreFullError(
+                    f"{self.url} is full: raise its maxmemory, forget documents, or add ?expire=SECONDS to the URL and "
+                    "set maxmemory-policy to volatile-lru"
+                ) from error
             raise StoreError(f"{self.url} refuses a command: {error}") from error
         except (redis.RedisError, OSError) as error:
             reason = str(error).strip().split("\n")[0][:120]
@@ -269,10 +250,15 @@ class _Hash:
         return memoryview(content)[start - offset : stop - offset]
 
 
+def _path(name: str) -> str:
+    """Return where a chunk is, below the prefix; quarantined ones have a folder of their own."""
+    return name if "/" in name else f"chunks/{name}"
+
+
 def _number(field: bytes | None) -> int:
     """Return the number in a field; raises ValueError."""
     if field is None or not re.fullmatch(rb"\d{1,15}", field):
-        raise ValueError(f"{field!r:.40} is no number")
+        raise ValueError(f"{field!r:.40} is not a number")
     return int(field)
 
 

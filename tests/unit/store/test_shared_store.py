@@ -608,9 +608,9 @@ def test_a_damaged_field_costs_one_chunk(valkey: Server, tmp_path: Path, field: 
         remote: Any = store._remote
         (name,) = (name for name in chunks_in(store) if name.startswith(A.key))
         if content is None:
-            remote._client.hdel(remote._chunk(name), field)
+            remote._client.hdel(remote._key(f"chunks/{name}"), field)
         else:
-            remote._client.hset(remote._chunk(name), field, content)
+            remote._client.hset(remote._key(f"chunks/{name}"), field, content)
         if field != "created":  # nothing that a prompt needs
             with contextlib.suppress(DamagedChunkError):
                 if reader := store.open(A.key):
@@ -633,7 +633,7 @@ def test_a_chunk_of_another_type_is_put_aside(valkey: Server, tmp_path: Path) ->
         store.set_document("doc", held("doc", A))
         remote: Any = store._remote
         (name,) = chunks_in(store)
-        remote._client.set(remote._chunk(name), b"text")
+        remote._client.set(remote._key(f"chunks/{name}"), b"text")
         remote._client.set(remote._prefix.encode() + b"log/\xff", b"")
         assert store.check().damaged == 1
         assert store._remote.names("log/")
@@ -723,7 +723,7 @@ def test_while_the_place_is_away_only_what_was_encoded_alone_is_served(
             one.put([C])
         with pytest.raises(StoreError, match="the network is down"):
             one.set_document("two", held("two", alone))
-    assert "prompts are answered from what this machine has" in caplog.text
+    assert "prompts are answered from this machine's copy" in caplog.text
     assert soon(lambda: served() == [behind.key, alone.key])
     assert soon(lambda: one.open(alone.key) is not None)
 
@@ -1094,7 +1094,7 @@ def _spoil(store: SharedStore, key: str) -> None:
         obstore.put(remote._writer, path, bytes(content))
     else:
         assert isinstance(remote, ValkeyStore)
-        name = remote._chunk(name)
+        name = remote._key(f"chunks/{name}")
         starts = remote._client.hget(name, "starts").split(b",")
         content = bytearray(remote._client.hget(name, starts[-1]))
         content[-1] ^= 1

@@ -16,7 +16,7 @@ from benchmarks.quality.retrieved import check_size, draw_corpus, open_index, re
 from benchmarks.quality.variants import leave_out, make_configs, rechunk, split_policies
 from benchmarks.quality.worlds import ARTICLES, WORLDS, world_of, world_rows
 from kvrag.backend.transformers import Model
-from kvrag.bench.datasets import Row
+from kvrag.bench.datasets import QuestionRow
 from kvrag.bench.grid import make_cells
 from kvrag.cli import bench, quality
 from kvrag.cli.common import at_least, checked, comma_separated, progress, require_extra
@@ -167,7 +167,7 @@ def _flat(values: list[list[Any]]) -> list[Any]:
     return list(dict.fromkeys(itertools.chain(*values)))
 
 
-def _variant(row: Row, length: int, missing: float, model: Model) -> Row:
+def _variant(row: QuestionRow, length: int, missing: float, model: Model) -> QuestionRow:
     if length:
         passages = rechunk(row.passages, length, lambda text: len(model.tokenizer.encode(text)))
         row = replace(row, passages=passages, documents=(), library={})
@@ -189,7 +189,7 @@ def _check(args: argparse.Namespace) -> None:
         plots.require()
 
 
-def _rows(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
+def _rows(args: argparse.Namespace) -> tuple[list[QuestionRow], dict[str, Any]]:
     """Return the rows, and a description of their source that does not depend on their number."""
     world = args.world or world_of(args.model)
     if args.top_k is None:

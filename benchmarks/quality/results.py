@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvrag.bench import quality
-from kvrag.bench.datasets import Row
+from kvrag.bench.datasets import QuestionRow
 from kvrag.bench.grid import Cell, by_setup
 from kvrag.bench.metrics import Bootstrap, exact_match, f_measure, normalise
 from kvrag.bench.quality import Journal, Mask, Table, Task
@@ -45,7 +45,7 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
-def hidden(row: Row) -> tuple[str, ...]:
+def hidden(row: QuestionRow) -> tuple[str, ...]:
     """Return the answers that only the KV can tell the model.
 
     The prompt does not contain them, and a chunk before one of its chunks in the same document does.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.readers.first import world as first
 from benchmarks.readers.second import world as second
-from kvrag.bench.datasets import Row
+from kvrag.bench.datasets import QuestionRow
 from kvrag.errors import SettingError
 from kvrag.retrieval.index import ChunkIndex
 
@@ -159,7 +159,7 @@ def check_size(corpus: Corpus, count: int, k: int) -> None:
         )
 
 
-def retrieved_rows(corpus: Corpus, index: ChunkIndex, count: int, k: int, around: int = 0) -> list[Row]:
+def retrieved_rows(corpus: Corpus, index: ChunkIndex, count: int, k: int, around: int = 0) -> list[QuestionRow]:
     """Ask `count` questions, each kind equally often; a larger `count` appends rows.
 
     Args:
@@ -183,7 +183,7 @@ def retrieved_rows(corpus: Corpus, index: ChunkIndex, count: int, k: int, around
         passages = tuple(found)
         documents = tuple(home[passage] for passage in passages)
         rows.append(
-            Row(
+            QuestionRow(
                 f"retrieved-{number}",
                 passages,
                 question.text,

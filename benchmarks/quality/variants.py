@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from kvrag.bench.datasets import Row
+from kvrag.bench.datasets import QuestionRow
 from kvrag.config import BlendConfig, check_policy
 from kvrag.errors import SettingError
 
@@ -76,7 +76,7 @@ def _value(text: str) -> Any:
 # -------------------------------------------------------------------- rows
 
 
-def leave_out(row: Row, share: float) -> Row:
+def leave_out(row: QuestionRow, share: float) -> QuestionRow:
     """Return the row without a random share of its passages, which stay in its documents; at least one is kept."""
     rng = random.Random(f"{row.id} {row.question}")
     numbers = range(len(row.passages))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.readers.first.world import KINDS, sample
 from benchmarks.readers.second import world as second
-from kvrag.bench.datasets import Row
+from kvrag.bench.datasets import QuestionRow
 from kvrag.errors import KvragError
 
 WORLDS = {1: "the reader's world", 2: "the second reader's world"}
@@ -20,7 +20,7 @@ _PASSAGES = (12, 20)
 _TRIES = 2000
 
 
-def world_rows(count: int, seed: int, world: int = 1) -> list[Row]:
+def world_rows(count: int, seed: int, world: int = 1) -> list[QuestionRow]:
     """Draw rows of held-out contexts, each kind of question equally often; a larger `count` appends rows.
 
     Args:
@@ -39,7 +39,7 @@ def world_of(model: str) -> int:
         return 1
 
 
-def _world_row(number: int, seed: int) -> Row:
+def _world_row(number: int, seed: int) -> QuestionRow:
     rng = random.Random(f"{seed} {number}")
     kind = KINDS[number % len(KINDS)]
     for _ in range(_TRIES):
@@ -48,11 +48,13 @@ def _world_row(number: int, seed: int) -> Row:
         if questions and _PASSAGES[0] <= len(drawn.passages) <= _PASSAGES[1]:
             question = rng.choice(questions)
             answers = (question.answer,)
-            return Row(f"world-{number}", drawn.passages, question.text, answers, kind, question.across, drawn.articles)
+            return QuestionRow(
+                f"world-{number}", drawn.passages, question.text, answers, kind, question.across, drawn.articles
+            )
     raise KvragError(f"the world has no question of kind {kind!r} in {_TRIES} contexts")
 
 
-def _second_world_row(number: int, seed: int) -> Row:
+def _second_world_row(number: int, seed: int) -> QuestionRow:
     rng = random.Random(f"{seed} {number}")
     kind = second.KINDS[number % len(second.KINDS)]
     for _ in range(_TRIES):
@@ -60,5 +62,7 @@ def _second_world_row(number: int, seed: int) -> Row:
         if questions := [question for question in drawn.questions if question.kind == kind]:
             question = rng.choice(questions)
             answers, across = (question.answer,), question.across
-            return Row(f"world2-{number}", drawn.passages, question.text, answers, kind, across, drawn.documents)
+            return QuestionRow(
+                f"world2-{number}", drawn.passages, question.text, answers, kind, across, drawn.documents
+            )
     raise KvragError(f"the second world has no question of kind {kind!r} in {_TRIES} contexts")

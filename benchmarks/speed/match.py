@@ -37,7 +37,7 @@ from kvrag.reuse.match import TextRun, match
 from kvrag.reuse.segment import Segment
 from kvrag.store import FileStore
 from kvrag.store.base import MANIFEST
-from kvrag.store.manifest import Manifest, Row
+from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.protocol import Entry
 
 MIN_RUN = 16
@@ -351,10 +351,10 @@ def _ids(numbers: Sequence[int], chunk_tokens: int) -> NDArray[np.uint32]:
     return (_VOCABULARY * ((x >> np.uint64(11)) / 2**53) ** 3).astype("<u4")
 
 
-def _rows(numbers: Sequence[int], chunk_tokens: int) -> Iterator[Row]:
+def _rows(numbers: Sequence[int], chunk_tokens: int) -> Iterator[ManifestRow]:
     for number, ids in zip(numbers, _ids(numbers, chunk_tokens), strict=True):
         key = f"{number:032x}"
-        yield Row(key, key, "", ids.tobytes(), 0, f"{key}.chunk", 1)
+        yield ManifestRow(key, key, "", ids.tobytes(), 0, f"{key}.chunk", 1)
 
 
 def _prompts(shape: Shape) -> Iterator[list[int]]:

@@ -13,7 +13,7 @@ from benchmarks.__main__ import main
 from benchmarks.quality.results import rouge_l
 from benchmarks.quality.variants import leave_out, make_configs, rechunk, split_policies
 from kvrag import Model, SettingError
-from kvrag.bench.datasets import Row
+from kvrag.bench.datasets import QuestionRow
 
 # -------------------------------------------------------------------- metrics and rows
 
@@ -132,7 +132,7 @@ def test_missing_passages_are_left_out_of_the_prompts(run: Callable[..., str], t
 
 @pytest.mark.parametrize("documents", [(), ("one", "two", "one")])
 def test_missing_passages_stay_in_their_documents(documents: tuple[str, ...]) -> None:
-    row = Row("x", ("a", "b", "c"), "What?", ("a",), documents=documents)
+    row = QuestionRow("x", ("a", "b", "c"), "What?", ("a",), documents=documents)
     shorter = leave_out(row, 0.999)
     assert len(shorter.passages) == len(shorter.documents) == 1
     assert shorter.library == row.all_documents()

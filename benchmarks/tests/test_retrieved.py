@@ -22,7 +22,7 @@ from benchmarks.readers.first import world as first
 from benchmarks.readers.second import world as second
 from kvrag import BlendConfig, BlendEngine, KvragError, Model
 from kvrag.bench import quality
-from kvrag.bench.datasets import Row, file_rows
+from kvrag.bench.datasets import QuestionRow, file_rows
 from kvrag.bench.grid import Setup, make_cells
 from kvrag.bench.quality import make_tasks
 from kvrag.fingerprint import text_key
@@ -138,7 +138,7 @@ LIBRARY = {
     )
 }
 NAME, CHUNKS = next(iter(LIBRARY.items()))
-ROW = Row("x", (CHUNKS[2],), "Where was Mira born?", ("Florton",), "", None, (NAME,), LIBRARY, False)
+ROW = QuestionRow("x", (CHUNKS[2],), "Where was Mira born?", ("Florton",), "", None, (NAME,), LIBRARY, False)
 
 
 def _contexts(model: Model, folder: Path, setup: Setup) -> list[str]:
@@ -189,18 +189,18 @@ def test_what_is_hidden_stands_before_a_retrieved_chunk_and_not_in_the_prompt(
     retrieved: list[int], question: str, answers: tuple[str, ...]
 ) -> None:
     passages = tuple(CHUNKS[number] for number in retrieved)
-    row = Row("x", passages, question, ("florton", "Florton")[1:], "", None, (NAME,) * len(passages), LIBRARY)
+    row = QuestionRow("x", passages, question, ("florton", "Florton")[1:], "", None, (NAME,) * len(passages), LIBRARY)
     assert hidden(row) == answers
 
 
 def test_what_follows_the_retrieved_chunks_is_not_hidden() -> None:
-    row = Row("x", (CHUNKS[0],), "Which animal does Mira own?", ("grey goat",), "", None, (NAME,), LIBRARY)
+    row = QuestionRow("x", (CHUNKS[0],), "Which animal does Mira own?", ("grey goat",), "", None, (NAME,), LIBRARY)
     assert hidden(row) == (), "causal attention: it cannot be in the KV"
 
 
 def test_leaked_answers_are_counted(model: Model) -> None:
-    rows = [Row(str(number), *list(vars(ROW).values())[1:]) for number in range(4)]
-    seen = Row("seen", (CHUNKS[0],), ROW.question, ROW.answers, "", None, (NAME,), LIBRARY, True)
+    rows = [QuestionRow(str(number), *list(vars(ROW).values())[1:]) for number in range(4)]
+    seen = QuestionRow("seen", (CHUNKS[0],), ROW.question, ROW.answers, "", None, (NAME,), LIBRARY, True)
     tasks, _ = make_tasks(model, [*rows, seen], 1)
     cells = make_cells(make_configs(["seam", "random"]), [0.1], [Setup(context_tokens=256)])
     journal = quality.Journal(None, {})

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Row:
+class QuestionRow:
     """A question about passages, and its accepted answers.
 
     Attributes:
@@ -61,11 +61,11 @@ class Row:
         return chunks
 
 
-def file_rows(path: Path, count: int) -> list[Row]:
+def file_rows(path: Path, count: int) -> list[QuestionRow]:
     """Read the first `count` rows of a file of JSON lines.
 
     Each is an object with `passages`, `question`, `answers`, and optionally `id`, `kind`, `across`, `documents`,
-    `library` and `supported`; see `Row`. A document has the same chunks in the libraries of all rows.
+    `library` and `supported`; see `QuestionRow`. A document has the same chunks in the libraries of all rows.
 
     Raises:
         KvragError: The file or a row is invalid; the message names the line.
@@ -76,7 +76,7 @@ def file_rows(path: Path, count: int) -> list[Row]:
         raise KvragError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise KvragError(f"{path} is not UTF-8 text: {error}") from error
-    rows: dict[str, Row] = {}
+    rows: dict[str, QuestionRow] = {}
     library: dict[str, tuple[str, ...]] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -96,7 +96,7 @@ def file_rows(path: Path, count: int) -> list[Row]:
     return list(rows.values())[:count]
 
 
-def _file_row(line: str, number: str) -> Row:
+def _file_row(line: str, number: str) -> QuestionRow:
     try:
         fields = json.loads(line)
     except ValueError as error:
@@ -125,7 +125,7 @@ def _file_row(line: str, number: str) -> Row:
         not library or all(text in library.get(name, ()) for name, text in zip_longest(documents, passages)),
         "'library' must have every passage, under its name in 'documents'",
     )
-    return Row(
+    return QuestionRow(
         str(fields.get("id", number)),
         tuple(passages),
         question,
@@ -147,10 +147,10 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(text, str) and text.strip() for text in value)
 
 
-def document_rows(prompts: Sequence[GapPrompt]) -> list[Row]:
+def document_rows(prompts: Sequence[GapPrompt]) -> list[QuestionRow]:
     """Return rows for prompts made from documents; the accepted answer is the first word of what is missing."""
     return [
-        Row(
+        QuestionRow(
             f"{prompt.gap.kind}-{number}",
             prompt.chunks,
             "",

@@ -42,7 +42,7 @@ class Part:
     failure: str = ""
 
 
-class Run:
+class GpuCheck:
     """Runs the parts until the time is over."""
 
     def __init__(self, seconds: float, progress: Callable[[str], None]) -> None:
@@ -68,7 +68,7 @@ class Run:
 
 def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> list[Part]:
     """Run all parts, the most important first."""
-    run = Run(args.seconds, progress)
+    run = GpuCheck(args.seconds, progress)
     for dtype in (torch.float32, torch.bfloat16):
         run.part(f"gate, {str(dtype).removeprefix('torch.')}", partial(_gate, args, dtype))
     run.part("gate, float32, compiled decode steps", partial(_gate, args, torch.float32, compile_decode=True))

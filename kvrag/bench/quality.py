@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvrag.backend.transformers import Model
-from kvrag.bench.datasets import Row
+from kvrag.bench.datasets import QuestionRow
 from kvrag.bench.grid import NONE, RIGHT, Cell, Setup
 from kvrag.bench.metrics import Bootstrap, Interval, Values, divergence, exact_match, token_f1
 from kvrag.bench.ttft import run_settings
@@ -54,13 +54,13 @@ Progress = Callable[[int, int], None]
 class Task:
     """A row that fits into the window, its prompt as text, messages or token ids, and the prompt's length."""
 
-    row: Row
+    row: QuestionRow
     prompt: str | Messages | list[int]
     tokens: int
 
 
 def make_tasks(
-    model: Model, rows: Sequence[Row], max_tokens: int, instruction: str = "", skip_long: bool = False
+    model: Model, rows: Sequence[QuestionRow], max_tokens: int, instruction: str = "", skip_long: bool = False
 ) -> tuple[list[Task], int]:
     """Build every prompt once.
 
@@ -94,7 +94,7 @@ def make_tasks(
     return tasks, len(rows) - len(tasks)
 
 
-def _task(model: Model, row: Row, instruction: str) -> Task:
+def _task(model: Model, row: QuestionRow, instruction: str) -> Task:
     prompt: str | Messages | list[int]
     if row.beginning:
         prompt = render(model.tokenizer, row.passages, row.beginning)
@@ -149,7 +149,7 @@ class Journal:
                 "choose another --out, or delete it"
             )
 
-    def find(self, cell: Cell, row: Row) -> Record | None:
+    def find(self, cell: Cell, row: QuestionRow) -> Record | None:
         """Return the record of a cell and a row, if there is one."""
         return self._records.get((cell.key, row.key))
 
@@ -246,7 +246,7 @@ def answer(
     progress(len(tasks), len(tasks))
 
 
-def _documents(row: Row, setup: Setup) -> Mapping[str, Sequence[str]]:
+def _documents(row: QuestionRow, setup: Setup) -> Mapping[str, Sequence[str]]:
     """Return the documents to encode for a row, by name."""
     if row.beginning:
         return {}  # encoded before, with all documents

@@ -37,7 +37,7 @@ _WIDTH = 80  # columns of a terminal
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DemoAnswer:
     """One answer. `correct` = equal to the expected answer."""
 
     question: str
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(engine: BlendEngine, sample: Sample, quiet: bool) -> warm.Plan:
+def _plan(engine: BlendEngine, sample: Sample, quiet: bool) -> warm.WarmPlan:
     settings = argparse.Namespace(
         paths=[str(sample.path)],
         chunk_tokens=sample.chunk_tokens,
@@ -149,7 +149,7 @@ def _import_chain() -> Chain:
     return build
 
 
-def _ask_all(chain: Chain, sample: Sample, store: str, quiet: bool) -> tuple[dict[str, Any], list[Outcome]]:
+def _ask_all(chain: Chain, sample: Sample, store: str, quiet: bool) -> tuple[dict[str, Any], list[DemoAnswer]]:
     """Warm the sample's documents and ask its questions each way; return what was warmed and the outcomes."""
     settings = argparse.Namespace(
         model=READER, store=store, store_cache=None, codec="native", dtype="auto", device=None
@@ -172,7 +172,7 @@ def _ask_all(chain: Chain, sample: Sample, store: str, quiet: bool) -> tuple[dic
                 for way, ask in asks.items():
                     answer, report = ask(f"Question: {question}")
                     numbers = report["reused_tokens"], report["recomputed_tokens"], report["ttft_s"]
-                    outcomes.append(Outcome(question, expected, way.name, answer, answer == expected, *numbers))
+                    outcomes.append(DemoAnswer(question, expected, way.name, answer, answer == expected, *numbers))
                 show(number, len(sample.questions))
     return warmed, outcomes
 
@@ -195,7 +195,7 @@ def _faster(full_s: float, blending_s: float) -> str:
     return f"{compared}: first token after {blending_s * 1000:.0f} ms instead of {full_s * 1000:.0f} ms"
 
 
-def outcome_lines(outcomes: Sequence[Outcome], warmed: dict[str, Any]) -> list[str]:
+def outcome_lines(outcomes: Sequence[DemoAnswer], warmed: dict[str, Any]) -> list[str]:
     """Return the speed-up and the agreement in one line each, then a table of the answers."""
     by_way = _by_way(outcomes)
     full, blending = by_way[FULL.name], by_way[BLENDING.name]
@@ -218,7 +218,7 @@ def outcome_lines(outcomes: Sequence[Outcome], warmed: dict[str, Any]) -> list[s
     ]
 
 
-def alone_lines(outcomes: Sequence[Outcome]) -> list[str]:
+def alone_lines(outcomes: Sequence[DemoAnswer]) -> list[str]:
     """Return a table of the questions that plain reuse answers wrong, and how they were picked."""
     return [
         "Why blend? Plain reuse is wrong here",
@@ -238,11 +238,11 @@ def alone_lines(outcomes: Sequence[Outcome]) -> list[str]:
     ]
 
 
-def _by_way(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+def _by_way(outcomes: Sequence[DemoAnswer]) -> dict[str, list[DemoAnswer]]:
     return {way.name: [outcome for outcome in outcomes if outcome.way == way.name] for way in WAYS}
 
 
-def _table(outcomes: Sequence[Outcome], times: bool = True) -> list[str]:
+def _table(outcomes: Sequence[DemoAnswer], times: bool = True) -> list[str]:
     lines = [f"{'':20}{'answer':22}{'recomputed':>12}" + f"{'TTFT':>12}" * times]
     for outcome in outcomes:
         if outcome.way == FULL.name:
@@ -254,7 +254,7 @@ def _table(outcomes: Sequence[Outcome], times: bool = True) -> list[str]:
     return lines
 
 
-def _counts(outcomes: Sequence[Outcome]) -> str:
+def _counts(outcomes: Sequence[DemoAnswer]) -> str:
     counts = [
         f"{sum(outcome.correct for outcome in part)} of {len(part)} by {name}"
         for name, part in _by_way(outcomes).items()

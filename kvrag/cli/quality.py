@@ -16,7 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrag.bench.datasets import Row, document_rows, file_rows
+from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
 from kvrag.bench.grid import FULL, NONE, RIGHT, Cell, Setup, by_setup, make_cells
 from kvrag.cli.common import context_settings, forecast, progress, require_extra, say
 from kvrag.cli.prompt import text_search
@@ -86,7 +86,7 @@ def fill(args: argparse.Namespace) -> None:
         raise SettingError("--policies with --docs needs one that recomputes tokens")
 
 
-def read_rows(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
+def read_rows(args: argparse.Namespace) -> tuple[list[QuestionRow], dict[str, Any]]:
     """Return the rows of --data, and a description of their source that does not depend on their number.
 
     Raises:
@@ -103,7 +103,7 @@ def read_rows(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     return file_rows(args.data, args.samples), {"file": args.data.name, "digest": digest}
 
 
-def make_setups(args: argparse.Namespace, rows: Sequence[Row], codecs: Sequence[str]) -> list[Setup]:
+def make_setups(args: argparse.Namespace, rows: Sequence[QuestionRow], codecs: Sequence[str]) -> list[Setup]:
     """Return how chunks are stored: every codec with every context in --context-tokens."""
     has_documents = all(row.documents for row in rows)
     texts = [text for values in args.context_tokens or () for text in values]
@@ -140,7 +140,7 @@ class Evaluation:
 def evaluate(
     args: argparse.Namespace,
     model: Model,
-    rows: Sequence[Row],
+    rows: Sequence[QuestionRow],
     data: dict[str, Any],
     cells: Sequence[Cell],
     folder: Path | None,
@@ -236,7 +236,7 @@ def _read_documents(args: argparse.Namespace, model: Model) -> tuple[dict[str, l
     return corpus, description
 
 
-def _document_rows(args: argparse.Namespace, model: Model, corpus: dict[str, list[str]]) -> list[Row]:
+def _document_rows(args: argparse.Namespace, model: Model, corpus: dict[str, list[str]]) -> list[QuestionRow]:
     """Make prompts about the corpus, of what retrieval finds."""
     chunks = list(dict.fromkeys(chunk for texts in corpus.values() for chunk in texts))
     with ChunkIndex(":memory:") as index:

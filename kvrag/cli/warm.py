@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WarmPlan:
     """Documents to encode with their chunks, and what was skipped in the files.
 
     Attributes:
@@ -222,7 +222,7 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
-def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
+def make_plan(engine: BlendEngine, args: argparse.Namespace) -> WarmPlan:
     """Read and split all files without encoding."""
     from kvrag.fingerprint import text_key
 
@@ -235,7 +235,7 @@ def make_plan(engine: BlendEngine, args: argparse.Namespace) -> Plan:
                 lengths[text_key(args.namespace, ids)] = len(ids)
     stored = engine.store.look_up(list(lengths))
     new = sum(length for text, length in lengths.items() if not stored[text].variants)
-    return Plan(chunks, pages, problems, sum(lengths.values()), new)
+    return WarmPlan(chunks, pages, problems, sum(lengths.values()), new)
 
 
 def read_chunks(
@@ -266,7 +266,7 @@ def read_chunks(
     return chunks, pages, problems
 
 
-def warm(engine: BlendEngine, index: ChunkIndex, plan: Plan, quiet: bool, namespace: str = "") -> dict[str, Any]:
+def warm(engine: BlendEngine, index: ChunkIndex, plan: WarmPlan, quiet: bool, namespace: str = "") -> dict[str, Any]:
     """Encode a plan's documents one by one; a document's old chunks are dropped once its new ones are stored."""
     totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
     short = indexed = 0

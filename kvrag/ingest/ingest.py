@@ -42,7 +42,7 @@ have an anonymous holder and expire when unused."""
 
 
 @dataclass(frozen=True)
-class Texts:
+class TokenizedTexts:
     """Texts in stored form.
 
     Attributes:
@@ -92,7 +92,7 @@ class Choosing:
     def __init__(self, model: Outline, store: KVStore, config: BlendConfig, fingerprint: Fingerprint) -> None:
         self._outline, self._store, self._config, self._fingerprint = model, store, config, fingerprint
 
-    def tokenize(self, texts: Iterable[str], namespace: str = "") -> Texts:
+    def tokenize(self, texts: Iterable[str], namespace: str = "") -> TokenizedTexts:
         """Tokenize texts. Raises the errors of `BlendEngine.warm` for texts that cannot be chunks."""
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             value = "one string" if isinstance(texts, str) else repr(texts)
@@ -116,7 +116,7 @@ class Choosing:
                 f"{len(short)} chunks have fewer than {least} tokens and will not be reused: "
                 "they are computed with the rest of the prompt"
             )
-        return Texts(tokens, chunk_keys, len(short), warnings)
+        return TokenizedTexts(tokens, chunk_keys, len(short), warnings)
 
     def is_warm(self, texts: Sequence[str], document: str, namespace: str = "") -> bool:
         """Return whether `warm` with these texts of a document would encode nothing and change nothing."""
@@ -129,7 +129,7 @@ class Choosing:
 
     def _pieces(
         self,
-        texts: Texts,
+        texts: TokenizedTexts,
         names: Sequence[str],
         sources: Sequence[str],
         namespace: str,
@@ -371,7 +371,7 @@ def _missing(choices: Sequence[_Piece], states: Mapping[str, TextState]) -> list
     return list(reversed(missing.values()))
 
 
-def _per_text(names: str | Sequence[str], texts: Texts, kind: str) -> Sequence[str]:
+def _per_text(names: str | Sequence[str], texts: TokenizedTexts, kind: str) -> Sequence[str]:
     """Return one name per text."""
     num_texts = len(texts.ids)
     if isinstance(names, str):

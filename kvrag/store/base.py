@@ -16,7 +16,7 @@ from kvrag.errors import SettingError, StoreFullError, StoreReadOnlyError
 from kvrag.store import chunkfile
 from kvrag.store.chunkfile import SUFFIX, PackedChunk
 from kvrag.store.log import Log
-from kvrag.store.manifest import EVICT, Holder, Manifest, Row
+from kvrag.store.manifest import EVICT, Holder, Manifest, ManifestRow
 from kvrag.store.owner import codec_of
 from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
 from kvrag.store.schema import translated
@@ -143,15 +143,15 @@ class ManifestStore(ABC):
         self.keep_budgets(sizes)  # other writers may have stored chunks since `_make_room`
         return sum(row.num_bytes for row in rows) - sum(row.num_bytes for row in known), wanted
 
-    def _write(self, record: ChunkRecord) -> Row:
+    def _write(self, record: ChunkRecord) -> ManifestRow:
         """Write a record under a unique name."""
         name = f"{record.key}-{uuid.uuid4().hex[:8]}{SUFFIX}"
         header, body = chunkfile.serialise(record, self._fingerprint)
         self._write_chunk(name, header, body)
         size = len(header) + body.nbytes
-        return Row.of(record.key, record.namespace, record.ids, len(record.context), name, size)
+        return ManifestRow.of(record.key, record.namespace, record.ids, len(record.context), name, size)
 
-    def _add(self, rows: Sequence[Row]) -> list[Row]:
+    def _add(self, rows: Sequence[ManifestRow]) -> list[ManifestRow]:
         """Record stored chunks; return the rows whose key had another file already."""
         return self._changes.add(rows)
 
@@ -280,7 +280,7 @@ class ManifestStore(ABC):
             namespaces=namespaces,
         )
 
-    def contents(self) -> Iterator[tuple[dict[str, int], list[Row], list[Holder]]]:
+    def contents(self) -> Iterator[tuple[dict[str, int], list[ManifestRow], list[Holder]]]:
         """See Manifest.contents."""
         return self._manifest.contents()
 
@@ -315,7 +315,7 @@ class ManifestStore(ABC):
         return StoreCheck(**counts)
 
 
-def row_of(chunk: PackedChunk, file: str, num_bytes: int) -> Row:
+def row_of(chunk: PackedChunk, file: str, num_bytes: int) -> ManifestRow:
     """Read a whole chunk; return the row that it must have.
 
     Raises:
@@ -324,4 +324,4 @@ def row_of(chunk: PackedChunk, file: str, num_bytes: int) -> Row:
     """
     for number in range(chunk.num_layers):  # not all of them in memory at once
         chunk.layer(number)
-    return Row.of(chunk.key, chunk.namespace, chunk.ids, chunk.context_tokens, file, num_bytes)
+    return ManifestRow.of(chunk.key, chunk.namespace, chunk.ids, chunk.context_tokens, file, num_bytes)

@@ -33,7 +33,7 @@ from kvrag.fingerprint import Fingerprint
 from kvrag.store.base import MANIFEST, ManifestStore, Progress, StoreCheck, no_progress, row_of
 from kvrag.store.chunkfile import SUFFIX, ChunkFile, key_of
 from kvrag.store.durable import TEMPORARY, write_file
-from kvrag.store.manifest import Manifest, Row
+from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.owner import OWNER, check_layout, check_owner, owner_file, read_owner
 from kvrag.store.protocol import Holding
 from kvrag.store.schema import translated
@@ -134,7 +134,7 @@ class FileStore(ManifestStore):
 
     # ---------------------------------------------------------------- chunks
 
-    def _add(self, rows: Sequence[Row]) -> list[Row]:
+    def _add(self, rows: Sequence[ManifestRow]) -> list[ManifestRow]:
         try:
             return super()._add(rows)
         except BaseException:
@@ -293,7 +293,7 @@ class FileStore(ManifestStore):
             self._manifest.recount()
         return result
 
-    def _check_chunk(self, name: str, key: str, row: Row | None, hold: bool) -> list[str]:
+    def _check_chunk(self, name: str, key: str, row: ManifestRow | None, hold: bool) -> list[str]:
         """Check one chunk file, repair what is possible, and return the StoreCheck counters that it adds to."""
         path = self._file(name)
         try:

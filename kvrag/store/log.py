@@ -26,7 +26,7 @@ import xxhash
 from kvrag.errors import StoreError
 from kvrag.store.chunkfile import key_of
 from kvrag.store.eviction import budgets_in
-from kvrag.store.manifest import Holder, Manifest, Row
+from kvrag.store.manifest import Holder, Manifest, ManifestRow
 from kvrag.store.protocol import Holding
 from kvrag.store.remote import Remote
 from kvrag.store.schema import CLOCK
@@ -70,7 +70,7 @@ class Outcome(NamedTuple):
     """
 
     removed: Sequence[tuple[str, str]] = ()
-    known: Sequence[Row] = ()
+    known: Sequence[ManifestRow] = ()
 
 
 class Log:
@@ -231,9 +231,9 @@ class Log:
         beginning = self._remote.peek(name)  # mine, if the answer to a first attempt was lost
         return beginning is not None and beginning[:16] == content[:16]
 
-    def add(self, rows: Sequence[Row]) -> list[Row]:
+    def add(self, rows: Sequence[ManifestRow]) -> list[ManifestRow]:
         """See Manifest.add."""
-        known: list[Row] = []
+        known: list[ManifestRow] = []
         for i in range(0, len(rows), _PAGE):
             known += self.append({"op": "put", "rows": _listed(rows[i : i + _PAGE])}).known
         return known
@@ -398,13 +398,13 @@ def _name(number: int) -> str:
     return f"log/{number:012d}"
 
 
-def _listed(rows: Sequence[Row]) -> list[Any]:
+def _listed(rows: Sequence[ManifestRow]) -> list[Any]:
     """Return rows as JSON; see `_row`."""
     return [[*row[:3], base64.b64encode(row.ids).decode(), *row[4:]] for row in rows]
 
 
-def _row(listed: Sequence[Any]) -> Row:
-    return Row._make([*listed[:3], base64.b64decode(listed[3]), *listed[4:]])
+def _row(listed: Sequence[Any]) -> ManifestRow:
+    return ManifestRow._make([*listed[:3], base64.b64decode(listed[3]), *listed[4:]])
 
 
 def _encode(number: int, before: int, operation: Operation | None, snapshot: int = 0) -> bytes:

@@ -17,7 +17,7 @@ from kvrag.store.eviction import Eviction, remove_rows
 from kvrag.store.protocol import ON_REQUEST, Entry, Holding, NamespaceStats, TextState
 from kvrag.store.schema import COUNT, PAGE, RECOUNT, advance, clock_of, translated
 
-_ROWS = "SELECT key, text, namespace, ids, context_tokens, file, num_bytes FROM chunks"  # in the order of Row
+_ROWS = "SELECT key, text, namespace, ids, context_tokens, file, num_bytes FROM chunks"  # in the order of ManifestRow
 _WITH_PREFIX = (  # a range condition, so that SQLite uses the index
     "WHERE namespace = ?1 AND document > '' AND document >= ?2 AND document < ?2 || char(1114111) AND document != ?3"
 )
@@ -27,7 +27,7 @@ EVICT = 500
 """Chunks that are removed in one transaction."""
 
 
-class Row(NamedTuple):
+class ManifestRow(NamedTuple):
     """A chunk's row. `ids` are little-endian uint32; `file` is a name without its folder."""
 
     key: str
@@ -39,7 +39,9 @@ class Row(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def of(cls, key: str, namespace: str, ids: NDArray[np.uint32], context_tokens: int, file: str, size: int) -> Row:
+    def of(
+        cls, key: str, namespace: str, ids: NDArray[np.uint32], context_tokens: int, file: str, size: int
+    ) -> ManifestRow:
         """Return the row of a chunk with these ids; see ChunkRecord."""
         ids_bytes = ids.astype("<u4").tobytes()
         return cls(key, text_key(namespace, ids), namespace, ids_bytes, context_tokens, file, size)
@@ -121,10 +123,10 @@ class Manifest(Eviction):
 
     # ---------------------------------------------------------------- changes
 
-    def add(self, rows: Iterable[Row]) -> list[Row]:
+    def add(self, rows: Iterable[ManifestRow]) -> list[ManifestRow]:
         """Insert chunks and their texts in one transaction; return the rows whose key had another file already."""
         now, rows = time.time(), iter(rows)
-        known: list[Row] = []
+        known: list[ManifestRow] = []
         with self._writing() as connection:
             while page := list(islice(rows, PAGE)):
                 connection.executemany(
@@ -145,7 +147,7 @@ class Manifest(Eviction):
                 advance(connection, len(page) - (len(known) - before))
         return known
 
-    def correct(self, row: Row) -> None:
+    def correct(self, row: ManifestRow) -> None:
         """Replace a chunk's rows by this one."""
         with self._writing() as connection:
             connection.execute("DELETE FROM chunks WHERE key = ?", (row.key,))
@@ -212,7 +214,7 @@ class Manifest(Eviction):
         with self._writing() as connection:
             connection.execute(COUNT, (counter, by))
 
-    def replace(self, rows: Iterable[Row], holders: Iterable[Holder]) -> list[str]:
+    def replace(self, rows: Iterable[ManifestRow], holders: Iterable[Holder]) -> list[str]:
         """Make these the only chunks and holders; return the keys of the chunks removed.
 
         Texts that stay keep their number.
@@ -298,20 +300,20 @@ class Manifest(Eviction):
         with self._reading() as connection:
             return [row[0] for row in _select(connection, query, keys, ON_REQUEST)]
 
-    def contents(self) -> Iterator[tuple[dict[str, int], list[Row], list[Holder]]]:
+    def contents(self) -> Iterator[tuple[dict[str, int], list[ManifestRow], list[Holder]]]:
         """Yield everything from one snapshot: first the counters, then pages of chunks, then pages of holders."""
         with self._reading() as connection:
             yield dict(connection.execute("SELECT name, value FROM counters").fetchall()), [], []
             cursor = connection.execute(f"{_ROWS} JOIN texts USING (text) ORDER BY key")
             while page := cursor.fetchmany(PAGE):
-                yield {}, [Row(*row) for row in page], []
+                yield {}, [ManifestRow(*row) for row in page], []
             cursor = connection.execute("SELECT namespace, document, text, source, key FROM holders")
             while page := cursor.fetchmany(PAGE):
                 yield {}, [], [Holder(*row) for row in page]
 
-    def rows(self) -> dict[str, Row]:
+    def rows(self) -> dict[str, ManifestRow]:
         """Return all chunks by key."""
-        return {row[0]: Row(*row) for row in self._all(f"{_ROWS} LEFT JOIN texts USING (text)")}
+        return {row[0]: ManifestRow(*row) for row in self._all(f"{_ROWS} LEFT JOIN texts USING (text)")}
 
     def files(self) -> set[str]:
         """Return the names of all chunks' files."""

@@ -41,7 +41,7 @@ from kvrag.store.durable import write_file
 from kvrag.store.files import FileStore
 from kvrag.store.follower import Follower
 from kvrag.store.log import PUBLICATIONS, Log
-from kvrag.store.manifest import Holder, Manifest, Row
+from kvrag.store.manifest import Holder, Manifest, ManifestRow
 from kvrag.store.owner import OWNER, check_owner, owner_file, parse_owner
 from kvrag.store.protocol import ChunkRecord, KVStore, StoreStats, TextState
 from kvrag.store.remote import TIMEOUT_S, RemoteChunk
@@ -474,7 +474,7 @@ class SharedStore(ManifestStore):
         """Return the parts of the fingerprint that the remote is claimed for, {} if unclaimed."""
         return self._owner
 
-    def contents(self) -> Iterator[tuple[dict[str, int], list[Row], list[Holder]]]:
+    def contents(self) -> Iterator[tuple[dict[str, int], list[ManifestRow], list[Holder]]]:
         """See Manifest.contents."""
         self._check_open()
         self._log.pull()
@@ -492,7 +492,7 @@ class SharedStore(ManifestStore):
         rows = self._manifest.rows()
         return self._tally(len(rows), ([self._check_chunk(row)] for row in rows.values()), progress)
 
-    def _check_chunk(self, row: Row) -> str:
+    def _check_chunk(self, row: ManifestRow) -> str:
         """Check one chunk; return the StoreCheck counter that it adds to."""
         try:
             blob = self._remote.open_chunk(row.file)

@@ -31,7 +31,7 @@ def model() -> Model:
 
 @pytest.fixture(autouse=True)
 def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test sees must not depend on how busy the machine is: nothing is ever noticeably sooner."""
+    """What a test sees must not depend on how busy the machine is: nothing is ever noticeably faster."""
     monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("inf"))
     monkeypatch.setattr("kvrag.control.controller.STEP", 1.0)
 
@@ -76,16 +76,16 @@ def endless(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry per forward pass."""
     passes: list[int] = []
-    forward, step = Model.forward, Model.forward_each
+    forward, step = Model._forward, Model.forward_each
 
-    def counting(self: Model, ids: Any, *args: Any) -> Any:
+    def counting(self: Model, ids: Any, *args: Any, **options: Any) -> Any:
         passes.append(ids.shape[1])
-        return forward(self, ids, *args)
+        return forward(self, ids, *args, **options)
 
     def counting_steps(self: Model, tokens: Any, *args: Any) -> Any:
         passes.append(1)
         return step(self, tokens, *args)
 
-    monkeypatch.setattr(Model, "forward", counting)
+    monkeypatch.setattr(Model, "_forward", counting)
     monkeypatch.setattr(Model, "forward_each", counting_steps)
     return passes

@@ -55,7 +55,7 @@ class Facts:
     bytes_per_token: float
 
 
-class Worker:
+class EncodingWorker:
     """Ray actor with its own engine. Methods return errors as strings, because Ray's exceptions are pages long."""
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -219,7 +219,7 @@ class WorkerPool:
         return self.cluster.resources(self.options["device"], self.size)
 
     def _start_one(self) -> None:
-        actor = ray.remote(Worker).options(**self._resources).remote(self.options)
+        actor = ray.remote(EncodingWorker).options(**self._resources).remote(self.options)
         self.workers.append(worker := _WorkerState(len(self.workers) + 1, actor))
         self._waiting[actor.open.remote()] = worker
 

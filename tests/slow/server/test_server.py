@@ -59,7 +59,7 @@ def reader(tokenizer: Any) -> Model:
 
 @pytest.fixture(scope="module")
 def engine(reader: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    """Its answers do not depend on what is sooner."""
+    """Its answers do not depend on what is faster."""
     store = FileStore(tmp_path_factory.mktemp("served") / "kv", min_free_bytes=0)
     with BlendEngine(reader, store, BlendConfig(controller="off")) as engine:
         yield engine

@@ -16,7 +16,7 @@ from families import build
 
 from kvrag import BlendConfig, BlendEngine, KvragError, Model, Sampling
 from kvrag.bench import quality
-from kvrag.bench.datasets import Row, file_rows
+from kvrag.bench.datasets import QuestionRow, file_rows
 from kvrag.bench.grid import RIGHT, Setup, make_cells
 from kvrag.bench.metrics import Bootstrap, divergence, exact_match, normalise, token_f1
 from kvrag.cli import quality as command
@@ -270,11 +270,11 @@ def test_intervals_are_over_contexts(bench: Bench, tmp_path: Path) -> None:
 
 def test_orders_of_the_same_passages_are_one_context() -> None:
     rows = [
-        Row("1", ("a", "b"), "", ("c",)),
-        Row("2", ("b", "a"), "", ("c",)),
-        Row("3", ("a",), "", ("c",)),
-        Row("4", ("a",), "", ("c",), context="x"),
-        Row("5", ("b",), "", ("c",), context="x"),
+        QuestionRow("1", ("a", "b"), "", ("c",)),
+        QuestionRow("2", ("b", "a"), "", ("c",)),
+        QuestionRow("3", ("a",), "", ("c",)),
+        QuestionRow("4", ("a",), "", ("c",), context="x"),
+        QuestionRow("5", ("b",), "", ("c",), context="x"),
     ]
     assert quality.contexts([quality.Task(row, "", 1) for row in rows]).tolist() == [0, 0, 1, 2, 2]
     assert rows[2].key == replace(rows[2], context="x").key, "the same results"
@@ -287,9 +287,9 @@ def test_documents_are_dropped_after_the_last_row_that_needs_them(
     first, last = (PROSE[:2], PROSE[2:])
     library = {"first": tuple(first), "last": tuple(last)}
     rows = [
-        Row("1", (first[0],), "Who?", ("Tarvik",), documents=("first",), library={"first": tuple(first)}),
-        Row("2", (first[1], last[0]), "Who?", ("Tarvik",), documents=("first", "last"), library=library),
-        Row("3", (last[1],), "When?", ("last year",), documents=("last",), library={"last": tuple(last)}),
+        QuestionRow("1", (first[0],), "Who?", ("Tarvik",), documents=("first",), library={"first": tuple(first)}),
+        QuestionRow("2", (first[1], last[0]), "Who?", ("Tarvik",), documents=("first", "last"), library=library),
+        QuestionRow("3", (last[1],), "When?", ("last year",), documents=("last",), library={"last": tuple(last)}),
     ]
     tasks, _ = quality.make_tasks(model, rows, 1)
     cells = make_cells({}, [], [Setup(context_tokens=context_tokens)])
@@ -313,7 +313,7 @@ def test_documents_are_dropped_after_the_last_row_that_needs_them(
 def test_no_answer_is_not_an_article() -> None:
     """SQuAD's normalisation leaves nothing of "the"."""
     cells = make_cells({}, [], [Setup()])
-    task = quality.Task(Row("1", (), "", ("the",), beginning="It was", context="x"), "", 1)
+    task = quality.Task(QuestionRow("1", (), "", ("the",), beginning="It was", context="x"), "", 1)
     record = {"row": task.row.key, "kl": 0.0, "agree": 1.0, "ttft_s": 1.0}
     record |= {"reused_tokens": 0, "recomputed_tokens": 0, "prompt_tokens": 1}
     for answer, right in ((" the cat", 1), (" a cat", 0), ("", 0)):

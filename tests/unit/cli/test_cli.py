@@ -719,7 +719,7 @@ def test_the_demo_begins_with_its_number_and_fits_80_columns(
 
 def test_the_demos_columns_stay_apart_on_a_slow_machine() -> None:
     settings = {"answer": "dried bread", "correct": True, "reused_tokens": 1821, "recomputed_tokens": 264}
-    outcomes = [demo.Outcome("What?", "dried bread", way.name, ttft_s=114.943, **settings) for way in demo.WAYS]
+    outcomes = [demo.DemoAnswer("What?", "dried bread", way.name, ttft_s=114.943, **settings) for way in demo.WAYS]
     warmed = {"files": 1, "chunks": 1, "new": 1, "tokens": 1, "bytes": 1}
     (line,) = [line for line in demo.outcome_lines(outcomes, warmed) if "blending  " in line]
     assert line.split()[-5:] == ["264", "of", "1821", "114943", "ms"]

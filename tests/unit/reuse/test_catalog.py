@@ -20,7 +20,7 @@ from kvrag.reuse.match import TextRun, match
 from kvrag.reuse.segment import DamagedSegmentError, Segment, join, read, write
 from kvrag.store import FileStore
 from kvrag.store.base import MANIFEST
-from kvrag.store.manifest import Manifest, Row
+from kvrag.store.manifest import Manifest, ManifestRow
 from kvrag.store.protocol import Entry
 
 MIN_RUN = 16
@@ -362,9 +362,9 @@ def test_files_of_similar_size_are_merged(sizes: list[int], merged: int) -> None
     assert (len(files[stretch]) if stretch else 0) == merged
 
 
-def _rows(texts: Sequence[list[int]]) -> list[Row]:
+def _rows(texts: Sequence[list[int]]) -> list[ManifestRow]:
     return [
-        Row(f"{i:032x}", f"{i:032x}", "", np.asarray(ids, "<u4").tobytes(), 0, f"{i}.chunk", 1)
+        ManifestRow(f"{i:032x}", f"{i:032x}", "", np.asarray(ids, "<u4").tobytes(), 0, f"{i}.chunk", 1)
         for i, ids in enumerate(texts)
     ]
 

@@ -12,7 +12,7 @@ import pytest
 from records import A, B, held, opened, record, text
 
 from kvrag import FileStore, StoreFullError
-from kvrag.store.manifest import Manifest, Row
+from kvrag.store.manifest import Manifest, ManifestRow
 
 BUDGET, LOW, CORPUS = 300, 240, 1000  # chunks of one size
 PROMPT = 4  # chunks per prompt
@@ -27,9 +27,9 @@ def manifest(tmp_path: Path) -> Iterator[Manifest]:
     manifest.close()
 
 
-def row(number: int, tokens: int = 8, context: int = 0, num_bytes: int = 1000, namespace: str = "") -> Row:
+def row(number: int, tokens: int = 8, context: int = 0, num_bytes: int = 1000, namespace: str = "") -> ManifestRow:
     key = f"{namespace}{number:08d}"
-    return Row(key, f"text {key}", namespace, bytes(4 * tokens), context, f"{key}-0.safetensors", num_bytes)
+    return ManifestRow(key, f"text {key}", namespace, bytes(4 * tokens), context, f"{key}-0.safetensors", num_bytes)
 
 
 def popular(exponent: float, rng: random.Random, prompts: int) -> list[list[Access]]:
@@ -80,7 +80,7 @@ class Scored:
         self._manifest.add(new)
         return len(hits)
 
-    def _row(self, access: Access) -> Row:
+    def _row(self, access: Access) -> ManifestRow:
         kind, number = access
         return row(number + (10**6 if kind == "scanned" else 0))
 

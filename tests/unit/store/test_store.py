@@ -53,7 +53,7 @@ from kvrag.store import (
 )
 from kvrag.store.chunkfile import ChunkFile
 from kvrag.store.durable import write_file
-from kvrag.store.manifest import Manifest, Row
+from kvrag.store.manifest import Manifest, ManifestRow
 
 
 @pytest.fixture
@@ -1382,7 +1382,7 @@ def test_who_stores_a_chunk_second_deletes_his_own_file(tmp_path: Path) -> None:
     one, other = opened(tmp_path), opened(tmp_path)
     add, kept = one._manifest.add, []
 
-    def late(rows: Any) -> list[Row]:
+    def late(rows: Any) -> list[ManifestRow]:
         other.put([record(1)])
         kept.append(file_of(other, record(1)) if len(list(tmp_path.glob("chunks/*/*"))) == 1 else None)
         return add(rows)
@@ -1400,7 +1400,7 @@ def test_check_may_adopt_a_file_before_its_writer_has_entered_it(tmp_path: Path)
     writer, checker = opened(tmp_path), opened(tmp_path)
     add = writer._manifest.add
 
-    def late(rows: Any) -> list[Row]:
+    def late(rows: Any) -> list[ManifestRow]:
         assert checker.check().adopted == 1
         return add(rows)
 
@@ -1539,14 +1539,14 @@ def test_several_processes_open_a_folder_at_once(tmp_path: Path, damaged: bool) 
 def test_a_text_that_two_writers_add_keeps_its_number(store: FileStore) -> None:
     store.put([record(1), record(2)])
     (entry, _) = store.entries(0)
-    row = Row(record(1).key, entry.text_key, "", entry.ids.tobytes(), 0, "another file", 1)
+    row = ManifestRow(record(1).key, entry.text_key, "", entry.ids.tobytes(), 0, "another file", 1)
     assert store._manifest.add([row]) == [row]
     assert next((e.number, e.text_key) for e in store.entries(0)) == (entry.number, entry.text_key)
     assert same(store, record(1))
 
 
 def test_a_failed_transaction_does_not_block_the_next(store: FileStore) -> None:
-    good = Row("k", "t", "", b"", 0, "f", 1)
+    good = ManifestRow("k", "t", "", b"", 0, "f", 1)
     with pytest.raises((sqlite3.Error, StoreError)):
         store._manifest.add([good, good._replace(key="broken", file=object())])  # type: ignore[arg-type]
     assert store.stats().chunks == 0

@@ -370,7 +370,7 @@ def test_a_form_sent_to_a_files_path_is_not_taken_for_the_file(served: Served) -
 
 
 def test_token_ids_are_embedded_as_their_texts(client: OpenAI, corpus: Corpus) -> None:
-    tokenizer = corpus._index._embedder._loaded().tokenizer
+    tokenizer = corpus._index._embedder._encoder.tokenizer
     texts = [CHUNKS[0], "Don't stop."]
     ids = [tokenizer(text)["input_ids"] for text in texts]  # with its control tokens
     by_text = client.embeddings.create(model=corpus.embedder, input=texts)

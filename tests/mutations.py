@@ -72,7 +72,7 @@ MUTATIONS = [
              "tuple(ids[: run.start])", "test_engine.py reuse"),
     Mutation("last position reused", "reuse/stitch.py", "reused[-1] = False", "reused[-1] = reused[-1]",
              "reuse/test_blend.py"),
-    Mutation("namespace check", "reuse/conversation.py", " if conversation.namespace == namespace]", "]",
+    Mutation("namespace check", "reuse/conversation.py", " if kept.namespace == namespace)", ")",
              "reuse/test_conversations.py test_engine.py"),
     Mutation("variant rule", "store/protocol.py", "if context_tokens == 0), None)", "if context_tokens >= 0), None)",
              "ingest/test_ingest.py"),

@@ -167,7 +167,7 @@ def test_a_worker_is_killed(
     cluster: None, first: dict[str, Any], folder: Path, caches: Path, s3: Bucket, alone: Path
 ) -> None:
     url = s3.url.replace("PLACE", "killed")
-    killed = threading.Thread(target=kill_one, args=("ray::Worker.warm",))
+    killed = threading.Thread(target=kill_one, args=("ray::EncodingWorker.warm",))
     killed.start()
     words = ("--store", url, "--store-cache", caches, "--workers", "2", "--ray")
     result = warm(folder, *words)

@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test sees must not depend on how busy the machine is: nothing is ever noticeably faster."""
+    """Make tests independent of how busy the machine is: nothing is ever noticeably faster."""
     monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("inf"))
     monkeypatch.setattr("kvrag.control.controller.STEP", 1.0)
 

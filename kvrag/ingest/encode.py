@@ -19,7 +19,7 @@ BATCH_BYTES = 256 << 20
 """Bytes of KV per forward pass; limits the number of tokens for large models."""
 
 CPU_TOKENS = 512
-"""Tokens per forward pass on a CPU: a pass takes seconds there, and larger ones are not faster per token."""
+"""Tokens per forward pass on a CPU, where a pass takes seconds: finished chunks are stored between two passes."""
 
 _ENOUGH = 1024  # tokens: larger passes are not faster per token, so rows are padded little to be part of them
 _PADDING = 1.03

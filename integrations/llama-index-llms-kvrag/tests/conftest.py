@@ -56,7 +56,7 @@ def tiny(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test sees must not depend on how busy the machine is: nothing is ever noticeably faster."""
+    """Make tests independent of how busy the machine is: nothing is ever noticeably faster."""
     monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("inf"))
     monkeypatch.setattr("kvrag.control.controller.STEP", 1.0)
 

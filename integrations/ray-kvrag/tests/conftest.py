@@ -1,4 +1,4 @@
-"""What all tests share. They need Ray, and are left out in an environment without it."""
+"""Fixtures of all tests. They need Ray, and are left out in an environment without it."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ class KVWarmVectorStore(BasePydanticVectorStore):
         """Return the nodes with these ids; None if the vector store cannot return them."""
         try:
             return [node for node in self.vector_store.get_nodes(list(node_ids)) if node.node_id in {*node_ids}]
-        except Exception:  # not supported, or the store fails: then adding fails too
+        except Exception:  # not supported; a store that fails also fails in the add that follows
             return None
 
     def _present(self, ids: list[tuple[str, str]]) -> Present:

@@ -81,7 +81,7 @@ def test_the_caches_hold_what_least_recently_used_caches_hold(routing: str, repl
     assert exact.min() > 0.02, "every tier is used"
 
 
-def test_homes_raise_the_hit_rate_and_nothing_is_cached_in_no_space() -> None:
+def test_homes_raise_the_hit_rate_and_no_space_caches_nothing() -> None:
     law = Zipf(10_000, 0.8)
     assert lru_age(law, 10_000, 0) == 0
     assert lru_age(law, 10_000, 10_000) == np.inf
@@ -101,7 +101,7 @@ def test_a_prompt_has_different_chunks_even_where_one_gets_all_requests() -> Non
 
 
 @pytest.mark.parametrize("model", ["Qwen2.5-1.5B", "Llama-3.1-8B", "Qwen2.5-32B"])
-def test_an_idle_cluster_takes_what_the_cost_model_says(model: str) -> None:
+def test_an_idle_cluster_takes_the_time_of_the_cost_model(model: str) -> None:
     shape = MODELS[model]
     size = float(shape.bytes_per_token)
     plan = replace(PLAN, rate=0.01, requests=100, stored=1.0, kv_bytes=size, stored_bytes=size, controller="off")
@@ -137,7 +137,7 @@ def test_answers_share_steps_and_prefills_come_between() -> None:
     assert [job.last for job in jobs] == [27.0, 12.0, 31.0]
 
 
-def test_loads_wait_for_each_other_and_hide_behind_blending() -> None:
+def test_loads_wait_for_each_other_and_overlap_with_blending() -> None:
     profile = replace(PROFILE, disk_bytes_per_s=1.0, store_bytes_per_s=2.0, store_total_bytes_per_s=4.0)
     profile = replace(profile, overlap=0.5, store_latency_s=1.0)
     jobs = [_Job(0, 0.0, 0, 4.0, 10.0), _Job(1, 0.0, 0, 4.0, 10.0), _Job(2, 0.0, 1, 4.0, 0.0, 12.0)]
@@ -177,7 +177,7 @@ def test_costs() -> None:
     assert simulate(plan, PROFILE, PREFIX, 5).store_cost == 0
 
 
-def test_prefix_caching_reuses_the_system_prompt_and_a_first_chunk_that_was_lately_there() -> None:
+def test_prefix_caching_reuses_the_system_prompt_and_a_recent_first_chunk() -> None:
     few, many = (simulate(replace(PLAN, prefix_gib=gib), PROFILE, PREFIX, 30).reused for gib in (0.0, 4000.0))
     assert few == pytest.approx(256 / 5440)
     assert few < many < (256 + 512) / 5440

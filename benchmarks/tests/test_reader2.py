@@ -135,7 +135,7 @@ def test_the_support_is_enough_and_no_part_of_it_is(worlds: dict[str, list[Sampl
                 assert all(_solved(drawn, question, [n]) != {question.answer} for n in question.support), question
 
 
-def test_what_was_not_retrieved_stands_in_the_document(worlds: dict[str, list[Sample]]) -> None:
+def test_the_answers_of_not_retrieved_are_in_the_document(worlds: dict[str, list[Sample]]) -> None:
     asked = {"not retrieved": 0, "unanswerable": 0}
     for drawn in worlds["test"]:
         titles = [title for title, chunks in drawn.library.items() for _ in chunks]
@@ -150,7 +150,7 @@ def test_what_was_not_retrieved_stands_in_the_document(worlds: dict[str, list[Sa
 # ---------------------------------------------------------------- the world
 
 
-def test_a_world_is_its_seed() -> None:
+def test_a_world_depends_only_on_its_seed() -> None:
     assert _samples("test", 3) == _samples("test", 3)
     assert _samples("test", 1) != _samples("train", 1)
 

@@ -105,7 +105,7 @@ def test_questions_name_the_context_that_they_are_about(world: int) -> None:
     assert sum(map(len, homes.values())) == len(set().union(*homes.values())), "no document is in two contexts"
 
 
-def test_the_support_names_whom_a_passage_is_about(corpus: Corpus) -> None:
+def test_the_support_has_the_name_of_a_passages_subject(corpus: Corpus) -> None:
     for question in corpus.questions["anaphora"]:
         fact, name = question.support
         assert question.answer in fact
@@ -161,7 +161,7 @@ def _contexts(model: Model, folder: Path, setup: Setup) -> list[str]:
     return contexts
 
 
-def test_neighbours_are_warmed_and_context_but_not_asked(model: Model, tmp_path: Path) -> None:
+def test_neighbours_are_warmed_as_context_but_not_in_the_prompt(model: Model, tmp_path: Path) -> None:
     alone = _contexts(model, tmp_path / "alone", Setup())
     assert alone == ["-", "-", ""], "without contexts, neighbours make no difference"
     behind = _contexts(model, tmp_path / "behind", Setup(context_tokens=256))
@@ -185,7 +185,7 @@ def test_title_and_headings_are_context_instead_of_text(model: Model, tmp_path: 
         ([2], "Was Mira born in Florton?", ()),
     ],
 )
-def test_what_is_hidden_stands_before_a_retrieved_chunk_and_not_in_the_prompt(
+def test_hidden_answers_are_before_a_retrieved_chunk_and_not_in_the_prompt(
     retrieved: list[int], question: str, answers: tuple[str, ...]
 ) -> None:
     passages = tuple(CHUNKS[number] for number in retrieved)
@@ -193,7 +193,7 @@ def test_what_is_hidden_stands_before_a_retrieved_chunk_and_not_in_the_prompt(
     assert hidden(row) == answers
 
 
-def test_what_follows_the_retrieved_chunks_is_not_hidden() -> None:
+def test_text_after_the_retrieved_chunks_is_not_hidden() -> None:
     row = QuestionRow("x", (CHUNKS[0],), "Which animal does Mira own?", ("grey goat",), "", None, (NAME,), LIBRARY)
     assert hidden(row) == (), "causal attention: it cannot be in the KV"
 

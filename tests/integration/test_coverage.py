@@ -192,7 +192,7 @@ def test_a_mixed_sample_is_reused(name: str, chain: str, request: pytest.Fixture
     assert found >= total - 2 * 3 * len(SAMPLE)
 
 
-def test_what_was_never_warmed_is_not_reused(reader: Any) -> None:
+def test_text_that_was_never_warmed_is_not_reused(reader: Any) -> None:
     segments, chunks = _warm(reader, SAMPLE[:2])
     found, _ = _coverage(reader, segments, chunks, SAMPLE[2:], "Who?", "stuff")
     assert found == 0

@@ -130,7 +130,7 @@ def test_a_prefix_of_a_chunk_that_was_encoded_under_other_frequencies_is_not_exa
 
 
 @pytest.mark.parametrize("family", ["llama-dynamic", "llama-longrope", "phi3-longrope"])
-def test_an_answer_does_not_depend_on_what_was_asked_before(family: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_an_answer_does_not_depend_on_earlier_prompts(family: str, tokenizer: Any, tmp_path: Path) -> None:
     model_type, changes = FAMILIES[family]
     hf = build(model_type, **changes)
     model = Model(hf, tokenizer, family)
@@ -270,7 +270,7 @@ def _random(model_type: str, changes: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_blended_is_refused_and_told_why(name: str, tokenizer: Any) -> None:
+def test_unsupported_models_are_refused_with_the_reason(name: str, tokenizer: Any) -> None:
     model_type, changes, reason = REFUSED[name]
     hf = _random(model_type, changes)
     with pytest.raises(UnsupportedModelError, match=f"{model_type} models cannot be blended"):
@@ -285,7 +285,7 @@ def test_alibi_is_refused_from_the_configuration(tokenizer: Any) -> None:
         loading.refuse_unsupported(config, allow_unverified=True)
 
 
-def test_a_family_that_was_never_tested_needs_to_be_asked_for(tokenizer: Any) -> None:
+def test_an_untested_family_needs_allow_unverified(tokenizer: Any) -> None:
     hf = _random("diffllama", {})
     with pytest.raises(UnsupportedModelError, match=r"untested.*allow-unverified"):
         Model(hf, tokenizer)

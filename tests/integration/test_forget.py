@@ -139,7 +139,7 @@ def test_chunks_that_another_version_replaces_are_freed(engine: BlendEngine) -> 
     assert (engine._pipeline.memory.keys(), len(engine._answering._conversations)) == ([], 0)
 
 
-def test_a_removal_that_is_being_noticed_is_waited_for(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_waits_for_a_removal_in_progress(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two prompts that come at the same time, neither continues what the other is about to free."""
     said = engine.generate(PROMPT, ratio=0.3, max_new_tokens=4, temperature=0).text
     following = [*PROMPT, {"role": "assistant", "content": said}, {"role": "user", "content": "Why?"}]
@@ -196,7 +196,7 @@ def test_threads_that_answer_while_documents_come_and_go_leave_nothing(engine: B
     assert not conversations.keys(), "those that are left were computed without a stored chunk"
 
 
-def test_what_another_process_forgets_is_gone_at_the_next_prompt(engine: BlendEngine, tmp_path: Path) -> None:
+def test_chunks_that_another_process_forgets_are_gone_at_the_next_prompt(engine: BlendEngine, tmp_path: Path) -> None:
     process = start(FORGET, tmp_path)
     try:
         expect(process, "ready")

@@ -390,7 +390,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_site_is_whole(site: Path) -> None:
+def test_the_site_is_complete(site: Path) -> None:
     pages = {page.resolve(): BeautifulSoup(page.read_text("utf-8"), "html.parser") for page in site.rglob("*.html")}
     ids = {page: {tag["id"] for tag in soup.find_all(id=True)} for page, soup in pages.items()}
     assert len(pages) > 20

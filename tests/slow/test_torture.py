@@ -82,7 +82,7 @@ def test_without_vllm_its_campaign_is_left_out_and_reported(tmp_path: Path) -> N
     assert "| `vllm` | left out: vLLM is not installed: run `make setup-vllm` |" in done.stdout
 
 
-def test_a_layer_that_is_not_the_stored_one_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_differs_from_the_stored_one_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = ChunkFile.layer
 
     def wrong(self: ChunkFile, number: int) -> Any:
@@ -104,7 +104,7 @@ def test_a_layer_that_is_not_the_stored_one_is_noticed(tmp_path: Path, monkeypat
     assert any("layer 2 of" in failure.what for failure in campaign.result.failures)
 
 
-def test_an_inexact_answer_is_noticed(tmp_path: Path) -> None:
+def test_an_inexact_answer_is_detected(tmp_path: Path) -> None:
     with tiny.engine(tmp_path) as engine:
         engine.warm(map(tiny.text, range(4)), document="a")
         assert tiny.check_answer(engine, tiny.prompt([2, 1, 3])) > 50

@@ -180,7 +180,7 @@ def test_an_interrupted_warm_keeps_what_was_done(engine: BlendEngine, monkeypatc
     assert (report.new, report.reused) == (4 - kept, kept)
 
 
-def test_what_another_process_has_stored_meanwhile_is_not_encoded_again(model: Model, tmp_path: Path) -> None:
+def test_chunks_that_another_process_stored_meanwhile_are_not_encoded_again(model: Model, tmp_path: Path) -> None:
     with _engine(model, tmp_path) as one, _engine(model, tmp_path) as other:
         report = one.warm(CHUNKS, progress=lambda done, total: None if done else other.warm(CHUNKS[:3]) and None)
         assert (report.new, report.reused) == (1, 3)
@@ -188,7 +188,7 @@ def test_what_another_process_has_stored_meanwhile_is_not_encoded_again(model: M
         assert one.store.stats().chunks == 4
 
 
-def test_a_chunk_that_another_document_drops_meanwhile_is_there_in_the_end(model: Model, tmp_path: Path) -> None:
+def test_a_chunk_that_another_document_drops_meanwhile_is_stored_in_the_end(model: Model, tmp_path: Path) -> None:
     with _engine(model, tmp_path) as one, _engine(model, tmp_path) as other:
         other.warm(CHUNKS[:2], document="b")
         dropped: list[int] = []
@@ -317,7 +317,7 @@ def test_a_restart_changes_nothing(policy: str, model: Model, tmp_path: Path) ->
         assert after.report.runs == before.report.runs
 
 
-def test_what_another_engine_stores_and_removes_is_seen(model: Model, tmp_path: Path) -> None:
+def test_chunks_that_another_engine_stores_and_removes_are_seen(model: Model, tmp_path: Path) -> None:
     with _engine(model, tmp_path) as one, _engine(model, tmp_path) as other:
 
         def runs() -> int:
@@ -337,7 +337,7 @@ def test_what_another_engine_stores_and_removes_is_seen(model: Model, tmp_path: 
         assert runs() == 4
 
 
-def test_a_chunk_that_goes_between_matching_and_opening(
+def test_a_chunk_that_is_removed_between_matching_and_opening(
     engine: BlendEngine, hf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.warm(CHUNKS)
@@ -359,7 +359,9 @@ def test_a_chunk_that_goes_between_matching_and_opening(
     assert len(prepare(engine, ids, 0.3).report.runs) == 4
 
 
-def test_a_chunk_that_goes_while_it_is_read(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_is_removed_while_it_is_read(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with _engine(model, tmp_path, ram_bytes=0) as engine:
         engine.warm(CHUNKS, document="a")
         ids = engine.model.tokenizer.render(PROMPT)
@@ -378,7 +380,7 @@ def test_a_chunk_that_goes_while_it_is_read(model: Model, tmp_path: Path, monkey
 # ---------------------------------------------------------------- closing and leaking
 
 
-def test_a_closed_engine_says_so(model: Model, tmp_path: Path) -> None:
+def test_a_closed_engine_raises_an_error_that_names_it(model: Model, tmp_path: Path) -> None:
     engine = _engine(model, tmp_path)
     engine.close()
     engine.close()
@@ -387,7 +389,7 @@ def test_a_closed_engine_says_so(model: Model, tmp_path: Path) -> None:
             use()
 
 
-def test_answers_under_way_survive_closing(endless: Model, tmp_path: Path) -> None:
+def test_answers_in_progress_survive_closing(endless: Model, tmp_path: Path) -> None:
     engine = _engine(endless, tmp_path)
     engine.warm(CHUNKS)
     deltas = engine.stream(PROMPT, max_new_tokens=10)
@@ -609,7 +611,7 @@ async def test_async_answers_are_the_same(engine: BlendEngine, endless: Model) -
     assert {answer.token_ids for answer in answers} == {wanted.token_ids}
 
 
-async def test_the_event_loop_goes_on_while_the_model_computes(engine: BlendEngine, gate: Gate) -> None:
+async def test_the_event_loop_runs_while_the_model_computes(engine: BlendEngine, gate: Gate) -> None:
     """Every pass waits for the loop to let it through: a loop that waited for the pass would wait for ever."""
     task = asyncio.create_task(engine.agenerate(PROMPT, max_new_tokens=5))
     for _ in range(5):
@@ -747,7 +749,7 @@ def _whole(model: Model, texts: Sequence[str]) -> list[int]:
 
 
 @pytest.mark.parametrize("limit", [0, 4, 1000])
-def test_behind_its_own_document_a_chunk_has_the_kv_of_the_whole(model: Model, tmp_path: Path, limit: int) -> None:
+def test_with_its_documents_context_a_chunk_has_the_kv_of_the_whole(model: Model, tmp_path: Path, limit: int) -> None:
     with _engine(model, tmp_path, config=BlendConfig(context_tokens=limit)) as engine:
         engine.warm([*CHUNKS[:2], "Short.", *CHUNKS[2:]], document="a")
         far = _far(engine, _whole(model, [*CHUNKS[:2], "Short.", *CHUNKS[2:]]))
@@ -767,7 +769,7 @@ def test_only_a_named_document_is_a_context(model: Model, tmp_path: Path) -> Non
         assert {engine.store.open(run.key).context_tokens for run in report.runs} == {0}  # type: ignore[union-attr]
 
 
-def test_portions_keep_together_what_stands_together(
+def test_portions_keep_chunks_of_one_row_together(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that what stands before the chunks of one is computed once."""
@@ -798,7 +800,7 @@ def _values(engine: BlendEngine, chunk: str, namespace: str = "") -> tuple[torch
         return reader.layer(1)[1], reader.context_tokens
 
 
-def test_sources_are_contexts_whoever_holds_the_chunks(model: Model, tmp_path: Path) -> None:
+def test_sources_are_contexts_for_any_holder_of_the_chunks(model: Model, tmp_path: Path) -> None:
     with _engine(model, tmp_path / "a") as engine, _engine(model, tmp_path / "b") as other:
         engine.warm(CHUNKS[:4], document=["1", "2", "3", "4"], sources=["x", "y", "x", ""])
         other.warm([CHUNKS[0], CHUNKS[2]], document="whole")
@@ -810,7 +812,7 @@ def test_sources_are_contexts_whoever_holds_the_chunks(model: Model, tmp_path: P
 
 
 @pytest.mark.parametrize("way", ["at once", "one after the other", "one, then both"])
-def test_a_chunk_of_several_sources_knows_of_none(model: Model, tmp_path: Path, way: str) -> None:
+def test_a_chunk_of_several_sources_is_encoded_alone(model: Model, tmp_path: Path, way: str) -> None:
     """What one document says must not be in what another one's readers get, nor who "she" is there."""
     first, second, shared = CHUNKS[:3]
     prompt = messages(first, shared)
@@ -847,7 +849,7 @@ def test_a_chunk_that_moved_to_another_document_is_encoded_there(model: Model, t
         torch.testing.assert_close(_values(engine, CHUNKS[1])[0], _values(other, CHUNKS[1])[0])
 
 
-def test_text_that_a_splitter_repeats_stands_there_once(model: Model, tmp_path: Path) -> None:
+def test_text_that_a_splitter_repeats_is_in_the_context_once(model: Model, tmp_path: Path) -> None:
     text = " ".join(CHUNKS[:2])
     half, most = len(text) // 2, 2 * len(text) // 3
     half, most = text.index(" ", half), text.index(" ", most)
@@ -942,7 +944,7 @@ def test_hijacked_text_does_not_reach_the_victim(same_namespace: bool, model: Mo
 @pytest.mark.parametrize("context_tokens", [0, 512])
 @pytest.mark.parametrize("attacker_is_first", [True, False])
 @pytest.mark.parametrize("glue", ["{evil} {a}", "{evil} {a} {evil}", "{evil}\n\n{a}\n\n{b}", "{evil} {a}\n\n"])
-def test_a_text_is_not_hijacked_by_a_chunk_that_has_it_behind_other_words(
+def test_a_text_is_not_hijacked_by_a_chunk_with_other_words_before_it(
     glue: str, attacker_is_first: bool, context_tokens: int, model: Model, tmp_path: Path
 ) -> None:
     """HijackKV (arXiv 2607.19957), with the attacker's words in the same chunk as the victim's text."""
@@ -968,9 +970,7 @@ def test_a_text_is_not_hijacked_by_a_chunk_that_has_it_behind_other_words(
             assert runs == wanted != ()
 
 
-def test_a_conversation_is_not_continued_with_chunks_that_others_have_come_to_share(
-    model: Model, tmp_path: Path
-) -> None:
+def test_a_conversation_is_not_continued_with_chunks_that_became_shared(model: Model, tmp_path: Path) -> None:
     """Its KV has the words of the document that alone had the text when it began."""
     turn = messages(CHUNKS[1], question="Who sells chairs?")
     settings: dict[str, Any] = {"policy": "none", "controller": "off", "max_new_tokens": 3}
@@ -991,7 +991,7 @@ def test_a_conversation_is_not_continued_with_chunks_that_others_have_come_to_sh
 
 @pytest.mark.parametrize("attacker_is_first", [True, False])
 @pytest.mark.parametrize("document", ["", "attacker"])
-def test_nobody_puts_words_before_a_text_by_naming_its_source(
+def test_a_document_cannot_put_words_before_a_text_by_naming_its_source(
     document: str, attacker_is_first: bool, model: Model, tmp_path: Path
 ) -> None:
     with _engine(model, tmp_path / "a") as engine, _engine(model, tmp_path / "b") as clean:
@@ -1045,7 +1045,7 @@ def test_forgetting_frees_disk_ram_and_conversations(model: Model, tmp_path: Pat
         assert engine.store.stats().bytes == 0
 
 
-def test_what_another_process_forgets_is_freed_with_the_next_prompt(model: Model, tmp_path: Path) -> None:
+def test_chunks_that_another_process_forgets_are_freed_with_the_next_prompt(model: Model, tmp_path: Path) -> None:
     with _engine(model, tmp_path) as one, _engine(model, tmp_path) as other:
         one.warm(CHUNKS, document="a")
         one.generate(PROMPT, ratio=0.3, max_new_tokens=2)
@@ -1061,7 +1061,7 @@ def test_an_engine_without_contexts_gets_no_chunk_that_has_one(model: Model, tmp
         assert len(other.generate(PROMPT, max_new_tokens=1).report.runs) == 1, "the first one stands behind nothing"
 
 
-def test_documents_of_a_prompt_change_nothing_for_those_who_warmed_them(model: Model, tmp_path: Path) -> None:
+def test_documents_of_a_prompt_do_not_affect_warmed_documents(model: Model, tmp_path: Path) -> None:
     with _engine(model, tmp_path) as engine:
         engine.warm(CHUNKS[:2], document="a")
         before = _values(engine, CHUNKS[1])

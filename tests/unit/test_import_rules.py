@@ -122,7 +122,7 @@ def _forbidden(path: Path, source: str) -> list[str]:
     return wrong
 
 
-def test_a_file_imports_only_what_it_may() -> None:
+def test_a_file_imports_only_allowed_modules() -> None:
     assert [wrong for path in FILES for wrong in _forbidden(path, path.read_text())] == []
 
 

@@ -190,7 +190,7 @@ def test_bad_files_are_named(records: SQLiteRecordManager, tmp_path: Path) -> No
         records.update(["a"])
 
 
-def test_what_cannot_be_a_key_is_not_taken_for_a_closed_manager(records: SQLiteRecordManager) -> None:
+def test_an_invalid_key_is_not_reported_as_a_closed_manager(records: SQLiteRecordManager) -> None:
     for keys in ([object()], ["half a \ud83d smile"]):
         with pytest.raises(StoreError, match="cannot be used"):
             records.update(keys)  # type: ignore[arg-type]

@@ -70,7 +70,7 @@ def kept(engine: BlendEngine) -> list[str]:
     return sorted(engine.model.tokenizer.decode(entry.ids.tolist()) for entry in engine.store.entries(0))
 
 
-async def test_what_a_store_holds_already_is_listed_and_warmed(
+async def test_existing_documents_of_a_store_are_listed_and_warmed(
     existing: VectorStore, engine: BlendEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("langchain_kvrag.listing._PAGE", 3)  # more than one page
@@ -85,7 +85,7 @@ async def test_what_a_store_holds_already_is_listed_and_warmed(
 
 
 @pytest.mark.parametrize("way", ["listed", "whole"])
-def test_kv_that_a_killed_program_left_is_swept(way: str, engine: BlendEngine, chunks: list[str]) -> None:
+def test_stale_kv_of_a_killed_program_is_dropped(way: str, engine: BlendEngine, chunks: list[str]) -> None:
     killed = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine)
     killed._kv._encode(killed._plan([Document(chunks[0])], None))  # and never added
     other = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine, collection="other")
@@ -181,7 +181,7 @@ def test_a_self_query_retriever_finds_its_translator(kind: str, engine: BlendEng
     assert [document.page_content for document in retriever.invoke("The one with the number 2")] == [chunks[2]]
 
 
-def test_a_wrapper_is_what_it_wraps_and_itself(engine: BlendEngine, chunks: list[str]) -> None:
+def test_a_wrapper_is_an_instance_of_both_classes(engine: BlendEngine, chunks: list[str]) -> None:
     class Other(InMemoryVectorStore):
         pass
 

@@ -205,7 +205,7 @@ async def test_a_chunk_in_two_sources_is_kept_until_the_second_one_is_gone(
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
-def test_what_is_added_is_reused_in_answers(kind: Any, settings: dict[str, Any], chunks: list[str]) -> None:
+def test_added_documents_are_reused_in_answers(kind: Any, settings: dict[str, Any], chunks: list[str]) -> None:
     llm = kind(**settings)
     store = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), llm)
     store.add_documents([Document(text) for text in chunks])
@@ -251,7 +251,7 @@ def test_ids_that_the_wrapped_store_makes_are_the_ones_to_delete(
         assert kept(engine) == []
 
 
-def test_deleting_without_ids_drops_what_the_wrapped_store_does_not_have_any_more(
+def test_deleting_without_ids_drops_the_kv_of_documents_that_are_gone(
     store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]
 ) -> None:
     store.add_texts(chunks)
@@ -287,9 +287,7 @@ def test_collections_keep_equal_ids_apart(engine: BlendEngine, chunks: list[str]
     assert kept(engine) == sorted(chunks[2:])
 
 
-def test_ids_that_look_like_each_other_are_kept_apart(
-    store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]
-) -> None:
+def test_similar_ids_are_kept_apart(store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]) -> None:
     ids = ["1", "1/1", "1%2F1", "10"]
     store.add_texts(chunks, ids=ids)
     for i, one in enumerate(ids):
@@ -332,7 +330,7 @@ def test_threads_may_change_documents_of_their_own_at_once(
     assert kept(engine) == []
 
 
-def test_short_texts_are_added_and_said_to_have_no_kv(
+def test_short_texts_are_added_with_a_warning_that_they_have_no_kv(
     store: KVWarmVectorStore, engine: BlendEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.add_texts(["too short"])
@@ -394,7 +392,7 @@ def delete(request: pytest.FixtureRequest) -> Any:
     return delete
 
 
-async def test_an_add_that_fails_half_way_leaves_kv_of_what_was_added_alone(
+async def test_an_add_that_fails_midway_leaves_only_kv_of_added_documents(
     engine: BlendEngine, chunks: list[str], add: Any
 ) -> None:
     store = KVWarmVectorStore(Fragile(EMBEDDING), engine)
@@ -409,7 +407,7 @@ async def test_an_add_that_fails_half_way_leaves_kv_of_what_was_added_alone(
     assert kept(engine) == found(store) == sorted(chunks[:3])
 
 
-async def test_an_add_that_fails_in_a_store_that_cannot_tell_leaves_the_kv_of_before(
+async def test_an_add_that_fails_in_a_store_without_listing_leaves_the_earlier_kv(
     engine: BlendEngine, chunks: list[str], add: Any
 ) -> None:
     store = KVWarmVectorStore(Gone(EMBEDDING), engine)
@@ -450,7 +448,7 @@ async def test_a_delete_that_is_refused_drops_nothing(engine: BlendEngine, chunk
     assert kept(engine) == chunks[:1]
 
 
-async def test_what_cannot_be_encoded_or_stored_is_not_added(
+async def test_documents_that_cannot_be_encoded_or_stored_are_not_added(
     store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str], add: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> int:
@@ -468,7 +466,7 @@ async def test_what_cannot_be_encoded_or_stored_is_not_added(
     assert len(engine.documents()) == 1
 
 
-async def test_a_store_that_loses_count_is_told_apart(engine: BlendEngine, chunks: list[str], add: Any) -> None:
+async def test_a_store_that_returns_too_few_ids_is_detected(engine: BlendEngine, chunks: list[str], add: Any) -> None:
     class Losing(DeletesAll):
         def add_documents(self, documents: list[Document], ids: list[str] | None = None, **kwargs: Any) -> list[str]:
             return super().add_documents(documents, ids)[:1]
@@ -481,7 +479,9 @@ async def test_a_store_that_loses_count_is_told_apart(engine: BlendEngine, chunk
     assert kept(engine) == []
 
 
-def test_a_closed_engine_says_so(store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]) -> None:
+def test_a_closed_engine_raises_an_error_that_names_it(
+    store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]
+) -> None:
     engine.close()
     with pytest.raises(KvragError, match="closed"):
         store.add_texts(chunks)
@@ -602,7 +602,7 @@ def test_documents_that_have_their_ids_elsewhere(engine: BlendEngine, chunks: li
     assert kept(engine) == [chunks[1]]
 
 
-async def test_what_a_store_holds_already_can_be_warmed(engine: BlendEngine, chunks: list[str]) -> None:
+async def test_existing_documents_of_a_store_can_be_warmed(engine: BlendEngine, chunks: list[str]) -> None:
     for kind in (DeletesAll, InMemoryVectorStore):
         existing = kind.from_texts(chunks, EMBEDDING, ids=list("abcd"))
         store = KVWarmVectorStore(existing, engine)
@@ -659,7 +659,7 @@ async def test_stores_are_made_of_texts_and_documents(engine: BlendEngine, chunk
     assert kept(engine) == []
 
 
-async def test_a_store_that_cannot_be_made_leaves_no_kv(engine: BlendEngine, chunks: list[str]) -> None:
+async def test_a_vector_store_that_cannot_be_created_leaves_no_kv(engine: BlendEngine, chunks: list[str]) -> None:
     class AlwaysFailing(Fragile):
         failing = True
 
@@ -682,7 +682,7 @@ def test_every_method_of_vector_stores_is_passed_on_or_our_own() -> None:
     assert public - {*vars(KVWarmVectorStore)} == INHERITED
 
 
-async def test_what_is_passed_on_answers_as_the_wrapped_store(
+async def test_delegated_methods_return_the_wrapped_stores_results(
     store: KVWarmVectorStore, chunks: list[str], tmp_path: Path
 ) -> None:
     ids = store.add_texts(chunks, [{"n": i} for i in range(4)])
@@ -715,7 +715,7 @@ async def test_what_is_passed_on_answers_as_the_wrapped_store(
         store.no_such_method()
 
 
-def test_pieces_of_one_source_know_of_each_other(engine: BlendEngine, store: KVWarmVectorStore) -> None:
+def test_chunks_of_one_source_are_encoded_with_their_context(engine: BlendEngine, store: KVWarmVectorStore) -> None:
     texts = [f"{name} {OTHER}" for name in ("One.", "Two.", "Three.", "Four.")]
     sources = ["a.txt", "b.txt", "a.txt", None]
     metadatas = [{"source": source} if source else {} for source in sources]

@@ -268,7 +268,7 @@ class LLMTests:
         assert llm.metadata.model_name
 
     @pytest.mark.asyncio
-    async def test_all_methods_say_the_same(self, llm: LLM) -> None:
+    async def test_all_methods_give_the_same_answer(self, llm: LLM) -> None:
         """Sync and async methods return the same answer."""
         chat = llm.chat(USER).message
         assert chat.role == MessageRole.ASSISTANT
@@ -296,14 +296,12 @@ class LLMTests:
             assert said == whole
             assert len(pieces) > 3
 
-    def test_messages_are_what_the_template_makes_of_them(
-        self, llm: LLM, tokenizer: Any, heard: list[list[int]]
-    ) -> None:
+    def test_messages_are_rendered_by_the_template(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
         """Prompts equal the chat template's output, with one BOS."""
         llm.chat(USER)
         assert heard == [template(tokenizer, user=QUESTION)]
 
-    def test_a_text_is_a_message_of_the_users(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
+    def test_a_text_is_a_user_message(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
         """A text is one user message, unless it is formatted."""
         llm.complete(QUESTION)
         assert heard == [template(tokenizer, user=QUESTION)]
@@ -313,7 +311,7 @@ class LLMTests:
         llm.complete(QUESTION, formatted=True)
         assert heard == [tokenizer(QUESTION)["input_ids"]]
 
-    def test_the_system_prompt_is_heard(
+    def test_the_system_prompt_is_used(
         self, make: Callable[[int], LLM], tokenizer: Any, heard: list[list[int]]
     ) -> None:
         """The LLM's system prompt is used where prompts are templates."""
@@ -330,14 +328,14 @@ class LLMTests:
         assert llm.complete(QUESTION, stop=[stop]).text == expected
         assert "".join(piece.delta or "" for piece in llm.stream_complete(QUESTION, stop=[stop])) == expected
 
-    def test_a_call_can_say_how_long_its_answer_is(self, llm: LLM) -> None:
+    def test_a_call_can_limit_the_length_of_its_answer(self, llm: LLM) -> None:
         """`max_tokens` can be given per call."""
         text = llm.complete(QUESTION).text
         short = llm.complete(QUESTION, max_tokens=4).text
         assert text.startswith(short)
         assert len(short) < len(text)
 
-    def test_all_kinds_of_messages_are_heard(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
+    def test_all_kinds_of_messages_are_in_the_prompt(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
         """Several messages of a role, tool calls and tool results reach the model in order."""
         call = ToolCallBlock(tool_call_id="abc123def", tool_name="look_up", tool_kwargs={"name": "Mira"})
         conversation = [
@@ -377,7 +375,7 @@ class LLMTests:
         ] * 2
         assert f"He said {end} so." in tokenizer.decode(heard[1])
 
-    def test_usage_is_told(self, make: Callable[[int], LLM]) -> None:
+    def test_usage_is_reported(self, make: Callable[[int], LLM]) -> None:
         """Usage is reported where LlamaIndex's token counter reads it."""
         llm = make(16)
         counter = TokenCountingHandler(tokenizer=lambda text: [])
@@ -393,7 +391,7 @@ class LLMTests:
     # ---------------------------------------------------------------- events, threads, copies
 
     @pytest.mark.asyncio
-    async def test_whatever_begins_ends(self, make: Callable[[int], LLM], events: Events) -> None:
+    async def test_every_start_event_has_an_end_event(self, make: Callable[[int], LLM], events: Events) -> None:
         """Events and callbacks of answers end, complete and streamed."""
         llm, debug = make(4), LlamaDebugHandler(print_trace_on_end=False)
         llm.callback_manager = CallbackManager([debug])
@@ -406,7 +404,7 @@ class LLMTests:
         assert {len(pair) for pair in debug.get_event_pairs(CBEventType.LLM)} == {2}
 
     @pytest.mark.asyncio
-    async def test_whatever_fails_ends(self, llm: LLM, events: Events) -> None:
+    async def test_events_end_on_every_failure(self, llm: LLM, events: Events) -> None:
         """An empty prompt raises an error, and its events end."""
         debug = LlamaDebugHandler(print_trace_on_end=False)
         llm.callback_manager = CallbackManager([debug])
@@ -422,7 +420,7 @@ class LLMTests:
         assert {len(pair) for pair in debug.get_event_pairs(CBEventType.LLM)} == {2}
 
     @pytest.mark.asyncio
-    async def test_whatever_is_dropped_ends(self, llm: LLM, events: Events) -> None:
+    async def test_events_end_when_a_stream_is_dropped(self, llm: LLM, events: Events) -> None:
         """Closing a stream ends its events and its work."""
         before = set(threading.enumerate())
         for stream in (llm.stream_chat(USER), llm.stream_complete(QUESTION)):
@@ -436,7 +434,7 @@ class LLMTests:
 
     @pytest.mark.asyncio
     @pytest.mark.parametrize("method", ["achat", "acomplete", "astream_chat", "astream_complete"])
-    async def test_the_event_loop_goes_on(self, llm: LLM, method: str) -> None:
+    async def test_the_event_loop_is_not_blocked(self, llm: LLM, method: str) -> None:
         """The event loop is not blocked while the model computes."""
         ticks = 0
 

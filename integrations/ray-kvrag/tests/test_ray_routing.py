@@ -65,7 +65,7 @@ def test_a_warm_document_counts_as_a_holder() -> None:
         ((8,), 4, "cpu", 1, {"num_cpus": 8, "num_gpus": 0}),
     ],
 )
-def test_what_a_worker_takes(cpus: Any, gpus: int, device: Any, workers: int, wanted: Any) -> None:
+def test_resources_of_a_worker(cpus: Any, gpus: int, device: Any, workers: int, wanted: Any) -> None:
     assert Cluster(False, cpus, gpus).resources(device, workers) == wanted
 
 

@@ -97,7 +97,7 @@ def test_texts_that_overlap_are_encoded_alike(both: Both, tmp_path: Path) -> Non
     assert_both_encode_alike(both, texts, "overlapping", tmp_path)
 
 
-def test_what_either_encodes_serves_the_other(both: Both, tmp_path: Path) -> None:
+def test_chunks_of_either_engine_serve_the_other(both: Both, tmp_path: Path) -> None:
     texts = CHUNKS[4:]
     assert_both_encode_alike(both, texts, "b", tmp_path)
     prompt = prompt_of(*reversed(texts))

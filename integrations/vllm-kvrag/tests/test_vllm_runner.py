@@ -184,7 +184,7 @@ def test_a_cancelled_job_can_clean_up(runner: JobRunner) -> None:
     assert isinstance(finish(runner)[0].error, CancelledError)
 
 
-def test_cancelling_what_is_not_there_does_nothing(runner: JobRunner) -> None:
+def test_cancelling_an_unknown_job_does_nothing(runner: JobRunner) -> None:
     runner.cancel("nobody")
     assert runner.run(100, is_idle=True) == []
 
@@ -290,7 +290,7 @@ def test_a_job_that_fails_in_one_process_ends_in_the_other() -> None:
     assert isinstance(other.error, CancelledError)
 
 
-def test_a_job_that_is_done_early_in_one_process_ends_in_the_other() -> None:
+def test_a_job_that_ends_early_in_one_process_ends_in_the_other() -> None:
     """It refused the task there: its operations have no counterpart any more, and would wait for ever."""
     two = Two()
     two.start("a", lambda job: {"error": "refused"}, lambda job: job.call(lambda: 1), alone=True)

@@ -171,7 +171,7 @@ def test_a_forgotten_document_is_gone(both: Both) -> None:
     assert distance(after.logprobs, both.full(after.ids)) < NEAR
 
 
-def test_pages_of_a_variant_that_is_withdrawn_are_not_found(both: Both) -> None:
+def test_pages_of_a_withdrawn_variant_are_not_reused(both: Both) -> None:
     """The text got a second source: its KV behind the first one holds words that readers of the other must not get."""
     secret, text = text_of(7050), text_of(7051, 8)
     both.kvrag.warm([secret, text], document="private")
@@ -348,7 +348,7 @@ def test_a_slow_disk_stalls_no_other_request(both: Both, texts: list[str], monke
     [OSError(errno.ENOSPC, "no space"), StoreFullError("full"), MemoryError(), PermissionError(errno.EACCES, "no")],
     ids=lambda error: type(error).__name__,
 )
-def test_a_disk_that_takes_nothing(both: Both, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_rejects_all_writes(both: Both, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> Any:
         raise error
 
@@ -394,7 +394,7 @@ def test_a_job_that_fails_is_computed_by_vllm(
     assert distance(done.logprobs, both.full(done.ids)) < NEAR
 
 
-def test_a_job_that_fails_behind_a_shared_prefix_harms_nobody(
+def test_a_job_that_fails_after_a_shared_prefix_harms_no_other_request(
     both: Both, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"ratio": 1.0, "policy": "query"}

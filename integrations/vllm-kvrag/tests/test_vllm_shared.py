@@ -92,7 +92,7 @@ def test_one_store_serves_both_engines(kind: str, tmp_path: Path, request: pytes
         assert gone["reused_tokens"] == gone["conversation_tokens"] == 0
 
 
-def test_a_place_that_does_not_answer_stops_nobody(
+def test_a_shared_store_that_does_not_answer_stops_no_request(
     s3: Bucket, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("shared", "objects", "remote"):
@@ -158,7 +158,7 @@ def calls_on_main_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> lis
     return seen
 
 
-def test_kv_of_a_text_that_may_be_shared_by_now_is_not_found_in_pages(
+def test_pages_with_kv_of_a_possibly_shared_text_are_not_reused(
     s3: Bucket, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine that is cut off does not know who holds a text: KV behind its document is not served, old pages too."""
@@ -211,7 +211,7 @@ def test_processes_agree_on_what_only_one_of_them_can_read(s3: Bucket, folder: P
     assert len(list((tmp_path / "two").iterdir())) == 1
 
 
-def test_a_wrong_place_ends_the_start(s3: Bucket, folder: Path, tmp_path: Path) -> None:
+def test_a_wrong_url_stops_the_start(s3: Bucket, folder: Path, tmp_path: Path) -> None:
     model, cache = checkpoint("llama", folder), {"store_cache": str(tmp_path)}
     with (
         pytest.raises(StoreError, match="the bucket nothing does not exist: create it, or correct the URL") as caught,
@@ -221,7 +221,7 @@ def test_a_wrong_place_ends_the_start(s3: Bucket, folder: Path, tmp_path: Path) 
     assert "\n" not in str(caught.value)
 
 
-def test_wrong_credentials_end_the_start(tmp_path: Path) -> None:
+def test_wrong_credentials_stop_the_start(tmp_path: Path) -> None:
     with run_valkey("--requirepass", "right") as server:
         settings = ConnectorSettings.of({"store": f"valkey://:wrong@127.0.0.1:{server.port}/0", "store_cache": "x"})
         with pytest.raises(StoreError, match=r"access to .* was denied.*: check user and password"):

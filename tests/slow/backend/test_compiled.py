@@ -120,7 +120,7 @@ def test_torch_without_partitioned_graphs_is_rejected(hf: Any, monkeypatch: pyte
         CompiledForward(hf, torch.device("cpu"))
 
 
-def test_steps_run_in_one_thread_whoever_asks(hf: Any) -> None:
+def test_steps_run_in_one_thread_for_all_consumers(hf: Any) -> None:
     """CUDA graphs belong to the thread that captured them."""
     forward = CompiledForward(hf, torch.device("cuda"))
     seen: list[str] = []

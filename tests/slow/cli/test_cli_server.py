@@ -153,7 +153,7 @@ def test_keys(folder: Path, engine: BlendEngine, capsys: pytest.CaptureFixture[s
         (("--server", "http://127.0.0.1:9"), "cannot reach"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_errors_are_one_line(
     folder: Path, served: Served, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], reason: str
 ) -> None:
     assert reason in run(capsys, "warm", folder, "--server", served.url, *options, code=1)

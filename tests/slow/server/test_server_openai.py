@@ -144,7 +144,7 @@ def test_prompts_are_lists_of_texts_or_of_token_ids(client: OpenAI, engine: Blen
             assert said.usage.prompt_tokens == sum(map(len, ids[-len(wanted) :]))
 
 
-def test_what_the_sdks_send_without_effect_is_accepted(client: OpenAI) -> None:
+def test_parameters_of_sdks_without_effect_are_accepted(client: OpenAI) -> None:
     plain = client.chat.completions.create(**CALL, messages=MESSAGES)
     said = client.chat.completions.create(
         **CALL,
@@ -167,7 +167,7 @@ def test_what_the_sdks_send_without_effect_is_accepted(client: OpenAI) -> None:
 # -------------------------------------------------------------------- responses
 
 
-def test_a_response_says_what_a_chat_says(client: OpenAI, engine: BlendEngine) -> None:
+def test_a_response_has_the_answer_of_a_chat(client: OpenAI, engine: BlendEngine) -> None:
     history: list[Any] = [{"role": "system", "content": "Be brief."}, *MESSAGES]
     expected = engine.generate(history, **PLAIN)
     said = client.responses.create(
@@ -275,7 +275,7 @@ def test_a_call_of_a_response_that_is_cut_off_is_incomplete(client: OpenAI) -> N
     assert sizes[0] == 0 < sizes[-1]
 
 
-def test_a_response_keeps_to_a_schema(client: OpenAI) -> None:
+def test_a_response_follows_a_schema(client: OpenAI) -> None:
     text: Any = {"format": {"type": "json_schema", "name": "place", "schema": PARAMETERS}, "verbosity": "low"}
     said = client.responses.create(model=NAME, input=QUESTION, text=text, temperature=0, max_output_tokens=64)
     assert list(json.loads(said.output_text)) == ["far"]
@@ -296,7 +296,7 @@ def test_a_response_keeps_to_a_schema(client: OpenAI) -> None:
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )
-def test_what_responses_do_not_support_is_refused_in_one_line(
+def test_unsupported_options_of_responses_are_refused_in_one_line(
     served: Served, changes: dict[str, Any], words: str
 ) -> None:
     said = served.http.post("/v1/responses", json={"model": NAME, "input": QUESTION, **changes})
@@ -304,7 +304,7 @@ def test_what_responses_do_not_support_is_refused_in_one_line(
     assert words in said.json()["error"]["message"]
 
 
-def test_a_response_that_fails_in_mid_stream_says_so(engine: BlendEngine) -> None:
+def test_a_response_that_fails_in_mid_stream_reports_it(engine: BlendEngine) -> None:
     with serving(engine, timeout=0.5, token_limit=100_000) as served:
         body = {"model": NAME, "input": QUESTION, "max_output_tokens": 100_000, "stream": True}
         lines = served.http.post("/v1/responses", json=body).text.splitlines()
@@ -445,7 +445,7 @@ def test_an_error_after_the_first_keep_alive_is_an_event(engine: BlendEngine, mo
     assert (said.status_code, "out_of_memory" in said.text, "[DONE]" in said.text) == (200, True, False)
 
 
-def test_a_client_that_leaves_before_the_first_event_ends_the_work(
+def test_a_client_that_disconnects_before_the_first_event_ends_the_work(
     engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kvrag.server.answers, "KEEP_ALIVE_S", 0.05)

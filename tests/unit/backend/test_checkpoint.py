@@ -68,7 +68,7 @@ def test_equals_that_of_the_bundled_reader(preamble: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(COMMON)))
-def test_any_familys_weights_are_equal_or_refused(save: Save, family: str) -> None:
+def test_the_weights_of_every_family_are_equal_or_refused(save: Save, family: str) -> None:
     folder = save(family)
     try:
         ours = checkpoint_fingerprint(folder, torch.bfloat16).weights

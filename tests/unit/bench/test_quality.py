@@ -83,7 +83,7 @@ def test_questions_about_one_context_are_drawn_together() -> None:
 
 
 @pytest.mark.parametrize("contexts", [np.arange(7), np.array([0, 0, 1, 1, 1, 2, 3])])
-def test_medians_are_those_of_what_was_drawn(contexts: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+def test_medians_are_those_of_the_drawn_samples(contexts: np.ndarray[Any, np.dtype[np.int64]]) -> None:
     values = np.random.default_rng(1).normal(size=7)
     interval = Bootstrap(contexts, seed=3, resamples=50).median_ratio(values, 0 * values + 1)
     size = contexts[-1] + 1
@@ -92,7 +92,7 @@ def test_medians_are_those_of_what_was_drawn(contexts: np.ndarray[Any, np.dtype[
     assert [interval.low, interval.high] == pytest.approx(np.percentile(medians, (2.5, 97.5)))
 
 
-def test_what_is_compared_is_paired() -> None:
+def test_comparisons_are_paired() -> None:
     values = np.random.default_rng(1).normal(size=50)
     bootstrap = Bootstrap(np.arange(50), seed=0)
     ratio = bootstrap.of(lambda a, b: a / b, 3 * values, values)
@@ -322,13 +322,13 @@ def test_no_answer_is_not_an_article() -> None:
         assert quality._table([task], cells[0], cells[0], journal)["em"].tolist() == [right]
 
 
-def test_nothing_right_of_a_few_is_not_certainty(bench: Bench) -> None:
+def test_few_prompts_without_a_hit_are_not_certainty(bench: Bench) -> None:
     (full,) = _cells(bench(*SMALL), "full")
     assert full["em"]["value"] == full["em"]["low"] == 0
     assert full["em"]["high"] == pytest.approx(wilson(0, 3)[1])
 
 
-def test_a_killed_run_goes_on_where_it_stopped(bench: Bench, tmp_path: Path) -> None:
+def test_a_killed_run_continues_where_it_stopped(bench: Bench, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     wanted = bench(*SMALL, "--out", whole)
     content = (whole / "rows.jsonl").read_bytes()
@@ -343,7 +343,7 @@ def test_a_killed_run_goes_on_where_it_stopped(bench: Bench, tmp_path: Path) -> 
     assert _timeless(wanted) == _timeless(json.loads((cut / "results.json").read_text()))
 
 
-def test_what_is_done_is_not_done_again(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_work_is_not_repeated(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench(*SMALL, "--out", tmp_path)
     answer, calls = quality._answer, []
 
@@ -524,7 +524,7 @@ def test_an_interrupted_run_reports_the_prompts_that_are_done(
         (["--docs", "{docs}", "--policies", "none,full"], "--policies with --docs needs one that recomputes tokens"),
     ],
 )
-def test_a_folder_that_cannot_be_asked_about(
+def test_a_folder_that_cannot_be_inspected(
     argv: list[str], message: str, fails: Callable[..., str], folder: Path, tmp_path: Path
 ) -> None:
     names = {name: tmp_path / name for name in ("missing", "empty", "short", "docs")}
@@ -609,7 +609,7 @@ def test_the_table(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert json.loads((tmp_path / "results.json").read_text())["cells"] == result["cells"]
 
 
-def test_without_rows_it_says_what_to_pass(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_rows_the_error_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "quality"]) == 1
     assert capsys.readouterr().err == "kvrag: no questions: pass --docs FOLDER, or --data FILE with questions\n"
 

@@ -216,7 +216,7 @@ def test_wrong_usage_is_one_line(command: str, said: str, capsys: pytest.Capture
 
 @pytest.mark.parametrize("command", [["warm", "README.md"], ["ask", "Who?"], ["chat"]], ids=lambda c: c[0])
 @pytest.mark.parametrize("missing", ["rich", "faiss", "sentence_transformers", "langchain_text_splitters"])
-def test_without_its_extra_a_command_says_so_before_it_loads_a_model(
+def test_without_its_extra_a_command_fails_before_it_loads_a_model(
     missing: str, command: list[str], fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
@@ -249,7 +249,7 @@ def test_warming_twice_encodes_nothing_twice(folder: Path, tmp_path: Path, reade
     assert (second["new"], second["reused"], second["bytes"], second["indexed"]) == (0, 6, 0, 0)
 
 
-def test_warm_says_beforehand_what_it_needs(
+def test_warm_prints_the_needed_space_first(
     folder: Path, tmp_path: Path, reader: Model, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["warm", str(folder), "--store", str(tmp_path / "kv"), *map(str, CUT)]) == 0
@@ -263,7 +263,7 @@ def test_warm_says_beforehand_what_it_needs(
     ("option", "behind"),
     [((), "# Pay\n\nThe salary"), (("--context-tokens", "headings"), "pay\n\n# Pay"), (("--context-tokens", 0), "")],
 )
-def test_what_chunks_are_encoded_behind(
+def test_contexts_that_chunks_are_encoded_with(
     option: tuple[object, ...], behind: str, tmp_path: Path, reader: Model, as_json: Json
 ) -> None:
     last = "Bonuses are paid in March, if the manager has agreed to them in writing before the year ends."
@@ -277,14 +277,14 @@ def test_what_chunks_are_encoded_behind(
     assert bool(context.strip()) == bool(behind)
 
 
-def test_the_server_encodes_chunks_behind_the_same() -> None:
+def test_the_server_encodes_chunks_with_the_same_context() -> None:
     from kvrag.cli import serve
 
     args = _parser(["serve"]).parse_args(["serve", "--context-tokens", "headings"])
     assert BlendConfig(**serve.read_config(args)).context == "headings"
 
 
-def test_documents_whose_files_are_gone_are_told_and_dropped_if_one_says_so(
+def test_documents_whose_files_are_gone_are_reported_and_dropped_on_request(
     folder: Path, tmp_path: Path, as_json: Json, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, other = tmp_path / "kv", tmp_path / "docs2"
@@ -316,7 +316,7 @@ def test_documents_whose_files_are_gone_are_told_and_dropped_if_one_says_so(
     assert sources == {*map(str, folder.iterdir()), str(other / "gone.txt"), str(other / "harfield.txt")}
 
 
-def test_progress_begins_at_nothing_and_tells_the_speed(
+def test_progress_begins_at_zero_and_shows_the_speed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter((0.0, 0.1, 5.0, 10.2, 25.0))
@@ -370,7 +370,7 @@ def test_a_file_that_cannot_be_read_keeps_its_chunks(
     assert keys(tmp_path / "kv") == encoded
 
 
-def test_namespaces_have_documents_of_their_own(
+def test_namespaces_have_their_own_documents(
     folder: Path, tmp_path: Path, as_json: Json, fails: Callable[..., str]
 ) -> None:
     store = ("--store", tmp_path / "kv")
@@ -387,7 +387,7 @@ def test_namespaces_have_documents_of_their_own(
         assert "namespace" in fails(*argv, "--namespace", "a\0b", *store)
 
 
-def test_an_interrupted_ingestion_goes_on_where_it_stopped(
+def test_an_interrupted_ingestion_continues_where_it_stopped(
     folder: Path, tmp_path: Path, as_json: Json, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ("warm", folder, "--store", tmp_path / "kv", *CUT)
@@ -513,7 +513,7 @@ def test_warm_refuses_what_the_disk_cannot_hold(
     ],
     ids=["missing", "empty", "overlap", "embedder"],
 )
-def test_what_warm_cannot_do_is_one_line(
+def test_errors_of_warm_are_one_line(
     argv: list[str],
     message: str,
     folder: Path,
@@ -565,7 +565,7 @@ def test_ask_before_warm_says_what_to_do(
     assert not (tmp_path / ".cache" / "kvrag").exists()  # none of them made a store
 
 
-def test_a_store_that_cannot_be_made_is_one_line(folder: Path, fails: Callable[..., str]) -> None:
+def test_a_store_that_cannot_be_created_is_reported_in_one_line(folder: Path, fails: Callable[..., str]) -> None:
     assert "(Not a directory): choose another one" in fails("warm", folder, "--store", folder / "ingla.txt" / "kv")
 
 
@@ -575,7 +575,7 @@ def test_a_store_of_another_model_is_refused(warmed: Path, fails: Callable[..., 
     assert "load the model with the same settings, use another store folder" in message
 
 
-def test_a_device_that_is_not_there_is_one_line(fails: Callable[..., str]) -> None:
+def test_a_missing_device_is_reported_in_one_line(fails: Callable[..., str]) -> None:
     assert "unknown device 'gpu'" in fails("ask", "What?", "--device", "gpu")
     if not torch.cuda.is_available():
         assert "torch finds no GPU for device 'cuda'" in fails("ask", "What?", "--device", "cuda")
@@ -603,7 +603,7 @@ def test_chat_answers_line_by_line(
     assert '"prompt_tokens"' in captured.err
 
 
-def test_a_long_chat_forgets_its_oldest_turns_and_says_so(
+def test_a_long_chat_drops_its_oldest_turns_and_reports_it(
     warmed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     question = "Which company makes golden pens? " * 40
@@ -651,7 +651,7 @@ def test_store_stats_and_gc(warmed: Path, as_json: Json) -> None:
 CHECKED = {"sound": 0, "damaged": 0, "adopted": 0, "repaired": 0, "unreadable": 0}
 
 
-def test_store_check_finds_damage_once(folder: Path, tmp_path: Path, as_json: Json) -> None:
+def test_store_check_reports_damage_once(folder: Path, tmp_path: Path, as_json: Json) -> None:
     store = tmp_path / "kv"
     command = ("warm", folder, "--store", store, *CUT)
     as_json(*command)
@@ -674,7 +674,7 @@ def test_looking_at_a_store_makes_none(tmp_path: Path, fails: Callable[..., str]
 
 
 @pytest.mark.slow
-def test_the_demo_is_right_by_full_prefill_and_honest_about_the_rest(tmp_path: Path, as_json: Json) -> None:
+def test_the_demo_is_right_by_full_prefill_and_reports_the_rest(tmp_path: Path, as_json: Json) -> None:
     pytest.importorskip("langchain_kvrag")
     result = as_json("demo", "--no-speed", "--store", tmp_path / "kv")
     outcomes = result["questions"]
@@ -695,7 +695,7 @@ def test_the_demo_is_right_by_full_prefill_and_honest_about_the_rest(tmp_path: P
     )
 
 
-def test_the_demo_begins_with_its_number_and_fits_80_columns(
+def test_the_demo_begins_with_its_result_and_fits_80_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("langchain_kvrag")

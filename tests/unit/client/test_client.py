@@ -249,7 +249,7 @@ def test_a_long_document_is_sent_in_parts(fake: FakeVllm, remote: RemoteEngine) 
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_parts_keep_to_the_contract(seed: int) -> None:
+def test_parts_follow_the_contract(seed: int) -> None:
     """Of any texts: all are sent in order, none too long, and it is known which documents are divided."""
     rng = random.Random(seed)
     number = rng.randint(1, 40)
@@ -323,7 +323,7 @@ def test_a_model_without_a_template(fake: FakeVllm, remote: RemoteEngine) -> Non
     assert remote.generate("a").text == "a a"
 
 
-def test_a_gateway_may_hide_what_is_not_openais(fake: FakeVllm, remote: RemoteEngine) -> None:
+def test_a_gateway_may_hide_fields_beyond_openais(fake: FakeVllm, remote: RemoteEngine) -> None:
     fake.fail = [0, 404]  # of /v1/models and /tokenize
     assert remote.generate("a").text == "a a"
     assert (remote.context_window, remote.has_chat_template) == (5000, True)
@@ -388,7 +388,7 @@ def test_a_key_is_sent_and_only_ours(fake: FakeVllm, monkeypatch: pytest.MonkeyP
         (507, KvragError, "as told"),
     ],
 )
-def test_errors_are_one_line_with_a_way_out(
+def test_errors_are_one_line_with_a_remedy(
     fake: FakeVllm, remote: RemoteEngine, status: int, kind: type[Exception], reason: str
 ) -> None:
     ways: list[Any] = [
@@ -436,7 +436,7 @@ def test_an_answer_may_be_shorter_than_asked(fake: FakeVllm, remote: RemoteEngin
         assert fake.tokenized - before == counted
 
 
-def test_answers_that_break_off(fake: FakeVllm, remote: RemoteEngine) -> None:
+def test_answers_that_end_early(fake: FakeVllm, remote: RemoteEngine) -> None:
     fake.cut = True
     with pytest.raises(ServerError, match="the stream broke off"):
         list(remote.stream(USER))

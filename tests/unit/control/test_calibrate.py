@@ -61,7 +61,7 @@ def warmed(engine: BlendEngine) -> Iterator[BlendEngine]:
     return engine
 
 
-def test_a_calibration_counts_what_it_says(warmed: BlendEngine, endless: Model) -> None:
+def test_a_calibration_counts_the_answers_that_it_reports(warmed: BlendEngine, endless: Model) -> None:
     steps: list[tuple[int, int]] = []
     found = warmed.calibrate(PROMPTS, ratios=(0.5, 0.1), tokens=3, progress=lambda *step: steps.append(step))
     assert [point.ratio for point in found.curve] == [0.1, 0.5]
@@ -118,7 +118,7 @@ def _kept(engine: BlendEngine, **changes: Any) -> None:
     engine.store.write_text(FILE, Calibration(**(made | changes)).to_json())  # type: ignore[attr-defined]
 
 
-def test_where_nothing_holds_there_is_full_prefill(warmed: BlendEngine) -> None:
+def test_if_no_ratio_reaches_the_target_full_prefill_is_used(warmed: BlendEngine) -> None:
     _kept(warmed, ratio=None)
     report = warmed.generate(PROMPT, max_new_tokens=1).report
     assert (report.policy, report.ratio, report.exact) == ("full", 1.0, True)
@@ -148,7 +148,7 @@ def test_a_calibration_for_something_else_is_ignored(changes: dict[str, Any], wh
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b'{"ratio": 3}', b"null"])
-def test_a_damaged_calibration_costs_no_answer(content: bytes, warmed: BlendEngine) -> None:
+def test_a_damaged_calibration_does_not_stop_answers(content: bytes, warmed: BlendEngine) -> None:
     path = Path(warmed.store.stats().path) / FILE
     path.write_bytes(content)
     report = warmed.generate(PROMPT, max_new_tokens=1).report
@@ -160,7 +160,7 @@ def test_a_damaged_calibration_costs_no_answer(content: bytes, warmed: BlendEngi
     assert warmed.generate(PROMPT, max_new_tokens=1).report.notes == ()
 
 
-def test_a_ratio_out_of_range_is_damage(warmed: BlendEngine) -> None:
+def test_a_stored_ratio_out_of_range_is_damage(warmed: BlendEngine) -> None:
     _kept(warmed, ratio=7.0)
     assert "is damaged" in warmed.generate(PROMPT, max_new_tokens=1).report.notes[0]
 
@@ -282,7 +282,7 @@ def test_chunks_without_sentences(engine: BlendEngine) -> None:
         engine.calibrate()
 
 
-def test_prompts_with_nothing_to_recompute_are_left_out_and_said(warmed: BlendEngine) -> None:
+def test_prompts_with_nothing_to_recompute_are_left_out_and_reported(warmed: BlendEngine) -> None:
     found = warmed.calibrate([*PROMPTS, messages("Never warmed.")], ratios=(0.2,))
     assert found.curve[0].prompts == 4
     assert found.notes[0] == "1 prompts had nothing to recompute and were left out"

@@ -27,7 +27,7 @@ def test_a_cloze_asks_for_a_rare_word_that_another_chunk_has(model: Model) -> No
         assert made.across is (True if any(made.gap.word in chunk for chunk in made.chunks) else None)
 
 
-def test_a_continuation_may_be_read_off_its_own_chunk(model: Model) -> None:
+def test_a_continuation_may_be_in_its_own_chunk(model: Model) -> None:
     prompts = [
         made
         for made in make_prompts(model, CHUNKS, search_by_words(CHUNKS), 100, top_k=2)
@@ -55,7 +55,7 @@ def test_the_seed_decides_and_more_prompts_append(model: Model) -> None:
     assert [gap.kind for gap in find_gaps(CHUNKS, 1)[:4]] == [CLOZE, CONTINUATION] * 2
 
 
-def test_tables_code_and_repeated_text_are_not_asked_about() -> None:
+def test_no_prompts_are_made_of_tables_code_and_repeated_text() -> None:
     chunks = ["| a | b | c | d | e | f | g | h |", "x = f(a, b)[c] + {d: e} // g ** (h - 1)", CHUNKS[0], CHUNKS[0]]
     sentences = [gap.sentence for gap in find_gaps(chunks, 0)]
     assert sentences
@@ -85,7 +85,9 @@ def test_a_model_without_a_chat_template_continues_the_text(model: Model, monkey
         ([chunk * 100 for chunk in CHUNKS], ContextWindowError, "use fewer (--top-k) or shorter chunks"),
     ],
 )
-def test_what_cannot_be_asked_is_said(chunks: list[str], error: type[KvragError], message: str, model: Model) -> None:
+def test_impossible_prompts_are_reported(
+    chunks: list[str], error: type[KvragError], message: str, model: Model
+) -> None:
     with pytest.raises(error) as caught:
         make_prompts(model, chunks, search_by_words(chunks), 3)
     assert message in str(caught.value)

@@ -30,7 +30,7 @@ def test_biases_are_added_and_the_logits_left_alone() -> None:
     assert not logits.any()
 
 
-def test_the_likeliest_tokens_come_best_first() -> None:
+def test_the_likeliest_tokens_are_sorted() -> None:
     found = logprob(torch.tensor([[0.0, 2.0, 1.0]]), 0, 2)
     assert [token for token, _ in found.top] == [1, 2]
     assert found.logprob == pytest.approx(torch.tensor([0.0, 2.0, 1.0]).log_softmax(0)[0].item())

@@ -95,7 +95,7 @@ def check(call: ToolCall) -> bool:
 
 
 @pytest.mark.parametrize("choice", ["required", "look", "rest", {"type": "function", "function": {"name": "count"}}])
-def test_a_forced_call_comes_whatever_the_model_and_its_dialect(talker: BlendEngine, choice: Any) -> None:
+def test_a_forced_call_is_returned_for_every_model_and_format(talker: BlendEngine, choice: Any) -> None:
     settings = {"tools": TOOLS, "tool_choice": choice, "temperature": 1.5, "seed": 7, "max_new_tokens": 100}
     answer = talker.generate(HELLO, **settings)
     [call] = answer.tool_calls
@@ -119,7 +119,7 @@ def test_a_forced_call_can_have_nested_types(talker: BlendEngine) -> None:
     assert call.arguments in ({"places": [{"row": 1}]}, {"places": [{"row": 2}]})
 
 
-def test_what_answers_without_a_call_must_keep_to_can_be_said(talker: BlendEngine) -> None:
+def test_answers_without_a_call_can_have_a_format(talker: BlendEngine) -> None:
     answers = [
         talker.generate(
             HELLO, tools=[COUNT], grammar=Grammar(json_schema={"enum": ["yes", "no"]}), seed=seed, temperature=3.0
@@ -132,7 +132,7 @@ def test_what_answers_without_a_call_must_keep_to_can_be_said(talker: BlendEngin
     assert all(not answer.tool_calls for answer in answers if answer.text)
 
 
-def test_unforced_answers_are_what_the_prompt_makes_of_them(talker: BlendEngine) -> None:
+def test_unforced_answers_depend_on_the_prompt_alone(talker: BlendEngine) -> None:
     prepared = prepare(talker.model.tokenizer, HELLO, TOOLS)
     ids = talker.model.tokenizer.render(prepared.prompt, **prepared.template)
     told = talker.model.tokenizer.decode(ids)
@@ -144,7 +144,7 @@ def test_unforced_answers_are_what_the_prompt_makes_of_them(talker: BlendEngine)
     assert (answer.text, answer.token_ids) == (free.text, free.token_ids)
 
 
-def test_no_tools_are_told_of_if_none_may_be_called(talker: BlendEngine) -> None:
+def test_no_tools_are_described_if_none_may_be_called(talker: BlendEngine) -> None:
     plain = talker.generate(HELLO, temperature=0, max_new_tokens=3)
     none = talker.generate(HELLO, tools=TOOLS, tool_choice="none", temperature=0, max_new_tokens=3)
     assert none.report.prompt_tokens == plain.report.prompt_tokens
@@ -164,7 +164,7 @@ def test_calls_and_their_results_reach_the_model(talker: BlendEngine) -> None:
     assert HISTORY[2]["tool_calls"] == [CALLED]
 
 
-def test_a_template_that_knows_no_tools_gets_them_in_words(model: Model) -> None:
+def test_a_template_without_tools_gets_them_as_text(model: Model) -> None:
     prepared = prepare(model.tokenizer, HISTORY, TOOLS)
     assert prepared.template == {}
     system, user, assistant, result = prepared.prompt
@@ -182,7 +182,7 @@ def test_a_template_that_knows_no_tools_gets_them_in_words(model: Model) -> None
     assert "<tool_response>\nA bird.\n</tool_response>" in told
 
 
-def test_a_template_that_takes_its_tools_by_another_name_gets_them_in_words(tokenizer: Any, hf: Any) -> None:
+def test_a_template_with_another_name_for_tools_gets_them_as_text(tokenizer: Any, hf: Any) -> None:
     theirs = copy.deepcopy(tokenizer)
     theirs.chat_template = TEMPLATES["mistral"].replace("if tools", "if xml_tools")
     prepared = prepare(Model(hf, theirs, "other").tokenizer, HELLO, TOOLS, "look")
@@ -277,12 +277,12 @@ def test_calls_are_found(text: str, said: str, calls: list[Any]) -> None:
         'Use {"name": "look", "parameters": {}}',
     ],
 )
-def test_what_is_no_call_is_said_as_it_is(text: str) -> None:
+def test_text_that_is_not_a_call_is_returned_unchanged(text: str) -> None:
     for size in (1, 4, 1000):
         assert listen(text, size)[:2] == (text, []), size
 
 
-def test_text_is_said_as_soon_as_it_is_certainly_no_call() -> None:
+def test_text_is_streamed_as_soon_as_it_cannot_be_a_call() -> None:
     _, _, pieces = listen("one two <three four", size=1)
     assert listen("[1] so", size=1)[2] == ["[1", "]", " s", "o"]
     assert pieces == [*"one", " t", *"wo", " <th", *"ree", " f", *"our"]
@@ -333,7 +333,7 @@ def test_arguments_come_in_pieces_that_make_up_the_calls(form: str, size: int) -
 
 @pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_call_cut_off_is_invalid_wherever_it_is_cut(form: str, size: int) -> None:
+def test_a_call_cut_off_at_any_place_is_invalid(form: str, size: int) -> None:
     text = FORMATS[form] % LONG
     start = text.index(LONG)
     for end in range(start + 1, start + len(LONG)):
@@ -404,7 +404,7 @@ RESPONSES = {
 }
 
 
-def test_a_tokenizer_that_says_how_its_answers_look_is_believed(tokenizer: Any, hf: Any) -> None:
+def test_a_tokenizers_own_response_template_is_used(tokenizer: Any, hf: Any) -> None:
     theirs = copy.deepcopy(tokenizer)
     theirs.chat_template = template("{{ tools | tojson }}", "{{ c.function | tojson }}")
     theirs.response_template = RESPONSES

@@ -80,7 +80,7 @@ def test_keys_are_position_free(model: Model) -> None:
     torch.testing.assert_close(values, values[:, :1].expand_as(values), atol=1e-5, rtol=1e-5)
 
 
-def test_what_stands_before_a_chunk_is_seen_and_dropped(model: Model) -> None:
+def test_the_context_of_a_chunk_is_attended_to_and_dropped(model: Model) -> None:
     """Its KV is what one pass over both makes of it, at any position."""
     context, chunk = CHUNKS[1], CHUNKS[5]
     whole = _encoded(model, [context + chunk], 1)[0]
@@ -93,7 +93,7 @@ def test_what_stands_before_a_chunk_is_seen_and_dropped(model: Model) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "llama-dynamic", "phi3-longrope", "gemma3", "qwen3_moe"])
-def test_what_other_chunks_stand_behind_is_computed_once(family: str, tokenizer: Any) -> None:
+def test_common_contexts_are_computed_once(family: str, tokenizer: Any) -> None:
     """And is what it would be alone."""
     model_type, changes = FAMILIES[family]
     model = Model(build(model_type, **changes), tokenizer, family)
@@ -154,7 +154,9 @@ def computed(hf: Any) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("family", BRANCHING)
 @pytest.mark.parametrize("most_tokens", [None, 150, 1])
-def test_overlapping_chunks_are_what_they_are_alone(family: str, most_tokens: int | None, tokenizer: Any) -> None:
+def test_overlapping_chunks_have_the_kv_of_separate_passes(
+    family: str, most_tokens: int | None, tokenizer: Any
+) -> None:
     model_type, changes = FAMILIES[family]
     model = Model(build(model_type, **changes), tokenizer, family)
     chunks, contexts = overlapping()
@@ -175,7 +177,7 @@ def test_overlapping_chunks_are_what_they_are_alone(family: str, most_tokens: in
             torch.testing.assert_close(keys, free[0, :, own], atol=1e-4, rtol=1e-4)
 
 
-def test_what_chunks_repeat_is_computed_once(model: Model, computed: list[int]) -> None:
+def test_text_that_chunks_repeat_is_computed_once(model: Model, computed: list[int]) -> None:
     """Only the repeated text itself is computed twice, since it begins with another token."""
     chunks, contexts = overlapping()
     preamble = len(model.preamble)
@@ -231,7 +233,7 @@ def test_trees_hold_every_token_of_every_chunk(model: Model) -> None:
 
 @pytest.mark.parametrize("family", BRANCHING)
 @pytest.mark.parametrize("block", [1, 33, 100])
-def test_blocks_of_a_row_are_what_it_is_in_one_pass(
+def test_blocks_of_a_row_give_the_kv_of_one_pass(
     family: str, block: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With branches and without, whichever blocks the chunks begin and end in."""

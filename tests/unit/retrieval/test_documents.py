@@ -57,7 +57,7 @@ def test_unicode_is_read(encoding: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", *OTHERS])
-def test_a_guessed_encoding_is_told(encoding: str) -> None:
+def test_a_guessed_encoding_is_reported(encoding: str) -> None:
     text = OTHERS.get(encoding, GERMAN)
     found = parse("a.txt", ".txt", text.encode(encoding))
     assert found.texts == [text]
@@ -92,7 +92,7 @@ def test_a_csv_is_read_row_by_row(delimiter: str) -> None:
     assert parse("a.csv", ".csv", b"a,b\rc,d\re,f\r").texts == ["a: c\nb: d\n\na: e\nb: f"]
 
 
-def test_a_quote_that_is_not_closed_costs_one_field() -> None:
+def test_an_unclosed_quote_affects_one_field() -> None:
     content = b'a,b\n1,2\n3,"' + b"x,\n" * 60_000 + b"4,5\n"
     found = parse("a.csv", ".csv", content)
     assert found.texts[0].startswith("a: 1\nb: 2")
@@ -102,7 +102,7 @@ def test_a_quote_that_is_not_closed_costs_one_field() -> None:
     ]
 
 
-def test_a_bad_line_costs_a_line() -> None:
+def test_a_malformed_line_is_skipped_alone() -> None:
     bad = ["broken", "[1]", '{"body": "x"}', '{"text": 5}', "[" * 100_000]
     lines = ['{"text": "a\u2028b"}', "", *bad, '{"text": "c"}']
     found = parse("a.jsonl", ".jsonl", "\n".join(lines).encode())
@@ -179,7 +179,7 @@ def zipped(name: str, size: int) -> bytes:
         ("a.docx", zipped("word/document.xml", 100 << 20), "larger than 64 MiB of text"),
     ],
 )
-def test_what_cannot_be_read_is_told_with_the_way_out(name: str, content: bytes, reason: str) -> None:
+def test_unreadable_files_are_reported_with_a_remedy(name: str, content: bytes, reason: str) -> None:
     found = parse(name, Path(name).suffix, content)
     assert not found.texts
     [problem] = said(found)
@@ -192,7 +192,7 @@ def test_a_text_that_begins_like_an_image_is_text() -> None:
     assert parse("a.txt", ".txt", b"BMW and GIF89 are names.").texts == ["BMW and GIF89 are names."]
 
 
-def test_folders_list_what_they_leave_out(tmp_path: Path) -> None:
+def test_folders_list_skipped_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "photo.png").write_bytes(b"\x89PNG")
     (tmp_path / "photo.jpeg").write_bytes(b"\xff\xd8\xff")
@@ -215,7 +215,7 @@ def test_folders_list_what_they_leave_out(tmp_path: Path) -> None:
         find([tmp_path / "nowhere.md"])
 
 
-def test_a_file_without_read_permission_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_read_permission_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("text")
 
@@ -226,7 +226,7 @@ def test_a_file_without_read_permission_is_told(tmp_path: Path, monkeypatch: pyt
     assert said(read(secret)) == [f"{secret}: skipped: Permission denied"]
 
 
-def test_folders_and_files_that_cannot_be_seen_are_told(tmp_path: Path, forbid: Callable[[Path], None]) -> None:
+def test_folders_and_files_that_cannot_be_read_are_reported(tmp_path: Path, forbid: Callable[[Path], None]) -> None:
     for name in ("a.txt", "closed/b.txt", "listed/c.txt", ".hidden/d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text")

@@ -79,7 +79,7 @@ def test_another_process_sees_what_was_added_and_removed(index: ChunkIndex) -> N
         assert other.search("keeper") == []
 
 
-def test_a_text_that_another_document_drops_meanwhile_is_there_in_the_end(index: ChunkIndex) -> None:
+def test_a_text_that_another_document_drops_meanwhile_is_stored_in_the_end(index: ChunkIndex) -> None:
     index.add(CHUNKS[:2], "a.txt")
     with ChunkIndex(index.path) as other:
 
@@ -92,7 +92,7 @@ def test_a_text_that_another_document_drops_meanwhile_is_there_in_the_end(index:
     assert index.search("Where do the vegetables grow?", k=1)[0].text == CHUNKS[1]
 
 
-def test_what_is_dropped_while_one_searches_is_not_found(index: ChunkIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_dropped_during_a_search_are_not_found(index: ChunkIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     index.add(CHUNKS[:2], "a.txt")
     index.add(CHUNKS[2:], "b.txt")
     vectors = index._vectors
@@ -119,7 +119,7 @@ def test_vectors_of_another_embedder_are_refused(index: ChunkIndex) -> None:
         ChunkIndex(index.path, "other")
 
 
-def test_a_file_that_is_no_index_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_index_is_named(tmp_path: Path) -> None:
     (tmp_path / "index.sqlite").write_bytes(b"nothing of the kind" * 100)
     with pytest.raises(StoreError, match=r"index\.sqlite"):
         ChunkIndex(tmp_path / "index.sqlite")

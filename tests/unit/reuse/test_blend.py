@@ -30,7 +30,7 @@ def test_full_prefill_is_the_models_own(model: Model, hf: Any) -> None:
     assert stitched.cache.get_seq_length() == len(ids)
 
 
-def test_a_later_chunk_cannot_change_what_stands_before_it(model: Model, lay_out: LayOut) -> None:
+def test_a_later_chunk_cannot_change_earlier_chunks(model: Model, lay_out: LayOut) -> None:
     """With a mask aligned to the last rows instead, selected tokens would see what comes after them."""
     one, other = lay_out(*CHUNKS[:3]), lay_out(CHUNKS[0], CHUNKS[1], CHUNKS[3])
     border = one.runs[2].start
@@ -77,7 +77,7 @@ def test_more_recomputed_is_nearer_to_full_prefill(model: Model, hf: Any, engine
 
 @pytest.mark.parametrize("family", WINDOWS)
 @pytest.mark.parametrize("policy", ["query", "query_hkvd"])
-def test_what_listening_has_computed_for_good_is_not_computed_again(
+def test_rows_that_scoring_computed_exactly_are_not_computed_again(
     policy: str, family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What stands before the chunks, if the listening went as far as to the last layer."""
@@ -165,7 +165,7 @@ def test_memory_that_was_never_written_is_never_read(
         assert after.token_ids == before.token_ids
 
 
-def test_the_cache_goes_on_like_the_models_own(model: Model, hf: Any, lay_out: LayOut) -> None:
+def test_the_cache_continues_like_the_models_own(model: Model, hf: Any, lay_out: LayOut) -> None:
     """Token by token after the prompt, also past the room it was given."""
     stitched = lay_out(*CHUNKS)
     blend(model, stitched, Selection(stitched.inexact))
@@ -199,7 +199,7 @@ def test_bfloat16_blends_to_full_prefill_within_its_precision(tokenizer: Any, tm
 
 
 @pytest.mark.parametrize("offset", [0, 1, 5])
-def test_a_part_of_a_chunk_is_laid_out_from_where_it_begins(offset: int, model: Model, lay_out: LayOut) -> None:
+def test_a_part_of_a_chunk_is_stitched_from_its_beginning(offset: int, model: Model, lay_out: LayOut) -> None:
     """Layer 0 knows nothing of the context: there, stitched keys and values are the model's own."""
     encode = model.tokenizer.encode
     ids = [*model.tokenizer.preamble, *encode(CHUNKS[1])[offset:], *encode(CHUNKS[2])[offset:-3], *encode(" Who?")]
@@ -214,9 +214,7 @@ def test_a_part_of_a_chunk_is_laid_out_from_where_it_begins(offset: int, model: 
 
 
 @pytest.mark.parametrize("between", ["\n", "Another word. "])
-def test_a_chunk_behind_anything_else_than_its_preamble_is_not_exact(
-    between: str, model: Model, lay_out: LayOut
-) -> None:
+def test_a_chunk_that_does_not_follow_its_preamble_is_not_exact(between: str, model: Model, lay_out: LayOut) -> None:
     encode = model.tokenizer.encode
     ids = [*model.tokenizer.preamble, *encode(between), *encode(CHUNKS[1]), *encode(" Who?")]
     assert not lay_out(ids=ids).exact.any()

@@ -447,7 +447,7 @@ def test_closing_gives_up_what_is_being_written(
     _check(Catalog(store), present, {})
 
 
-def test_much_is_taken_in_with_a_bounded_tail_and_merged_once(
+def test_many_additions_keep_a_bounded_tail_and_are_merged_once(
     tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catalog_module, "_AT_ONCE", 500)

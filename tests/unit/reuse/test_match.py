@@ -54,7 +54,7 @@ def _random_chunks(rng: random.Random, count: int, vocabulary: int = 30000) -> d
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_is_pasted_is_found(seed: int) -> None:
+def test_pasted_chunks_are_found(seed: int) -> None:
     rng = random.Random(seed)
     chunks = _random_chunks(rng, rng.randrange(1, 40))
     segments = _segments(chunks, portions=rng.randrange(1, 6))
@@ -117,7 +117,7 @@ def _escaped(rng: random.Random, chunk: list[int], every: int) -> tuple[list[int
 
 
 @pytest.mark.parametrize("every", [5, 9, 16])
-def test_a_chunk_is_followed_over_escaped_characters(every: int) -> None:
+def test_a_chunk_is_matched_across_escaped_characters(every: int) -> None:
     """In both directions from the one stretch of `MIN_RUN` tokens that they have left whole."""
     rng = random.Random(every)
     chunk, other = ([rng.randrange(30000) for _ in range(240)] for _ in range(2))
@@ -253,7 +253,7 @@ def test_chunks_are_indexed_by_few_of_their_grams() -> None:
     assert len(segment.postings) < 10
 
 
-def test_equal_hashes_of_different_grams_are_told_apart() -> None:
+def test_equal_hashes_of_different_grams_are_distinguished() -> None:
     (segment,) = _segments({"a": list(range(30))})
     lying = replace(segment, ids=segment.ids + np.uint32(100))
     assert match([lying], list(range(30)), MIN_RUN) == []
@@ -286,7 +286,7 @@ def _cases(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
 
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(_cases(), st.sampled_from([8, 12, 15, 16, 24]), st.integers(1, 4))
-def test_what_the_matcher_promises(case: tuple[list[list[int]], list[int]], min_run: int, portions: int) -> None:
+def test_the_matchers_guarantees(case: tuple[list[list[int]], list[int]], min_run: int, portions: int) -> None:
     """Every run is identical; and no `min_run` tokens of a text are left if none of their grams is a frequent one."""
     texts, prompt = case
     chunks = {f"c{i}": text for i, text in enumerate(texts)}
@@ -363,7 +363,7 @@ def test_a_text_is_not_taken_from_the_inside_of_another(glue: str, portions: int
 
 
 @pytest.mark.parametrize("missing", [1, 2, _EDGE])
-def test_nor_if_its_first_and_last_tokens_have_merged_with_their_neighbours(missing: int) -> None:
+def test_a_text_with_merged_ends_is_not_taken_from_the_inside_of_another(missing: int) -> None:
     rng = random.Random(missing)
     victim = _ids(rng, 90)
     chunks = {"glued": _ids(rng, 50) + victim + [1, 2], "victim": victim}
@@ -371,7 +371,7 @@ def test_nor_if_its_first_and_last_tokens_have_merged_with_their_neighbours(miss
     assert match(_segments(chunks), prompt, MIN_RUN) == [TextRun(20, 109 - missing, "victim", missing)]
 
 
-def test_nor_if_it_is_escaped() -> None:
+def test_an_escaped_text_is_not_taken_from_the_inside_of_another() -> None:
     rng = random.Random(0)
     victim = _ids(rng, 120)
     chunks = {"glued": _ids(rng, 50) + victim, "victim": victim}
@@ -384,7 +384,7 @@ def test_nor_if_it_is_escaped() -> None:
 
 
 @pytest.mark.parametrize("count", [17, 300])
-def test_nor_if_there_are_many_such_texts(count: int) -> None:
+def test_a_text_is_not_taken_from_the_inside_of_many_others(count: int) -> None:
     """Of so many, an anchor's candidates are only a few, but other ones for every anchor."""
     rng = random.Random(0)
     victim = _ids(rng, 200)
@@ -394,7 +394,7 @@ def test_nor_if_there_are_many_such_texts(count: int) -> None:
         assert runs == [TextRun(100, 300, "victim", 0)]
 
 
-def test_a_text_beneath_another_is_in_the_prompt_all_the_same() -> None:
+def test_a_text_covered_by_another_is_still_in_the_prompt() -> None:
     """Chunks that overlap, and an attacker's that ends like the second."""
     rng = random.Random(0)
     text = _ids(rng, 300)
@@ -406,7 +406,7 @@ def test_a_text_beneath_another_is_in_the_prompt_all_the_same() -> None:
         assert sum(map(len, runs)) == len(text)
 
 
-def test_a_part_of_a_text_is_taken_from_its_inside_if_that_is_all_there_is() -> None:
+def test_a_part_of_a_text_is_matched_inside_it_if_nothing_else_matches() -> None:
     rng = random.Random(0)
     text = _ids(rng, 400)
     assert match(_segments({"a": text}), text[100:300], MIN_RUN) == [TextRun(0, 200, "a", 100)]
@@ -416,7 +416,7 @@ def test_a_part_of_a_text_is_taken_from_its_inside_if_that_is_all_there_is() -> 
 
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32), st.integers(1, 4))
-def test_what_stands_in_the_prompt_as_a_whole_depends_on_the_prompt_alone(seed: int, portions: int) -> None:
+def test_reuse_of_whole_texts_depends_on_the_prompt_alone(seed: int, portions: int) -> None:
     """By the slow definition: every token of a whole text is reused behind the tokens that stand before it.
 
     Except at borders: a rest shorter than a run may be the end of a run from elsewhere.

@@ -75,7 +75,7 @@ def _link(folder: Path, source: Path, but: str) -> Path:
     return folder / but
 
 
-def test_a_new_file_is_a_new_policy_everywhere(tmp_path: Path) -> None:
+def test_a_new_file_adds_a_policy_everywhere(tmp_path: Path) -> None:
     source = Path(kvrag.__file__).parent
     reuse = _link(tmp_path / "kvrag", source, "reuse")
     policies = _link(reuse, source / "reuse", "policies")

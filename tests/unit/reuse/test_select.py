@@ -199,7 +199,7 @@ def _attention(model: Model, stitched: Stitched, layers: list[int], num_queries:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mistral-window", "granite", "gemma3", "glm4"])
-def test_query_picks_what_the_question_attends_to(family: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_query_picks_the_tokens_that_the_question_attends_to(family: str, tokenizer: Any, tmp_path: Path) -> None:
     model_type, changes = FAMILIES[family]
     model = Model(build(model_type, **changes), tokenizer, family)
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine, ExitStack() as stack:
@@ -233,7 +233,9 @@ def test_query_hkvd_weighs_attention_by_deviation(model: Model, lay_out: LayOut)
 
 
 @pytest.mark.parametrize("band", BANDS)
-def test_the_band_says_which_layers_are_listened_to(band: tuple[float, float], model: Model, lay_out: LayOut) -> None:
+def test_the_band_selects_the_layers_whose_attention_is_used(
+    band: tuple[float, float], model: Model, lay_out: LayOut
+) -> None:
     layers = {(0.25, 0.75): [1, 2], (0.0, 1.0): [1, 2, 3], (0.5, 0.6): [2], (0.9, 1.0): [3]}[band]
     stitched = lay_out(*CHUNKS)
     scores = _attention(
@@ -244,7 +246,7 @@ def test_the_band_says_which_layers_are_listened_to(band: tuple[float, float], m
     assert _pick(model, stitched, "query", 15 / len(inexact), band=band, smoothing=1) == wanted
 
 
-def test_a_question_before_the_chunks_is_no_obstacle(model: Model, lay_out: LayOut) -> None:
+def test_a_question_may_precede_the_chunks(model: Model, lay_out: LayOut) -> None:
     """The last fresh tokens ask then, however few there are."""
     encode = model.tokenizer.encode
     ids = [*model.tokenizer.preamble, *encode(QUESTION), *encode(CHUNKS[0]), *encode(CHUNKS[1])]
@@ -281,7 +283,7 @@ def test_seam_takes_what_is_nearest_to_a_seam(model: Model, lay_out: LayOut) -> 
     assert both == {run.start for run in runs} | {run.stop - 1 - i for run in runs for i in range(2)}
 
 
-def test_the_first_tokens_of_runs_come_before_what_the_question_attends_to(model: Model, lay_out: LayOut) -> None:
+def test_the_first_tokens_of_runs_are_selected_before_the_questions_tokens(model: Model, lay_out: LayOut) -> None:
     stitched = lay_out(*CHUNKS)
     runs, num = [run for run in stitched.runs if not stitched.exact[run.start]], len(stitched.inexact)
 

@@ -9,7 +9,7 @@ from blending import CHUNKS, messages
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
 
 
-def test_only_what_was_encoded_alone_is_exact_behind_the_preamble(model: Model, tmp_path: Path) -> None:
+def test_only_a_chunk_encoded_alone_is_exact_after_the_preamble(model: Model, tmp_path: Path) -> None:
     with BlendEngine(model, FileStore(tmp_path), BlendConfig(context_tokens=64)) as engine:
         engine.warm(CHUNKS[:2], document="a")
         alone, behind = (

@@ -96,7 +96,7 @@ def test_int4_scales_64_elements_at_a_time() -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_all_the_same_comes_out_unchanged(codec: str, dtype: torch.dtype) -> None:
+def test_constant_tensors_are_returned_unchanged(codec: str, dtype: torch.dtype) -> None:
     for value in (0.0, -3.5, 6e4, 6e-8):
         same = torch.full((2, 37, 5), value, dtype=dtype)
         for after in _round_trip(same, same, codec):
@@ -137,7 +137,7 @@ def test_the_bytes_are_found_wherever_they_begin(codec: str) -> None:
 
 @pytest.mark.parametrize(("codec", "least"), [("int8", 1.9), ("int4", 3.2)])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-def test_how_much_smaller_than_bfloat16(codec: str, least: float, head_dim: int, tmp_path: Path) -> None:
+def test_sizes_relative_to_bfloat16(codec: str, least: float, head_dim: int, tmp_path: Path) -> None:
     tensor = torch.randn(4, 256, head_dim).bfloat16()
     layers = [(tensor, tensor)] * 6
     packed = pack(layers, codec, "a chunk")
@@ -158,7 +158,7 @@ def test_how_much_smaller_than_bfloat16(codec: str, least: float, head_dim: int,
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_refused(codec: str, bad: float) -> None:
+def test_values_that_are_not_finite_are_refused(codec: str, bad: float) -> None:
     good, spoilt = _random(2, 20, 8, dtype=torch.float16), _random(2, 20, 8, dtype=torch.float16)
     spoilt[1, 3, 5] = bad
     for layer in ((good, spoilt), (spoilt, good)):
@@ -202,7 +202,7 @@ def test_ratio_one_is_full_prefill(packing: BlendEngine, hf: Any) -> None:
     assert answer.token_ids == packing.generate(messages(*CHUNKS), policy="full", max_new_tokens=8).token_ids
 
 
-def test_plain_reuse_is_near_what_the_native_codec_gives(packing: BlendEngine, engine: BlendEngine) -> None:
+def test_plain_reuse_is_close_to_the_native_codecs(packing: BlendEngine, engine: BlendEngine) -> None:
     engine.warm(CHUNKS)
     with laying_out(engine) as native, laying_out(packing) as packed:
         reference, ours = native(*CHUNKS), packed(*CHUNKS)
@@ -214,7 +214,7 @@ def test_plain_reuse_is_near_what_the_native_codec_gives(packing: BlendEngine, e
                 assert 0 < error < {"int8": 0.01, "int4": 0.12}[packing.codec]
 
 
-def test_behind_the_preamble_reuse_is_exact_with_the_native_codec_only(
+def test_after_the_preamble_reuse_is_exact_with_the_native_codec_only(
     packing: BlendEngine, engine: BlendEngine, model: Model
 ) -> None:
     engine.warm(CHUNKS)
@@ -327,7 +327,7 @@ def test_an_unknown_codec_is_refused_before_anything_is_loaded(model: Model, tmp
 # ---------------------------------------------------------------- upkeep
 
 
-def test_a_damaged_packed_chunk_is_noticed_and_put_aside(packing: BlendEngine, hf: Any) -> None:
+def test_a_damaged_packed_chunk_is_detected_and_quarantined(packing: BlendEngine, hf: Any) -> None:
     store: FileStore = packing.store  # type: ignore[assignment]
     path = sorted(store.path.glob("chunks/*/*.safetensors"))[0]
     content = bytearray(path.read_bytes())

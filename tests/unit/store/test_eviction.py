@@ -93,7 +93,7 @@ def hit_rate(store: Lru | Scored, before: Sequence[Sequence[Access]], prompts: S
 
 
 @pytest.mark.parametrize("exponent", [0.7, 1.0])
-def test_what_is_used_often_stays(exponent: float, manifest: Manifest) -> None:
+def test_frequently_used_chunks_stay(exponent: float, manifest: Manifest) -> None:
     rng = random.Random(0)
     prompts = popular(exponent, rng, 1500)
     ours, lru = (hit_rate(store, prompts[:500], prompts[500:]) for store in (Scored(manifest), Lru()))
@@ -101,7 +101,7 @@ def test_what_is_used_often_stays(exponent: float, manifest: Manifest) -> None:
 
 
 @pytest.mark.parametrize("exponent", [0.7, 1.0])
-def test_a_scan_does_not_push_out_what_is_used_often(exponent: float, manifest: Manifest) -> None:
+def test_a_scan_does_not_evict_frequently_used_chunks(exponent: float, manifest: Manifest) -> None:
     rng = random.Random(1)
     prompts = popular(exponent, rng, 1000)
     before = prompts[:750] + scan()
@@ -110,7 +110,7 @@ def test_a_scan_does_not_push_out_what_is_used_often(exponent: float, manifest: 
 
 
 @pytest.mark.parametrize("exponent", [0.7, 1.0])
-def test_what_was_used_often_goes_when_others_are(exponent: float, manifest: Manifest) -> None:
+def test_formerly_popular_chunks_are_evicted(exponent: float, manifest: Manifest) -> None:
     rng = random.Random(2)
     before, after = popular(exponent, rng, 1000), popular(exponent, rng, 500)
     ours, lru = (hit_rate(store, before, after) for store in (Scored(manifest), Lru()))
@@ -125,7 +125,7 @@ def test_between_chunks_used_alike_the_one_that_costs_more_stays(manifest: Manif
     assert manifest.coldest(0, 3) == [packed.key, behind.key, cheap.key]
 
 
-def test_uses_count_and_lose_weight(manifest: Manifest) -> None:
+def test_recent_uses_count_more(manifest: Manifest) -> None:
     once, often, late = row(1), row(2), row(3)
     manifest.add([once, often, late])
     manifest.touch({often.key: 6, once.key: 1})

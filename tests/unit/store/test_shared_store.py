@@ -89,7 +89,7 @@ def chunks_in(store: SharedStore) -> list[str]:
 # ---------------------------------------------------------------- several machines
 
 
-def test_a_machine_finds_what_another_has_stored_and_copies_what_it_reads(machine: Machine) -> None:
+def test_a_machine_finds_chunks_of_another_and_copies_those_that_it_reads(machine: Machine) -> None:
     one, two = machine("one"), machine("two")
     one.put([A, B])
     one.set_document("doc", held("doc", A, B))
@@ -252,7 +252,7 @@ def test_a_store_is_for_one_model(machine: Machine, url: str, tmp_path: Path) ->
     other.close()
 
 
-def test_chunks_read_ahead_arrive_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_that_are_read_ahead_are_loaded_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine("one").put([A, B, C])
     two = machine("two")
     opened: list[str] = []
@@ -271,7 +271,7 @@ def test_chunks_read_ahead_arrive_once(machine: Machine, monkeypatch: pytest.Mon
 # ---------------------------------------------------------------- budgets
 
 
-def test_a_budget_is_for_all_machines(machine: Machine) -> None:
+def test_a_budget_applies_to_all_machines(machine: Machine) -> None:
     one, two = machine("one"), machine("two")
     size = one.put([A])
     two._log.pull()
@@ -293,9 +293,7 @@ def test_a_budget_is_for_all_machines(machine: Machine) -> None:
     assert one.documents() == {"doc": [A.key]}
 
 
-def test_two_machines_that_evict_at_once_evict_for_their_need_once(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_machines_that_evict_at_once_do_not_evict_twice(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = machine("one"), machine("two")
     size = one.put([record(number) for number in range(40, 50)]) // 10
     two._log.pull()
@@ -335,7 +333,7 @@ def test_a_machine_that_is_killed_while_it_evicts_leaves_objects_to_gc(
     assert two.gc() == (1, 2), "one chunk has no document, two have no row"
 
 
-def test_what_is_popular_anywhere_stays_also_for_a_new_machine(machine: Machine) -> None:
+def test_chunks_popular_on_any_machine_stay_for_a_new_machine(machine: Machine) -> None:
     one, two = machine("one"), machine("two")
     records = [record(number) for number in range(40, 50)]
     size = one.put(records) // 10
@@ -392,7 +390,7 @@ def test_changes_of_a_text_are_not_lost(machine: Machine) -> None:
 # ---------------------------------------------------------------- faults
 
 
-def test_a_damaged_object_is_put_aside_and_stored_again(machine: Machine) -> None:
+def test_a_damaged_object_is_quarantined_and_stored_again(machine: Machine) -> None:
     one, two = machine("one"), machine("two")
     one.put([A])
     _spoil(one, A.key)
@@ -412,7 +410,7 @@ def test_a_damaged_object_is_put_aside_and_stored_again(machine: Machine) -> Non
     assert two.stats().damaged == one.stats().damaged == 1
 
 
-def test_a_damaged_copy_is_put_aside_and_read_again(machine: Machine) -> None:
+def test_a_damaged_copy_is_quarantined_and_read_again(machine: Machine) -> None:
     one = machine("one")
     one.put([A])
     (path,) = one.path.glob(f"local/chunks/*/{A.key}-*")
@@ -434,7 +432,7 @@ def test_a_damaged_copy_is_put_aside_and_read_again(machine: Machine) -> None:
     assert has(one, A)
 
 
-def test_an_object_that_is_gone_is_a_miss_for_all(machine: Machine) -> None:
+def test_a_missing_object_is_a_miss_for_all(machine: Machine) -> None:
     one, two = machine("one", keep_copies=False), machine("two")
     one.put([A])
     one._remote.delete_chunks(chunks_in(one))
@@ -487,7 +485,7 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_served(machine: Machine,
     assert soon(lambda: has(two, A))
 
 
-def test_an_answer_that_is_lost_does_not_append_twice(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_response_does_not_append_twice(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client tries again, and finds its own operation."""
     one = machine("one")
     real = one._remote.create
@@ -540,7 +538,7 @@ def test_a_store_that_now_belongs_to_another_model_is_left_alone(
     other.close()
 
 
-def test_a_place_without_conditional_writes_is_refused(
+def test_a_store_without_conditional_writes_is_refused(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its machines would overwrite each other's operations."""
@@ -551,7 +549,7 @@ def test_a_place_without_conditional_writes_is_refused(
     store.close()
 
 
-def test_what_was_uploaded_stays_if_its_record_is_uncertain(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_uploaded_object_stays_if_its_record_is_uncertain(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operation may have been added although the answer was an error."""
     one = machine("one")
     real = one._remote.create
@@ -568,7 +566,7 @@ def test_what_was_uploaded_stays_if_its_record_is_uncertain(machine: Machine, mo
     assert has(one, A)
 
 
-def test_a_damaged_log_says_how_to_go_on(machine: Machine) -> None:
+def test_a_damaged_log_is_an_error_with_a_remedy(machine: Machine) -> None:
     one, two = machine("one"), machine("two")
     two.put([A])
     one.put([B])
@@ -599,7 +597,7 @@ FIELDS = [("size", b"x"), ("size", None), ("starts", b"1,x"), ("starts", b"0,5")
 
 
 @pytest.mark.parametrize(("field", "content"), FIELDS)
-def test_a_damaged_field_costs_one_chunk(valkey: Server, tmp_path: Path, field: str, content: bytes | None) -> None:
+def test_a_damaged_field_loses_one_chunk(valkey: Server, tmp_path: Path, field: str, content: bytes | None) -> None:
     url = valkey.url.replace("PLACE", blake2b(str(tmp_path).encode(), digest_size=8).hexdigest())
     with contextlib.closing(SharedStore(url, tmp_path, min_free_bytes=0, keep_copies=False)) as store:
         store.bind(FINGERPRINT)
@@ -626,7 +624,7 @@ def test_a_damaged_field_costs_one_chunk(valkey: Server, tmp_path: Path, field: 
         assert store.check().damaged == 0
 
 
-def test_a_chunk_of_another_type_is_put_aside(valkey: Server, tmp_path: Path) -> None:
+def test_a_chunk_of_another_type_is_quarantined(valkey: Server, tmp_path: Path) -> None:
     with contextlib.closing(SharedStore(valkey.url.replace("PLACE", "types"), tmp_path, min_free_bytes=0)) as store:
         store.bind(FINGERPRINT)
         store.put([A])
@@ -641,7 +639,7 @@ def test_a_chunk_of_another_type_is_put_aside(valkey: Server, tmp_path: Path) ->
         assert chunks_in(store) == []
 
 
-def test_an_empty_object_is_put_aside(s3: Bucket, tmp_path: Path) -> None:
+def test_an_empty_object_is_quarantined(s3: Bucket, tmp_path: Path) -> None:
     with contextlib.closing(SharedStore(s3.url.replace("PLACE", "empty"), tmp_path, min_free_bytes=0)) as store:
         store.bind(FINGERPRINT)
         store.put([A])
@@ -650,7 +648,7 @@ def test_an_empty_object_is_put_aside(s3: Bucket, tmp_path: Path) -> None:
         assert store.check().damaged == 1
 
 
-def test_a_listing_with_a_time_that_is_none_is_refused(s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_with_an_invalid_time_is_refused(s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     def listed(*_: Any) -> Any:
         raise ValueError("year 0 is out of range")
 
@@ -668,7 +666,7 @@ def test_a_damaged_fingerprint_is_refused(machine: Machine, part: str) -> None:
             machine("two", bound=False)
 
 
-def test_a_damaged_note_of_what_was_trimmed_does_not_stop_gc(machine: Machine) -> None:
+def test_a_damaged_record_of_trimmed_operations_does_not_stop_gc(machine: Machine) -> None:
     one = machine("one")
     one.put([A])
     for note in (b"x", b"", b"9" * 5000, b"999"):
@@ -692,7 +690,7 @@ def test_an_operation_that_no_machine_writes_is_refused(machine: Machine, operat
     assert has(one, A)
 
 
-def test_while_the_place_is_away_only_what_was_encoded_alone_is_served(
+def test_while_the_shared_store_is_unreachable_only_kv_encoded_alone_is_served(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = machine("one")
@@ -728,7 +726,7 @@ def test_while_the_place_is_away_only_what_was_encoded_alone_is_served(
     assert soon(lambda: one.open(alone.key) is not None)
 
 
-def test_a_prompt_waits_for_the_log_once_and_for_a_moment(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_waits_briefly_for_the_log_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     one = machine("one")
     waits: list[float] = []
     follower = one._follower
@@ -745,7 +743,7 @@ def test_a_prompt_waits_for_the_log_once_and_for_a_moment(machine: Machine, monk
 
 
 @pytest.mark.parametrize("fault", ["500", "hang", "cut"])
-def test_a_bucket_that_fails_costs_time_and_nothing_else(
+def test_a_failing_bucket_costs_only_time(
     s3: Bucket, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Errors of the server, no answers, answers that end half way: the answer stays that of full prefill."""
@@ -781,7 +779,7 @@ def test_a_bucket_that_fails_costs_time_and_nothing_else(
 
 
 @pytest.mark.slow
-def test_valkey_that_is_full_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
+def test_a_full_valkey_is_reported_and_keeps_its_chunks(tmp_path: Path) -> None:
     with run_valkey("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
         store = SharedStore(server.url, tmp_path, min_free_bytes=0)
         store.bind(FINGERPRINT)
@@ -996,7 +994,9 @@ def test_two_machines_that_warm_a_shared_text_leave_it_alone(engines: list[Blend
             assert visible_variant(state, alone_only=False) == engine.fingerprint.chunk_key(ids)
 
 
-def test_prompts_go_on_without_the_place(engines: list[BlendEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_answered_without_the_shared_store(
+    engines: list[BlendEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, two = engines
     prompt: Any = messages(*CHUNKS)
     one.warm(CHUNKS)

@@ -133,7 +133,7 @@ def test_an_open_chunk_stays_readable_when_it_is_removed(store: FileStore) -> No
     assert store.open(record(1).key) is None
 
 
-def test_use_after_close_says_so(tmp_path: Path) -> None:
+def test_use_after_close_is_a_named_error(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.close()
     store.close()
@@ -162,7 +162,7 @@ def _write_at(path: Path, at: int, byte: int) -> None:
 
 
 @pytest.mark.parametrize(("context", "namespace"), [((), ""), ((7, 8, 9), "tenant")])
-def test_every_single_flipped_bit_of_a_header_is_found(
+def test_every_single_flipped_bit_of_a_header_is_detected(
     store: FileStore, context: tuple[int, ...], namespace: str
 ) -> None:
     """Of the header with its length and padding, and of all that opening reads."""
@@ -180,7 +180,7 @@ def test_every_single_flipped_bit_of_a_header_is_found(
     assert same(store, wanted)
 
 
-def test_flipped_bits_of_the_payload_are_noticed(store: FileStore) -> None:
+def test_flipped_bits_of_the_payload_are_detected(store: FileStore) -> None:
     wanted = record(1, layers=1, tokens=16)
     store.put([wanted])
     path = file_of(store, wanted)
@@ -198,7 +198,7 @@ def test_flipped_bits_of_the_payload_are_noticed(store: FileStore) -> None:
 
 
 @pytest.mark.parametrize("change", ["namespace", "context", "ids", "longer context"])
-def test_a_file_that_is_whole_but_not_what_its_key_says_is_damaged(store: FileStore, change: str) -> None:
+def test_an_intact_file_of_another_key_is_damaged(store: FileStore, change: str) -> None:
     """Its digests are right: only the key, computed again, shows it."""
     wanted = record(1, context=(7, 8))
     changes: dict[str, Any] = {
@@ -214,7 +214,7 @@ def test_a_file_that_is_whole_but_not_what_its_key_says_is_damaged(store: FileSt
 
 
 @pytest.mark.parametrize("left", [0, 1, 7, 8, 9, 100, -1, -1000])
-def test_a_truncated_file_is_noticed_when_it_is_opened(store: FileStore, left: int) -> None:
+def test_a_truncated_file_is_detected_when_it_is_opened(store: FileStore, left: int) -> None:
     wanted = record(1)
     store.put([wanted])
     path = file_of(store, wanted)
@@ -227,7 +227,7 @@ def test_a_truncated_file_is_noticed_when_it_is_opened(store: FileStore, left: i
         store.open(wanted.key)
 
 
-def test_a_file_cut_off_after_it_was_opened_is_noticed(store: FileStore) -> None:
+def test_a_file_truncated_after_it_was_opened_is_detected(store: FileStore) -> None:
     store.put([record(1)])
     reader = store.open(record(1).key)
     assert reader is not None
@@ -238,7 +238,7 @@ def test_a_file_cut_off_after_it_was_opened_is_noticed(store: FileStore) -> None
     reader.close()
 
 
-def test_a_fault_that_passes_leaves_the_chunk_where_it_is(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_fault_leaves_the_chunk_in_place(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put([record(1)])
     reader = store.open(record(1).key)
     assert reader is not None
@@ -274,7 +274,7 @@ def test_reads_that_return_less_are_continued(store: FileStore, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ["manifest.sqlite", "chunks"])
-def test_a_folder_that_cannot_be_looked_at_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened(tmp_path).close()
     for function in ("stat", "mkdir"):
         real = getattr(os, function)
@@ -388,21 +388,21 @@ def test_a_reader_that_is_closed_while_it_is_read_keeps_its_file(
         os.fstat(used[0])
 
 
-def test_another_chunk_under_this_name_is_noticed(store: FileStore) -> None:
+def test_another_chunk_under_this_name_is_detected(store: FileStore) -> None:
     store.put([record(1), record(2)])
     shutil.copy(file_of(store, record(2)), file_of(store, record(1)))
     with pytest.raises(DamagedChunkError, match=record(2).key):
         store.open(record(1).key)
 
 
-def test_a_file_of_another_model_is_noticed(store: FileStore) -> None:
+def test_a_file_of_another_model_is_detected(store: FileStore) -> None:
     store.put([record(1)])
     file_of(store, record(1)).write_bytes(packed(record(1), "f" * 32))
     with pytest.raises(DamagedChunkError, match="another model"):
         store.open(record(1).key)
 
 
-def test_a_row_without_a_file_is_damage_and_no_row_is_none(store: FileStore) -> None:
+def test_a_row_without_a_file_is_damage_and_a_missing_row_is_not(store: FileStore) -> None:
     store.put([record(1)])
     file_of(store, record(1)).unlink()
     with pytest.raises(DamagedChunkError, match="is missing"):
@@ -874,7 +874,7 @@ def test_a_really_full_disk(small_disk: Path, model: Model, hf: Any) -> None:
         assert engine.warm([" ".join(CHUNKS)]).new == 1
 
 
-def test_a_disk_with_less_left_than_is_to_be_kept_free_is_full(tmp_path: Path) -> None:
+def test_a_disk_with_less_than_the_reserved_space_is_full(tmp_path: Path) -> None:
     store = opened(tmp_path, min_free_bytes=1 << 60)
     with pytest.raises(StoreFullError, match="must stay free"):
         store.put([record(1)])
@@ -906,7 +906,7 @@ def test_least_recently_used_chunks_make_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("of_namespace", [False, True])
-def test_a_corpus_larger_than_the_budget_is_pointed_out(model: Model, tmp_path: Path, of_namespace: bool) -> None:
+def test_a_corpus_larger_than_the_budget_is_reported(model: Model, tmp_path: Path, of_namespace: bool) -> None:
     texts = [f"{CHUNKS[i % 4]} Number {i} of the series is the {i * 7}th of its kind." for i in range(12)]
     with BlendEngine(model, FileStore(tmp_path / "a", min_free_bytes=0)) as engine:
         assert engine.warm(texts).warnings == ()
@@ -937,7 +937,7 @@ def test_documents_share_chunks_and_forgetting_one_leaves_the_other(store: FileS
     assert store.set_document("never heard of", []) == []
 
 
-def test_what_is_removed_frees_the_disk_at_once(store: FileStore) -> None:
+def test_removed_chunks_free_the_disk_at_once(store: FileStore) -> None:
     store.put([record(1), record(2)])
     store.set_document("a", [holding(record(1), "a"), holding(record(2), "a")])
     assert len(list(store.path.glob("chunks/*/*"))) == 2
@@ -957,7 +957,7 @@ def test_chunks_without_a_name_are_never_dropped_by_a_document(store: FileStore)
     assert store.documents() == {}
 
 
-def test_a_variant_that_nobody_relies_on_any_more_is_removed(store: FileStore) -> None:
+def test_a_variant_without_documents_is_removed(store: FileStore) -> None:
     behind, alone = record(1, context=(7, 8)), record(1)
     store.put([behind])
     store.set_document("a", [holding(behind, "a")])
@@ -997,7 +997,7 @@ def test_one_documents_words_never_reach_the_readers_of_another(
     assert visible_variant(TextState(variants, sources), alone_only=True) == wanted_alone
 
 
-def test_what_is_recorded_of_a_text(store: FileStore) -> None:
+def test_record_of_a_text(store: FileStore) -> None:
     alone, behind, other = record(1), record(1, context=(7, 8)), record(2)
     store.put([alone, behind, other])
     store.set_document("one", [holding(behind, "a")])
@@ -1235,7 +1235,7 @@ def _age(path: Path, seconds: float = 7200) -> None:
     os.utime(path, (time.time() - seconds,) * 2)
 
 
-def test_gc_deletes_what_nobody_holds_and_what_is_left_over(store: FileStore) -> None:
+def test_gc_deletes_chunks_without_holders_and_leftovers(store: FileStore) -> None:
     store.put([record(i) for i in range(3)])
     store.set_document("a", [holding(record(0), "a")])
     leftover, fresh = record(7), record(8)
@@ -1304,7 +1304,7 @@ def test_check_repairs_what_a_row_says_wrong(store: FileStore, spoil: str) -> No
     assert store.check() == StoreCheck(sound=2, damaged=0, adopted=0, repaired=0, unreadable=0)
 
 
-def test_what_is_left_without_its_documents_is_served_only_where_it_was_encoded_alone(tmp_path: Path) -> None:
+def test_chunks_without_documents_are_served_only_if_encoded_alone(tmp_path: Path) -> None:
     """The chunk files do not say who held them."""
     store = opened(tmp_path)
     alone, behind, own = record(1), record(1, context=(7, 8)), record(2, context=(7, 8))
@@ -1322,7 +1322,7 @@ def test_what_is_left_without_its_documents_is_served_only_where_it_was_encoded_
     again.close()
 
 
-def test_texts_that_came_with_requests_are_collected_when_nobody_uses_them(store: FileStore) -> None:
+def test_unused_texts_of_requests_are_collected(store: FileStore) -> None:
     store.put([record(i) for i in range(4)])
     for i in range(3):
         store.set_document(ON_REQUEST, [holding(record(i), "")], "tenant" if i == 2 else "")
@@ -1378,7 +1378,7 @@ def test_a_chunk_removed_and_stored_again_at_the_same_time_has_its_file(tmp_path
     writer.close()
 
 
-def test_who_stores_a_chunk_second_deletes_his_own_file(tmp_path: Path) -> None:
+def test_a_second_writer_of_a_chunk_deletes_its_own_file(tmp_path: Path) -> None:
     one, other = opened(tmp_path), opened(tmp_path)
     add, kept = one._manifest.add, []
 
@@ -1434,7 +1434,7 @@ def test_a_chunk_that_moves_to_another_file_while_it_is_opened_is_found(
     assert store.open(record(1).key) is None
 
 
-def test_gc_evicts_what_a_killed_writer_left_beyond_the_budget(tmp_path: Path) -> None:
+def test_gc_evicts_what_a_killed_writer_left_over_budget(tmp_path: Path) -> None:
     size = len(packed(record(0)))
     with contextlib.closing(opened(tmp_path)) as killed:  # right before it would have evicted
         records = [record(i) for i in range(8)]
@@ -1484,7 +1484,7 @@ def test_changes_of_a_text_by_several_processes_are_not_lost(tmp_path: Path) -> 
         store.close()
 
 
-def test_a_budget_that_cannot_be_written_is_a_full_disk_and_changes_nothing(store: FileStore) -> None:
+def test_a_budget_that_cannot_be_written_reports_a_full_disk_and_changes_nothing(store: FileStore) -> None:
     store.put([record(i) for i in range(4)])
     pages = store._manifest._writer.execute("PRAGMA page_count").fetchone()[0]
     store._manifest._writer.execute(f"PRAGMA max_page_count = {pages}")
@@ -1693,7 +1693,7 @@ def test_the_ram_tier_is_bounded_and_drops_the_least_recently_used() -> None:
     assert (memory.bytes, len(memory)) == (6 * 1024, 2)
 
 
-def test_what_is_dropped_while_it_is_read_does_not_come_back() -> None:
+def test_a_chunk_dropped_while_it_is_read_does_not_come_back() -> None:
     memory = MemoryTier(10 * 1024)
     reader, other = _kept(memory, "a", 3), _kept(memory, "b", 3)
     memory.drop(["a"])
@@ -1724,7 +1724,7 @@ def test_the_ram_tier_takes_only_what_was_read_whole(store: FileStore) -> None:
     assert memory.keeping(kept) is kept
 
 
-def test_a_ram_tier_of_no_bytes_holds_on_to_nothing(store: FileStore) -> None:
+def test_a_ram_tier_of_no_bytes_keeps_nothing(store: FileStore) -> None:
     store.put([record(1)])
     reader = store.open(record(1).key)
     assert reader is not None
@@ -1809,7 +1809,7 @@ def test_a_forgotten_chunk_is_served_by_no_tier(engine: BlendEngine) -> None:
     assert (report.tier, report.reused_tokens, report.bytes_loaded) == ("", 0, 0)
 
 
-def test_a_new_store_is_its_owners_alone(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_a_new_store(tmp_path: Path) -> None:
     """The manifest has token ids, and the folder the texts of `kvrag warm`."""
     umask = os.umask(0o022)
     try:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks vllm`, but for the servers, which `make test-vllm` has."""
+"""`python -m benchmarks vllm`, without the servers, which `make test-vllm` tests."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def test_a_profile_is_read_as_written(tmp_path: Path, capsys: pytest.CaptureFixt
     used = json.loads(capsys.readouterr().out)["profile"]
     assert (used["disk_bytes_per_s"], used["store_latency_s"]) == (3e9, 0.005)
     assert used["blend_share"] == profile.blend_share
-    assert used["measured"] == ["blend_share"], "what an option says was not measured"
+    assert used["measured"] == ["blend_share"], "values of options were not measured"
     with pytest.raises(SettingError, match="blend_share must be a positive number"):
         replace(PROFILE, blend_share=0.0)
 

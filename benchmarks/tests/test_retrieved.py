@@ -230,7 +230,7 @@ SMALL = ("--top-k", 3, "--articles", 10, "--samples", 8, "--policies", "seam", "
 
 @pytest.fixture
 def run(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run the command on the tiny random model; what it prints, or its last line on stderr where it fails."""
+    """Run the command on the tiny random model; return its output, or the last line on stderr of a failure."""
     monkeypatch.setattr(Model, "from_pretrained", lambda *args, **kwargs: model)
 
     def call(*argv: object, fails: bool = False) -> str:

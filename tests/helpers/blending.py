@@ -1,4 +1,4 @@
-"""Prompts of a few chunks, and what an engine makes of them."""
+"""Prompts of a few chunks, and their caches in an engine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def full_prefill(model: Model, ids: torch.Tensor, capacity: int) -> tuple[torch.
 
 @torch.inference_mode()
 def plain_logits(hf: Any, ids: list[int]) -> torch.Tensor:
-    """(T, V) by the model itself, nothing of ours involved."""
+    """(T, V) by the model itself, without kvrag."""
     return hf(torch.tensor([ids])).logits[0].float()
 
 

@@ -43,7 +43,7 @@ class Refusal(Exception):
 
 @dataclass
 class FakeVllm:
-    """What the server has, and what it was asked; words are its tokens.
+    """State of the server and its requests; words are its tokens.
 
     Attributes:
         requests: Bodies of all requests for answers.
@@ -71,7 +71,7 @@ class FakeVllm:
     cut: bool = False
 
     def asked(self, mode: str) -> list[dict[str, Any]]:
-        """What the connector was asked in this mode."""
+        """Requests to the connector in this mode."""
         found = [(body.get("kv_transfer_params") or {}).get("kvrag", {}) for body in self.requests]
         return [params for params in found if params.get("mode") == mode]
 
@@ -130,7 +130,7 @@ class FakeVllm:
         assert params["texts"]
         joined = "\n\n".join(params["texts"]) or " "
         if params.get("contexts"):
-            assert body["prompt"] == [0] * (self.window - 1), "room for what stands before the texts, too"
+            assert body["prompt"] == [0] * (self.window - 1), "room for the context of the texts, too"
         else:
             assert body["prompt"] == joined or joined.startswith(body["prompt"])
         assert body["max_tokens"] == 1
@@ -244,7 +244,7 @@ def _split(call: dict[str, Any]) -> list[dict[str, Any]]:
 
 @contextmanager
 def fake_vllm(**settings: Any) -> Iterator[FakeVllm]:
-    """The server, as long as the context lasts."""
+    """The server, until the context ends."""
     fake = FakeVllm(**settings)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(fake))
     fake.url = f"http://127.0.0.1:{server.server_port}"

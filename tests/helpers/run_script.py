@@ -1,6 +1,6 @@
-"""Runs a script as `python SCRIPT ...` does, in a process that starts quickly: what most of them import is there.
+"""Run a script like `python SCRIPT ...`, in a process that starts quickly because common imports are already loaded.
 
-Processes are forked from one that has imported torch and transformers and computed nothing.
+Processes are forked from one that has imported torch and transformers, but has not computed anything.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _run(script: Path, arguments: Sequence[str], folder: Path, stdin: str) -> No
 
     import kvrag.control.controller
 
-    # as in conftest.py: nothing must depend on how busy the machine is, and threads would wait for each other
+    # as in conftest.py: results must not depend on the load, and threads would wait for each other
     kvrag.control.controller.NOTICEABLE_S, kvrag.control.controller.STEP = float("inf"), 1.0
     torch.set_num_threads(1)
     os.chdir(folder)

@@ -74,7 +74,7 @@ ESCAPES: dict[str, Callable[[str], str]] = {
 
 @pytest.fixture(scope="module")
 def cl100k() -> Any:
-    """GPT-4's vocabulary, which llama-index-core brings along, as a tokenizer of transformers."""
+    """GPT-4's vocabulary, which comes with llama-index-core, as a tokenizer of transformers."""
     core = pytest.importorskip("llama_index.core")
     pytest.importorskip("tiktoken")
     cache = Path(core.__file__).parent / "_static" / "tiktoken_cache"
@@ -134,7 +134,7 @@ def test_musique_passages_are_reused(chain: str, cl100k: Any) -> None:
 
 @pytest.mark.parametrize("escape", ESCAPES)
 def test_escaped_musique_passages_are_reused(escape: str, cl100k: Any) -> None:
-    """In the frameworks' own prompts; what is left are the escaped characters themselves."""
+    """In the frameworks' own prompts; only the escaped characters themselves are not reused."""
     questions = _musique(20)
     segments, _ = _warm(cl100k, [passage for question in questions for passage in question["passages"]])
     for chain in ("stuff", "numbered", "llamaindex"):
@@ -188,7 +188,7 @@ def test_a_mixed_sample_is_reused(name: str, chain: str, request: pytest.Fixture
         docs = [SAMPLE[number] for number in order]
         a, b = _coverage(tokenizer, segments, chunks, docs, "Who founded the company?", chain)
         found, total = found + a, total + b
-    # the first and the last token of a chunk may merge with what stands beside it, and these chunks are short
+    # the first and the last token of a chunk may merge with their neighbours, and these chunks are short
     assert found >= total - 2 * 3 * len(SAMPLE)
 
 

@@ -130,7 +130,7 @@ def test_gc_erases_the_token_ids_of_a_deleted_text_from_the_place(valkey: Server
     store.bind(FINGERPRINT)
 
     def texts() -> str:
-        """All that the log and the snapshots say."""
+        """The whole content of the log and the snapshots."""
         names = [*store._remote.names("log/"), *store._remote.names("snapshots/")]
         contents = store._remote.read(names)
         read = [

@@ -37,7 +37,7 @@ KVRAG = Path(sys.executable).with_name("kvrag")
 
 
 def run(script: Path, folder: Path, *arguments: str) -> str:
-    """What it prints."""
+    """Run the script; return its output."""
     folder.mkdir(exist_ok=True)
     process = start(script, *arguments, folder=folder, stdin=SAID.get(script.name, ()))
     process.join(300)

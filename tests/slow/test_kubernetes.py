@@ -1,4 +1,4 @@
-"""The manifests and the Dockerfile: valid by Kubernetes' schemas, and everything they name exists in kvrag."""
+"""The manifests and the Dockerfile are valid by Kubernetes' schemas, and everything that they name exists in kvrag."""
 
 from __future__ import annotations
 

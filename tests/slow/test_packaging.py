@@ -1,4 +1,4 @@
-"""What is shipped, and the workflows that ship it."""
+"""The packages' content, and the release workflows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ release = runpy.run_path(str(ROOT / "scripts" / "release.py"))
 class Built:
     """A package's files as they are shipped, name -> content; the sdist's without its folder.
 
-    `files` are those that lay in the package's folder when it was built.
+    `files` are those in the package's folder when it was built.
     """
 
     project: Path

@@ -1,4 +1,4 @@
-"""The torture suite itself: its campaigns run, notice what is wrong, and go on after it."""
+"""The torture suite itself: its campaigns run, detect errors, and continue after them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _torture(out: Path, *argv: object) -> dict[str, Any]:
 
 
 def _copy(folder: Path) -> Path:
-    """Return a folder with the suite, but without campaigns, and with no environments beside it."""
+    """Return a folder with the suite, but without campaigns, and without virtual environments next to it."""
     copied = folder / "tests" / "torture"
     copied.mkdir(parents=True)
     for name in ("__init__", "__main__", "campaign", "run"):

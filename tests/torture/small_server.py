@@ -1,6 +1,6 @@
 """`python -m torture.small_server FOLDER MAX_BYTES`: a server whose caches fill up within seconds.
 
-With the default sizes, memory would grow for an hour, and for a good reason.
+With the default sizes, memory would grow for an hour while the caches fill.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Who may import whom: the table is data, the walk is over the syntax trees."""
+"""Allowed imports: the table is data, the check walks the syntax trees."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _unit(parts: tuple[str, ...]) -> str:
 
 
 def _forbidden(path: Path, source: str) -> list[str]:
-    """What this file imports and may not."""
+    """Return the forbidden imports of this file."""
     relative = path.relative_to(ROOT)
     unit, wrong = _unit(relative.parts), []
     for name in _imports(source):

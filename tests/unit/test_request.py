@@ -1,4 +1,4 @@
-"""A request when the store is slow, fails, or holds something else than its manifest says."""
+"""A request when the store is slow, fails, or differs from its manifest."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_chunk_that_another_process_cannot_read_for_the_decision_is_left_out_i
     failing, other = whole.runs[1].key, []
 
     def gather(value: Any) -> tuple[Any, ...]:
-        """What two processes say."""
+        """Exchange the values of two processes."""
         if isinstance(value, Plan) and not other:
             other.append(ChunkUnreadableError(failing, "Input/output error"))
             return value, other[0]
@@ -242,7 +242,7 @@ def test_a_damaged_manifest_leads_to_no_chunk_of_another_namespace(
 
 
 def test_a_chunk_with_another_context_than_recorded_is_not_served(model: Model, tmp_path: Path) -> None:
-    """It would have the words of its document in it."""
+    """It would have traces of its document."""
     ids = model.tokenizer.render(messages(CHUNKS[1]))
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
         engine.warm(CHUNKS[:2], document="a")

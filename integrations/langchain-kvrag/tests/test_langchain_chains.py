@@ -1,4 +1,4 @@
-"""Chains as everybody writes them, with nothing changed but the model."""
+"""Typical chains, with only the model replaced."""
 
 from __future__ import annotations
 

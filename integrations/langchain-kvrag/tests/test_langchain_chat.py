@@ -1,4 +1,4 @@
-"""ChatBlend: what goes in and comes out of the chat model."""
+"""ChatBlend: messages, settings and answers of the chat model."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def test_an_engine_already_built_excludes_settings_of_the_model(tmp_path: Path) 
             ChatBlend(engine=engine, **wrong)
 
 
-# ---------------------------------------------------------------- the engine behind it
+# ---------------------------------------------------------------- the engine
 
 
 def test_creating_an_object_loads_nothing_and_equal_settings_share_an_engine(
@@ -515,7 +515,7 @@ async def test_the_event_loop_runs_while_the_model_loads_and_computes(
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry per answer of an engine that has ended, however it did."""
+    """One entry per ended answer of an engine, successful or not."""
     endings: list[str] = []
     inner = Answering.stream
 
@@ -552,7 +552,7 @@ async def test_a_dropped_async_stream_stops_the_work(
     assert closed == []
     await pieces.aclose()
     del pieces
-    for _ in range(10):  # the event loop closes what was dropped inside
+    for _ in range(10):  # the event loop closes dropped generators
         await asyncio.sleep(0)
     assert closed == ["closed"]
     assert len(forwards) < 4

@@ -1,4 +1,4 @@
-"""SQLiteRecordManager, beside LangChain's record manager in memory."""
+"""SQLiteRecordManager, compared with LangChain's record manager in memory."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_time_never_goes_back(records: SQLiteRecordManager, path: Path, monkeypa
     assert records.list_keys(before=second) == ["a"]
     records.update(["b"], time_at_least=second)
     assert records.list_keys(before=second) == ["a"]
-    other = SQLiteRecordManager("here", path)  # has seen only what is stored
+    other = SQLiteRecordManager("here", path)  # uses only the stored times
     assert other.list_keys(before=other.get_time()) == ["a", "b"]
     other.close()
 
@@ -225,5 +225,5 @@ def test_stale_documents_are_found_after_an_indexing_that_failed(kind: str, reco
     store.is_failing = False
     run("four")
     left = sorted(document.page_content for document in store.similarity_search("", k=9))
-    # why there is a record manager of our own: theirs has forgotten which source the first two are from
+    # the reason for our own record manager: theirs has lost the source of the first two
     assert left == (["four"] if kind == "ours" else ["four", "one", "two"])

@@ -88,7 +88,7 @@ def remote(served: Served) -> ChatBlend:
 
 
 def told(message: Any) -> dict[str, Any]:
-    """What must be equal, whoever answers."""
+    """Everything that must be equal for a server and a local engine."""
     said = message.model_dump()
     metadata = said["response_metadata"]
     report = {name: value for name, value in metadata["kvrag"].items() if name not in TIMES}

@@ -1,4 +1,4 @@
-"""KVWarmVectorStore around the vector stores that people have."""
+"""KVWarmVectorStore around common vector stores."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_existing_documents_of_a_store_are_listed_and_warmed(
     store = KVWarmVectorStore(existing, engine)
     assert store.warm_existing().new == 4
     assert kept(engine) == sorted(chunks)
-    existing.delete(IDS[:1])  # behind its back
+    existing.delete(IDS[:1])  # without the wrapper
     assert (await store.awarm_existing()).chunks == 3
     assert kept(engine) == sorted(chunks[1:])
     store.delete(IDS[1:])
@@ -99,7 +99,7 @@ def test_stale_kv_of_a_killed_program_is_dropped(way: str, engine: BlendEngine, 
 
 
 def test_the_rows_of_pgvector_are_listed(chunks: list[str]) -> None:
-    """With its documented attributes on SQLite: a server of its own is needed for more."""
+    """With its documented attributes on SQLite: more would need a database server."""
     orm = pytest.importorskip("sqlalchemy.orm")
     sql = pytest.importorskip("sqlalchemy")
     base = orm.declarative_base()
@@ -175,7 +175,7 @@ def test_a_self_query_retriever_finds_its_translator(kind: str, engine: BlendEng
     retrievers = pytest.importorskip("langchain_classic.retrievers")
     store = KVWarmVectorStore(STORES[kind](), engine)
     store.add_texts(chunks, [{"n": i} for i in range(4)], ids=IDS)
-    # what a model would make of "the one with the number 2"
+    # a model's query for "the one with the number 2"
     asked = StructuredQuery(query="?", filter=Comparison(comparator=Comparator.EQ, attribute="n", value=2), limit=None)
     retriever = retrievers.SelfQueryRetriever(vectorstore=store, query_constructor=RunnableLambda(lambda _: asked))
     assert [document.page_content for document in retriever.invoke("The one with the number 2")] == [chunks[2]]

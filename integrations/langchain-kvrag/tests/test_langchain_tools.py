@@ -1,4 +1,4 @@
-"""ChatBlend: tools and structured output, whatever the model would rather say."""
+"""ChatBlend: tools and structured output, for any model."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ OTHER = "Florton is a town by the sea. It has a harbour, a museum and two school
 
 
 class DeletesAll(InMemoryVectorStore):
-    """Like those of databases: without ids, it deletes all."""
+    """Like vector stores of databases: without ids, it deletes all."""
 
     @property
     def ids(self) -> list[str]:
@@ -80,7 +80,7 @@ def found(store: VectorStore) -> list[str]:
 
 
 def context(engine: BlendEngine, text: str) -> int:
-    """How many tokens the variant that prompts get was encoded behind."""
+    """Number of context tokens of the variant that prompts get."""
     key = text_key("", engine.model.tokenizer.encode(text))
     state = engine.store.look_up([key])[key]
     served = visible_variant(state, alone_only=False)
@@ -155,8 +155,8 @@ async def test_indexing_keeps_kv_and_vectors_in_step(
     forwards.clear()
     result = await run(sourced(edited, version=2), cleanup)
     assert (result["num_added"], result["num_deleted"]) == (4, 4)
-    # the chunk behind the edited one, which was not added again then: it has another context than under its old id,
-    # which is deleted only later, and is therefore encoded alone too
+    # the chunk after the edited one, which was not added again: it has another context than under its old id, which is
+    # deleted only later, so it is encoded alone too
     assert len(forwards) == 2
     forwards.clear()
     assert {document.metadata["version"] for document in store.similarity_search("anything", k=99)} == {2}
@@ -171,7 +171,7 @@ async def test_indexing_keeps_kv_and_vectors_in_step(
         assert kept(engine) == found(store) == []
         assert engine.documents() == []
     else:
-        await run(sourced(edited, version=2)[:1], cleanup)  # nothing is said about 1.txt
+        await run(sourced(edited, version=2)[:1], cleanup)  # 1.txt is not listed
         assert kept(engine) == found(store) == sorted([edited[0], edited[2]])
     assert forwards == []
 
@@ -183,9 +183,9 @@ async def test_batches_smaller_than_a_source_keep_what_has_the_same_context(
     await run(documents, "incremental")
     forwards.clear()
     documents[0].metadata["version"] = 2
-    # LangChain deletes what is behind the first batch, and adds it again
+    # LangChain deletes the documents after the first batch, and adds them again
     assert (await run(documents, "incremental", batch_size=2))["num_deleted"] > 1
-    assert len(forwards) == 1, "only the second batch, whose context is another without the first one"
+    assert len(forwards) == 1, "only the second batch, whose context differs without the first one"
     assert kept(engine) == found(store) == sorted(chunks)
 
 
@@ -257,7 +257,7 @@ def test_deleting_without_ids_drops_the_kv_of_documents_that_are_gone(
     store.add_texts(chunks)
     keeps_all = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine, collection="other")
     keeps_all.add_texts(chunks[:1])
-    keeps_all.delete()  # which this store takes for nothing to do
+    keeps_all.delete()  # for which this store does nothing
     assert store.delete() is True
     assert kept(engine) == found(keeps_all) == chunks[:1]
 
@@ -315,7 +315,7 @@ async def test_ids_to_delete_may_be_any_iterable(
 def test_threads_may_change_documents_of_their_own_at_once(
     store: KVWarmVectorStore, engine: BlendEngine, chunks: list[str]
 ) -> None:
-    """Whose texts are the same: KV goes with the last document that has it."""
+    """The texts are the same: KV is dropped with the last document that has it."""
 
     def change(mine: int) -> None:
         for turn in range(4):
@@ -343,7 +343,7 @@ def test_short_texts_are_added_with_a_warning_that_they_have_no_kv(
 
 
 class Fragile(DeletesAll):
-    """Fails when told to, after half of the work."""
+    """Fails on request, after half of the work."""
 
     failing = False
 
@@ -364,7 +364,7 @@ class Fragile(DeletesAll):
 
 
 class Gone(Fragile):
-    """Does not even tell what it has, after a failure."""
+    """Cannot even return its documents after a failure."""
 
     def get_by_ids(self, ids: Any, /) -> list[Document]:
         if self.failing:
@@ -499,7 +499,7 @@ def test_the_llm_must_be_one_that_can_encode() -> None:
 
 
 class Slow(DeletesAll):
-    """Adds when it is let, in the background."""
+    """Adds in the background, once it is released."""
 
     def __init__(self) -> None:
         super().__init__(EMBEDDING)
@@ -547,7 +547,7 @@ async def test_a_cancelled_add_leaves_kv_and_vectors_in_step(engine: BlendEngine
     store.vectorstore.let.set()  # type: ignore[attr-defined]
     with pytest.raises(asyncio.CancelledError):
         await adding
-    assert kept(engine) == found(store) == sorted(chunks)  # what had begun was ended
+    assert kept(engine) == found(store) == sorted(chunks)  # running work was finished
 
 
 async def test_an_add_that_is_cancelled_while_encoding_adds_nothing(
@@ -610,7 +610,7 @@ async def test_existing_documents_of_a_store_can_be_warmed(engine: BlendEngine, 
         assert kept(engine) == chunks[:1]
         report = store.warm_existing()
         assert (report.chunks, report.new) == (4, 3)
-        existing.add_documents([Document(OTHER, id="a")])  # behind its back
+        existing.add_documents([Document(OTHER, id="a")])  # without the wrapper
         existing.delete(["b"])
         assert (await store.awarm_existing()).new == 1
         assert kept(engine) == found(store) == sorted([OTHER, *chunks[2:]])
@@ -673,7 +673,7 @@ async def test_a_vector_store_that_cannot_be_created_leaves_no_kv(engine: BlendE
 
 INHERITED = {
     *("from_documents", "afrom_documents"),  # end in from_texts
-    "as_retriever",  # of this store, so that what the retriever is given to add is warmed
+    "as_retriever",  # of this store, so that documents added through the retriever are warmed
 }
 
 
@@ -740,7 +740,7 @@ def test_the_llm_takes_documents_as_they_are(engine: BlendEngine, store: KVWarmV
     assert llm.warm(iter([first, second])).new == 2
     assert [context(engine, one.page_content) > 0 for one in (first, second)] == [False, True]
     store.add_documents([first, second])
-    assert context(engine, second.page_content) > 0, "one source, however it came in"
+    assert context(engine, second.page_content) > 0, "one source, for each way to pass it"
     assert llm.warm([first.page_content, OTHER]).new == 1
     with pytest.raises(SettingError, match="got one str"):
         llm.warm(OTHER)

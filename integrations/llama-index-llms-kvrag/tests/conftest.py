@@ -27,7 +27,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="session")
 def tiny(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a random model that never says a control token, with a chat template that names all roles."""
+    """Folder of a random model that never generates a control token, with a chat template that names all roles."""
     tokenizer = copy.deepcopy(model.tokenizer.hf)
     tokenizer.chat_template = (
         "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
@@ -108,7 +108,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry per answer of an engine that has ended, however it did."""
+    """One entry per ended answer of an engine, successful or not."""
     endings: list[str] = []
     inner = Answering.stream
 

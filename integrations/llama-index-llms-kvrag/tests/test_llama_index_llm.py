@@ -1,4 +1,4 @@
-"""BlendLLM: what goes in and comes out of LlamaIndex's eight methods."""
+"""BlendLLM: arguments and responses of LlamaIndex's eight methods."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_an_engine_already_built_excludes_settings_of_the_model(tmp_path: Path) 
         BlendLLM(engine=engine, model="reader")
 
 
-# ---------------------------------------------------------------- the engine behind it
+# ---------------------------------------------------------------- the engine
 
 
 def test_creating_an_object_loads_nothing(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +342,7 @@ async def test_a_dropped_async_stream_stops_the_work(
     assert closed == []
     await pieces.aclose()
     del pieces
-    for _ in range(10):  # the event loop closes what was dropped inside
+    for _ in range(10):  # the event loop closes dropped generators
         await asyncio.sleep(0)
     assert closed == ["closed"]
     assert len(forwards) < 4

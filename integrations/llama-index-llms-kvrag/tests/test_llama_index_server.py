@@ -93,7 +93,7 @@ def remote(served: Served) -> BlendLLM:
 
 
 def told(response: Any) -> dict[str, Any]:
-    """What must be equal, whoever answers."""
+    """Everything that must be equal for a server and a local engine."""
     raw = response.raw
     report = {name: value for name, value in raw["kvrag"].items() if name not in TIMES}
     said = response.message.content if hasattr(response, "message") else response.text

@@ -1,4 +1,4 @@
-"""BlendLLM: tools and objects, and what is told of answers that break off."""
+"""BlendLLM: tools and objects, and answers that are cut off."""
 
 from __future__ import annotations
 

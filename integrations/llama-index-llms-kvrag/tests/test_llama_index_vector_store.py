@@ -1,4 +1,4 @@
-"""KVWarmVectorStore: KV follows the vectors, whatever is done to them."""
+"""KVWarmVectorStore: KV follows the vectors through all operations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Paragraphs(TextSplitter):
 
 
 class KeepsText(SimpleVectorStore):
-    """Like those of databases: it has the nodes, too."""
+    """Like vector stores of databases: it stores the nodes, too."""
 
     stores_text: bool = True
     nodes: dict[str, Any] = Field(default_factory=dict)
@@ -67,7 +67,7 @@ class KeepsText(SimpleVectorStore):
 
 
 class Failing(SimpleVectorStore):
-    """Breaks off when it has added one node, or before it has deleted any."""
+    """Fails after adding one node, or before deleting any."""
 
     is_failing: bool = True
 
@@ -85,7 +85,7 @@ class Failing(SimpleVectorStore):
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many chunks each run of the encoder got."""
+    """Number of chunks in each run of the encoder."""
     counts: list[int] = []
     encode = ingest.encode
 
@@ -121,7 +121,7 @@ def index_of(vector_store: KVWarmVectorStore, *documents: Document) -> VectorSto
 
 
 def stored(llm: BlendLLM) -> int:
-    """How many chunks have KV, which are as many as there are files."""
+    """Number of chunks with KV, which is the number of files."""
     stats = llm._open().store.stats()
     assert len(list(Path(stats.path).rglob("*.safetensors"))) == stats.chunks
     return stats.chunks
@@ -278,7 +278,7 @@ async def test_an_add_lists_the_kv_of_its_own_nodes_only(
         await vector_store.async_add(nodes) if is_async else vector_store.add(nodes)
         asked.append((sum(listed), len(listed)))
         listed.clear()
-    assert {*asked[1:]} == {(1, 2)}, "queries per node, and of these, one finds what the changed node had"
+    assert {*asked[1:]} == {(1, 2)}, "queries per node, and one of them finds the text that the changed node had"
     assert len(llm.documents()) == 13
 
 
@@ -350,7 +350,7 @@ async def test_an_add_that_fails_leaves_the_earlier_kv(is_async: bool, llm: Blen
     before = llm.documents()
     assert (stored(llm), len(before)) == (2, 2)
     failing.is_failing = True
-    with pytest.raises(ConnectionError):  # it cannot return what it has
+    with pytest.raises(ConnectionError):  # it cannot return its nodes
         await add(node("1", KAN), node("2", ZEL))
     assert (stored(llm), llm.documents()) == (2, before)
     with pytest.raises(ConnectionError):
@@ -452,7 +452,7 @@ def test_nodes_of_one_document_are_encoded_with_their_context(llm: BlendLLM, vec
 
     vector_store.add(nodes)
     assert contexts() == [False, False, True]
-    assert llm.warm(nodes).new == 0, "one source, however it came in"
+    assert llm.warm(nodes).new == 0, "one source, for each way to pass it"
     assert contexts() == [False, False, True]
     with pytest.raises(SettingError, match="got one str"):
         llm.warm(first)

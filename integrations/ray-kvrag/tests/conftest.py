@@ -19,7 +19,7 @@ if find_spec("ray") is None:
     collect_ignore_glob = ["test_*.py"]
 
     def pytest_terminal_summary(terminalreporter: Any) -> None:
-        """Report what was left out."""
+        """Report skipped tests."""
         terminalreporter.write_line("integrations/ray-kvrag/tests left out: ray is not installed here")
 
 

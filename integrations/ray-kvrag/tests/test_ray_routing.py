@@ -1,4 +1,4 @@
-"""Where work goes on a cluster: documents to workers, requests to servers. Starts no cluster."""
+"""Distribution on a cluster: documents to workers, requests to servers. Starts no cluster."""
 
 from __future__ import annotations
 

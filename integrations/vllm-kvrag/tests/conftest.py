@@ -16,7 +16,7 @@ if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 
     def pytest_terminal_summary(terminalreporter: Any) -> None:
-        """Say what was left out."""
+        """Report skipped tests."""
         terminalreporter.write_line("integrations/vllm-kvrag/tests left out: vllm is not installed here")
 
 else:
@@ -31,7 +31,7 @@ else:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the models of all tests are."""
+    """Folder of the models of all tests."""
     return tmp_path_factory.mktemp("models")
 
 

@@ -1,4 +1,4 @@
-"""What requests and the connector's configuration may say."""
+"""Parameters of requests and settings of the connector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled decode steps: one graph for all lengths, with the logits of the model's own."""
+"""Compiled decode steps: one graph for all lengths, with the model's own logits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LENGTHS = (94, 150, 60)  # windows are 48 tokens, and longrope's frequencies cha
 
 @pytest.fixture
 def only_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are captured as usual and run without a compiler, which would take half a minute."""
+    """Capture graphs as usual and run them without a compiler, which would take half a minute."""
     monkeypatch.setattr(compiled, "_BACKEND", "eager")
 
 
@@ -66,7 +66,7 @@ def test_a_step_is_one_graph_for_all_lengths_and_numbers_of_rows(
 def test_answers_are_the_same(
     own_thread: bool, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the compiler that users have, blended prompts, one answer and several at the same time."""
+    """With the real compiler, blended prompts, one answer and several at the same time."""
     monkeypatch.setattr(compiled, "_own_thread", lambda device: own_thread)
     hf = build("llama", num_hidden_layers=2)
     prompts = [messages(*CHUNKS[:count], question=f"Question {count}?") for count in (1, 3, 2)]
@@ -139,7 +139,7 @@ def test_steps_run_in_one_thread_for_all_consumers(hf: Any) -> None:
 
 
 def test_an_interrupted_consumer_waits_for_the_end_of_the_step(hf: Any) -> None:
-    """Or the step would go on writing to caches that are used again."""
+    """Otherwise the step would continue to write to caches that are used again."""
     ended: list[bool] = []
 
     def step() -> None:

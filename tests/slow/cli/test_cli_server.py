@@ -1,4 +1,4 @@
-"""`kvrag warm --server`: the same chunks as by the local command, encoded elsewhere."""
+"""`kvrag warm --server`: the same chunks as with the local command, encoded on the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The corpus of a server: what is under way, what survives, what fails."""
+"""The corpus of a server: documents in progress, restarts, failures."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_a_conversation_that_cannot_be_kept_changes_nothing(
 
 
 def test_two_servers_do_not_share_a_corpus(corpus: Corpus, engine: BlendEngine, tmp_path: Path) -> None:
-    """Each would do the other's tasks."""
+    """Each would execute the other's tasks."""
     with pytest.raises(StoreError, match="--no-corpus"):
         make_corpus(engine, tmp_path / "corpus")
     corpus.stop(30)

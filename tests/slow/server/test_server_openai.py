@@ -1,4 +1,4 @@
-"""OpenAI's interface in full, by the clients that people have: sampling features, responses, uploads, keep-alives."""
+"""OpenAI's whole interface, with common clients: sampling features, responses, uploads, keep-alives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOOL: Any = {"type": "function", "name": "look", "description": "Look.", "parame
 
 @pytest.fixture(scope="module")
 def engine(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    """The bundled reader, without an end token: its answers are as long as they may be."""
+    """The bundled reader, without an end token: its answers end only at the limit."""
     hf = AutoModelForCausalLM.from_pretrained(Path(kvrag.__file__).parent / "reader")
     hf.generation_config.suppress_tokens = [hf.generation_config.eos_token_id]
     store = FileStore(tmp_path_factory.mktemp("served") / "kv", min_free_bytes=0)

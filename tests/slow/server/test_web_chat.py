@@ -46,7 +46,7 @@ WATCH = """() => {
 
 @pytest.fixture(scope="module")
 def model_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that says words until the limit is reached: a piece of the stream for each."""
+    """A random model that generates words until the limit, one piece of the stream for each."""
     folder = tmp_path_factory.mktemp("model")
     hf = build("llama", max_position_embeddings=2048)
     words = [re.fullmatch(" ?[a-z]+", tokenizer.decode([number])) is not None for number in range(len(tokenizer))]
@@ -122,7 +122,7 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     assert [body.get("policy") for body in asked] == [None, "full"]
     assert asked[0]["messages"] == asked[1]["messages"]
 
-    # a second turn knows the first
+    # a second turn has the first in its prompt
     said = lanes.first.locator(".answer").inner_text()
     ask(page, "Where does he work?", 2)
     roles = [(message["role"], message["content"]) for message in asked[2]["messages"]]
@@ -158,7 +158,7 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     page.click("#theme")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
 
-    # a lost server is reported in words
+    # a lost server is reported
     server.terminate()
     server.join(60)
     page.fill("#question", "Is anybody there?")

@@ -99,7 +99,7 @@ def test_dtypes_differ(save: Save) -> None:
 
 @pytest.mark.parametrize("rename", [lambda key: key.removeprefix("model."), lambda key: f"model.{key}"])
 def test_a_missing_or_extra_prefix_is_found(save: Save, rename: Callable[[str], str]) -> None:
-    """Like transformers, which accepts checkpoints of the base model and of a model around it."""
+    """Like transformers, which accepts checkpoints with and without the base model's prefix."""
     folder = save("llama", tie_word_embeddings=True)
     _edit_header(folder, lambda header: {key if key == "__metadata__" else rename(key): header[key] for key in header})
     assert checkpoint_fingerprint(folder, torch.float32) == Model.from_pretrained(folder).fingerprint
@@ -203,7 +203,7 @@ def test_weights_that_stay_in_float32_are_refused(save: Save) -> None:
 
 
 def _edit_header(folder: Path, edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Change the header of a safetensors file; the data stay."""
+    """Change the header of a safetensors file, not the data."""
     file = folder / "model.safetensors"
     content = file.read_bytes()
     data = 8 + int.from_bytes(content[:8], "little")

@@ -1,4 +1,4 @@
-"""Tokenizer, fingerprint, locks, loading: what every answer rests on."""
+"""Tokenizer, fingerprint, locks, loading."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BOS_TEMPLATE = (
 
 @pytest.fixture
 def doubling(tokenizer: Any) -> Any:
-    """A tokenizer that adds BOS to every text, with a template that writes it as well, as those of Llama 3 do."""
+    """A tokenizer that adds BOS to every text, with a template that also writes it, as in Llama 3."""
     hf = copy.deepcopy(tokenizer)
     hf.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
@@ -161,7 +161,7 @@ def test_the_preamble_is_what_every_prompt_begins_with(model: Model, doubling: A
 
 
 def test_threads_do_not_get_each_others_control_tokens(model: Model) -> None:
-    """The tokenizer keeps in itself whether control tokens are text, and a prompt and a chunk differ in it."""
+    """Whether control tokens are text is state of the tokenizer, and differs between a prompt and a chunk."""
     ours, another = model.tokenizer, Tokenizer(model.tokenizer.hf, "of another model")
     text = "She said </s> and <s> twice. " * 3
     calls: list[Callable[[], list[int]]] = [
@@ -272,7 +272,7 @@ def test_the_lock_is_released_by_exceptions() -> None:
 
 @pytest.fixture
 def alarm() -> Iterator[None]:
-    """Ctrl-C in a moment."""
+    """Press Ctrl-C in a moment."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

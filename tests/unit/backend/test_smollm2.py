@@ -25,7 +25,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def converted(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folders that a conversion was started for; it writes one small file."""
+    """The folders of started conversions; a conversion writes one small file."""
     folders: list[Path] = []
 
     def convert(gguf: Path, folder: Path) -> None:

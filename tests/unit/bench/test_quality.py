@@ -75,7 +75,7 @@ def test_intervals_are_those_of_the_mean() -> None:
 def test_questions_about_one_context_are_drawn_together() -> None:
     values, contexts = np.random.default_rng(1).normal(size=40), np.arange(40)
     alone, copied = Bootstrap(contexts, seed=0), Bootstrap(np.repeat(contexts, 10), seed=0)
-    tenfold = np.repeat(values, 10)  # ten questions of equal results say no more than one
+    tenfold = np.repeat(values, 10)  # ten questions of equal results count like one
     assert asdict(copied.mean(tenfold)) == pytest.approx(asdict(alone.mean(values)))
     assert copied.median_ratio(tenfold + 10, 0 * tenfold + 1) == alone.median_ratio(values + 10, 0 * values + 1)
     one = asdict(Bootstrap(np.zeros(5, int), seed=0).mean(values[:5]))
@@ -161,7 +161,7 @@ def _with_rows(argv: Sequence[object]) -> list[str]:
 
 @pytest.fixture
 def bench(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bench:
-    """Run the command on the tiny random model, with --json; its result."""
+    """Run the command on the tiny random model, with --json; return its result."""
     monkeypatch.setattr(Model, "from_pretrained", lambda *args, **kwargs: model)
 
     def call(*argv: object) -> Any:
@@ -174,7 +174,7 @@ def bench(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.fixture
 def fails(model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run the command, which must fail with one line on stderr, which is returned."""
+    """Run the command, which must fail with one line on stderr; return the line."""
     monkeypatch.setattr(Model, "from_pretrained", lambda *args, **kwargs: model)
 
     def call(*argv: object) -> str:
@@ -311,7 +311,7 @@ def test_documents_are_dropped_after_the_last_row_that_needs_them(
 
 
 def test_no_answer_is_not_an_article() -> None:
-    """SQuAD's normalisation leaves nothing of "the"."""
+    """SQuAD's normalisation removes "the"."""
     cells = make_cells({}, [], [Setup()])
     task = quality.Task(QuestionRow("1", (), "", ("the",), beginning="It was", context="x"), "", 1)
     record = {"row": task.row.key, "kl": 0.0, "agree": 1.0, "ttft_s": 1.0}
@@ -474,7 +474,7 @@ def _point(ratio: float | None, same: float, policy: str = "query", right: float
             0.9,
             "Yes: blending keeps your answers from ratio 0.15 on; there, 96.0% [96.0%, 96.0%] of 9",
         ),
-        ((0.96, 0.9, 0.97), 0.9, "Yes: blending keeps your answers from ratio 0.3 on"),  # the first was luck
+        ((0.96, 0.9, 0.97), 0.9, "Yes: blending keeps your answers from ratio 0.3 on"),  # the first was chance
         ((1.0, 0.96, 0.95), 0.9, "Yes: blending keeps your answers from ratio 0.05 on"),
         ((0.9, 0.96, 0.94), 0.9, "No: blending keeps less than 95% of your answers up to ratio 0.3; there, 94.0%"),
         ((1.0, 1.0, 1.0), 0.1, "Undecided: full prefill itself gets only 10.0% of these sentences right"),

@@ -40,7 +40,7 @@ CHUNKS = 78  # of the corpus
 
 @pytest.fixture(scope="module", autouse=True)
 def reader() -> Iterator[Model]:
-    """Stays loaded, and on one thread: it is too small to share its work."""
+    """The reader, loaded once, on one thread: it is too small for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield Model.from_pretrained("reader")
@@ -54,7 +54,7 @@ def _embedder_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def warmed(tmp_path_factory: pytest.TempPathFactory, reader: Model) -> Path:
-    """A store with the corpus; not to be changed."""
+    """A store with the corpus; tests must not change it."""
     store = tmp_path_factory.mktemp("warmed")
     kvrag.retrieval.index.load_embedder, original = load_embedder, kvrag.retrieval.index.load_embedder
     try:
@@ -66,7 +66,7 @@ def warmed(tmp_path_factory: pytest.TempPathFactory, reader: Model) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three articles of the corpus, to be changed at will."""
+    """Three articles of the corpus, which tests may change."""
     inside = tmp_path / "docs"
     inside.mkdir()
     for name in ("ingla.txt", "holra.txt", "jomouth.txt"):
@@ -76,7 +76,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def as_json(capsys: pytest.CaptureFixture[str]) -> Json:
-    """Run a command with --json; its result, which must be all there is on stdout."""
+    """Run a command with --json; return its result, which must be the whole stdout."""
 
     def call(*argv: object, code: int = 0) -> Any:
         capsys.readouterr()
@@ -88,7 +88,7 @@ def as_json(capsys: pytest.CaptureFixture[str]) -> Json:
 
 @pytest.fixture
 def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command that must fail with one line on stderr, which is returned."""
+    """Run a command that must fail with one line on stderr; return the line."""
 
     def call(*argv: object, code: int = 1) -> str:
         capsys.readouterr()
@@ -148,7 +148,7 @@ WRONG = [
 
 
 def test_arguments_are_checked_before_torch_is_imported() -> None:
-    """All in one process: what one command imports, the next ones would show."""
+    """All in one process: imports of one command would show in the next ones."""
     program = """
 import json, sys
 from kvrag.cli.main import main
@@ -378,7 +378,7 @@ def test_namespaces_have_their_own_documents(
     assert "and --namespace" in fails("ask", QUESTION, *store)
     (folder / "holra.txt").unlink()
     first = as_json("warm", folder, "--namespace", "bob", *store, *CUT)
-    assert (first["indexed"], first["gone"]) == (first["chunks"], []), "nothing of the other namespace counts"
+    assert (first["indexed"], first["gone"]) == (first["chunks"], []), "chunks of the other namespace do not count"
     for namespace, count in (("alice", 3), ("bob", 2)):
         found = as_json("ask", QUESTION, "--top-k", 99, "--namespace", namespace, *store)["context"]
         assert len({hit["document"] for hit in found}) == count
@@ -611,7 +611,7 @@ def test_a_long_chat_drops_its_oldest_turns_and_reports_it(
     assert main(["chat", "--store", str(warmed), "--max-tokens", "2", "--json"]) == 0
     captured = capsys.readouterr()
     assert "the oldest turn was dropped" in captured.err
-    assert "too many for the window" in captured.err  # the one that fits in no conversation
+    assert "too many for the window" in captured.err  # the question that does not fit with any conversation
     assert len(captured.out.splitlines()) == 5
 
 
@@ -737,7 +737,7 @@ def test_the_demo_without_langchain_says_what_to_install(
 
 @pytest.fixture
 def own(warmed: Path, tmp_path: Path) -> Path:
-    """A copy of the warmed store, to be changed at will."""
+    """A copy of the warmed store, which tests may change."""
     return Path(shutil.copytree(warmed, tmp_path / "own"))
 
 
@@ -788,7 +788,7 @@ def test_calibrate_says_what_is_missing(own: Path, tmp_path: Path, fails: Callab
 
 
 def test_the_controller_can_be_switched_off(own: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(2):  # by now all is measured
+    for _ in range(2):  # everything is measured by now
         as_json("ask", QUESTION, "--store", own)
     monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("-inf"))
     report = as_json("ask", QUESTION, "--store", own)["report"]

@@ -63,7 +63,7 @@ async def test_answers_of_vllm(fake: FakeVllm, remote: RemoteEngine, prompt: Any
         assert [delta.text for delta in deltas] == ["harp", " harp", ""]
         assert (deltas[-1].finish_reason, deltas[-1].num_tokens) == ("stop", 2)
         assert deltas[-1].report == expected
-    assert not fake.reports  # every one was asked for
+    assert not fake.reports  # every piece was requested
 
 
 def test_settings_of_an_answer(fake: FakeVllm, remote: RemoteEngine) -> None:
@@ -238,7 +238,7 @@ def test_a_long_document_is_sent_in_parts(fake: FakeVllm, remote: RemoteEngine) 
     *asked, last = fake.asked("warm")
     assert len(asked) > 2
     assert [text for each in asked for text in each["texts"]] == texts == fake.documents["", "d"]
-    assert not any(each["replace"] for each in asked), "what it had before is kept until all is stored"
+    assert not any(each["replace"] for each in asked), "earlier chunks are kept until everything is stored"
     assert last["texts"] == texts
     assert last.get("replace", True)
     assert steps[-1] == (9, 9)
@@ -250,7 +250,7 @@ def test_a_long_document_is_sent_in_parts(fake: FakeVllm, remote: RemoteEngine) 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_parts_follow_the_contract(seed: int) -> None:
-    """Of any texts: all are sent in order, none too long, and it is known which documents are divided."""
+    """For any texts: all are sent in order, none too long, and divided documents are marked."""
     rng = random.Random(seed)
     number = rng.randint(1, 40)
     texts = NamedTexts(
@@ -426,7 +426,7 @@ def test_prompts_that_are_too_long_or_empty(remote: RemoteEngine) -> None:
 
 @pytest.mark.parametrize("as_messages", [False, True])
 def test_an_answer_may_be_shorter_than_asked(fake: FakeVllm, remote: RemoteEngine, as_messages: bool) -> None:
-    """As locally, a prompt is answered if one token fits behind it; the prompt is counted only if need be."""
+    """As locally, a prompt is answered if one token fits after it; its tokens are counted only if needed."""
     for words, room, counted in ((10, 256, 0), (4900, 99, 1), (4998, 1, 1)):
         text = "word " * words
         assert remote.model_name

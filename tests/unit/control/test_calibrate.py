@@ -1,4 +1,4 @@
-"""Calibration: the choice, the interval, what is kept, and what the engine makes of it."""
+"""Calibration: the choice, the interval, the stored result, and its effect in the engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_wilson() -> None:
     ("first", "wanted"),
     [
         ((80, 90, 99, 100, 100), 0.1),
-        ((99, 90, 99, 100, 100), 0.1),  # the first was luck
+        ((99, 90, 99, 100, 100), 0.1),  # the first was chance
         ((80, 90, 95, 98, 99), 0.4),
         ((80, 90, 95, 98, 98), None),
         ((100,), 0.02),

@@ -1,4 +1,4 @@
-"""What the controller decides, by made-up numbers; what the speedometer makes of passes; and both inside an engine."""
+"""Decisions of the controller on made-up numbers, the cost model's fit of passes, and both inside an engine."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_fit_is_never_negative_and_survives_little() -> None:
 def test_costs_needs_a_pass_and_a_load() -> None:
     meter = CostModel(4096)
     meter.observe_pass("full", 100, 5_000, 9.0)
-    assert not meter.knows_passes(), "a process's first pass pays for more than itself"
+    assert not meter.knows_passes(), "a process's first pass includes one-time costs"
     for rows in (100, 1000, 4000):
         meter.observe_pass("full", rows, rows**2 / 2, full_seconds(GPU, rows))
     assert meter.knows_passes()
@@ -320,7 +320,7 @@ def test_a_disk_that_became_fast_is_detected(engine: BlendEngine, monkeypatch: p
 
 
 def test_a_decision_needs_no_request_before_it(model: Model, tmp_path: Path) -> None:
-    """Ingestion has measured the passes, one look at the disk measures the rest."""
+    """Ingestion has measured the passes; one read from the disk measures the rest."""
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
         engine.warm(CHUNKS[:2])
         engine.warm(CHUNKS[2:])

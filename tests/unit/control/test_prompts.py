@@ -1,4 +1,4 @@
-"""Prompts made of documents: what is asked, what is retrieved, and what cannot be asked."""
+"""Prompts made of documents: sentences, retrieved chunks, and unsuitable documents."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_seed_decides_and_more_prompts_append(model: Model) -> None:
     assert prompts[:3] == make_prompts(model, CHUNKS, search, 3, seed=1)
     assert prompts != make_prompts(model, CHUNKS, search, 6, seed=2)
     orders = {tuple(CHUNKS.index(chunk) for chunk in made.chunks) for made in prompts}
-    assert any(list(order) != sorted(order) for order in orders), "what is retrieved is shuffled"
+    assert any(list(order) != sorted(order) for order in orders), "the retrieved chunks are shuffled"
     assert [gap.kind for gap in find_gaps(CHUNKS, 1)[:4]] == [CLOZE, CONTINUATION] * 2
 
 

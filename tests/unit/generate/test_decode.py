@@ -1,4 +1,4 @@
-"""Decoding is `model.generate`'s, piece by piece: the same tokens and processors, text as soon as it is certain."""
+"""Decoding equals `model.generate`, streamed: the same tokens and processors, text as soon as it is certain."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_without_a_seed_nothing_repeats(engine: BlendEngine, endless: Model) -> 
 
 @pytest.fixture
 def opinionated(tokenizer: Any) -> tuple[Model, Any]:
-    """A model whose generation config samples, as those of Qwen do."""
+    """A model whose generation config samples, like Qwen's."""
     hf = build("llama", eos_token_id=None)
     hf.generation_config.do_sample = True
     hf.generation_config.temperature = 0.7
@@ -170,7 +170,7 @@ Script = Callable[..., list[Delta]]
 
 @pytest.fixture
 def script(endless: Model, monkeypatch: pytest.MonkeyPatch) -> Script:
-    """Decode with a model that says just this, one token after the other."""
+    """Decode with a model that generates exactly this text, one token after the other."""
 
     def run(said: str | list[int], **settings: Any) -> list[Delta]:
         tokens = endless.tokenizer.encode(said) if isinstance(said, str) else said

@@ -1,4 +1,4 @@
-"""Answers under a grammar: whatever the model would rather say, what it says is in the language."""
+"""Answers under a grammar: for any model, the answer is in the grammar's language."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_grammar_does_not_change_reuse(engine: BlendEngine) -> None:
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
-    """As Llama 2's and Gemma's: spaces are letters, and bytes stand in for what is not in the vocabulary."""
+    """Like Llama 2's and Gemma's: spaces are letters, and characters outside the vocabulary are bytes."""
     bytes_ = [f"<0x{number:02X}>" for number in range(256)]
     pieces = ["<s>", "</s>", *bytes_, "▁", *"abcdefghijklmnopqrstuvwxyz", "▁a", "▁the", "th", "he", "an"]
     merges = [("▁", "a"), ("t", "h"), ("h", "e"), ("a", "n"), ("▁", "the")]
@@ -161,7 +161,7 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """As GPT's, Llama 3's and Qwen's."""
+    """Like GPT's, Llama 3's and Qwen's."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

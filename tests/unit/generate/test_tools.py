@@ -1,4 +1,4 @@
-"""Tools: what the model reads about them, and the calls in what it says."""
+"""Tools: their description in the prompt, and the calls in the answer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HISTORY = [
 
 
 def template(tools: str, call: str) -> str:
-    """A chat template with the parts about tools of a well-known one."""
+    """A chat template with the tool parts of a well-known one."""
     return (
         f"{{% if tools %}}{tools}{{% endif %}}"
         "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
@@ -70,7 +70,7 @@ TEMPLATES = {
 
 @pytest.fixture(params=["reader", *TEMPLATES])
 def talker(request: pytest.FixtureRequest, tokenizer: Any, hf: Any, tmp_path: Path) -> Iterator[BlendEngine]:
-    """An engine of the tiny llama that speaks like a model of this kind."""
+    """An engine of the tiny llama with the tool format of this model."""
     theirs = copy.deepcopy(tokenizer)
     if request.param in TEMPLATES:
         theirs.chat_template = TEMPLATES[request.param]
@@ -81,7 +81,7 @@ def talker(request: pytest.FixtureRequest, tokenizer: Any, hf: Any, tmp_path: Pa
 
 
 def check(call: ToolCall) -> bool:
-    """Whether its arguments are those of its tool."""
+    """Return whether the arguments match the tool."""
     if call.name == "look":
         assert list(call.arguments) == ["where", "far"]
         assert isinstance(call.arguments["where"], str)
@@ -216,7 +216,7 @@ def test_chunks_in_a_tools_result_are_reused(talker: BlendEngine) -> None:
 def listen(
     text: str, size: int = 3, names: tuple[str, ...] = ("look", "count")
 ) -> tuple[str, list[tuple[str, Any]], list[str]]:
-    """What a parser makes of the text, in pieces of this size: the text, the calls, and the pieces said."""
+    """Parse a text in pieces of this size; return the text, the calls, and the streamed pieces."""
     parser = CallParser(names)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     heard = [parser.parse(Delta(piece, (1,))) for piece in pieces] + [parser.parse(Delta("", (), "stop"))]
@@ -289,7 +289,7 @@ def test_text_is_streamed_as_soon_as_it_cannot_be_a_call() -> None:
 
 
 def spell(text: str, size: int, finish: FinishReason) -> list[Delta]:
-    """What a parser makes of an answer that arrives in pieces of this size."""
+    """Parse an answer that arrives in pieces of this size."""
     parser = CallParser(("look", "count"))
     pieces = [Delta(text[at : at + size], (1,)) for at in range(0, len(text), size)]
     return [parser.parse(piece) for piece in [*pieces, Delta("", (), finish)]]
@@ -328,7 +328,7 @@ def test_arguments_come_in_pieces_that_make_up_the_calls(form: str, size: int) -
         (call.name, call.id, call.arguments) for call in calls
     ]
     if size == 1:
-        assert sum(bool(delta.call_pieces) for delta in deltas) > 40  # they come while the model writes
+        assert sum(bool(delta.call_pieces) for delta in deltas) > 40  # they arrive while the model generates
 
 
 @pytest.mark.parametrize("size", [1, 1000])

@@ -1,4 +1,4 @@
-"""What is said about a prompt is what happened to it."""
+"""The explanation of a prompt matches its computation."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ WAYS: dict[str, tuple[Callable[[str], str], str, str]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_changes_of_a_chunk_by_a_chain_are_recognised(engine: BlendEngine, way: str) -> None:
-    """From the prompt alone, and the same for what was retrieved."""
+    """From the prompt alone, and the same for retrieved texts."""
     change, reason, detail = WAYS[way]
     engine.warm([TEXT, OTHER], document="museum.txt")
     changed = change(TEXT)
@@ -238,7 +238,7 @@ def test_retrieved_texts_that_are_not_in_the_prompt_or_not_in_the_store(engine: 
         with_metadata: "never warmed",
         CHUNKS[0]: "reused",
     }
-    assert found[-1].text == CHUNKS[0], "what went wrong comes first"
+    assert found[-1].text == CHUNKS[0], "chunks that were not reused come first"
     part = next(chunk for chunk in found if chunk.text == with_metadata)
     assert part.reused >= len(engine.model.tokenizer.encode(CHUNKS[1])) - 2
     assert f"{part.reused} of its tokens are in stored chunks" in part.detail
@@ -402,7 +402,7 @@ def test_an_empty_store_is_reported_first(engine: BlendEngine) -> None:
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What the engine has warned of since the last look."""
+    """Warnings of the engine since the last call."""
     caplog.set_level(logging.WARNING, "kvrag")
 
     def said() -> list[str]:
@@ -432,7 +432,7 @@ def test_two_prompts_in_a_row_without_warmed_text_cause_a_warning(
 ) -> None:
     engine.warm(CHUNKS)
     answered(engine, *LONG)
-    answered(engine, *CHUNKS, *CHUNKS, *CHUNKS, *CHUNKS)  # reuse works: what came before was no retrieved text
+    answered(engine, *CHUNKS, *CHUNKS, *CHUNKS, *CHUNKS)  # reuse works: the earlier prompt had no retrieved text
     answered(engine, *LONG)
     assert warnings() == []
     answered(engine, *LONG)
@@ -492,7 +492,7 @@ def store(reader: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def explained(store: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Run `kvrag explain --json`; its result."""
+    """Run `kvrag explain --json`; return its result."""
 
     def call(*argv: object) -> Any:
         assert main(["explain", *map(str, argv), "--store", str(store), "--json"]) == 0
@@ -506,7 +506,7 @@ def test_a_prompt_may_be_a_text_a_file_messages_a_request_or_stdin(
 ) -> None:
     text = f"{OTHER}\n\n{QUESTION}"
     spoken = [{"role": "user", "content": text}]
-    plain = f"{text}\n\nAnswer:"  # what the reader's template makes of it, without the BOS
+    plain = f"{text}\n\nAnswer:"  # rendered by the reader's template, without the BOS
     forms = {"a.txt": text, "b.json": json.dumps(spoken), "c.json": json.dumps({"messages": spoken, "model": "x"})}
     forms["d.json"] = json.dumps({"prompt": plain, "max_tokens": 1})
     results = [explained(text)]
@@ -550,7 +550,7 @@ def test_text_colours_and_a_page(
     assert main(command[:4]) == 0
     coloured = capsys.readouterr().out
     assert "\x1b[" in coloured
-    assert "[bold]" in coloured, "the prompt's brackets are no markup"
+    assert "[bold]" in coloured, "the prompt's brackets are not markup"
     assert "[grelville.txt]" in coloured
 
 

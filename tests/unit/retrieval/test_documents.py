@@ -1,4 +1,4 @@
-"""Reading files: every kind, every encoding, and what is listed of files that nobody should have to read."""
+"""Reading files: every kind, every encoding, and the reported problems of malformed files."""
 
 from __future__ import annotations
 

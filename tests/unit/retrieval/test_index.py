@@ -84,7 +84,7 @@ def test_a_text_that_another_document_drops_meanwhile_is_stored_in_the_end(index
     with ChunkIndex(index.path) as other:
 
         def drop(done: int, total: int) -> None:
-            if done == 0:  # all of them have been looked up
+            if done == 0:  # all of them were looked up
                 other.remove("a.txt")
 
         assert index.add(CHUNKS, "b.txt", drop) == 3

@@ -1,4 +1,4 @@
-"""Selective recompute: causal by true position, exact where everything is recomputed, careful with memory."""
+"""Selective recompute: causal by true position, exact where everything is recomputed, with bounded memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_full_prefill_is_the_models_own(model: Model, hf: Any) -> None:
 
 
 def test_a_later_chunk_cannot_change_earlier_chunks(model: Model, lay_out: LayOut) -> None:
-    """With a mask aligned to the last rows instead, selected tokens would see what comes after them."""
+    """With a mask aligned to the last rows instead, selected tokens would attend to later tokens."""
     one, other = lay_out(*CHUNKS[:3]), lay_out(CHUNKS[0], CHUNKS[1], CHUNKS[3])
     border = one.runs[2].start
     assert other.runs[2].start == border
@@ -80,7 +80,7 @@ def test_more_recomputed_is_nearer_to_full_prefill(model: Model, hf: Any, engine
 def test_rows_that_scoring_computed_exactly_are_not_computed_again(
     policy: str, family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What stands before the chunks, if the listening went as far as to the last layer."""
+    """Rows before the chunks, if scoring went up to the last layer."""
     model_type, changes = FAMILIES[family]
     model = Model(build(model_type, **changes), tokenizer, family)
     with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
@@ -166,7 +166,7 @@ def test_memory_that_was_never_written_is_never_read(
 
 
 def test_the_cache_continues_like_the_models_own(model: Model, hf: Any, lay_out: LayOut) -> None:
-    """Token by token after the prompt, also past the room it was given."""
+    """Token by token after the prompt, also beyond the initial capacity."""
     stitched = lay_out(*CHUNKS)
     blend(model, stitched, Selection(stitched.inexact))
     more = list(range(40, 340))
@@ -200,7 +200,7 @@ def test_bfloat16_blends_to_full_prefill_within_its_precision(tokenizer: Any, tm
 
 @pytest.mark.parametrize("offset", [0, 1, 5])
 def test_a_part_of_a_chunk_is_stitched_from_its_beginning(offset: int, model: Model, lay_out: LayOut) -> None:
-    """Layer 0 knows nothing of the context: there, stitched keys and values are the model's own."""
+    """Layer 0 does not depend on the context: there, stitched keys and values are the model's own."""
     encode = model.tokenizer.encode
     ids = [*model.tokenizer.preamble, *encode(CHUNKS[1])[offset:], *encode(CHUNKS[2])[offset:-3], *encode(" Who?")]
     stitched = lay_out(ids=ids)
@@ -210,7 +210,7 @@ def test_a_part_of_a_chunk_is_stitched_from_its_beginning(offset: int, model: Mo
     at = stitched.reused
     for ours, theirs in zip(stitched.cache.layer(0), own.layer(0), strict=True):
         torch.testing.assert_close(ours[:, :, : len(ids)][:, :, at], theirs[:, :, at], atol=1e-5, rtol=1e-5)
-    assert bool(stitched.exact.any()) == (offset == 0), "only a chunk's beginning knows nothing but the preamble"
+    assert bool(stitched.exact.any()) == (offset == 0), "only a chunk's beginning depends on the preamble alone"
 
 
 @pytest.mark.parametrize("between", ["\n", "Another word. "])

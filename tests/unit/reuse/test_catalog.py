@@ -1,4 +1,4 @@
-"""The catalog sees what the store has, whatever happens to its files and whoever else works on them."""
+"""The catalog has the store's content, despite damaged files and other processes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MIN_RUN = 16
 
 
 class Store:
-    """The part of a store that a catalog sees; processes that share it share the object."""
+    """The part of a store that a catalog uses; processes that share it share the object."""
 
     def __init__(self, folder: Path | None = None, read_only: bool = False) -> None:
         self.catalog_folder, self.read_only = folder, read_only
         self.texts: dict[int, Entry] = {}
         self.log: list[int] = []
-        self.forgotten = 0  # the log's first removals that it does not hold any more
+        self.forgotten = 0  # number of the oldest removals that were dropped from the log
         self.number = 0
         self.read = 0  # entries given out
 
@@ -83,13 +83,13 @@ def _text(rng: random.Random, length: int = 100) -> list[int]:
 
 
 def _match(catalog: Catalog, ids: Any, min_run: int, namespace: str = "") -> list[TextRun]:
-    """As a prompt does."""
+    """Match as a prompt does."""
     catalog.update()
     return catalog.match(ids, min_run, namespace)
 
 
 def _settle(catalog: Catalog) -> None:
-    """Let the thread that writes files finish."""
+    """Wait for the thread that writes files."""
     catalog.refresh()
     while catalog._thread is not None and catalog._thread.is_alive():
         catalog._thread.join()
@@ -295,7 +295,7 @@ def test_a_pruned_log_of_removals_leads_to_a_comparison(tmp_path: Path, rng: ran
 
 
 def test_the_files_of_another_store_are_not_taken_for_ours(tmp_path: Path, rng: random.Random) -> None:
-    """A manifest that was made again counts from 1 again."""
+    """A rebuilt manifest counts from 1 again."""
     before, store = Store(tmp_path), Store(tmp_path)
     absent = _fill(before, rng)
     _settle(Catalog(before))
@@ -370,7 +370,7 @@ def _rows(texts: Sequence[list[int]]) -> list[ManifestRow]:
 
 
 def test_a_store_on_disk_opened_twice(tmp_path: Path, rng: random.Random) -> None:
-    """As two processes see it: each has its own connection to the manifest."""
+    """As in two processes: each has its own connection to the manifest."""
     texts = [_text(rng) for _ in range(40)]
     rows = _rows(texts)
     with closing(FileStore(tmp_path)) as ours, closing(FileStore(tmp_path)) as theirs:
@@ -443,7 +443,7 @@ def test_closing_gives_up_what_is_being_written(
     assert not thread.is_alive()
     assert {path.name for path in tmp_path.iterdir()} == before
     monkeypatch.undo()
-    _check(catalog, present, {})  # what was there can still be matched
+    _check(catalog, present, {})  # earlier texts can still be matched
     _check(Catalog(store), present, {})
 
 

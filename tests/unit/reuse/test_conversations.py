@@ -1,4 +1,4 @@
-"""Conversations: what the next turn takes over, from whom, and what it must never take over."""
+"""Conversations: the KV that the next turn reuses, and the KV that it must not reuse."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ FIRST = messages(*CHUNKS[:3], question="Question: Who likes to eat curry and app
 
 @pytest.fixture
 def talk(engine: BlendEngine, endless: Model) -> Talk:
-    """Questions to an engine that has the chunks."""
+    """A conversation with an engine that has warmed the chunks."""
     engine.warm(CHUNKS)
     return Talk(engine)
 
 
 class Talk:
-    """Answers, each with the logits it begins with; greedy, as long as asked for."""
+    """Greedy answers of the requested length, each with the logits of its first token."""
 
     def __init__(self, engine: BlendEngine) -> None:
         self.engine, self.done = engine, []
@@ -89,7 +89,7 @@ def test_at_ratio_1_the_next_turn_has_full_prefills_logits(policy: str, talk: Ta
     assert [run.start >= report.conversation_tokens for run in report.runs] == [True, True]
     assert report.reused_tokens == report.conversation_tokens + sum(map(len, report.runs))
     assert report.reused_tokens + report.fresh_tokens == len(ids)
-    assert report.recomputed_tokens == sum(map(len, report.runs)), "what the conversation has is not computed again"
+    assert report.recomputed_tokens == sum(map(len, report.runs)), "KV of the conversation is not computed again"
 
 
 @pytest.mark.parametrize("policy", ["query", "hkvd", "hkvd_gradual", "first_k", "random", "none"])
@@ -119,7 +119,7 @@ def test_a_conversation_of_ten_turns_reuses_all_but_the_last_question(talk: Talk
             left = said.report.prompt_tokens - said.report.conversation_tokens
             assert left < 80, "a turn costs as much as the first"
             assert len(said.report.runs) == 1
-        assert talk.kept == 1, "a turn takes the place of the one before"
+        assert talk.kept == 1, "a turn replaces the previous one"
         prompt = _next(prompt, said, texts[number], question=f"Question {number}: who?")
 
 
@@ -148,7 +148,7 @@ def test_a_text_continues_a_conversation_like_messages(talk: Talk, hf: Any) -> N
 
 
 def test_an_answer_that_differs_in_the_history_is_cropped(talk: Talk, hf: Any) -> None:
-    """Thinking is left out, calls of tools are written anew, text is tokenised otherwise."""
+    """Thinking is left out, tool calls are rewritten, text is tokenised differently."""
     said = talk(FIRST, ratio=1.0)
     for other in ("No, something else entirely.", said.text[: len(said.text) // 2], ""):
         prompt = _next(FIRST, other, CHUNKS[3])
@@ -178,7 +178,7 @@ def test_a_templates_generation_prompt_may_be_missing_in_the_history(
         assert said.report.prompt_tokens == len(question) + model.tokenizer.generation_prompt_length(**template)
         report = talk(_next(FIRST, "Nobody does.", CHUNKS[3]), template=template, ratio=0.3).report
         opened = model.tokenizer.generation_prompt_length()
-        assert report.conversation_tokens == len(question) + opened, "up to the answer, which is another"
+        assert report.conversation_tokens == len(question) + opened, "up to the answer, which differs"
 
 
 def test_a_dropped_stream_can_be_continued(talk: Talk) -> None:
@@ -190,7 +190,7 @@ def test_a_dropped_stream_can_be_continued(talk: Talk) -> None:
 
 
 def test_a_stream_that_garbage_collection_ends_waits_for_nothing(talk: Talk) -> None:
-    """It may run anywhere, in a thread that is just matching as well."""
+    """It may run in any thread, also in one that is matching."""
     deltas = talk.engine.stream("Nothing of this was warmed. " * 100, max_new_tokens=50)
     next(deltas)
     cycle: list[Any] = [deltas]
@@ -243,7 +243,7 @@ def test_a_reused_conversation_has_at_least_the_requested_ratio(
 
 
 def test_another_question_about_the_same_chunks_is_another_conversation(talk: Talk) -> None:
-    """Chunks are blended for their question: an answer must not depend on what others have asked."""
+    """Chunks are blended for their question: an answer must not depend on other users' questions."""
     other = messages(*CHUNKS[:3], question="Question: Who likes to eat curry and bread?")
     alone = talk(other, ratio=0.3)
     talk.engine._answering._conversations._kept.clear()
@@ -264,7 +264,7 @@ def test_a_changed_question_continues_from_the_previous_turn(talk: Talk, hf: Any
     report = talk(changed, ratio=0.3).report
     assert report.conversation_tokens == first.conversation_tokens > 0
     assert report.runs == first.runs
-    assert talk.kept == 2, "both can be gone on with"
+    assert talk.kept == 2, "both can be continued"
 
 
 @pytest.mark.parametrize("policy", ["full", "query"])
@@ -279,7 +279,7 @@ def test_full_prefill_as_the_reference_ignores_conversations(policy: str, talk: 
 
 
 def test_passes_that_only_need_a_cache_ignore_conversations(talk: Talk) -> None:
-    """Calibration and benchmarks."""
+    """As in calibration and benchmarks."""
     said = talk(FIRST, ratio=1.0)
     done = talk.engine.prefill(_ids(talk.engine, _next(FIRST, said)), BlendConfig(ratio=0.3))
     assert done.report.conversation_tokens == 0
@@ -319,7 +319,7 @@ def test_full_prefill_that_the_controller_chooses_continues_the_conversation(
     assert report.reused_tokens == report.conversation_tokens >= len(_ids(talk.engine, FIRST)) - 5
     assert relative(talk.logits, plain_logits(hf, ids)[-1]) <= 1e-5
     report = talk(_next(prompt, "Nobody."), ratio=1.0).report
-    assert report.conversation_tokens >= len(ids) - 5, "and it is as good as any"
+    assert report.conversation_tokens >= len(ids) - 5, "and any of them can be used"
 
 
 def test_copying_a_conversation_is_not_measured_as_rotating(talk: Talk) -> None:
@@ -363,7 +363,7 @@ def test_two_turns_of_one_conversation_at_once_do_not_disturb_each_other(talk: T
     after = [tensor for number in range(engine.model.num_layers) for tensor in origin.cache.layer(number)]
     length = len(origin.ids)
     assert all(torch.equal(a[:, :, :length], b[:, :, :length]) for a, b in zip(before, after, strict=True))
-    assert talk.kept == 4, "each can be gone on with"
+    assert talk.kept == 4, "each can be continued"
     for number in range(4):
         report = talk(_next(prompts[number], alone[number]), ratio=0.3).report
         assert report.conversation_tokens >= len(_ids(engine, prompts[number])) - 5
@@ -385,7 +385,7 @@ def test_the_bound_in_bytes_is_kept(endless: Model, tmp_path: Path) -> None:
         assert 2 <= len(engine._answering._conversations) < 6
         last = engine._answering._conversations._kept[-1]
         engine.generate(messages(*CHUNKS * 12), max_new_tokens=2)
-        assert engine._answering._conversations._kept[-1] is last, "one that is too large pushes nobody out"
+        assert engine._answering._conversations._kept[-1] is last, "one that is too large evicts no other"
 
 
 def test_none_are_kept_where_none_are_wanted(endless: Model, tmp_path: Path) -> None:

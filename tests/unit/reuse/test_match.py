@@ -1,4 +1,4 @@
-"""Properties of the matcher on random prompts, each checked against a slow definition."""
+"""Properties of the matcher on random prompts, each checked against a brute-force definition."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _segments(chunks: dict[str, list[int]], portions: int = 1) -> list[Segment]:
 
 
 def _check_runs(runs: list[TextRun], prompt: list[int], chunks: dict[str, list[int]], min_run: int = MIN_RUN) -> None:
-    """What holds for every list of runs."""
+    """Check the properties of every list of runs."""
     end = 0
     for number, run in enumerate(runs):
         assert run.start >= end, "ascending and disjoint"
@@ -40,7 +40,7 @@ def _check_runs(runs: list[TextRun], prompt: list[int], chunks: dict[str, list[i
 
 
 def _goes_on(run: TextRun, other: TextRun) -> bool:
-    """Whether the second is the same chunk a small gap later."""
+    """Return whether the second run continues the first one's chunk after a small gap."""
     gaps = other.start - run.stop, other.offset - run.offset - len(run)
     return run.text_key == other.text_key and all(0 <= gap <= _GAP for gap in gaps)
 
@@ -89,7 +89,7 @@ def test_a_common_stretch_of_min_run_tokens_is_always_found_and_a_shorter_one_ne
 
 @pytest.mark.parametrize("seed", range(20))
 def test_overlapping_chunks_and_few_tokens_in_the_vocabulary(seed: int) -> None:
-    """As a splitter with overlap makes them; with so few tokens grams repeat and hits lie everywhere."""
+    """Like chunks of a splitter with overlap; with so few tokens, grams repeat and there are many hits."""
     rng = random.Random(seed)
     vocabulary = rng.choice([2, 3, 10, 200])
     text = [rng.randrange(vocabulary) for _ in range(1500)]
@@ -104,7 +104,7 @@ def test_overlapping_chunks_and_few_tokens_in_the_vocabulary(seed: int) -> None:
 
 
 def _escaped(rng: random.Random, chunk: list[int], every: int) -> tuple[list[int], set[int]]:
-    """A chunk one of whose tokens in `every` has become several others, and the positions that are still its own."""
+    """A chunk with one token in `every` replaced by several others, and the positions of unchanged tokens."""
     prompt: list[int] = []
     own = set()
     for number, token in enumerate(chunk):
@@ -118,7 +118,7 @@ def _escaped(rng: random.Random, chunk: list[int], every: int) -> tuple[list[int
 
 @pytest.mark.parametrize("every", [5, 9, 16])
 def test_a_chunk_is_matched_across_escaped_characters(every: int) -> None:
-    """In both directions from the one stretch of `MIN_RUN` tokens that they have left whole."""
+    """In both directions from the only unchanged stretch of `MIN_RUN` tokens."""
     rng = random.Random(every)
     chunk, other = ([rng.randrange(30000) for _ in range(240)] for _ in range(2))
     before, own = _escaped(rng, chunk[:110], every)
@@ -261,7 +261,7 @@ def test_equal_hashes_of_different_grams_are_distinguished() -> None:
 
 @st.composite
 def _cases(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
-    """Texts, periodic ones and variants of others among them, and a prompt of pieces of them."""
+    """Texts, including periodic ones and variants of others, and a prompt of their pieces."""
     alphabet, num_texts = draw(st.sampled_from([2, 4, 30, 1000])), draw(st.integers(1, 8))
     pieces, least, most = draw(st.integers(1, 8)), draw(st.integers(1, 20)), draw(st.integers(20, 60))
     rng = random.Random(draw(st.integers(0, 2**32)))
@@ -287,7 +287,7 @@ def _cases(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(_cases(), st.sampled_from([8, 12, 15, 16, 24]), st.integers(1, 4))
 def test_the_matchers_guarantees(case: tuple[list[list[int]], list[int]], min_run: int, portions: int) -> None:
-    """Every run is identical; and no `min_run` tokens of a text are left if none of their grams is a frequent one."""
+    """Every run is identical, and no `min_run` tokens of a text are missed unless one of their grams is frequent."""
     texts, prompt = case
     chunks = {f"c{i}": text for i, text in enumerate(texts)}
     runs = match(_segments(chunks, portions), prompt, min_run)
@@ -331,7 +331,7 @@ def _ids(rng: random.Random, count: int) -> list[int]:
 
 
 def _glued(victim: list[int], other: list[int], rng: random.Random) -> dict[str, list[int]]:
-    """What an attacker warms: chunks in which victims' texts come after words of the attacker's (HijackKV)."""
+    """Chunks of an attacker: victims' texts after the attacker's own words (HijackKV)."""
     return {
         "before": _ids(rng, 40) + victim,
         "after": victim + _ids(rng, 40),
@@ -358,7 +358,7 @@ def test_a_text_is_not_taken_from_the_inside_of_another(glue: str, portions: int
         runs = match(_segments(stored, portions), prompt, MIN_RUN)
         wanted = [TextRun(11, end, "victim", 0), TextRun(end + 2, end + 2 + len(victims["other"]), "other", 0)]
         if runs[0].text_key == "after":
-            runs[0] = replace(runs[0], text_key="victim")  # behind the same words, namely none
+            runs[0] = replace(runs[0], text_key="victim")  # with the same context, namely none
         assert runs == wanted
 
 
@@ -385,7 +385,7 @@ def test_an_escaped_text_is_not_taken_from_the_inside_of_another() -> None:
 
 @pytest.mark.parametrize("count", [17, 300])
 def test_a_text_is_not_taken_from_the_inside_of_many_others(count: int) -> None:
-    """Of so many, an anchor's candidates are only a few, but other ones for every anchor."""
+    """Of so many texts, an anchor's candidates are only a few, but different ones for every anchor."""
     rng = random.Random(0)
     victim = _ids(rng, 200)
     chunks = {f"glued {i}": _ids(rng, 20) + victim for i in range(count)}
@@ -395,7 +395,7 @@ def test_a_text_is_not_taken_from_the_inside_of_many_others(count: int) -> None:
 
 
 def test_a_text_covered_by_another_is_still_in_the_prompt() -> None:
-    """Chunks that overlap, and an attacker's that ends like the second."""
+    """Overlapping chunks, and an attacker's chunk that ends like the second."""
     rng = random.Random(0)
     text = _ids(rng, 300)
     chunks = {"glued": _ids(rng, 50) + text[150:] + [1, 2], "first": text[:200], "second": text[150:]}
@@ -417,9 +417,9 @@ def test_a_part_of_a_text_is_matched_inside_it_if_nothing_else_matches() -> None
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32), st.integers(1, 4))
 def test_reuse_of_whole_texts_depends_on_the_prompt_alone(seed: int, portions: int) -> None:
-    """By the slow definition: every token of a whole text is reused behind the tokens that stand before it.
+    """By the brute-force definition, every token of a whole text is reused with the tokens before it as its context.
 
-    Except at borders: a rest shorter than a run may be the end of a run from elsewhere.
+    An exception are borders: a rest shorter than a run may be the end of another text's run.
     """
     rng = random.Random(seed)
     texts = [_ids(rng, rng.randrange(20, 90)) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""A policy is one file: the settings, the command line, the engine and the controller know it from there."""
+"""A policy is one file: settings, command line, engine and controller find it there."""
 
 from __future__ import annotations
 

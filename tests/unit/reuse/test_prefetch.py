@@ -1,4 +1,4 @@
-"""Reading ahead: what a prompt will need is in RAM before it comes, and nothing else changes."""
+"""Reading ahead: the chunks of a prompt are in RAM before it arrives, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_it_does_not_wait_and_leaves_errors_to_the_request(
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(FileStore, "open", broken)
-    for _ in range(20):  # returns although nothing is read yet; no more than a few calls wait
+    for _ in range(20):  # returns before anything is read; only a few calls wait
         engine.prefetch(CHUNKS)
     assert opened.wait(60)
     assert engine._prefetcher._pool._work_queue.qsize() < 5

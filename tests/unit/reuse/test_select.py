@@ -1,4 +1,4 @@
-"""What makes each policy that policy, and the rules that hold for all."""
+"""The distinguishing property of each policy, and the rules for all policies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_budget_is_filled_with_inexact_reused_positions(policy: str, model: 
         assert set(picked) <= set(inexact)
         assert not stitched.exact[picked].any()
         assert stitched.reused[picked].all()
-    assert stitched.exact.sum() > 20, "the run behind the preamble is exact"
+    assert stitched.exact.sum() > 20, "the run after the preamble is exact"
     assert len(inexact) > 60
 
 
@@ -51,7 +51,7 @@ def test_none_picks_nothing(ratio: float, model: Model, lay_out: LayOut) -> None
 @pytest.mark.parametrize("policy", INFORMED)
 def test_nothing_to_choose_from(policy: str, model: Model, lay_out: LayOut) -> None:
     assert _pick(model, lay_out("Something that was never warmed."), policy, 0.5) == []
-    assert _pick(model, lay_out(CHUNKS[0]), policy, 0.5) == [], "one chunk behind the preamble is exact"
+    assert _pick(model, lay_out(CHUNKS[0]), policy, 0.5) == [], "the chunk after the preamble is exact"
 
 
 def test_every_policy_is_known_to_the_settings() -> None:
@@ -247,7 +247,7 @@ def test_the_band_selects_the_layers_whose_attention_is_used(
 
 
 def test_a_question_may_precede_the_chunks(model: Model, lay_out: LayOut) -> None:
-    """The last fresh tokens ask then, however few there are."""
+    """Then the last fresh tokens are used as the question, however few there are."""
     encode = model.tokenizer.encode
     ids = [*model.tokenizer.preamble, *encode(QUESTION), *encode(CHUNKS[0]), *encode(CHUNKS[1])]
     stitched = lay_out(ids=ids)
@@ -276,7 +276,7 @@ def test_seam_takes_what_is_nearest_to_a_seam(model: Model, lay_out: LayOut) -> 
     runs = [run for run in stitched.runs if not stitched.exact[run.start]]
     starts = {run.start + i for run in runs for i in range(4)}
     ends = {run.stop - 1 - i for run in runs for i in range(4)}
-    assert picked(12, before=0, after=8) == starts, "nothing before a seam when nothing is asked for there"
+    assert picked(12, before=0, after=8) == starts, "nothing before a seam if `seam_before` is 0"
     assert picked(12, before=8, after=0) == ends
     assert picked(24, before=8, after=8) == starts | ends
     both = picked(9, before=8, after=4)  # two at the end for every one at the beginning
@@ -310,12 +310,12 @@ def test_random_is_repeatable_and_its_own(model: Model, lay_out: LayOut) -> None
     assert picks[0] == picks[1] != picks[2]
     state = torch.random.get_rng_state()
     _pick(model, lay_out(*CHUNKS), "random", 0.3)
-    assert torch.equal(torch.random.get_rng_state(), state), "nobody else's random numbers change"
+    assert torch.equal(torch.random.get_rng_state(), state), "other random numbers do not change"
 
 
 @pytest.mark.parametrize("policy", INFORMED)
 def test_choosing_never_makes_kv_worse(policy: str, model: Model, lay_out: LayOut) -> None:
-    """Whatever a policy writes into the cache, blending everything afterwards is still full prefill."""
+    """After any policy's writes to the cache, blending everything is still full prefill."""
     stitched = lay_out(*CHUNKS)
     _pick(model, stitched, policy, 0.2)
     logits = blend(model, stitched, Selection(stitched.inexact))

@@ -1,4 +1,4 @@
-"""Which stored KV is full prefill's as it is."""
+"""Stored KV that equals full prefill's without recomputing."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ def test_only_a_chunk_encoded_alone_is_exact_after_the_preamble(model: Model, tm
         )
     assert [run.start for report in (alone, behind) for run in report.runs] == [len(model.preamble)] * 2
     assert alone.exact
-    assert not behind.exact, "other words stood before it when it was encoded"
+    assert not behind.exact, "it was encoded with another context"

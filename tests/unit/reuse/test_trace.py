@@ -14,7 +14,7 @@ from kvrag.reuse.trace import Trace
 
 def test_a_step_counts_with_and_without_the_steps_inside_of_it(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     trace, seconds = Trace(model), itertools.count(0.0)
-    clock = SimpleNamespace(perf_counter=lambda: next(seconds))  # a second between two looks
+    clock = SimpleNamespace(perf_counter=lambda: next(seconds))  # a second between two readings
     monkeypatch.setattr(trace_module, "time", clock)
     with trace.step("select"), trace.step("stitch"):  # 0 to 3, 1 to 2
         pass

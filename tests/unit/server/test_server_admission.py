@@ -1,4 +1,4 @@
-"""The admission queue: order, limits, leaving, stopping."""
+"""The admission queue: order, limits, disconnects, stopping."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrag.server.errors import ApiError
 
 
 class Work:
-    """Yields numbers as it is told, for ever."""
+    """Yields numbers on request, without end."""
 
     def __init__(self) -> None:
         self.go = threading.Semaphore(0)
@@ -193,7 +193,7 @@ async def test_namespaces_have_their_own_queues_and_are_admitted_in_rotation() -
                 await asyncio.sleep(0.005)
         with pytest.raises(ApiError) as full:
             await wait("a")
-        assert full.value.status == 429, "its own line is full, which the other namespaces do not notice"
+        assert full.value.status == 429, "its own queue is full, which does not affect other namespaces"
         assert [queue.waiting(namespace) for namespace in "abc"] == [2, 1, 1]
         assert [queue.running(namespace) for namespace in ("", "a")] == [1, 0]
     work.go.release()

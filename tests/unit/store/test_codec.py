@@ -1,4 +1,4 @@
-"""Codecs: what comes out is near what went in, and takes the bytes that were promised."""
+"""Codecs: unpacked KV is close to the original, and packed KV has the documented size."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _round_trip(keys: torch.Tensor, values: torch.Tensor, codec: str) -> tuple[t
 
 
 def _step(tensor: torch.Tensor, codec: str, along: int) -> torch.Tensor:
-    """The widest distance of two codes that an element may have been rounded between: its whole channel or token's."""
+    """The largest distance of the two codes that an element was rounded between, of its channel or token."""
     low, high = tensor.float().aminmax(dim=along, keepdim=True)
     return (high - low) / LOSSY[codec] * (1 + 2 * torch.finfo(tensor.dtype).eps)
 
@@ -181,7 +181,7 @@ def test_a_chunk_on_which_the_model_overflows_is_named(tokenizer: Any, tmp_path:
 
 @pytest.fixture(params=list(LOSSY))
 def packing(request: pytest.FixtureRequest, model: Model, tmp_path: Path) -> Iterator[BlendEngine]:
-    """An engine of each codec that changes anything, CHUNKS warmed."""
+    """An engine of each lossy codec, with CHUNKS warmed."""
     with BlendEngine(model, FileStore(tmp_path / "packed", min_free_bytes=0), codec=request.param) as engine:
         engine.warm(CHUNKS)
         yield engine
@@ -224,7 +224,7 @@ def test_after_the_preamble_reuse_is_exact_with_the_native_codec_only(
     assert not packed.report.exact
     assert packed.report.recomputed_tokens == 0
     assert len(packed.inexact) == packed.report.reused_tokens == native.report.reused_tokens
-    assert prepare(packing, ids, 1.0, "none").report.exact is False  # a policy that takes nothing
+    assert prepare(packing, ids, 1.0, "none").report.exact is False  # a policy that selects nothing
     done = prepare(packing, ids, 1.0, "first_k")
     assert done.report.exact
     full = prepare(packing, ids, policy="full")

@@ -1,4 +1,4 @@
-"""Which chunks are evicted: what was used often and lately stays."""
+"""Which chunks are evicted: frequently and recently used ones stay."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def row(number: int, tokens: int = 8, context: int = 0, num_bytes: int = 1000, n
 
 
 def popular(exponent: float, rng: random.Random, prompts: int) -> list[list[Access]]:
-    """Prompts of chunks whose popularity follows Zipf's law; every call shuffles who is popular."""
+    """Prompts of chunks whose popularity follows Zipf's law; every call shuffles the popularity."""
     numbers = list(range(CORPUS))
     rng.shuffle(numbers)
     weights = [(place + 1) ** -exponent for place in range(CORPUS)]
@@ -46,7 +46,7 @@ def scan() -> list[list[Access]]:
 
 
 class Lru:
-    """The policy before: least recently used first."""
+    """The earlier policy: least recently used first."""
 
     def __init__(self) -> None:
         self._chunks: OrderedDict[Access, None] = OrderedDict()
@@ -149,7 +149,7 @@ def test_eviction_stops_at_the_limit_and_in_the_namespace(manifest: Manifest) ->
 
 
 def test_a_manifest_of_an_older_version_is_continued(tmp_path: Path) -> None:
-    """What was used last stays, also with chunks that the older version stores later."""
+    """Recently used chunks stay, also if the older version stores further chunks."""
     store = FileStore(tmp_path, min_free_bytes=0)
     store.put([A, B, *(record(number) for number in range(10, 14))])
     store.set_document("doc", held("doc", A))

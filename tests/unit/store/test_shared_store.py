@@ -1,4 +1,4 @@
-"""Shared stores: what several machines see of each other, and what faults of the place do to them."""
+"""Shared stores: several machines on one store, and faults of the store."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ Machine = Callable[..., SharedStore]
 
 @pytest.fixture(params=["memory", pytest.param("valkey", marks=pytest.mark.slow)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A place of this test's own."""
+    """A shared store of this test."""
     server = request.getfixturevalue(request.param)
     return str(server.url.replace("PLACE", blake2b(str(tmp_path).encode(), digest_size=8).hexdigest()))
 
 
 @pytest.fixture
 def machine(url: str, tmp_path: Path) -> Iterator[Machine]:
-    """Opens the place from a machine, each with a local folder of its own."""
+    """Opens the shared store from a machine, each with its own local folder."""
     with contextlib.ExitStack() as stack:
 
         def connected(name: str, bound: bool = True, **settings: Any) -> SharedStore:
@@ -73,7 +73,7 @@ def machine(url: str, tmp_path: Path) -> Iterator[Machine]:
 
 
 def soon(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Whether this holds before long; the time is generous, the machine may be busy."""
+    """Return whether this becomes true soon; the limit is generous, since the machine may be busy."""
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:
@@ -136,7 +136,7 @@ def test_two_machines_that_store_the_same_keep_one_object(machine: Machine) -> N
 
 
 def test_all_machines_apply_the_same_operations_in_the_same_order(machine: Machine) -> None:
-    """Whatever they do at the same time."""
+    """For any operations at the same time."""
     stores = [machine(name) for name in ("one", "two", "three")]
     records = [record(number) for number in range(10, 16)]
 
@@ -184,7 +184,7 @@ def test_a_new_machine_starts_from_a_snapshot(machine: Machine) -> None:
     assert one.gc()[0] == 0
     contents = b"".join(filter(None, one._remote.read([f"log/{n:012d}" for n in range(1, one._log.position + 1)])))
     assert A.key.encode() not in contents
-    assert len(contents) < 100 * one._log.position, "operations are cut to a line: token ids are gone"
+    assert len(contents) < 100 * one._log.position, "operations are truncated to a line: token ids are gone"
     one.put([C])
     new = machine("new")
     for store in (new, behind):
@@ -372,7 +372,7 @@ def test_a_snapshot_of_an_older_version_has_no_budgets(machine: Machine, monkeyp
 
 
 def test_changes_of_a_text_are_not_lost(machine: Machine) -> None:
-    """Such as speeds that several machines measure: the second is in between the first's reading and writing."""
+    """As with speeds that several machines measure: the second writes between the first's reading and writing."""
     one, two = machine("one"), machine("two")
     turns: list[str | None] = []
 
@@ -453,7 +453,7 @@ def test_a_chunk_that_is_deleted_while_it_is_read_is_no_outage(
 
     def deleted(name: str) -> Any:
         blob: Any = opened(name)
-        blob.beginning = blob.beginning[:1000]  # the chunk is small: otherwise nothing would be left to read
+        blob.beginning = blob.beginning[:1000]  # the chunk is small: otherwise nothing would remain to read
         two._remote.delete_chunks([name])
         return blob
 
@@ -501,7 +501,7 @@ def test_a_lost_response_does_not_append_twice(machine: Machine, monkeypatch: py
 
 
 def test_a_store_that_was_deleted_starts_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for machines that run: they notice that the log does not continue what they have."""
+    """Also for running machines: they detect that the log does not continue their own."""
     monkeypatch.setattr(log, "_CHECK_EVERY_S", 0.0)
     one, two = machine("one"), machine("two")
     one.put([A, B])
@@ -930,7 +930,7 @@ def test_wrong_credentials_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_tls_is_checked(tmp_path: Path, s3: Bucket, valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that does not speak it is refused, and not spoken to in plain."""
+    """A server without TLS is refused, and is not used in plain text."""
     monkeypatch.setattr("kvrag.store.objects._RETRIES", 0)
     monkeypatch.setattr("kvrag.store.valkey.TIMEOUT_S", 0.2)
     for url in (f"valkeys://127.0.0.1:{valkey.port}/0/x", f"s3://kvrag/x?endpoint=https://127.0.0.1:{s3.port}"):
@@ -944,7 +944,7 @@ def test_tls_is_checked(tmp_path: Path, s3: Bucket, valkey: Server, monkeypatch:
 
 @pytest.fixture
 def engines(model: Model, url: str, tmp_path: Path) -> Iterator[list[BlendEngine]]:
-    """Two machines on one place."""
+    """Two machines on one shared store."""
     with contextlib.ExitStack() as stack:
         stores = [SharedStore(url, tmp_path / name, min_free_bytes=0) for name in ("one", "two")]
         yield [stack.enter_context(BlendEngine(model, store)) for store in stores]
@@ -977,7 +977,7 @@ def test_prefetch_reads_from_the_place(engines: list[BlendEngine]) -> None:
 
 
 def test_two_machines_that_warm_a_shared_text_leave_it_alone(engines: list[BlendEngine]) -> None:
-    """Never is it missing, or behind one document's words."""
+    """It is never missing or encoded with one document's context."""
     for number in range(4):
         common = f"Number {number}. The company sells chairs. Its logo is blue. It employs Kan Dror of Stelburg."
 

@@ -1,4 +1,4 @@
-"""The embedded store: what goes in comes out, and whatever happens to the folder, no wrong KV ever does."""
+"""The embedded store: stored chunks are returned unchanged, and a damaged folder never gives wrong KV."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _write_at(path: Path, at: int, byte: int) -> None:
 def test_every_single_flipped_bit_of_a_header_is_detected(
     store: FileStore, context: tuple[int, ...], namespace: str
 ) -> None:
-    """Of the header with its length and padding, and of all that opening reads."""
+    """Of the header with its length and padding, and of everything that opening reads."""
     wanted = record(1, tokens=16, layers=2, context=context, namespace=namespace)
     store.put([wanted])
     path = file_of(store, wanted)
@@ -199,7 +199,7 @@ def test_flipped_bits_of_the_payload_are_detected(store: FileStore) -> None:
 
 @pytest.mark.parametrize("change", ["namespace", "context", "ids", "longer context"])
 def test_an_intact_file_of_another_key_is_damaged(store: FileStore, change: str) -> None:
-    """Its digests are right: only the key, computed again, shows it."""
+    """Its digests are right: only the recomputed key differs."""
     wanted = record(1, context=(7, 8))
     changes: dict[str, Any] = {
         "namespace": {"namespace": "other"},
@@ -369,7 +369,7 @@ def test_more_chunks_are_read_at_once_than_files_may_be_open(tmp_path: Path) -> 
 def test_a_reader_that_is_closed_while_it_is_read_keeps_its_file(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its number might be another file's by then."""
+    """Otherwise its descriptor might belong to another file by then."""
     store.put([record(1)])
     reader, real = store.open(record(1).key), os.preadv
     assert isinstance(reader, ChunkFile)
@@ -551,7 +551,7 @@ def test_a_damaged_chunk_is_not_adopted_when_the_manifest_is_rebuilt(tmp_path: P
 
 
 def test_random_damage_to_the_manifest_is_repaired_or_named(tmp_path: Path) -> None:
-    """Never another exception than StoreError, never wrong KV, and `check` makes the folder whole again."""
+    """No exception but StoreError, no wrong KV, and `check` repairs the folder."""
     store = opened(tmp_path / "good")
     store.put([record(i) for i in range(60)])
     store.close()
@@ -592,7 +592,7 @@ def test_a_damaged_index_leads_to_no_other_text(table: str, tmp_path: Path) -> N
     with contextlib.closing(opened(tmp_path)) as store:
         store.put(records)
         store.set_document("report", [holding(each, "source") for each in records])
-    # with its entries in the wrong order, a search that has found a text goes on to a text that was not asked for
+    # with its entries in the wrong order, a search that has found a text continues to another text
     with contextlib.closing(sqlite3.connect(tmp_path / "manifest.sqlite")) as manifest:
         manifest.execute("PRAGMA writable_schema=ON")
         changed = manifest.execute(
@@ -964,7 +964,7 @@ def test_a_variant_without_documents_is_removed(store: FileStore) -> None:
     assert served(store, alone) == behind.key
     store.put([alone])
     assert store.set_document("a", [holding(alone, "a")]) == [behind.key]
-    assert [entry.text_key for entry in store.entries(0)] == [text(alone)], "the text has been there all the time"
+    assert [entry.text_key for entry in store.entries(0)] == [text(alone)], "the text was stored all the time"
     assert served(store, alone) == alone.key
 
 
@@ -1012,13 +1012,13 @@ def test_record_of_a_text(store: FileStore) -> None:
 
 
 def test_eviction_does_not_forget_who_holds_a_text(store: FileStore) -> None:
-    """Else what is encoded next would be taken for the only holder's."""
+    """Otherwise the next encoded variant would count as the only holder's."""
     behind = record(1, context=(7, 8))
     store.put([record(1), behind])
     store.set_document("a", [holding(behind, "a")])
     store.set_document("b", [holding(record(1), "b")])
     store.remove([record(1).key])
-    assert served(store, behind) is None, "not the variant behind a's words"
+    assert served(store, behind) is None, "not the variant with a's context"
     store.remove([behind.key])
     assert store.look_up([text(behind)])[text(behind)].sources == {"a": behind.key, "b": record(1).key}
     store.put([behind])
@@ -1028,7 +1028,7 @@ def test_eviction_does_not_forget_who_holds_a_text(store: FileStore) -> None:
 
 
 def test_of_several_pieces_of_a_source_the_text_alone_is_served(store: FileStore) -> None:
-    """Who says that his document is of a source must not choose what its readers get."""
+    """A document that names a source must not choose the KV that the source's readers get."""
     one, other, alone = record(1, context=(7, 8)), record(1, context=(9,)), record(1)
     store.put([one, other])
     store.set_document("1", [holding(one, "a")])
@@ -1206,7 +1206,7 @@ def test_nothing_of_a_forgotten_text_is_left_after_gc(
 def test_engine_documents(engine: BlendEngine) -> None:
     engine.warm(CHUNKS[:3], document="one")
     engine.warm(CHUNKS[2:], document="two")
-    assert engine.store.stats().chunks == 5, "the one that both have stands behind the first and alone"
+    assert engine.store.stats().chunks == 5, "the one that both have is stored with the first one's context and alone"
     assert engine.warm([CHUNKS[0], CHUNKS[2]], document="one").new == 0
     assert engine.store.stats().chunks == 3
     assert engine.forget("one") == 1
@@ -1247,7 +1247,7 @@ def test_gc_deletes_chunks_without_holders_and_leftovers(store: FileStore) -> No
     store.quarantine(record(1).key)
     assert store.gc() == (1, 1)
     assert store.missing([record(i).key for i in range(3)]) == [record(1).key, record(2).key]
-    assert len(list(store.path.glob("quarantine/*"))) == 1  # young enough to be looked at
+    assert len(list(store.path.glob("quarantine/*"))) == 1  # recent enough to be examined
     for path in store.path.glob("quarantine/*"):
         _age(path)
     assert store.gc() == (0, 1)
@@ -1271,7 +1271,7 @@ def test_check_adopts_whole_files_and_quarantines_damaged_ones(store: FileStore)
     assert same(store, orphan)
     assert {entry.text_key for entry in store.entries(0)} == {text(wanted) for wanted in (record(0), record(3), orphan)}
     assert store.check() == StoreCheck(sound=3, damaged=0, adopted=0, repaired=0, unreadable=0)
-    assert served(store, orphan) == orphan.key, "alone, so anybody may have it"
+    assert served(store, orphan) == orphan.key, "alone, so every prompt may use it"
     assert store.gc()[0] == 3
 
 
@@ -1294,7 +1294,7 @@ def test_check_repairs_what_a_row_says_wrong(store: FileStore, spoil: str) -> No
         entry, reader = next(iter(store.entries(0))), store.open(one.key)
         assert reader is not None
         assert (entry.text_key, entry.ids.tolist()) == (text(one), two.ids.tolist())
-        assert reader.ids.tolist() == one.ids.tolist(), "whoever compares sees it"
+        assert reader.ids.tolist() == one.ids.tolist(), "a comparison shows it"
         reader.close()
     assert store.check().repaired == (0 if spoil == "totals" else 2)
     assert {entry.text_key: entry.ids.tolist() for entry in store.entries(0)} == {
@@ -1305,7 +1305,7 @@ def test_check_repairs_what_a_row_says_wrong(store: FileStore, spoil: str) -> No
 
 
 def test_chunks_without_documents_are_served_only_if_encoded_alone(tmp_path: Path) -> None:
-    """The chunk files do not say who held them."""
+    """The chunk files do not record their holders."""
     store = opened(tmp_path)
     alone, behind, own = record(1), record(1, context=(7, 8)), record(2, context=(7, 8))
     store.put([alone, behind, own])
@@ -1360,7 +1360,7 @@ def test_temporary_files_of_killed_writers_are_swept(tmp_path: Path) -> None:
 
 
 def test_a_chunk_removed_and_stored_again_at_the_same_time_has_its_file(tmp_path: Path) -> None:
-    """One side removes: row, then file. The other has stored the chunk in between, in a file of its own."""
+    """One side removes the row, then the file. Meanwhile the other has stored the chunk again, in its own file."""
     remover, writer = opened(tmp_path), opened(tmp_path)
     remover.put([record(1)])
     unlink = remover._delete
@@ -1479,7 +1479,7 @@ def test_changes_of_a_text_by_several_processes_are_not_lost(tmp_path: Path) -> 
     assert sorted(written.split()) == [f"{number}-{turn}" for number in (0, 1) for turn in range(8)]
     (tmp_path / "speed.json").write_bytes(b"\xff")
     stores[0].change_text("speed.json", lambda text: f"{text}")
-    assert stores[0].read_text("speed.json") == "None", "damaged: written anew"
+    assert stores[0].read_text("speed.json") == "None", "damaged: written again"
     for store in stores:
         store.close()
 
@@ -1527,8 +1527,8 @@ def test_several_processes_open_a_folder_at_once(tmp_path: Path, damaged: bool) 
                 process.stdin.write(f"{path}\n")
                 process.stdin.flush()
             answers = [process.stdout.readline().split() for process in processes if process.stdout]
-            assert [answer[0] for answer in answers] == ["0"] * 3, "none may think that the folder cannot be written"
-            assert sum(answer[1] == "1" for answer in answers) == 1, "one fills it"
+            assert [answer[0] for answer in answers] == ["0"] * 3, "no process may treat the folder as read-only"
+            assert sum(answer[1] == "1" for answer in answers) == 1, "one of them fills it"
             assert len(list(tmp_path.glob(f"{number}.sqlite.damaged-*"))) == (1 if damaged else 0)
     finally:
         for process in processes:

@@ -1,4 +1,4 @@
-"""What every tier must do that an engine is given as its store. A new tier is entered in STORES."""
+"""Requirements of every tier that an engine can use as its store. Enter a new tier in STORES."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvrag.store import ON_REQUEST, ChunkRecord, TextState, visible_variant
 Open = Callable[[], KVStore]
 Budgeted = FileStore | SharedStore
 
-# name -> opens a store in an empty place of its own; opened there again, it has what it had
+# name -> opens a store at an empty path or URL; opened there again, it has the same content
 STORES: dict[str, Callable[[Path, pytest.FixtureRequest], KVStore]] = {
     "files": lambda path, _: FileStore(path, min_free_bytes=0),
     "memory": lambda path, request: shared(request.getfixturevalue("memory").url, path),
@@ -38,7 +38,7 @@ STORES: dict[str, Callable[[Path, pytest.FixtureRequest], KVStore]] = {
 
 
 def shared(url: str, path: Path) -> SharedStore:
-    """A place and a local folder that belong to this test."""
+    """A shared store and a local folder of this test."""
     place = blake2b(str(path).encode(), digest_size=8).hexdigest()
     return SharedStore(url.replace("PLACE", place), path, min_free_bytes=0)
 
@@ -48,7 +48,7 @@ SLOW = ("s3", "valkey")
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in STORES])
 def opens(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
-    """Opens the store under test, each time on the same place."""
+    """Opens the store under test, each time at the same path or URL."""
     opened: list[KVStore] = []
 
     def open_one() -> KVStore:

@@ -112,7 +112,7 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """The speed-up, or that there is none."""
+        """The speed-up, or the reason for none."""
         if self.full_s is None or self.blend_s is None or self.ratio is None:
             return "-"
         if self.ratio == 1.0:
@@ -153,12 +153,12 @@ def simulate(
 
 
 def table(cells: Sequence[Cell], rows: str, columns: str) -> str:
-    """Return a Markdown table; `rows` and `columns` are fields of Cell, all others must be equal in every cell."""
+    """Return a Markdown table; `rows` and `columns` are fields of Cell, all others must be equal in all cells."""
     names = list(dict.fromkeys(getattr(cell, columns) for cell in cells))
     lines = ["| | " + " | ".join(map(str, names)) + " |", "|---" * (len(names) + 1) + "|"]
     for row in dict.fromkeys(getattr(cell, rows) for cell in cells):
-        found = {getattr(cell, columns): cell.text for cell in cells if getattr(cell, rows) == row}
-        lines.append(f"| {row} | " + " | ".join(found[name] for name in names) + " |")
+        cells_by_name = {getattr(cell, columns): cell.text for cell in cells if getattr(cell, rows) == row}
+        lines.append(f"| {row} | " + " | ".join(cells_by_name[name] for name in names) + " |")
     return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ from kvrag.bench.metrics import Bootstrap, exact_match, f_measure, normalise
 from kvrag.bench.quality import Journal, Mask, Table, Task
 from kvrag.cli.quality import interval, ratio, table
 
-ACROSS, WITHIN = "hangs on another passage", "hangs on one passage"
+ACROSS, WITHIN = "depends on another passage", "depends on one passage"
 RETRIEVED, NOT_RETRIEVED = "answer retrieved", "answer not retrieved"
 HIDDEN = "answer only in a neighbour"
 """Questions with `hidden` answers; their metric `leaked` is the share of answers from what was not retrieved."""
@@ -46,7 +46,7 @@ def _words(text: str) -> list[str]:
 
 
 def hidden(row: QuestionRow) -> tuple[str, ...]:
-    """Return the answers that only the KV can tell the model.
+    """Return the answers that the model can get from the KV only.
 
     The prompt does not contain them, and a chunk before one of its chunks in the same document does.
     """
@@ -152,7 +152,7 @@ def _by_kind(setup: str, cells: Sequence[dict[str, Any]]) -> list[str]:
     names = [name for name in cells[0]["groups"] if name not in _RETRIEVAL]
     if not names:
         return []
-    heads = [name.removeprefix("kind: ").replace("hangs on ", "") for name in names]
+    heads = [name.removeprefix("kind: ").replace("depends on ", "") for name in names]
     widths = [max(len(head), 5) + 2 for head in heads]
     counts = [cells[0]["groups"][name]["samples"] for name in names]
     lines = ["", f"{setup}: EM by kind of question", ""]

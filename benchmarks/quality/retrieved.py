@@ -1,6 +1,6 @@
-"""Rows as retrieval makes them: each question's nearest chunks in an index over a world's articles.
+"""Rows of retrieved chunks: each question's nearest chunks in an index over a world's articles.
 
-Every chunk of a retrieved document is part of the row's `library`, so that chunks are warmed as ingestion does: with
+Every chunk of a retrieved document is part of the row's `library`, so that chunks are warmed as in ingestion: with
 their whole document. The asked-about contexts use names of the split "test" that no other context of the index uses,
 and only questions that contain such a name are asked. So each question has one answer in the whole index. The other
 articles are drawn from the split "train", whose names are others.
@@ -175,12 +175,12 @@ def retrieved_rows(corpus: Corpus, index: ChunkIndex, count: int, k: int, around
     for number in range(count):
         round_, turn = divmod(number, len(kinds))
         question = corpus.questions[kinds[turn]][round_]
-        found: dict[str, None] = {}
+        retrieved: dict[str, None] = {}
         for hit in index.search(question.text, k):
             chunks = corpus.documents[home[hit.text]]
             at = chunks.index(hit.text)
-            found |= dict.fromkeys(chunks[max(0, at - around) : at + around + 1])
-        passages = tuple(found)
+            retrieved |= dict.fromkeys(chunks[max(0, at - around) : at + around + 1])
+        passages = tuple(retrieved)
         documents = tuple(home[passage] for passage in passages)
         rows.append(
             QuestionRow(

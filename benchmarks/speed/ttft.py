@@ -1,4 +1,4 @@
-"""`kvrag bench ttft` with what limits it: the model on as many tokens, and loading the chunks, each alone."""
+"""`kvrag bench ttft` with its limits: the model on as many tokens, and loading the chunks, each alone."""
 
 from __future__ import annotations
 

@@ -113,7 +113,8 @@ def test_the_preamble_and_codecs_are_compared(run: Callable[..., str]) -> None:
     assert len({cell["setup"] for cell in _cells(result, "none")}) == 4
     full = _cells(result, "full")[0]
     assert (
-        full["groups"]["hangs on another passage"]["samples"] + full["groups"]["hangs on one passage"]["samples"] == 3
+        full["groups"]["depends on another passage"]["samples"] + full["groups"]["depends on one passage"]["samples"]
+        == 3
     )
     assert full["rouge_l"]["value"] >= full["em"]["value"]
 

@@ -274,7 +274,7 @@ def test_arguments_of_a_call_are_in_the_cache_key(settings: dict[str, Any], forw
     assert len(forwards) == done
 
 
-# ---------------------------------------------------------------- what a model object tells about itself
+# ---------------------------------------------------------------- properties of a model object
 
 
 def test_the_profile_lists_the_supported_features(settings: dict[str, Any], model: Model) -> None:

@@ -13,7 +13,7 @@ The suite depends on LlamaIndex only. The model may be tiny or random, but must 
         def tokenizer(self): ...
 
         @pytest.fixture
-        def heard(self, monkeypatch): ...
+        def prompts(self, monkeypatch): ...
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ async def say(engine: Any, message: str, way: str) -> str:
 
 
 class LLMTests:
-    """Override `make`, `tokenizer`, `heard` and `context_window`, and the other attributes where they apply.
+    """Override `make`, `tokenizer`, `prompts` and `context_window`, and the other attributes where they apply.
 
     Attributes:
         context_window: Context window of the model.
@@ -202,9 +202,9 @@ class LLMTests:
         raise NotImplementedError("override the fixture tokenizer")
 
     @pytest.fixture
-    def heard(self) -> list[list[int]]:
+    def prompts(self) -> list[list[int]]:
         """Return a list to which the token ids of every prompt are appended as it reaches the model."""
-        raise NotImplementedError("override the fixture heard")
+        raise NotImplementedError("override the fixture prompts")
 
     @pytest.fixture
     def llm(self, make: Callable[[int], LLM]) -> LLM:
@@ -296,29 +296,29 @@ class LLMTests:
             assert said == whole
             assert len(pieces) > 3
 
-    def test_messages_are_rendered_by_the_template(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
+    def test_messages_are_rendered_by_the_template(self, llm: LLM, tokenizer: Any, prompts: list[list[int]]) -> None:
         """Prompts equal the chat template's output, with one BOS."""
         llm.chat(USER)
-        assert heard == [template(tokenizer, user=QUESTION)]
+        assert prompts == [template(tokenizer, user=QUESTION)]
 
-    def test_a_text_is_a_user_message(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
+    def test_a_text_is_a_user_message(self, llm: LLM, tokenizer: Any, prompts: list[list[int]]) -> None:
         """A text is one user message, unless it is formatted."""
         llm.complete(QUESTION)
-        assert heard == [template(tokenizer, user=QUESTION)]
+        assert prompts == [template(tokenizer, user=QUESTION)]
 
-    def test_a_formatted_prompt_is_taken_as_it_is(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
+    def test_a_formatted_prompt_is_taken_as_it_is(self, llm: LLM, tokenizer: Any, prompts: list[list[int]]) -> None:
         """A formatted prompt is used unchanged."""
         llm.complete(QUESTION, formatted=True)
-        assert heard == [tokenizer(QUESTION)["input_ids"]]
+        assert prompts == [tokenizer(QUESTION)["input_ids"]]
 
     def test_the_system_prompt_is_used(
-        self, make: Callable[[int], LLM], tokenizer: Any, heard: list[list[int]]
+        self, make: Callable[[int], LLM], tokenizer: Any, prompts: list[list[int]]
     ) -> None:
         """The LLM's system prompt is used where prompts are templates."""
         llm = make(16)
         llm.system_prompt = "Speak of plums and pears only."
         llm.predict(PromptTemplate("{question}"), question=QUESTION)
-        assert heard == [template(tokenizer, system=llm.system_prompt, user=QUESTION)]
+        assert prompts == [template(tokenizer, system=llm.system_prompt, user=QUESTION)]
 
     def test_stop_strings_end_the_answer(self, llm: LLM) -> None:
         """Stop strings end the answer regardless of token boundaries, complete and streamed."""
@@ -335,7 +335,7 @@ class LLMTests:
         assert text.startswith(short)
         assert len(short) < len(text)
 
-    def test_all_kinds_of_messages_are_in_the_prompt(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
+    def test_all_kinds_of_messages_are_in_the_prompt(self, llm: LLM, tokenizer: Any, prompts: list[list[int]]) -> None:
         """Several messages of a role, tool calls and tool results reach the model in order."""
         call = ToolCallBlock(tool_call_id="abc123def", tool_name="look_up", tool_kwargs={"name": "Mira"})
         conversation = [
@@ -348,7 +348,7 @@ class LLMTests:
             ChatMessage(role="user", content="What?"),
         ]
         assert llm.chat(conversation).message.content
-        prompt = tokenizer.decode(heard[-1])
+        prompt = tokenizer.decode(prompts[-1])
         at = [
             prompt.find(text) for text in ("help", "brief", "Mira.", "quick", "look_up", "plays.", "something", "What?")
         ]
@@ -366,14 +366,14 @@ class LLMTests:
         with pytest.raises(Exception, match=str(self.context_window)):
             llm.complete("harp " * self.context_window)
 
-    def test_control_tokens_in_a_message_are_text(self, llm: LLM, tokenizer: Any, heard: list[list[int]]) -> None:
+    def test_control_tokens_in_a_message_are_text(self, llm: LLM, tokenizer: Any, prompts: list[list[int]]) -> None:
         """A document cannot end the prompt or act as the system."""
         end = tokenizer.eos_token
         llm.complete("He said so."), llm.complete(f"He said {end} so.")
-        assert [prompt.count(tokenizer.eos_token_id) for prompt in heard] == [
-            heard[0].count(tokenizer.eos_token_id)
+        assert [prompt.count(tokenizer.eos_token_id) for prompt in prompts] == [
+            prompts[0].count(tokenizer.eos_token_id)
         ] * 2
-        assert f"He said {end} so." in tokenizer.decode(heard[1])
+        assert f"He said {end} so." in tokenizer.decode(prompts[1])
 
     def test_usage_is_reported(self, make: Callable[[int], LLM]) -> None:
         """Usage is reported where LlamaIndex's token counter reads it."""
@@ -495,7 +495,7 @@ class LLMTests:
         ],
     )
     async def test_every_response_mode(
-        self, llm: LLM, events: Events, heard: list[list[int]], mode: ResponseMode, calls: int
+        self, llm: LLM, events: Events, prompts: list[list[int]], mode: ResponseMode, calls: int
     ) -> None:
         """Every response mode gives the same answer with every method."""
         nodes = [a_node(number) for number in range(3)]
@@ -506,7 +506,7 @@ class LLMTests:
             return index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=3, streaming=streaming)
 
         answer = await ask(engine, QUESTION, "sync")
-        assert len(heard) == calls
+        assert len(prompts) == calls
         if calls:
             assert answer not in ("", "Empty Response")
         if calls and mode not in (ResponseMode.GENERATION, ResponseMode.SIMPLE_SUMMARIZE):  # it pastes a Python list
@@ -518,7 +518,7 @@ class LLMTests:
 
     @pytest.mark.parametrize("mode", [ResponseMode.COMPACT, ResponseMode.TREE_SUMMARIZE])
     def test_nodes_that_do_not_fit_into_one_prompt(
-        self, llm: LLM, events: Events, heard: list[list[int]], mode: ResponseMode
+        self, llm: LLM, events: Events, prompts: list[list[int]], mode: ResponseMode
     ) -> None:
         """LlamaIndex splits long nodes by the LLM's window and tokenizer."""
         size = sum(len(Settings.tokenizer(paragraph(number))) for number in range(len(PEOPLE)))
@@ -529,8 +529,8 @@ class LLMTests:
         index = self.index(llm, nodes)
         answer = index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=len(nodes)).query(QUESTION)
         assert str(answer) not in ("", "Empty Response")
-        assert len(heard) > 1
-        assert max(map(len, heard)) <= self.context_window
+        assert len(prompts) > 1
+        assert max(map(len, prompts)) <= self.context_window
         events.check_balance(2)
         if mode == ResponseMode.COMPACT:  # summaries of summaries are not stored chunks
             self.check_coverage(llm, events, 0.95)

@@ -170,7 +170,7 @@ def run(args: argparse.Namespace, announce: Callable[..., None] | None = None) -
     Args:
         announce: Called with (arguments, settings, URL, corpora) once the server accepts connections.
     """
-    for module in ("fastapi", "uvicorn", "prometheus_client", "sse_starlette", "python_multipart"):
+    for module in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
         if find_spec(module) is None:
             raise KvragError(f"{module} is not installed: pip install 'kvrag[server]'")
     if args.ray is not None:

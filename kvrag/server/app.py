@@ -33,7 +33,6 @@ from kvrag.server.guard import Guard
 from kvrag.server.response import ResponseBuilder
 from kvrag.server.responses import ResponsesBuilder, ResponsesRequest
 from kvrag.server.schemas import (
-    AnswerFields,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -78,33 +77,24 @@ router = APIRouter()
 async def chat(body: ChatRequest, request: Request, state: Server, tenant: Caller) -> Response:
     """Answer a conversation. The model with the suffix -rag retrieves from the corpus itself."""
     state.check_model(body.model)
-    body.check()
     work = chat_work(state.engine, state.settings, tenant, body)
-    return await respond(request, state, tenant, work, _builder(body, state))
+    return await respond(request, state, tenant, work, ResponseBuilder(body, state.engine))
 
 
 @router.post("/v1/responses")
 async def respond_to_input(body: ResponsesRequest, request: Request, state: Server, tenant: Caller) -> Response:
     """Answer a conversation, in the form of OpenAI's Responses API. Nothing is stored."""
     state.check_model(body.model)
-    chat = body.chat()
-    chat.check()
-    work = chat_work(state.engine, state.settings, tenant, chat)
-    return await respond(request, state, tenant, work, ResponsesBuilder(body, state.engine.model.tokenizer.token_text))
+    work = chat_work(state.engine, state.settings, tenant, body.chat())
+    return await respond(request, state, tenant, work, ResponsesBuilder(body, state.engine))
 
 
 @router.post("/v1/completions")
 async def complete(body: CompletionRequest, request: Request, state: Server, tenant: Caller) -> Response:
     """Continue texts or token ids."""
     state.check_model(body.model)
-    body.check()
     work = completion_work(state.engine, state.settings, tenant, body)
-    return await respond(request, state, tenant, work, _builder(body, state))
-
-
-def _builder(body: AnswerFields, state: State) -> ResponseBuilder:
-    fingerprint = f"kvrag-{state.engine.fingerprint.digest[:12]}"
-    return ResponseBuilder(body, fingerprint, state.engine.model.tokenizer.token_text)
+    return await respond(request, state, tenant, work, ResponseBuilder(body, state.engine))
 
 
 @router.post("/v1/embeddings")
@@ -328,7 +318,6 @@ async def forget_chunks(document: str, state: Server, tenant: Caller) -> Respons
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, state: Server) -> Response:
     """Return the token ids of a prompt, as vLLM does; `add_special_tokens=false`: of a chunk's text."""
-    body.check()
     engine = state.engine
 
     def ids() -> list[int]:
@@ -364,7 +353,7 @@ async def _result(request: Request, queue: AdmissionQueue, work: Callable[[], T]
         yield work()
 
     async with aclosing(queue.run(results, _state(request).settings.timeout, request.state.namespace)) as pieces:
-        return await while_connected(request, anext(pieces))
+        return await while_connected(request.receive, anext(pieces))
 
 
 def _name_models(app: FastAPI, state: State) -> None:

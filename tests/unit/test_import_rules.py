@@ -77,7 +77,6 @@ ONLY_IN: dict[str, set[str]] = {
     "charset_normalizer": {"retrieval/documents.py"},
     "fastapi": {"server"},
     "starlette": {"server"},
-    "sse_starlette": {"server"},
     "uvicorn": {"server"},
     "pydantic": {"server", "llm_fields.py"},
     "prometheus_client": {"server"},

@@ -31,10 +31,12 @@ from starlette.types import Message
 from transformers import AutoModelForCausalLM
 
 import kvrag
-from kvrag import Answer, BlendConfig, BlendEngine, Delta, FileStore, Grammar, Model
+from kvrag import Answer, BlendConfig, BlendEngine, FileStore, Grammar, Model
 from kvrag.bench.load import load
 from kvrag.server import ApiKey, Corpus, ServerSettings
 from kvrag.server.answers import EventStream
+from kvrag.server.response import ResponseBuilder
+from kvrag.server.schemas import ChatRequest
 
 PAGE = Path(__file__).parents[3] / "docs" / "server.md"
 QUESTION = "Who likes curry?"
@@ -772,25 +774,37 @@ def test_what_fails_inside_is_logged_once_and_not_told(
     assert "secret" in str(logged.exc_info)
 
 
-async def test_what_fails_while_it_is_sent_is_not_lost() -> None:
-    async def events() -> AsyncGenerator[dict[str, Any] | str, None]:
-        yield "one"
-        raise ZeroDivisionError
+async def test_what_fails_while_it_is_sent_is_not_lost(engine: BlendEngine) -> None:
+    closed = asyncio.Event()
 
-    async def deltas() -> AsyncGenerator[Delta, None]:
-        yield Delta("")
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"data: two\n\n"
+            yield b"data: three\n\n"
+        finally:
+            closed.set()
 
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
+        if b"two" in message.get("body", b""):
+            raise ZeroDivisionError
         sent.append(message)
 
     async def receive() -> Message:
         return await asyncio.get_running_loop().create_future()  # the client stays
 
+    builder = ResponseBuilder(ChatRequest.model_validate({"model": NAME, "messages": MESSAGES}), engine)
+    stream = EventStream(b"data: one\n\n", events(), builder, 60)
     with pytest.raises(ZeroDivisionError):
-        await EventStream(events(), deltas(), 60)({"type": "http", "method": "POST"}, receive, send)
+        await stream({"type": "http", "method": "POST"}, receive, send)
     assert sent[-1]["body"] == b"data: one\n\n"
+    assert closed.is_set()
+
+
+def engine_of(served: Served) -> BlendEngine:
+    engine: BlendEngine = served.app.state.kvrag.engine
+    return engine
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/v1/corpus"), ("PUT", "/v1/corpus/a.txt")])

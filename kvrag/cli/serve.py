@@ -312,7 +312,7 @@ def _corpus(
     tasks = retrieval_folder(engine, namespace) / "corpus"
     for number in count(1):
         try:
-            return Corpus(engine, index, tasks, documents.parse, split, settings.max_pending, namespace)
+            return Corpus(engine, index, tasks, split, namespace)
         except CorpusInUseError:
             if not is_replica:
                 raise
@@ -334,7 +334,7 @@ def _open_page(args: argparse.Namespace, settings: ServerSettings, url: str, cor
 
 
 def _announce(args: argparse.Namespace, settings: ServerSettings, url: str, corpora: Sequence[Corpus]) -> None:
-    chunks = sum(corpus.num_chunks for corpus in corpora)
+    chunks = sum(len(corpus.index) for corpus in corpora)
     if args.json:
         print(json.dumps({"url": url, "model": settings.name, "pid": os.getpid(), "chunks": chunks}), flush=True)
     else:

@@ -12,10 +12,12 @@ from importlib.metadata import version
 from pathlib import PurePosixPath
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, ValidationError
+from numpy.typing import NDArray
+from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -23,13 +25,13 @@ from starlette.responses import Response
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError
-from kvrag.retrieval.documents import Content
+from kvrag.retrieval.documents import SUFFIXES, Content, parse
 from kvrag.server import page
 from kvrag.server.admission import AdmissionQueue
 from kvrag.server.answers import chat_work, completion_work, respond, while_connected
 from kvrag.server.corpus import Corpus, check_id
 from kvrag.server.errors import ApiError, ClientDisconnected, handle_errors, json_response
-from kvrag.server.guard import Guard
+from kvrag.server.guard import UPLOADS, Guard
 from kvrag.server.response import ResponseBuilder
 from kvrag.server.responses import ResponsesBuilder, ResponsesRequest
 from kvrag.server.schemas import (
@@ -41,11 +43,10 @@ from kvrag.server.schemas import (
     TokenizeRequest,
 )
 from kvrag.server.settings import ServerSettings
-from kvrag.server.state import UPLOADS, State, Tenant
+from kvrag.server.state import State, Tenant
 from kvrag.types import WarmReport
 
 T = TypeVar("T")
-M = TypeVar("M", bound=BaseModel)
 
 _KINDS = {
     "text/plain": ".txt",
@@ -100,23 +101,24 @@ async def complete(body: CompletionRequest, request: Request, state: Server, ten
 @router.post("/v1/embeddings")
 async def embed(body: EmbeddingRequest, request: Request, state: Server, tenant: Caller) -> Response:
     """Embed texts, or token ids of the embedder's tokenizer, with the corpus's embedder."""
-    corpus = tenant.require_corpus()
-    if body.model != corpus.embedder:
-        message = f"unknown embedder {body.model!r:.280}: this server has {corpus.embedder!r}"
+    index = tenant.require_corpus().index
+    if body.model != index.embedder:
+        message = f"unknown embedder {body.model!r:.280}: this server has {index.embedder!r}"
         raise ApiError(404, message, "model_not_found", "model")
     inputs = body.inputs()
-    vectors, tokens = await _result(request, state.answering, lambda: corpus.embed(inputs))
+
+    def work() -> tuple[NDArray[np.float32], int]:
+        texts = [text if isinstance(text, str) else index.decode(text) for text in inputs]
+        return index.embed(texts), index.count_tokens(texts)
+
+    vectors, tokens = await _result(request, state.answering, work)
     if body.dimensions not in (None, vectors.shape[1]):
         raise ApiError(400, f"dimensions must be {vectors.shape[1]}", "unsupported_value", "dimensions")
-    as_text = body.encoding_format == "base64"
-    data = [
-        {
-            "object": "embedding",
-            "index": number,
-            "embedding": base64.b64encode(vector.tobytes()).decode() if as_text else vector.tolist(),
-        }
-        for number, vector in enumerate(vectors.astype("<f4"))
+    rows = [
+        base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
+        for vector in vectors.astype("<f4")
     ]
+    data = [{"object": "embedding", "index": number, "embedding": row} for number, row in enumerate(rows)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return json_response({"object": "list", "data": data, "model": body.model, "usage": usage})
 
@@ -160,8 +162,22 @@ async def add_document(request: Request, state: Server, tenant: Caller) -> Respo
     """
     corpus = tenant.require_corpus()
     if _is_form(request):
-        return await _add_files(request, state, tenant)
-    body = await _json_body(NewDocument, request)
+        async with request.form(max_files=UPLOADS) as form:
+            files, name = [part for part in form.getlist("file") if isinstance(part, UploadFile)], form.get("id")
+            if not files or (isinstance(name, str) and len(files) > 1):
+                message = "the form needs a field `file` with a file, or several of them without the field `id`"
+                raise ApiError(400, message, "invalid_value", "file")
+            contents = {}
+            for file in files:
+                document = name if isinstance(name, str) else file.filename or ""
+                contents[document] = await _read(request, document, await file.read(), file.content_type or "")
+        added = [await _add(corpus, document, content) for document, content in contents.items()]
+        return json_response(added[0] if len(added) == 1 else {"object": "list", "data": added}, 202)
+    try:  # FastAPI reads no JSON where it may be a form as well
+        body = NewDocument.model_validate_json(await request.body())
+    except ValidationError as error:
+        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
+        raise RequestValidationError(problems) from None
     if not body.text.strip():
         raise ApiError(400, "the text is empty: send one with content", "invalid_value", "text")
     name = body.id if body.id is not None else f"doc-{time.time_ns():x}"
@@ -169,90 +185,46 @@ async def add_document(request: Request, state: Server, tenant: Caller) -> Respo
     return json_response(status.to_dict(), 202)
 
 
-async def _json_body(schema: type[M], request: Request) -> M:
-    """Return the body; for endpoints that take other content as well, which FastAPI cannot read."""
-    try:
-        content = await request.json()
-    except (ValueError, RecursionError):  # UnicodeDecodeError, too
-        raise ApiError(400, "the body must be JSON, or a form with files", "invalid_json") from None
-    try:
-        return schema.model_validate(content)
-    except ValidationError as error:
-        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
-        raise RequestValidationError(problems, body=content) from None
-
-
 def _is_form(request: Request) -> bool:
     return request.headers.get("content-type", "").startswith("multipart/form-data")
 
 
-async def _add_files(request: Request, state: State, tenant: Tenant) -> Response:
-    corpus, statuses = tenant.require_corpus(), []
-    async with _uploading(tenant), request.form(max_files=UPLOADS) as form:
-        files, name = [part for part in form.getlist("file") if isinstance(part, UploadFile)], form.get("id")
-        if not files or (isinstance(name, str) and len(files) > 1):
-            message = "the form needs a field `file` with a file, or several of them without the field `id`"
-            raise ApiError(400, message, "invalid_value", "file")
-        contents = {}
-        for file in files:
-            document = name if isinstance(name, str) else file.filename or ""
-            check_id(document)
-            contents[document] = await _read_file(document, await file.read(), file.content_type or "", request, state)
-        for document, content in contents.items():
-            statuses.append(await _add(corpus, document, content))
-    return json_response(statuses[0] if len(statuses) == 1 else {"object": "list", "data": statuses}, 202)
-
-
-@asynccontextmanager
-async def _uploading(tenant: Tenant) -> AsyncIterator[None]:
-    """Count an upload; raise ApiError if there are too many."""
-    if tenant.uploads >= UPLOADS:
-        raise ApiError(429, "too many concurrent uploads: retry later", "queue_full")
-    tenant.uploads += 1
-    try:
-        yield
-    finally:
-        tenant.uploads -= 1
-
-
 @router.put("/v1/corpus/{document:path}", status_code=202, openapi_extra=_FILE)
-async def upload_document(document: str, request: Request, state: Server, tenant: Caller) -> Response:
+async def upload_document(document: str, request: Request, tenant: Caller) -> Response:
     """Add the uploaded file (text, Markdown, HTML, PDF, Word, CSV or JSONL, by the id's suffix or the content type).
 
     The response lists what was skipped in it as `problems`.
     """
     corpus = tenant.require_corpus()
-    check_id(document)
     if _is_form(request):
         raise ApiError(400, "send forms to POST /v1/corpus, and a file alone to this path", "invalid_value")
-    async with _uploading(tenant):
-        media_type = request.headers.get("content-type", "")
-        content = await _read_file(document, await request.body(), media_type, request, state)
+    content = await _read(request, document, await request.body(), request.headers.get("content-type", ""))
     return json_response(await _add(corpus, document, content), 202)
 
 
-async def _add(corpus: Corpus, document: str, content: Content) -> dict[str, Any]:
-    """Queue a file to be encoded; return its status and what was skipped in it."""
-    status = await asyncio.to_thread(corpus.add, document, content.texts, content.pages)
-    return status.to_dict() | {"problems": [problem.to_dict() for problem in content.problems]}
-
-
-async def _read_file(document: str, content: bytes, media_type: str, request: Request, state: State) -> Content:
-    """Read a file, by the document's suffix or the media type."""
-    corpus, kind = _tenant(request).require_corpus(), PurePosixPath(document).suffix.lower()
-    if kind not in (*_KINDS.values(), ".htm"):
+async def _read(request: Request, document: str, content: bytes, media_type: str) -> Content:
+    """Read a file, by the suffix of its id or the media type."""
+    check_id(document)
+    kind = PurePosixPath(document).suffix.lower()
+    if kind not in SUFFIXES:
         kind = _KINDS.get(media_type.partition(";")[0].strip().lower(), ".txt")
 
     def work() -> Content:
         try:
-            parsed = corpus.read(document, kind, content)
+            parsed = parse(document, kind, content)
         except KvragError as error:
             raise ApiError(400, f"{document} cannot be read: {error}", "unreadable_document") from error
         if not parsed.texts:
             raise ApiError(400, "; ".join(map(str, parsed.problems[:3])), "unreadable_document")
         return parsed
 
-    return await _result(request, state.reading, work)
+    return await _result(request, _state(request).reading, work)
+
+
+async def _add(corpus: Corpus, document: str, content: Content) -> dict[str, Any]:
+    """Queue a file to be encoded; return its status and what was skipped in it."""
+    status = await asyncio.to_thread(corpus.add, document, content.texts, content.pages)
+    return status.to_dict() | {"problems": [problem.to_dict() for problem in content.problems]}
 
 
 @router.get("/v1/corpus")

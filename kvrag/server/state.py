@@ -12,19 +12,18 @@ from kvrag.errors import SettingError
 from kvrag.server.admission import AdmissionQueue
 from kvrag.server.corpus import Corpus
 from kvrag.server.errors import ApiError
+from kvrag.server.guard import UPLOADS
 from kvrag.server.metrics import Metrics
 from kvrag.server.settings import ServerSettings
 
 _READERS = 2  # concurrent file readers
-UPLOADS = 16  # files of a namespace being received or waiting for a reader
 
 
 class Tenant:
-    """One namespace of a server: corpus, metrics, uploads. Requests never see another namespace's."""
+    """One namespace of a server: its corpus and metrics. Requests never see another namespace's."""
 
     def __init__(self, namespace: str, corpus: Corpus | None, metrics: Metrics) -> None:
         self.namespace, self.corpus, self.metrics = namespace, corpus, metrics
-        self.uploads = 0
 
     def require_corpus(self) -> Corpus:
         """Return the corpus; raise ApiError without one."""
@@ -69,7 +68,7 @@ class State:
     @property
     def embedder(self) -> str | None:
         """Name of the shared embedder; None without corpora."""
-        return next((corpus.embedder for corpus in self.corpora), None)
+        return next((corpus.index.embedder for corpus in self.corpora), None)
 
     @property
     def answering_models(self) -> list[str]:

@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "llm_fields": {"engine", "llm"},
     "vectorstore": BASE | {"llm"},
     "bench": BASE | ROOMS | {"engine"},
-    "server": BASE | {"backend", "engine", "retrieval", "sample"},
+    "server": BASE | {"backend", "store", "engine", "retrieval", "sample"},
     "cli": BASE | ROOMS | {"engine", "retrieval", "bench", "llm", "server", "client", "sample", "__init__"},
     "__init__": BASE | {"backend", "store", "engine", "llm", "inspect", "client"},
 }

@@ -72,9 +72,9 @@ def corpus(engine: BlendEngine, tmp_path_factory: pytest.TempPathFactory) -> Ite
     corpus = make_corpus(engine, tmp_path_factory.mktemp("corpus"))
     for number, text in enumerate(CHUNKS):
         engine.warm([text], document=f"{number}.txt")
-        corpus._index.add([text], document=f"{number}.txt")
+        corpus.index.add([text], document=f"{number}.txt")
     yield corpus
-    corpus._index.close()
+    corpus.index.close()
 
 
 @pytest.fixture(scope="module")
@@ -262,21 +262,21 @@ def test_an_answer_keeps_to_a_schema(client: OpenAI, engine: BlendEngine) -> Non
 
 
 def test_the_models_are_listed(client: OpenAI, corpus: Corpus) -> None:
-    assert [model.id for model in client.models.list()] == [NAME, f"{NAME}-rag", corpus.embedder]
+    assert [model.id for model in client.models.list()] == [NAME, f"{NAME}-rag", corpus.index.embedder]
     assert client.models.retrieve(f"{NAME}-rag").id == f"{NAME}-rag"
     with pytest.raises(openai.NotFoundError, match="unknown model 'gpt'"):
         client.models.retrieve("gpt")
 
 
 def test_texts_are_embedded(client: OpenAI, corpus: Corpus, served: Served) -> None:
-    expected = corpus._index.embed(CHUNKS[:2])
-    made = client.embeddings.create(model=corpus.embedder, input=CHUNKS[:2])  # base64, unless one asks otherwise
+    expected = corpus.index.embed(CHUNKS[:2])
+    made = client.embeddings.create(model=corpus.index.embedder, input=CHUNKS[:2])  # base64, unless one asks otherwise
     np.testing.assert_allclose([each.embedding for each in made.data], expected, atol=1e-6)
     assert made.usage.prompt_tokens > 20
-    floats = client.embeddings.create(model=corpus.embedder, input=CHUNKS[0], encoding_format="float")
+    floats = client.embeddings.create(model=corpus.index.embedder, input=CHUNKS[0], encoding_format="float")
     np.testing.assert_allclose(floats.data[0].embedding, expected[0], atol=1e-6)
     theirs = OpenAIEmbeddings(
-        base_url=f"{served.url}/v1", api_key="none", model=corpus.embedder, check_embedding_ctx_length=False
+        base_url=f"{served.url}/v1", api_key="none", model=corpus.index.embedder, check_embedding_ctx_length=False
     )
     np.testing.assert_allclose(theirs.embed_query(CHUNKS[0]), expected[0], atol=1e-6)
 
@@ -581,7 +581,7 @@ def test_a_wrong_request_is_refused_in_openais_words(
     ],
 )
 def test_other_wrong_requests_are_refused(served: Served, corpus: Corpus, path: str, body: Any, words: str) -> None:
-    models = {"completions": {"model": NAME}, "embeddings": {"model": corpus.embedder}, "corpus": {}}
+    models = {"completions": {"model": NAME}, "embeddings": {"model": corpus.index.embedder}, "corpus": {}}
     said = served.http.post(f"/v1/{path}", json={**models[path], **body})
     assert said.status_code == 400
     assert words in said.json()["error"]["message"]

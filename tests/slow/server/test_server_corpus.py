@@ -61,7 +61,7 @@ def test_what_was_left_undone_is_done_by_the_next_server(corpus: Corpus, engine:
         assert corpus.add(f"{number}", [text]).status == "queued"
     corpus.add("0", [CHUNKS[0] + " She sings."])  # in place of the first
     assert len(tasks(tmp_path)) == len(CHUNKS)
-    (tmp_path / "corpus" / "corpus" / "000000000099.part").write_text("{")
+    (tmp_path / "corpus" / "corpus" / ".99.tmp").write_text("{")
     (tmp_path / "corpus" / "corpus" / "000000000098.json").write_text("{")
     corpus.stop(30)
     again = make_corpus(engine, tmp_path / "corpus")
@@ -136,7 +136,7 @@ def test_a_document_under_way_is_seen_and_can_be_dropped(
             corpus.remove(document)
     go.set()
     until(lambda: not corpus.count_pending())
-    assert (corpus.num_chunks, engine.documents(), engine.store.stats().chunks) == (0, [], 0)
+    assert (len(corpus.index), engine.documents(), engine.store.stats().chunks) == (0, [], 0)
     assert tasks(tmp_path) == []
 
 
@@ -244,8 +244,8 @@ def test_two_servers_do_not_share_a_corpus(corpus: Corpus, engine: BlendEngine, 
     make_corpus(engine, tmp_path / "corpus").stop(30)
 
 
-def test_not_too_many_documents_wait(engine: BlendEngine, corpus: Corpus) -> None:
-    corpus._max_pending = 1
+def test_not_too_many_documents_wait(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrag.server.corpus.MAX_PENDING", 1)
     corpus.add("a", [CHUNKS[0]])
     with pytest.raises(ApiError) as refused:
         corpus.add("b", [CHUNKS[1]])

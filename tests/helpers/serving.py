@@ -16,7 +16,10 @@ from fastapi import FastAPI
 from kvrag import BlendEngine
 from kvrag.retrieval import documents
 from kvrag.retrieval.index import ChunkIndex
-from kvrag.server import Corpus, ServerSettings, bind, create_app, make_server, url
+from kvrag.server.app import create_app
+from kvrag.server.corpus import Corpus
+from kvrag.server.run import bind, make_server, url
+from kvrag.server.settings import ServerSettings
 
 NAME = "reader"
 

@@ -7,7 +7,9 @@ import json
 import sys
 
 from kvrag import BlendEngine, FileStore
-from kvrag.server import ServerSettings, bind, create_app, serve, url
+from kvrag.server.app import create_app
+from kvrag.server.run import bind, serve, url
+from kvrag.server.settings import ServerSettings
 
 _CACHE = 48 << 20
 

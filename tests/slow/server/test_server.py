@@ -33,10 +33,11 @@ from transformers import AutoModelForCausalLM
 import kvrag
 from kvrag import Answer, BlendConfig, BlendEngine, FileStore, Grammar, Model
 from kvrag.bench.load import load
-from kvrag.server import ApiKey, Corpus, ServerSettings
 from kvrag.server.answers import EventStream
+from kvrag.server.corpus import Corpus
 from kvrag.server.response import ResponseBuilder
 from kvrag.server.schemas import ChatRequest
+from kvrag.server.settings import ApiKey, ServerSettings
 
 PAGE = Path(__file__).parents[3] / "docs" / "server.md"
 QUESTION = "Who likes curry?"

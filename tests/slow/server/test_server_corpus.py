@@ -25,11 +25,12 @@ from serving import make_corpus, until
 import kvrag.retrieval.index
 from kvrag import BlendEngine, StoreError, StoreFullError
 from kvrag.cli.main import main
-from kvrag.server import Corpus, ServerSettings
 from kvrag.server.answers import chat_work
+from kvrag.server.corpus import Corpus
 from kvrag.server.errors import ApiError
 from kvrag.server.metrics import Metrics
 from kvrag.server.schemas import ChatRequest
+from kvrag.server.settings import ServerSettings
 from kvrag.server.state import Tenant
 
 load_embedder = functools.cache(kvrag.retrieval.index.load_embedder)

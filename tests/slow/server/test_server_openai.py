@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM
 import kvrag
 import kvrag.server.answers
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
-from kvrag.server import ApiKey, Corpus
+from kvrag.server.corpus import Corpus
+from kvrag.server.settings import ApiKey
 
 QUESTION = "Who likes curry?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]

@@ -155,7 +155,7 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    page.click("#theme")
+    page.emulate_media(color_scheme="dark")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
 
     # a lost server is reported in words

@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     if args.replicas != (1, 1):
         raise SettingError("--replicas needs --ray")
     settings, config = read_settings(args), read_config(args)  # report mistakes before the slow imports
-    from kvrag.server.run import bind, serve, url
+    from kvrag.server.run import bind, make_server, url
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     with ExitStack() as stack:
@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         app = build(args, settings, config, stack)
         taken.listen()  # whoever reads the announcement may connect at once
         _announce(args, settings, url(taken), app.state.kvrag.corpora)
-        serve(app, taken, args.shutdown_timeout)
+        make_server(app, args.shutdown_timeout).run([taken])
     return 0
 
 

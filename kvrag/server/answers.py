@@ -150,7 +150,7 @@ async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[
     metrics = tenant.metrics
     started = time.perf_counter()
     last: dict[int, float] = {}  # by choice
-    is_complete, status, num_complete = False, 499, 0
+    status, num_complete = 499, 0
     admitted = state.answering.run(work, state.settings.timeout, tenant.namespace, metrics.queue_time.observe)
     try:
         async with aclosing(admitted) as pieces:
@@ -163,13 +163,12 @@ async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[
                         assert delta.report is not None
                         metrics.answered(delta.report, delta.finish_reason, now - started)
                         num_complete += 1
-                    is_complete = num_complete == len(last)
                 yield piece
     except Exception as error:
         status, _ = describe(error)
         raise
     finally:
-        if not is_complete:
+        if num_complete < max(1, len(last)):
             metrics.failed(status)
 
 

@@ -209,6 +209,7 @@ class Corpus:
 
     def _work(self) -> None:
         while (task := self._await_task()) is not None:
+            reason = ""
             try:
                 self._do(task)
             except _Stopped:
@@ -216,13 +217,10 @@ class Corpus:
             except Exception as error:  # a failing document must not stop the others
                 if self._is_stopping:  # the store may be closed already
                     return
-                reason = str(error) if isinstance(error, KvragError) else f"{type(error).__name__}: {error}"
-                logger.warning("cannot add %s: %s", task.document, reason)
-                if not isinstance(error, KvragError):
-                    logger.error("adding a document failed", exc_info=error)
-                self._finish(task, reason)
-            else:
-                self._finish(task)
+                is_ours = isinstance(error, KvragError)
+                reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
+                logger.warning("cannot add %s: %s", task.document, reason, exc_info=None if is_ours else error)
+            self._finish(task, reason)
 
     def _await_task(self) -> CorpusTask | None:
         with self._changed:

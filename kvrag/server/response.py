@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from kvrag.engine import BlendEngine
 from kvrag.retrieval.index import Hit
 from kvrag.server.schemas import AnswerFields, ChatRequest
-from kvrag.types import BlendReport, CallPiece, Delta, InvalidCall, TokenLogprob, ToolCall
+from kvrag.types import BlendReport, CallPiece, Delta, TokenLogprob
 
 Piece = tuple[int, Delta] | list[Hit]
 """A piece of an answer: first the retrieved chunks, if any, then the number of a choice and its next delta."""
@@ -35,7 +34,7 @@ class Choice:
     is_chat: bool = True
     has_one_call: bool = False
     text: str = ""
-    calls: list[ToolCall | InvalidCall] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_tokens: int = 0
     report: BlendReport | None = None
@@ -43,21 +42,21 @@ class Choice:
     offset: int = 0
 
     def add(self, delta: Delta) -> Delta:
-        """Add a delta; return it without what the client does not see."""
-        if self.is_chat and not self.text:
-            delta = replace(delta, text=delta.text.lstrip())
-        if self.has_one_call:
-            first = tuple(piece for piece in delta.call_pieces if piece.index == 0)
-            valid = () if self.calls else delta.tool_calls[:1]
-            invalid = () if self.calls or valid else delta.invalid_calls[:1]
-            delta = replace(delta, call_pieces=first, tool_calls=valid, invalid_calls=invalid)
-        self.text += delta.text
-        self.calls += [*delta.tool_calls, *delta.invalid_calls]
+        """Add a delta; return it without the text and the calls that the client does not see."""
+        text = delta.text.lstrip() if self.is_chat and not self.text else delta.text
+        pieces = tuple(piece for piece in delta.call_pieces if piece.index == 0 or not self.has_one_call)
+        self.text += text
+        for piece in pieces:
+            if piece.id:
+                self.calls.append(
+                    {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
+                )
+            self.calls[piece.index]["function"]["arguments"] += piece.arguments
         self.logprobs += delta.logprobs
         self.num_tokens += delta.num_tokens
         if delta.finish_reason is not None:
             self.report, self.is_cut_off = delta.report, delta.finish_reason == "length"
-        return delta
+        return replace(delta, text=text, call_pieces=pieces)
 
     @property
     def finish_reason(self) -> str | None:
@@ -159,10 +158,10 @@ class ResponseBuilder(Builder):
         body |= {"finish_reason": choice.finish_reason, "kvrag": choice.report.to_dict()}
         if not self._is_chat:
             return body | {"text": choice.text}
-        calls = [_call(call) for call in choice.calls]
-        content = None if calls and not choice.text else choice.text
-        message = {"role": "assistant", "content": content, "refusal": None}
-        return body | {"message": {**message, "tool_calls": calls} if calls else message}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.calls:
+            message |= {"content": choice.text or None, "tool_calls": choice.calls}
+        return body | {"message": message}
 
     def _content(self, delta: Delta) -> Any:
         if not self._is_chat:
@@ -220,9 +219,3 @@ def _fragment(piece: CallPiece) -> dict[str, Any]:
     if not piece.id:
         return {"index": piece.index, "function": function}
     return {"index": piece.index, "id": piece.id, "type": "function", "function": {"name": piece.name, **function}}
-
-
-def _call(call: ToolCall | InvalidCall) -> dict[str, Any]:
-    is_valid = isinstance(call, ToolCall)
-    arguments = json.dumps(call.arguments, ensure_ascii=False) if is_valid else call.arguments
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

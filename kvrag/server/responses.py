@@ -13,13 +13,13 @@ from kvrag.engine import BlendEngine
 from kvrag.server.errors import ApiError
 from kvrag.server.response import Builder, Choice, Event, openai_usage
 from kvrag.server.schemas import ChatRequest, Common, Contextual, Effort, Request, Verbosity
-from kvrag.types import CallPiece, Delta, InvalidCall, Messages, ToolCall
+from kvrag.types import CallPiece, Delta, Messages
 
 _LOGPROBS = "message.output_text.logprobs"
 
 
 class _Sent(BaseModel):
-    """Base of what clients copy from earlier responses: unknown fields are ignored."""
+    """Base of what clients copy from earlier responses; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -197,9 +197,14 @@ class ResponsesBuilder(Builder):
             yield from self._add_text(shown.text)
         for piece in shown.call_pieces:
             yield from self._add_arguments(piece)
-        ended: list[ToolCall | InvalidCall] = [*shown.tool_calls, *shown.invalid_calls]
-        for call in ended:
-            yield from self._close_call(call)
+        for is_whole, calls in ((True, shown.tool_calls), (False, shown.invalid_calls)):
+            ended = {call.id for call in calls}
+            for item in self._calls():
+                if item["call_id"] in ended:
+                    item["status"] = "completed" if is_whole else "incomplete"
+                    done = {"name": item["name"], "arguments": item["arguments"]}
+                    yield self._item_event("function_call_arguments.done", item, **done)
+                    yield self._item_event("output_item.done", item)
         if self._choice.report is not None:
             if not self._output:
                 yield from self._open_message()
@@ -277,13 +282,6 @@ class ResponsesBuilder(Builder):
         item["arguments"] += piece.arguments
         if piece.arguments:
             yield self._item_event("function_call_arguments.delta", item, delta=piece.arguments)
-
-    def _close_call(self, call: ToolCall | InvalidCall) -> Iterator[Event]:
-        item = next(item for item in self._calls() if item["call_id"] == call.id)
-        item["status"] = "completed" if isinstance(call, ToolCall) else "incomplete"
-        done = {"name": item["name"], "arguments": item["arguments"]}
-        yield self._item_event("function_call_arguments.done", item, **done)
-        yield self._item_event("output_item.done", item)
 
     def _item_event(self, kind: str, item: dict[str, Any], **fields: Any) -> Event:
         """Return an event about a whole item, or, with fields, about a part of it."""

@@ -69,8 +69,3 @@ def make_server(app: FastAPI, shutdown_timeout: float) -> uvicorn.Server:
         timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
     )
     return _Server(config)
-
-
-def serve(app: FastAPI, taken: socket.socket, shutdown_timeout: float) -> None:
-    """Serve until SIGINT or SIGTERM; see `make_server`."""
-    make_server(app, shutdown_timeout).run([taken])

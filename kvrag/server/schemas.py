@@ -22,15 +22,10 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 _MOST_CHOICES = 128  # of a request, as by OpenAI
 
-_SAME = (  # options that the engine has under the same name
-    "top_p",
-    "top_k",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "ratio",
-    "policy",
-    "controller",
+# options that the engine has under the same name
+_SAME = (
+    *("top_p", "top_k", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("ratio", "policy", "controller"),
 )
 
 

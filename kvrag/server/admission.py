@@ -14,8 +14,6 @@ from kvrag.server.errors import ApiError
 
 T = TypeVar("T")
 
-Waiting = deque[asyncio.Future[None]]
-
 
 class AdmissionQueue:
     """Admits a number of requests at a time, queues some more, and rejects the rest with 429.
@@ -28,7 +26,9 @@ class AdmissionQueue:
         """Create an empty queue that admits `places` requests, while `queue` requests per namespace may wait."""
         self._places, self._queue = places, queue
         self._running: Counter[str] = Counter()
-        self._waiting: dict[str, Waiting] = {}  # never contains an empty queue; the first one is next
+        self._waiting: dict[
+            str, deque[asyncio.Future[None]]
+        ] = {}  # never contains an empty queue; the first one is next
         self._pool = ThreadPoolExecutor(places, thread_name_prefix=f"kvrag-{name}")
         self._idle = asyncio.Event()
         self._idle.set()

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import aclosing, suppress
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -27,20 +28,14 @@ T = TypeVar("T")
 
 Work = Callable[[], Generator[Piece, None, None]]
 
-_FOR_ANSWER = 1 / 8
-"""Share of the window that retrieved chunks leave free."""
-
-KEEP_ALIVE_S = 5.0
-"""Seconds without an event until a stream gets a comment, so that proxies and clients keep the connection."""
+_FOR_ANSWER = 1 / 8  # share of the window that retrieved chunks leave free
+KEEP_ALIVE_S = 5.0  # without an event, a stream then gets a comment: proxies and clients keep the connection
 
 
-def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, request: ChatRequest) -> Work:
-    """Return the work of a chat for the engine, not started yet.
-
-    Raises:
-        ApiError, SettingError: The request is contradictory or exceeds a limit.
-    """
-    calls = _calls(request, settings, tenant)
+def chat_work(state: State, tenant: Tenant, request: ChatRequest) -> Work:
+    """Return the engine's work for a chat, not started yet."""
+    engine, settings = state.engine, state.settings
+    calls = _calls(state, tenant, request)
     messages: Messages = [message.plain() for message in request.messages]
     retrieves = request.model == settings.rag_name
     if request.retrieval is not None and not retrieves:
@@ -67,43 +62,33 @@ def chat_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, req
     return work
 
 
-def completion_work(engine: BlendEngine, settings: ServerSettings, tenant: Tenant, request: CompletionRequest) -> Work:
+def completion_work(state: State, tenant: Tenant, request: CompletionRequest) -> Work:
     """Return the engine's work for a completion, not started yet."""
-    if request.model == settings.rag_name:
-        raise ApiError(
-            400, f"the model {settings.rag_name!r} supports /v1/chat/completions only", "invalid_value", "model"
-        )
-    prompts = request.prompts()
-    calls = _calls(request, settings, tenant)
-
-    def work() -> Generator[Piece, None, None]:
-        repeated = [prompt for prompt in prompts for _ in calls]
-        yield from engine.stream_batch(repeated, calls * len(prompts), documents=request.chunks)
-
-    return work
+    if request.model == state.settings.rag_name:
+        message = f"the model {request.model!r} supports /v1/chat/completions only"
+        raise ApiError(400, message, "invalid_value", "model")
+    calls, prompts = _calls(state, tenant, request), request.prompts()
+    repeated = [prompt for prompt in prompts for _ in calls]
+    return lambda: state.engine.stream_batch(repeated, calls * len(prompts), documents=request.chunks)
 
 
-def _calls(request: AnswerFields, settings: ServerSettings, tenant: Tenant) -> list[dict[str, Any]]:
+def _calls(state: State, tenant: Tenant, request: AnswerFields) -> list[dict[str, Any]]:
     """Return the engine's arguments for each answer to a prompt, with consecutive seeds if one is set."""
-    call = request.options(settings) | {"namespace": tenant.namespace}
+    state.check_model(request.model)
+    call = request.options(state.settings) | {"namespace": tenant.namespace}
     seeds = [None if request.seed is None else (request.seed + i) % (1 << 64) for i in range(request.num_choices())]
     return [call | {"seed": seed} for seed in seeds]
 
 
-def _fitting(engine: BlendEngine, settings: ServerSettings, messages: Messages, hits: Sequence[Hit]) -> list[Hit]:
+def _fitting(engine: BlendEngine, settings: ServerSettings, messages: Messages, hits: list[Hit]) -> list[Hit]:
     """Return the best hits that fit into the model's window, at least one; a part of it stays free for the answer."""
     tokenizer, bare = engine.model.tokenizer, list(messages)
     place_context(bare, settings, [])
     room = engine.model.context_window * (1 - _FOR_ANSWER) - len(tokenizer.render(bare))
     if sum(len(hit.text.encode()) + 2 for hit in hits) <= room:  # no token is shorter than a byte: nothing to count
-        return list(hits)
-    fitting: list[Hit] = []
-    for hit, length in zip(hits, tokenizer.lengths([f"{hit.text}\n\n" for hit in hits]), strict=True):
-        room -= length
-        if room < 0 and fitting:
-            break
-        fitting.append(hit)
-    return fitting
+        return hits
+    totals = accumulate(tokenizer.lengths([f"{hit.text}\n\n" for hit in hits]))
+    return hits[: max(1, sum(total <= room for total in totals))]
 
 
 def place_context(messages: Messages, settings: ServerSettings, texts: list[str]) -> None:
@@ -169,7 +154,7 @@ async def _measured(state: State, tenant: Tenant, work: Work) -> AsyncGenerator[
         raise
     finally:
         if num_complete < max(1, len(last)):
-            metrics.failed(status)
+            metrics.failed.labels(str(status)).inc()
 
 
 async def _whole(pieces: AsyncGenerator[Piece, None], builder: Builder) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import mimetypes
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
@@ -40,6 +41,7 @@ from kvrag.server.schemas import (
     EmbeddingRequest,
     NewChunks,
     NewDocument,
+    NewFiles,
     TokenizeRequest,
 )
 from kvrag.server.settings import ServerSettings
@@ -48,15 +50,8 @@ from kvrag.types import WarmReport
 
 T = TypeVar("T")
 
-_KINDS = {
-    "text/plain": ".txt",
-    "text/markdown": ".md",
-    "text/html": ".html",
-    "application/pdf": ".pdf",
-    "application/vnd.openxmlformats-officedocument.wordprocessingml.document": ".docx",
-    "text/csv": ".csv",
-    "application/jsonl": ".jsonl",
-}
+mimetypes.add_type("application/vnd.openxmlformats-officedocument.wordprocessingml.document", ".docx")
+mimetypes.add_type("application/jsonl", ".jsonl")
 _ENCODING_S = 10.0  # seconds for the corpora to reach a point where the next server can resume
 
 
@@ -77,24 +72,21 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def chat(body: ChatRequest, request: Request, state: Server, tenant: Caller) -> Response:
     """Answer a conversation. The model with the suffix -rag retrieves from the corpus itself."""
-    state.check_model(body.model)
-    work = chat_work(state.engine, state.settings, tenant, body)
+    work = chat_work(state, tenant, body)
     return await respond(request, state, tenant, work, ResponseBuilder(body, state.engine))
 
 
 @router.post("/v1/responses")
 async def respond_to_input(body: ResponsesRequest, request: Request, state: Server, tenant: Caller) -> Response:
     """Answer a conversation, in the form of OpenAI's Responses API. Nothing is stored."""
-    state.check_model(body.model)
-    work = chat_work(state.engine, state.settings, tenant, body.chat())
+    work = chat_work(state, tenant, body.chat())
     return await respond(request, state, tenant, work, ResponsesBuilder(body, state.engine))
 
 
 @router.post("/v1/completions")
 async def complete(body: CompletionRequest, request: Request, state: Server, tenant: Caller) -> Response:
     """Continue texts or token ids."""
-    state.check_model(body.model)
-    work = completion_work(state.engine, state.settings, tenant, body)
+    work = completion_work(state, tenant, body)
     return await respond(request, state, tenant, work, ResponseBuilder(body, state.engine))
 
 
@@ -137,24 +129,16 @@ async def model(name: str, state: Server) -> Response:
     return json_response(known[name])
 
 
-_BINARY = {"type": "string", "format": "binary"}
-_FORM = {
-    "type": "object",
-    "properties": {"file": {"type": "array", "items": _BINARY}, "id": {"type": "string"}},
-    "required": ["file"],
-}
-_FILE = {"requestBody": {"content": {"application/octet-stream": {"schema": _BINARY}}}}
+_FILE = {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
 _TEXT_OR_FORM = {
-    "requestBody": {
-        "content": {
-            "application/json": {"schema": NewDocument.model_json_schema()},
-            "multipart/form-data": {"schema": _FORM},
-        }
+    "content": {
+        "application/json": {"schema": NewDocument.model_json_schema()},
+        "multipart/form-data": {"schema": NewFiles.model_json_schema()},
     }
 }
 
 
-@router.post("/v1/corpus", status_code=202, openapi_extra=_TEXT_OR_FORM)
+@router.post("/v1/corpus", status_code=202, openapi_extra={"requestBody": _TEXT_OR_FORM})
 async def add_document(request: Request, state: Server, tenant: Caller) -> Response:
     """Add a text, or the files of a form, to be encoded in the background. They replace documents with the same id.
 
@@ -189,7 +173,7 @@ def _is_form(request: Request) -> bool:
     return request.headers.get("content-type", "").startswith("multipart/form-data")
 
 
-@router.put("/v1/corpus/{document:path}", status_code=202, openapi_extra=_FILE)
+@router.put("/v1/corpus/{document:path}", status_code=202, openapi_extra={"requestBody": _FILE})
 async def upload_document(document: str, request: Request, tenant: Caller) -> Response:
     """Add the uploaded file (text, Markdown, HTML, PDF, Word, CSV or JSONL, by the id's suffix or the content type).
 
@@ -207,7 +191,7 @@ async def _read(request: Request, document: str, content: bytes, media_type: str
     check_id(document)
     kind = PurePosixPath(document).suffix.lower()
     if kind not in SUFFIXES:
-        kind = _KINDS.get(media_type.partition(";")[0].strip().lower(), ".txt")
+        kind = mimetypes.guess_extension(media_type.partition(";")[0].strip()) or ".txt"
 
     def work() -> Content:
         try:
@@ -228,27 +212,24 @@ async def _add(corpus: Corpus, document: str, content: Content) -> dict[str, Any
 
 
 @router.get("/v1/corpus")
-async def list_documents(
-    tenant: Caller, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000, after: str = ""
-) -> Response:
+def list_documents(tenant: Caller, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000, after: str = "") -> Response:
     """List the documents by id, with the progress of unfinished ones."""
-    statuses = await asyncio.to_thread(tenant.require_corpus().statuses)
+    statuses = tenant.require_corpus().statuses()
     rest = [status for status in statuses if status.id > after]
     data = [status.to_dict() for status in rest[:limit]]
     return json_response({"object": "list", "data": data, "has_more": len(rest) > limit, "total": len(statuses)})
 
 
 @router.get("/v1/corpus/{document:path}")
-async def show_document(document: str, tenant: Caller) -> Response:
+def show_document(document: str, tenant: Caller) -> Response:
     """Return a document's status."""
-    status = await asyncio.to_thread(tenant.require_corpus().status, document)
-    return json_response(status.to_dict())
+    return json_response(tenant.require_corpus().status(document).to_dict())
 
 
 @router.delete("/v1/corpus/{document:path}")
-async def delete_document(document: str, tenant: Caller) -> Response:
+def delete_document(document: str, tenant: Caller) -> Response:
     """Delete a document. It is no longer retrieved from now on."""
-    await asyncio.to_thread(tenant.require_corpus().remove, document)
+    tenant.require_corpus().remove(document)
     return json_response({"id": document, "object": "corpus.document", "deleted": True})
 
 
@@ -274,31 +255,27 @@ async def warm_chunks(body: NewChunks, request: Request, state: Server, tenant: 
 
 
 @router.get("/v1/chunks")
-async def list_chunks(state: Server, tenant: Caller, prefix: str = "") -> Response:
+def list_chunks(state: Server, tenant: Caller, prefix: str = "") -> Response:
     """Return the names of the documents that start with `prefix` and have chunks, sorted."""
-    documents = await asyncio.to_thread(state.engine.documents, prefix, namespace=tenant.namespace)
-    return json_response({"documents": documents})
+    return json_response({"documents": state.engine.documents(prefix, namespace=tenant.namespace)})
 
 
 @router.delete("/v1/chunks/{document:path}")
-async def forget_chunks(document: str, state: Server, tenant: Caller) -> Response:
+def forget_chunks(document: str, state: Server, tenant: Caller) -> Response:
     """Delete a document's chunks unless another document has them."""
-    removed = await asyncio.to_thread(state.engine.forget, document, namespace=tenant.namespace)
+    removed = state.engine.forget(document, namespace=tenant.namespace)
     return json_response({"document": document, "removed": removed})
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, state: Server) -> Response:
+def tokenize(body: TokenizeRequest, state: Server) -> Response:
     """Return the token ids of a prompt, as vLLM does; `add_special_tokens=false`: of a chunk's text."""
     engine = state.engine
-
-    def ids() -> list[int]:
-        if body.messages is not None:
-            return engine.tokenize([message.plain() for message in body.messages], tools=body.tools)
+    if body.messages is not None:
+        tokens = engine.tokenize([message.plain() for message in body.messages], tools=body.tools)
+    else:
         assert body.prompt is not None
-        return engine.encode(body.prompt) if body.add_special_tokens is False else engine.tokenize(body.prompt)
-
-    tokens = await asyncio.to_thread(ids)
+        tokens = engine.encode(body.prompt) if body.add_special_tokens is False else engine.tokenize(body.prompt)
     return json_response({"count": len(tokens), "max_model_len": engine.context_window, "tokens": tokens})
 
 
@@ -328,30 +305,11 @@ async def _result(request: Request, queue: AdmissionQueue, work: Callable[[], T]
         return await while_connected(request.receive, anext(pieces))
 
 
-def _name_models(app: FastAPI, state: State) -> None:
-    """List the model names in the OpenAPI description."""
-    embedding = [] if state.embedder is None else [state.embedder]
-    named = {
-        "ChatRequest": state.answering_models,
-        "ResponsesRequest": state.answering_models,
-        "CompletionRequest": state.answering_models[:1],
-        "EmbeddingRequest": embedding,
-    }
-    schemas = app.openapi()["components"]["schemas"]
-    for request, names in named.items():
-        if names:
-            schemas[request]["properties"]["model"]["enum"] = names
-
-
 def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[Corpus] = ()) -> FastAPI:
     """Return an ASGI app that answers with an engine. It closes neither the engine nor the corpora's indexes.
 
     Args:
-        corpora: One per namespace in `settings.namespaces`, for the -rag model, for embeddings and `/v1/corpus`;
-            empty = without these.
-
-    Raises:
-        SettingError: The corpora do not match the namespaces.
+        corpora: One per namespace in `settings.namespaces`; empty = no -rag model, embeddings and `/v1/corpus`.
     """
     state = State(engine, settings, corpora)
 
@@ -375,7 +333,6 @@ def create_app(engine: BlendEngine, settings: ServerSettings, corpora: Sequence[
     app.include_router(router)
     app.include_router(page.router)
     handle_errors(app)
-    _name_models(app, state)
     app.add_middleware(Guard, settings=settings)
     if settings.hosts and not settings.api_keys:
         # IPv6 addresses need brackets, as in URLs

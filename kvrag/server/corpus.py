@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from kvrag.engine import BlendEngine
 from kvrag.errors import KvragError, StoreError, StoreFullError, StoreReadOnlyError
@@ -26,8 +26,7 @@ from kvrag.store.durable import TEMPORARY, write_file
 logger = logging.getLogger("kvrag")
 
 _MAX_ID = 256
-MAX_PENDING = 256
-"""Documents of a namespace that may wait."""
+MAX_PENDING = 256  # documents of a namespace that may wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +96,14 @@ class Corpus:
         self._engine, self._folder, self._split = engine, folder, split
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock_file = open(folder.with_suffix(".lock"), "ab")  # noqa: SIM115  held until `stop`
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock_file = _locked(folder)  # until `stop`
             self._tasks = _tasks_in(folder)
         except BlockingIOError:
-            raise CorpusInUseError(
-                f"another server uses the corpus in {folder}: use another --store, or --no-corpus"
-            ) from None
+            message = f"another server uses the corpus in {folder}: use another --store, or --no-corpus"
+            raise CorpusInUseError(message) from None
         except OSError as error:
-            raise StoreReadOnlyError(
-                f"{folder} is not writable ({error.strerror}): choose another store, or use --no-corpus"
-            ) from error
+            message = f"{folder} is not writable ({error.strerror}): choose another store, or use --no-corpus"
+            raise StoreReadOnlyError(message) from error
         self._next = max(self._tasks, default=0) + 1
         self._active = 0  # number of the current task
         self._progress = (0, 0)
@@ -116,11 +112,7 @@ class Corpus:
         self._thread = threading.Thread(target=self._work, name="kvrag-corpus", daemon=True)
 
     def add(self, document: str, texts: Sequence[str], pages: Sequence[int] = ()) -> Status:
-        """Queue a document, in the form of a `Content`, to be encoded. It replaces the document with the same id.
-
-        Raises:
-            ApiError: 400 if the id is invalid, 429 if too many documents wait.
-        """
+        """Queue a document, in the form of a `Content`, to be encoded. It replaces the document with the same id."""
         check_id(document)
         with self._changed:
             if self.count_pending() >= MAX_PENDING:
@@ -129,22 +121,14 @@ class Corpus:
             return self.status(document)
 
     def remove(self, document: str) -> None:
-        """Delete a document. It is no longer retrieved, and its chunks' KV is deleted in the background.
-
-        Raises:
-            ApiError: 404 if the document does not exist.
-        """
+        """Delete a document. It is no longer retrieved, and its chunks' KV is deleted in the background."""
         with self._changed:
             self.status(document)  # raises if it does not exist
             self._put(CorpusTask(self._next, "drop", document))
             self.index.remove(document)
 
     def status(self, document: str) -> Status:
-        """Return the status of a document.
-
-        Raises:
-            ApiError: 404 if the document does not exist.
-        """
+        """Return the status of a document; raise ApiError if it does not exist."""
         if not (found := self.statuses(document)):
             raise ApiError(404, f"unknown document {document!r:.280}: see GET /v1/corpus", "document_not_found")
         return found[0]
@@ -161,11 +145,7 @@ class Corpus:
             return [status for status in statuses if status is not None]
 
     def search(self, question: str, top_k: int, around: int) -> list[Hit]:
-        """Return the chunks nearest to a question.
-
-        Raises:
-            ApiError: The corpus is empty.
-        """
+        """Return the chunks nearest to a question; raise ApiError if the corpus is empty."""
         hits = self.index.search(question, top_k, around)
         if not hits:
             how = "add documents with POST /v1/corpus, or run `kvrag warm PATH`, and wait until they are ready"
@@ -195,11 +175,7 @@ class Corpus:
         for folder in self._folder.parent.glob("corpus*/"):
             if folder == self._folder or not any(folder.glob("*.json")):
                 continue
-            with open(folder.with_suffix(".lock"), "ab") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue
+            with suppress(BlockingIOError), _locked(folder):
                 for number in _tasks_in(folder):
                     task = _read_task(path := folder / f"{number:012}.json")
                     with self._changed:
@@ -314,6 +290,17 @@ def check_id(document: str) -> None:
     if not 0 < len(document) <= _MAX_ID or not document.isprintable() or {".", ".."} & set(document.split("/")):
         allowed = f"1 to {_MAX_ID} printable characters, without '.' or '..' between slashes"
         raise ApiError(400, f"a document id needs {allowed}, got {document!r:.80}", "invalid_value", "id")
+
+
+def _locked(folder: Path) -> BinaryIO:
+    """Lock a folder of tasks; return the file whose end releases it. Raise BlockingIOError if it is locked."""
+    file = open(folder.with_suffix(".lock"), "ab")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def _tasks_in(folder: Path) -> dict[int, CorpusTask]:

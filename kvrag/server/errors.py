@@ -26,19 +26,11 @@ from kvrag.errors import (
 logger = logging.getLogger("kvrag")
 
 _CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "body_too_large"}
-
-RETRY_AFTER = 5
-"""Seconds after which clients should retry on 429 and 503."""
+_RETRY_AFTER_S = 5
 
 
 class ApiError(KvragError):
-    """An error response.
-
-    Attributes:
-        status: The HTTP status.
-        code: Machine-readable error code.
-        param: Name of the invalid request field.
-    """
+    """An error response; `param` is the name of the invalid request field."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -54,12 +46,10 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
     return Response(json.dumps(content), status, dict(headers or {}), "application/json")
 
 
-_STATUSES: tuple[tuple[type[Exception], int, str | None], ...] = (
+_STATUSES: tuple[tuple[Any, int, str | None], ...] = (
     (ContextWindowError, 400, "context_length_exceeded"),
-    (PromptError, 400, "invalid_value"),
-    (SettingError, 400, "invalid_value"),
-    (StoreFullError, 507, "store_full"),
-    (StoreReadOnlyError, 507, "store_full"),
+    ((PromptError, SettingError), 400, "invalid_value"),
+    ((StoreFullError, StoreReadOnlyError), 507, "store_full"),
     (OutOfMemoryError, 503, "out_of_memory"),
     (Exception, 500, None),
 )
@@ -87,7 +77,7 @@ def log(error: Exception) -> None:
 def error_response(error: Exception) -> Response:
     """Return the response to a failed request."""
     status, content = describe(error)
-    headers = {"Retry-After": str(RETRY_AFTER)} if status in (429, 503) else {}
+    headers = {"Retry-After": str(_RETRY_AFTER_S)} if status in (429, 503) else {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return json_response(content, status, headers)

@@ -19,8 +19,7 @@ from kvrag.server.settings import ServerSettings
 # for load balancers, and for browsers, which send no key with a page; the chat page asks for the key itself
 _OPEN = ("/health", "/docs", "/openapi.json", *FILES)
 _READING = 64  # requests per namespace beyond those in the admission queue; each may hold a body
-UPLOADS = 16
-"""Uploads of a namespace at a time; each may hold a file."""
+UPLOADS = 16  # per namespace; each may hold a file
 
 
 class Guard:
@@ -73,10 +72,8 @@ class Guard:
         # without keys, any web page in a local browser could send requests
         origin = headers.get("origin")
         if origin is not None and not {"*", origin} & set(self._settings.origins) and not self._is_own(headers):
-            message = (
-                f"requests from the origin {origin:.80} are rejected: start the server with --cors-origin or --api-key"
-            )
-            raise ApiError(403, message)
+            how = "start the server with --cors-origin or --api-key"
+            raise ApiError(403, f"requests from the origin {origin:.80} are rejected: {how}")
         return self._settings.namespace
 
     def _is_own(self, headers: Headers) -> bool:

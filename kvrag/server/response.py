@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -79,11 +79,7 @@ class Builder:
         """Add a piece; return its stream events."""
         if isinstance(piece, tuple):
             return list(self._add(*piece))
-        rows = [
-            {"index": number, "document": hit.document, "pages": hit.pages, "text": hit.text, "score": hit.score}
-            for number, hit in enumerate(piece, 1)
-        ]
-        self._extras["citations"] = rows
+        self._extras["citations"] = [{"index": number, **asdict(hit)} for number, hit in enumerate(piece, 1)]
         return []
 
     def _add(self, number: int, delta: Delta) -> Iterator[Event]:

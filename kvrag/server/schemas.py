@@ -131,11 +131,7 @@ class AnswerFields(Common):
         return self
 
     def options(self, settings: ServerSettings) -> dict[str, Any]:
-        """Return the arguments of `BlendEngine.stream`, but for the seed.
-
-        Raises:
-            ApiError, SettingError: A value is out of range.
-        """
+        """Return the arguments of `BlendEngine.stream`, but for the seed."""
         max_tokens = getattr(self, "max_completion_tokens", None) or self.max_tokens or settings.max_tokens
         if max_tokens > settings.token_limit:
             message = f"{max_tokens} tokens exceed this server's limit of {settings.token_limit}: request fewer"
@@ -284,6 +280,13 @@ class NewDocument(Request):
     """The body of `POST /v1/corpus`."""
 
     text: str
+    id: str | None = None
+
+
+class NewFiles(Request):
+    """The form of `POST /v1/corpus`."""
+
+    file: list[bytes]
     id: str | None = None
 
 

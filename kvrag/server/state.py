@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from kvrag.engine import BlendEngine
@@ -22,8 +21,14 @@ _READERS = 2  # concurrent file readers
 class Tenant:
     """One namespace of a server: its corpus and metrics. Requests never see another namespace's."""
 
-    def __init__(self, namespace: str, corpus: Corpus | None, metrics: Metrics) -> None:
-        self.namespace, self.corpus, self.metrics = namespace, corpus, metrics
+    def __init__(self, namespace: str, corpus: Corpus | None, queue: AdmissionQueue, is_shared: bool) -> None:
+        self.namespace, self.corpus = namespace, corpus
+        # the process's load would reveal the activity of other namespaces
+        self.metrics = Metrics(with_process=not is_shared)
+        self.metrics.watch("num_requests_running", "Admitted requests", lambda: queue.running(namespace))
+        self.metrics.watch("num_requests_waiting", "Waiting requests", lambda: queue.waiting(namespace))
+        if corpus is not None:
+            self.metrics.watch("corpus_pending", "Documents waiting to be encoded or dropped", corpus.count_pending)
 
     def require_corpus(self) -> Corpus:
         """Return the corpus; raise ApiError without one."""
@@ -45,20 +50,12 @@ class State:
         self.answering = AdmissionQueue(settings.concurrency, settings.queue, "answer")
         self.reading = AdmissionQueue(_READERS, UPLOADS, "read")
         self.started = int(time.time())
-        by_namespace = {corpus.namespace: corpus for corpus in corpora}
-        if by_namespace and set(by_namespace) != set(settings.namespaces):
-            raise SettingError(f"the corpora must match the namespaces {', '.join(map(repr, settings.namespaces))}")
-        self.is_shared = len(settings.namespaces) > 1
-        self.tenants = {name: self._tenant(name, by_namespace.get(name)) for name in settings.namespaces}
-
-    def _tenant(self, namespace: str, corpus: Corpus | None) -> Tenant:
-        # the process's load would reveal the activity of other namespaces
-        metrics = Metrics(with_process=not self.is_shared)
-        metrics.watch("num_requests_running", "Admitted requests", partial(self.answering.running, namespace))
-        metrics.watch("num_requests_waiting", "Waiting requests", partial(self.answering.waiting, namespace))
-        if corpus is not None:
-            metrics.watch("corpus_pending", "Documents waiting to be encoded or dropped", corpus.count_pending)
-        return Tenant(namespace, corpus, metrics)
+        found = {corpus.namespace: corpus for corpus in corpora}
+        names = settings.namespaces
+        if found and set(found) != set(names):
+            raise SettingError(f"the corpora must match the namespaces {', '.join(map(repr, names))}")
+        self.is_shared = len(names) > 1
+        self.tenants = {name: Tenant(name, found.get(name), self.answering, self.is_shared) for name in names}
 
     @property
     def corpora(self) -> list[Corpus]:

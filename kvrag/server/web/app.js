@@ -2,15 +2,13 @@
 
 const $ = (id) => document.getElementById(id);
 const POLL_MS = 500;
-const MAX_NAMED = 3; // documents named in the line above an answer's sources
 const MAX_TURNS = 4; // earlier turns that are sent with a question
 
 let key = sessionStorage.getItem("kvrag-key") ?? "";
 let model = "";
 let hasCorpus = false;
-let samples = { documents: {}, questions: [], is_chat: true };
-let turns = []; // {question, answer}
-let races = []; // {blend, full: seconds to the first token, same}
+let samples = { documents: [], questions: [], is_chat: true };
+const turns = []; // {question, answer}
 let documents = [];
 let poll = 0; // timer of the next refresh
 const uploads = new Map(); // name -> the error of a failed upload, or "" while it is sent
@@ -19,25 +17,20 @@ let busy = null; // AbortController of the current question
 
 // ---------------------------------------------------------------- the server
 
-class ServerError extends Error {
-  constructor(message, status = 0, code = "") {
-    super(message);
-    Object.assign(this, { status, code });
-  }
-}
+const failure = (message, status = 0, code = "") => Object.assign(new Error(message), { status, code });
 
-/** Send a request, asking for the API key if needed; throw a ServerError for an error response. */
+/** Send a request, asking for the API key if needed; throw an error response as a `failure`. */
 async function call(path, options = {}) {
   for (;;) {
     const headers = key ? { ...options.headers, Authorization: `Bearer ${key}` } : options.headers;
     const response = await fetch(path, { ...options, headers }).catch((error) => {
       if (error.name === "AbortError") throw error;
-      throw new ServerError("The server does not answer. Check that it is still running.");
+      throw failure("The server does not answer. Check that it is still running.");
     });
     if (response.ok) return response;
     const error = (await response.json().catch(() => null))?.error;
     const message = error?.message ?? `The server answered with status ${response.status}.`;
-    if (response.status !== 401) throw new ServerError(message, response.status, error?.code);
+    if (response.status !== 401) throw failure(message, response.status, error?.code);
     await askForKey(message);
   }
 }
@@ -66,14 +59,14 @@ async function stream(body, signal, onEvent) {
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw new ServerError("The connection ended before the answer was complete.");
+    if (done) throw failure("The connection ended before the answer was complete.");
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
       if (!line.startsWith("data: ")) continue;
       if (line === "data: [DONE]") return;
       const event = JSON.parse(line.slice(6));
-      if (event.error) throw new ServerError(event.error.message, 200, event.error.code);
+      if (event.error) throw failure(event.error.message, 200, event.error.code);
       onEvent(event);
     }
   }
@@ -81,7 +74,7 @@ async function stream(body, signal, onEvent) {
 
 // ---------------------------------------------------------------- documents
 
-const path = (name) => `v1/corpus/${name.split("/").map(encodeURIComponent).join("/")}`;
+const path = (name) => `v1/corpus/${encodeURIComponent(name)}`;
 const isPending = (doc) => doc.status === "queued" || doc.status === "encoding";
 const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
@@ -99,15 +92,10 @@ function showDocuments() {
   const pending = documents.filter(isPending);
   const sent = [...uploads].filter(([name]) => !pending.some((doc) => doc.id === name));
   const listed = documents.filter((doc) => !uploads.has(doc.id) || isPending(doc));
-  const rows = [
-    ...sent.map(([id, error]) => ({ id, error, status: error ? "failed" : "uploading" })),
-    ...listed,
-  ];
-  $("documents").replaceChildren(...rows.map(documentRow));
+  const uploading = sent.map(([id, error]) => ({ id, error, status: error ? "failed" : "uploading" }));
+  $("documents").replaceChildren(...[...uploading, ...listed].map(documentRow));
   $("summary").textContent = pending.length ? `encoding, ${pending.length} left` : count(documents.length, "document");
-  const names = Object.keys(samples.documents);
-  $("samples").hidden = !names.length || documents.length > 0;
-  $("questions").hidden = !documents.some((doc) => names.includes(doc.id));
+  $("questions").hidden = !documents.some((doc) => samples.documents.includes(doc.id));
 }
 
 function documentRow(doc) {
@@ -144,13 +132,14 @@ async function drop(name, button) {
   await refresh();
 }
 
-/** Upload [name, content] pairs, one after the other. */
-async function add(named) {
-  for (const [name] of named) uploads.set(name, "");
+/** Upload files, one after the other. */
+async function add(files) {
+  for (const { name } of files) uploads.set(name, "");
   showDocuments();
-  for (const [name, body] of named) {
+  for (const file of files) {
+    const name = file.name;
     try {
-      const skipped = (await (await call(path(name), { method: "PUT", body })).json()).problems;
+      const skipped = (await (await call(path(name), { method: "PUT", body: file })).json()).problems;
       problems.set(name, skipped.map(({ line, message }) => (line === null ? message : `line ${line}: ${message}`)));
       uploads.delete(name);
     } catch (error) {
@@ -168,7 +157,7 @@ async function ready(say, signal) {
     signal.throwIfAborted();
   }
   if (!documents.some((doc) => doc.chunks)) {
-    throw new ServerError("There are no documents yet: add one under Documents, or load the sample documents.");
+    throw failure("There are no documents yet: add one under Documents.");
   }
 }
 
@@ -216,44 +205,35 @@ function addLane(turn, name, kind = "kvrag") {
 
 /** Stream an answer into a lane. Drops the oldest turn, and tries again, while the prompt exceeds the context window. */
 async function answer(lane, body, onSources = () => {}) {
-  for (;;) {
-    try {
-      return await attempt(lane, body, onSources);
-    } catch (error) {
-      if (error.code !== "context_length_exceeded" || body.messages.length === 1) throw error;
-      turns.shift();
-      body.messages.splice(0, 2);
-    }
-  }
-}
-
-async function attempt(lane, body, onSources) {
-  const started = performance.now();
-  const elapsed = () => (performance.now() - started) / 1000;
-  const clock = setInterval(() => (lane.part("time").textContent = `${elapsed().toFixed(1)} s`), 100);
-  const stopClock = () => {
-    clearInterval(clock);
-    lane.part("time").textContent = format(elapsed());
-  };
+  let started = performance.now();
   let text = "";
-  let seconds = null;
+  let seconds = null; // to the first token
   let report = null;
+  const showTime = () => (lane.part("time").textContent = format(seconds ?? (performance.now() - started) / 1000));
+  const clock = setInterval(showTime, 100);
+  const onEvent = (event) => {
+    if (event.citations) onSources(event.citations);
+    report = event.kvrag ?? report;
+    const piece = event.choices[0]?.delta?.content;
+    if (!piece) return;
+    seconds ??= (performance.now() - started) / 1000;
+    text += piece;
+    lane.say(text.trimStart());
+  };
   lane.say("");
   try {
-    await stream(body, busy.signal, (event) => {
-      if (event.citations) onSources(event.citations);
-      report = event.kvrag ?? report;
-      const piece = event.choices[0]?.delta?.content;
-      if (!piece) return;
-      if (seconds === null) {
-        seconds = elapsed();
-        stopClock();
-      }
-      text += piece;
-      lane.say(text.trimStart());
-    });
+    for (let isTooLong = true; isTooLong; ) {
+      started = performance.now();
+      isTooLong = await stream(body, busy.signal, onEvent).then(() => false, (error) => {
+        if (error.code !== "context_length_exceeded" || body.messages.length === 1) throw error;
+        turns.shift();
+        body.messages.splice(0, 2);
+        return true;
+      });
+    }
   } finally {
-    if (seconds === null) stopClock();
+    clearInterval(clock);
+    showTime();
   }
   if (seconds === null) lane.say("(The model gave an empty answer.)");
   const tokens = (name) => report[`${name}_tokens`].toLocaleString("en");
@@ -264,45 +244,23 @@ async function attempt(lane, body, onSources) {
 }
 
 const format = (seconds) => (seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(2)} s`);
-const ratio = (blend, full) =>
-  blend < full ? `First token ${(full / blend).toFixed(1)}x faster` : `Full prefill was ${(blend / full).toFixed(1)}x faster`;
-const median = (numbers) => {
-  const sorted = numbers.toSorted((a, b) => a - b);
-  const middle = sorted.length >> 1;
-  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
-};
 
 /** Compare the two answers of a turn. */
 function judge(turn, blend, full) {
   if (blend.seconds === null || full.seconds === null) return;
-  for (const lane of [blend, full]) lane.bar.value = lane.seconds / Math.max(blend.seconds, full.seconds);
-  const same = blend.text === full.text;
-  const verdict = turn.querySelector(".verdict");
-  verdict.textContent = `${ratio(blend.seconds, full.seconds)}, ${same ? "the same answer" : "the answers differ"}`;
-  verdict.hidden = false;
-  races.push({ blend: blend.seconds, full: full.seconds, same });
-  showScore();
-}
-
-function showScore() {
-  $("score").hidden = !races.length;
-  if (!races.length) return;
-  const blend = median(races.map((race) => race.blend));
-  const full = median(races.map((race) => race.full));
-  const same = races.filter((race) => race.same).length;
-  $("score-number").textContent = ratio(blend, full);
-  $("score-text").textContent =
-    `median of ${count(races.length, "question")}: ${format(blend)} against ${format(full)}; ` +
-    `same answer to ${same} of ${races.length}`;
+  const [fast, slow] = [blend.seconds, full.seconds].sort((a, b) => a - b);
+  for (const lane of [blend, full]) lane.bar.value = lane.seconds / slow;
+  const times = `${(slow / fast).toFixed(1)}x faster`;
+  const ratio = blend.seconds < full.seconds ? `First token ${times}` : `Full prefill was ${times}`;
+  const same = blend.text === full.text ? "the same answer" : "the answers differ";
+  turn.querySelector(".verdict").textContent = `${ratio}, ${same}`;
 }
 
 function showSources(turn, hits) {
   const box = turn.querySelector(".sources");
   box.hidden = !hits.length;
-  const names = [...new Set(hits.map((hit) => hit.document))];
-  const others = names.length > MAX_NAMED + 1 ? ` and ${names.length - MAX_NAMED} other documents` : "";
-  const named = (others ? names.slice(0, MAX_NAMED) : names).join(", ");
-  box.querySelector("summary").textContent = `${count(hits.length, "chunk")} from ${named}${others}`;
+  const names = new Set(hits.map((hit) => hit.document));
+  box.querySelector("summary").textContent = `${count(hits.length, "chunk")} from ${count(names.size, "document")}`;
   box.querySelector("ol").replaceChildren(...hits.map((hit) => {
     const [first, last] = hit.pages ?? [];
     const pages = first === last ? `page ${first}` : `pages ${first}-${last}`;
@@ -325,7 +283,7 @@ function fill(name, texts) {
 function setBusy(controller) {
   busy = controller;
   $("send").textContent = busy ? "Stop" : "Ask";
-  $("questions").disabled = $("clear").disabled = !!busy;
+  $("questions").disabled = !!busy;
 }
 
 function listen() {
@@ -342,21 +300,10 @@ function listen() {
     if (!busy) $("composer").requestSubmit();
   });
   $("files").addEventListener("change", (event) => {
-    add([...event.target.files].map((file) => [file.name, file]));
+    add([...event.target.files]);
     event.target.value = "";
   });
-  $("samples").addEventListener("click", () => {
-    $("samples").hidden = true;
-    add(Object.entries(samples.documents));
-  });
   $("race").addEventListener("change", () => ($("note").hidden = !$("race").checked));
-  $("clear").addEventListener("click", () => {
-    turns = [];
-    races = [];
-    document.querySelectorAll(".turn").forEach((turn) => turn.remove());
-    $("welcome").hidden = false;
-    showScore();
-  });
 }
 
 async function start() {

@@ -907,5 +907,4 @@ def test_settings_check_themselves() -> None:
 def test_the_interface_is_described(served: Served) -> None:
     described = served.http.get("/openapi.json").json()
     assert {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/corpus"} <= set(described["paths"])
-    chat = described["components"]["schemas"]["ChatRequest"]
-    assert chat["properties"]["model"]["enum"] == [NAME, f"{NAME}-rag"]
+    assert "messages" in described["components"]["schemas"]["ChatRequest"]["properties"]

@@ -28,10 +28,9 @@ from kvrag.cli.main import main
 from kvrag.server.answers import chat_work
 from kvrag.server.corpus import Corpus
 from kvrag.server.errors import ApiError
-from kvrag.server.metrics import Metrics
 from kvrag.server.schemas import ChatRequest
 from kvrag.server.settings import ServerSettings
-from kvrag.server.state import Tenant
+from kvrag.server.state import State
 
 load_embedder = functools.cache(kvrag.retrieval.index.load_embedder)
 
@@ -95,8 +94,8 @@ def test_retrieved_chunks_that_do_not_fit_into_the_window_are_left_out(corpus: C
 
     def hits(question: str) -> Any:
         asked = ChatRequest.model_validate({"model": "tiny-rag", "messages": [{"role": "user", "content": question}]})
-        settings = ServerSettings(name="tiny", top_k=100)
-        work = chat_work(engine, settings, Tenant("", corpus, Metrics()), asked)()
+        state = State(engine, ServerSettings(name="tiny", top_k=100), [corpus])
+        work = chat_work(state, state.tenants[""], asked)()
         kept = next(work)
         next(work)  # it can be answered
         work.close()

@@ -229,11 +229,7 @@ class EventStream(StreamingResponse):
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Wait for work while the client is connected.
-
-    Raises:
-        ClientDisconnected: The client disconnected, and the work was cancelled.
-    """
+    """Return the result of work. If the client disconnects, cancel the work and raise ClientDisconnected."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:

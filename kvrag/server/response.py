@@ -48,9 +48,8 @@ class Choice:
         self.text += text
         for piece in pieces:
             if piece.id:
-                self.calls.append(
-                    {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
-                )
+                function = {"name": piece.name, "arguments": ""}
+                self.calls.append({"id": piece.id, "type": "function", "function": function})
             self.calls[piece.index]["function"]["arguments"] += piece.arguments
         self.logprobs += delta.logprobs
         self.num_tokens += delta.num_tokens

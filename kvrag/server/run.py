@@ -15,11 +15,7 @@ from kvrag.errors import SettingError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket that is not listening yet; port 0 = any free port.
-
-    Raises:
-        SettingError: The address cannot be bound.
-    """
+    """Return a bound socket that is not listening yet; port 0 = any free port. Raise SettingError if it is taken."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         taken = socket.socket(family, socket.SOCK_STREAM)

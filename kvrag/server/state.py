@@ -38,12 +38,7 @@ class Tenant:
 
 
 class State:
-    """Engine, settings, admission queues and namespaces of one server.
-
-    Attributes:
-        answering: Admission queue of the model.
-        reading: Admission queue of the file readers.
-    """
+    """Engine, settings, admission queues (`answering`, and `reading` of files) and namespaces of one server."""
 
     def __init__(self, engine: BlendEngine, settings: ServerSettings, corpora: Iterable[Corpus]) -> None:
         self.engine, self.settings = engine, settings

@@ -74,7 +74,7 @@ async function stream(body, signal, onEvent) {
 
 // ---------------------------------------------------------------- documents
 
-const path = (name) => `v1/corpus/${encodeURIComponent(name)}`;
+const path = (name) => `v1/corpus/${name.split("/").map(encodeURIComponent).join("/")}`;
 const isPending = (doc) => doc.status === "queued" || doc.status === "encoding";
 const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
@@ -222,14 +222,16 @@ async function answer(lane, body, onSources = () => {}) {
   };
   lane.say("");
   try {
-    for (let isTooLong = true; isTooLong; ) {
+    for (;;) {
       started = performance.now();
-      isTooLong = await stream(body, busy.signal, onEvent).then(() => false, (error) => {
+      try {
+        await stream(body, busy.signal, onEvent);
+        break;
+      } catch (error) {
         if (error.code !== "context_length_exceeded" || body.messages.length === 1) throw error;
         turns.shift();
         body.messages.splice(0, 2);
-        return true;
-      });
+      }
     }
   } finally {
     clearInterval(clock);

@@ -54,9 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile-decode", action="store_true", help=SETTINGS["compile_decode"].about)
     add_answer_arguments(parser)
     where = parser.add_argument_group("address and access")
-    _add(
-        where, "--host", str, "127.0.0.1", "address to listen on; the default is reached from this machine only", "HOST"
-    )
+    _add(where, "--host", str, "127.0.0.1", "address to listen on; the default is for this machine only", "HOST")
     _add(where, "--port", at_least(0, int, 65535), 8000, "0 = any free port", "PORT")
     keys = "require an API key; repeatable with a NAME each, the namespace of its documents, conversations and metrics "
     keys += f"(default: --namespace). Also read from the environment variable {_KEYS}, comma-separated"

@@ -16,7 +16,10 @@ from fastapi import FastAPI
 from kvrag import BlendEngine
 from kvrag.retrieval import documents
 from kvrag.retrieval.index import ChunkIndex
-from kvrag.server import Corpus, ServerSettings, bind, create_app, make_server, url
+from kvrag.server.app import create_app
+from kvrag.server.corpus import Corpus
+from kvrag.server.run import bind, make_server, url
+from kvrag.server.settings import ServerSettings
 
 NAME = "reader"
 
@@ -67,9 +70,7 @@ def make_corpus(engine: BlendEngine, folder: Path, namespace: str = "") -> Corpu
     folder.mkdir(parents=True, exist_ok=True)
     encode = engine.model.tokenizer.encode
     split = documents.splitter(lambda text: len(encode(text)), 40, 0)
-    return Corpus(
-        engine, ChunkIndex(folder / "index.sqlite"), folder / "corpus", documents.parse, split, namespace=namespace
-    )
+    return Corpus(engine, ChunkIndex(folder / "index.sqlite"), folder / "corpus", split, namespace)
 
 
 @contextmanager

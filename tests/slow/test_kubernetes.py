@@ -135,9 +135,9 @@ def test_ports_and_probes_are_the_servers(variant: str) -> None:
     assert template["spec"]["terminationGracePeriodSeconds"] > args.shutdown_timeout
     assert args.no_corpus, "one server works on a corpus"
     size = int(re.fullmatch(r"(\d+)Gi", template["spec"]["volumes"][0]["emptyDir"]["sizeLimit"])[1])
-    assert args.store_gib < size
+    assert args.store_bytes < size << 30
     memory = int(re.fullmatch(r"(\d+)Gi", container["resources"]["requests"]["memory"])[1])
-    assert args.ram_gib + args.conversation_gib + args.batch_gib < memory
+    assert args.ram_bytes + args.conversation_bytes + args.batch_bytes < memory << 30
 
 
 @every

@@ -7,7 +7,9 @@ import json
 import sys
 
 from kvrag import BlendEngine, FileStore
-from kvrag.server import ServerSettings, bind, create_app, serve, url
+from kvrag.server.app import create_app
+from kvrag.server.run import bind, make_server, url
+from kvrag.server.settings import ServerSettings
 
 _CACHE = 48 << 20
 
@@ -18,4 +20,4 @@ if __name__ == "__main__":
         app = create_app(engine, ServerSettings(name="reader", max_tokens=8, queue=64))
         taken.listen()
         print(json.dumps({"url": url(taken)}), flush=True)
-        serve(app, taken, 5)
+        make_server(app, 5).run([taken])

@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "llm_fields": {"engine", "llm"},
     "vectorstore": BASE | {"llm"},
     "bench": BASE | ROOMS | {"engine"},
-    "server": BASE | {"backend", "engine", "retrieval", "sample"},
+    "server": BASE | {"backend", "store", "engine", "retrieval", "sample"},
     "cli": BASE | ROOMS | {"engine", "retrieval", "bench", "llm", "server", "client", "sample", "__init__"},
     "__init__": BASE | {"backend", "store", "engine", "llm", "inspect", "client"},
 }
@@ -77,7 +77,6 @@ ONLY_IN: dict[str, set[str]] = {
     "charset_normalizer": {"retrieval/documents.py"},
     "fastapi": {"server"},
     "starlette": {"server"},
-    "sse_starlette": {"server"},
     "uvicorn": {"server"},
     "pydantic": {"server", "llm_fields.py"},
     "prometheus_client": {"server"},

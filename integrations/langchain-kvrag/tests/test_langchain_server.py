@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from serving import NAME, Served, serving
 
 from kvrag import BlendConfig, BlendEngine, FileStore, Model, PromptError, RemoteEngine, ServerError, SettingError
-from kvrag.server import ApiKey
+from kvrag.server.settings import ApiKey
 
 pytestmark = pytest.mark.slow  # starts servers
 

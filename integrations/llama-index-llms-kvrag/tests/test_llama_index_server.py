@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field
 from serving import NAME, Served, serving
 
 from kvrag import BlendConfig, BlendEngine, ContextWindowError, FileStore, Model, ServerError, SettingError
-from kvrag.server import ApiKey
+from kvrag.server.settings import ApiKey
 
 pytestmark = pytest.mark.slow  # starts servers
 

@@ -19,7 +19,7 @@ from ray_kvrag.warm import DocumentQueue
 
 from kvrag import SettingError
 from kvrag.cli.main import main
-from kvrag.server import ApiKey, ServerSettings
+from kvrag.server.settings import ApiKey, ServerSettings
 
 SERVERS = ("a", "b", "c")
 IDLE = dict.fromkeys(SERVERS, 0)

@@ -14,7 +14,7 @@ from serving import Served, serving
 
 from kvrag import BlendEngine, FileStore, Model
 from kvrag.cli.main import main
-from kvrag.server import ApiKey
+from kvrag.server.settings import ApiKey
 
 CORPUS = Path(__file__).parents[3] / "examples" / "corpus"
 CUT = ("--chunk-tokens", "64")

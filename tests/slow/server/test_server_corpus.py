@@ -25,12 +25,12 @@ from serving import make_corpus, until
 import kvrag.retrieval.index
 from kvrag import BlendEngine, StoreError, StoreFullError
 from kvrag.cli.main import main
-from kvrag.server import Corpus, ServerSettings
 from kvrag.server.answers import chat_work
+from kvrag.server.corpus import Corpus
 from kvrag.server.errors import ApiError
-from kvrag.server.metrics import Metrics
 from kvrag.server.schemas import ChatRequest
-from kvrag.server.state import Tenant
+from kvrag.server.settings import ServerSettings
+from kvrag.server.state import State
 
 load_embedder = functools.cache(kvrag.retrieval.index.load_embedder)
 
@@ -61,7 +61,7 @@ def test_the_next_server_finishes_pending_work(corpus: Corpus, engine: BlendEngi
         assert corpus.add(f"{number}", [text]).status == "queued"
     corpus.add("0", [CHUNKS[0] + " She sings."])  # in place of the first
     assert len(tasks(tmp_path)) == len(CHUNKS)
-    (tmp_path / "corpus" / "corpus" / "000000000099.part").write_text("{")
+    (tmp_path / "corpus" / "corpus" / ".99.tmp").write_text("{")
     (tmp_path / "corpus" / "corpus" / "000000000098.json").write_text("{")
     corpus.stop(30)
     again = make_corpus(engine, tmp_path / "corpus")
@@ -94,8 +94,8 @@ def test_retrieved_chunks_that_do_not_fit_into_the_window_are_left_out(corpus: C
 
     def hits(question: str) -> Any:
         asked = ChatRequest.model_validate({"model": "tiny-rag", "messages": [{"role": "user", "content": question}]})
-        settings = ServerSettings(name="tiny", top_k=100)
-        work = chat_work(engine, settings, Tenant("", corpus, Metrics()), asked)()
+        state = State(engine, ServerSettings(name="tiny", top_k=100), [corpus])
+        work = chat_work(state, state.tenants[""], asked)()
         kept = next(work)
         next(work)  # it can be answered
         work.close()
@@ -136,7 +136,7 @@ def test_a_document_in_progress_is_listed_and_can_be_dropped(
             corpus.remove(document)
     go.set()
     until(lambda: not corpus.count_pending())
-    assert (corpus.num_chunks, engine.documents(), engine.store.stats().chunks) == (0, [], 0)
+    assert (len(corpus.index), engine.documents(), engine.store.stats().chunks) == (0, [], 0)
     assert tasks(tmp_path) == []
 
 
@@ -244,8 +244,8 @@ def test_two_servers_do_not_share_a_corpus(corpus: Corpus, engine: BlendEngine, 
     make_corpus(engine, tmp_path / "corpus").stop(30)
 
 
-def test_not_too_many_documents_wait(engine: BlendEngine, corpus: Corpus) -> None:
-    corpus._max_pending = 1
+def test_not_too_many_documents_wait(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrag.server.corpus.MAX_PENDING", 1)
     corpus.add("a", [CHUNKS[0]])
     with pytest.raises(ApiError) as refused:
         corpus.add("b", [CHUNKS[1]])

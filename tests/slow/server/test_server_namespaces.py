@@ -18,7 +18,8 @@ from serving import NAME, Served, make_corpus, serving, until
 
 import kvrag.retrieval.index
 from kvrag import BlendEngine, SettingError
-from kvrag.server import ApiKey, ServerSettings, create_app
+from kvrag.server.app import create_app
+from kvrag.server.settings import ApiKey, ServerSettings
 
 load_embedder = functools.cache(kvrag.retrieval.index.load_embedder)
 QUESTION = "Who likes curry?"

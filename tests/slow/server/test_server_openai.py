@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM
 import kvrag
 import kvrag.server.answers
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
-from kvrag.server import ApiKey, Corpus
+from kvrag.server.corpus import Corpus
+from kvrag.server.settings import ApiKey
 
 QUESTION = "Who likes curry?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -46,9 +47,9 @@ def engine(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def corpus(engine: BlendEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
     corpus = make_corpus(engine, tmp_path_factory.mktemp("corpus"))
     engine.warm(CHUNKS, document="all.txt")
-    corpus._index.add(CHUNKS, document="all.txt")
+    corpus.index.add(CHUNKS, document="all.txt")
     yield corpus
-    corpus._index.close()
+    corpus.index.close()
 
 
 @pytest.fixture(scope="module")
@@ -352,7 +353,7 @@ def test_files_are_uploaded_as_forms(served: Served, engine: BlendEngine, tmp_pa
         ({"files": {"file": ("a.pdf", b"no")}}, "a.pdf: skipped: it is a broken or protected PDF"),
         ({"files": {"file": ("../a.txt", b"x")}}, "document id"),
         ({"content": b"x", "headers": {"Content-Type": "multipart/form-data; boundary=a"}}, "form"),
-        ({"content": b"{"}, "must be JSON, or a form"),
+        ({"content": b"{"}, "not valid JSON"),
         ({"json": {"id": "a"}}, "Missing required parameter: 'text'."),
     ],
     ids=range(7),
@@ -370,12 +371,12 @@ def test_a_form_sent_to_a_files_path_is_not_taken_for_the_file(served: Served) -
 
 
 def test_token_ids_are_embedded_as_their_texts(client: OpenAI, corpus: Corpus) -> None:
-    tokenizer = corpus._index._embedder._encoder.tokenizer
+    tokenizer = corpus.index._embedder._encoder.tokenizer
     texts = [CHUNKS[0], "Don't stop."]
     ids = [tokenizer(text)["input_ids"] for text in texts]  # with its control tokens
-    by_text = client.embeddings.create(model=corpus.embedder, input=texts)
-    by_ids = client.embeddings.create(model=corpus.embedder, input=ids)
-    alone = client.embeddings.create(model=corpus.embedder, input=ids[1])
+    by_text = client.embeddings.create(model=corpus.index.embedder, input=texts)
+    by_ids = client.embeddings.create(model=corpus.index.embedder, input=ids)
+    alone = client.embeddings.create(model=corpus.index.embedder, input=ids[1])
     for one, other in (
         (by_text.data[0], by_ids.data[0]),
         (by_text.data[1], by_ids.data[1]),
@@ -401,7 +402,7 @@ def test_the_limit_of_a_body_names_its_option(engine: BlendEngine, tmp_path: Pat
         upload = served.http.post("/v1/corpus", files={"file": ("a.txt", b"x" * (4 << 20))})
         allowed = served.http.post("/v1/corpus", files={"file": ("a.txt", b"x " * (1 << 20))})
         served.http.delete("/v1/corpus/a.txt")
-    corpus._index.close()
+    corpus.index.close()
     assert long.status_code == upload.status_code == 413
     assert "limit of 1 MiB (--max-body-mib)" in long.json()["error"]["message"]
     assert "limit of 3 MiB (--max-upload-mib)" in upload.json()["error"]["message"]

@@ -88,7 +88,7 @@ def page(server: Any) -> Iterator[Any]:
 def ask(page: Any, question: str, turn: int) -> None:
     page.fill("#question", question)
     page.press("#question", "Enter")
-    page.locator(".verdict:not([hidden])").nth(turn - 1).wait_for()
+    page.locator(".verdict:not(:empty)").nth(turn - 1).wait_for()
 
 
 def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
@@ -111,12 +111,12 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     assert lanes.locator(".name").all_inner_texts() == ["kvrag", "Full prefill"]
     assert all(re.fullmatch(r"\d+ ms|\d+\.\d\d s", text) for text in lanes.locator(".time").all_inner_texts())
     assert re.search(r"[1-9]\d* reused, [1-9]\d* of them recomputed", lanes.first.inner_text())
-    assert "median of 1 question:" in page.inner_text("#score")
+    assert re.fullmatch(r"(First token|Full prefill was) .*x faster, the .*", page.inner_text(".verdict"))
     page.click(".sources > summary")
     page.click(".sources li:first-child summary")
     assert page.locator(".sources li").count() == 5
     named = page.inner_text(".sources > summary")
-    assert re.fullmatch(r"5 chunks from \S+, \S+, \S+ and 2 other documents", named)
+    assert re.fullmatch(r"5 chunks from \d documents", named)
     assert page.is_hidden("#tiny")  # the note about the bundled model
     assert page.inner_text(".sources li:first-child p") in "".join(sample.HANDBOOK.documents().values())
     assert [body.get("policy") for body in asked] == [None, "full"]
@@ -155,7 +155,7 @@ def test_a_chat(page: Any, server: Any, tmp_path: Path) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    page.click("#theme")
+    page.emulate_media(color_scheme="dark")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
 
     # a lost server is reported

@@ -444,11 +444,13 @@ class BlendEngine:
         search: Search | None = None,
         seed: int = 0,
         tokens: int = 8,
+        save: bool = True,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Calibration:
         """Find the smallest ratio whose first tokens match full prefill's, and make it the default.
 
-        The result is stored beside the chunks, for later engines too; see `kvrag.control.calibrate`.
+        The result of at least 40 prompts is stored beside the chunks, for later engines too; see
+        `kvrag.control.calibrate`.
 
         Args:
             prompts: As in `stream`, with chunks that were warmed; None = generated from the stored chunks, see
@@ -461,10 +463,11 @@ class BlendEngine:
             search: Retrieves the chunks of generated prompts, best first, from a query and their number; None = by the
                 rare words that they share.
             seed: Seed of generated prompts.
+            save: False = measure only; the default stays as it is.
             progress: Called with (prefills done, prefills to do).
 
         Returns:
-            The result. On a KeyboardInterrupt, that of the prompts done so far; with fewer than ten it is not kept.
+            The result; on a KeyboardInterrupt, that of the prompts done so far.
 
         Raises:
             SettingError: An argument is out of range.
@@ -489,7 +492,12 @@ class BlendEngine:
         prefill = partial(self.prefill, namespace=namespace)
         most = None if words is None else count
         calibration = calibrate.calibrate(self.model, prefill, ids, config, criterion, progress, words, most)
-        return self._tuning.keep_calibration(calibration) if calibration.is_usable else calibration
+        return self._tuning.keep_calibration(calibration) if save and calibration.is_usable else calibration
+
+    def reset_calibration(self) -> None:
+        """Delete the stored calibration: the default ratio is 0.15 again, for later engines too."""
+        self._check_open()
+        self._tuning.reset_calibration()
 
     def prefill(
         self,

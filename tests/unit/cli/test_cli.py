@@ -790,7 +790,7 @@ def test_calibrate_says_what_is_missing(own: Path, tmp_path: Path, fails: Callab
 def test_the_controller_can_be_switched_off(own: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):  # by now all is measured
         as_json("ask", QUESTION, "--store", own)
-    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("-inf"))
+    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("-inf"))
     report = as_json("ask", QUESTION, "--store", own)["report"]
     assert (report["policy"], report["decision"].split(":")[0]) == ("full", "full prefill")
     report = as_json("ask", QUESTION, "--store", own, "--controller", "off")["report"]

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvrag.bench.grid import by_setup
+from benchmarks.quality.results import by_setup
 from kvrag.errors import KvragError
 
 Result = dict[str, Any]

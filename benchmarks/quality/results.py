@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from benchmarks.quality.worlds import WorldRow
 from kvrag.bench import quality
 from kvrag.bench.datasets import QuestionRow
-from kvrag.bench.grid import Cell, by_setup
 from kvrag.bench.metrics import Bootstrap, exact_match, f_measure, normalise
-from kvrag.bench.quality import Journal, Mask, Table, Task
-from kvrag.cli.quality import interval, ratio, table
+from kvrag.bench.quality import Cell, Journal, Mask, Table, Task
+from kvrag.cli.quality import document_lines, heading, interval, question_lines, ratio
 
 ACROSS, WITHIN = "hangs on another passage", "hangs on one passage"
 RETRIEVED, NOT_RETRIEVED = "answer retrieved", "answer not retrieved"
@@ -66,37 +66,41 @@ def _states(text: str, answer: str) -> bool:
     return f" {normalise(answer)} " in f" {normalise(text)} "
 
 
-def tables(tasks: Sequence[Task], cells: Sequence[Cell], journal: Journal) -> dict[Cell, Table]:
+def tables(tasks: Sequence[Task], cells: Sequence[Cell], journal: Journal) -> list[Table]:
     """Return `quality.tables` with two more metrics, ROUGE-L and leaked answers."""
     measured = quality.tables(tasks, cells, journal)
-    for cell, metrics in measured.items():
-        answers = [(record["answer"], task.row) for task in tasks if (record := journal.find(cell, task.row))]
+    for at, metrics in enumerate(measured):
+        answers = [(journal.rows[task.row.key][at].text, task.row) for task in tasks]
         metrics["rouge_l"] = np.array([rouge_l(text, row.answers) for text, row in answers])
         metrics["leaked"] = np.array([exact_match(text, hidden(row)) for text, row in answers])
     return measured
 
 
 def groups(tasks: Sequence[Task], full: Table) -> dict[str, Mask]:
-    """Return `quality.groups`, and masks by what questions depend on and by what was retrieved."""
-    masks = {
-        ACROSS: [task.row.across is True for task in tasks],
-        WITHIN: [task.row.across is False for task in tasks],
-        RETRIEVED: [task.row.supported is True for task in tasks],
-        NOT_RETRIEVED: [task.row.supported is False for task in tasks],
+    """Return `quality.groups`, and masks by the kind of question, what it depends on, and what was retrieved."""
+    kinds = dict.fromkeys(task.row.kind for task in tasks if task.row.kind)
+    masks = {f"kind: {kind}": [task.row.kind == kind for task in tasks] for kind in kinds}
+    rows = [task.row if isinstance(task.row, WorldRow) else None for task in tasks]
+    masks |= {
+        ACROSS: [row is not None and row.across is True for row in rows],
+        WITHIN: [row is not None and row.across is False for row in rows],
+        RETRIEVED: [row is not None and row.supported is True for row in rows],
+        NOT_RETRIEVED: [row is not None and row.supported is False for row in rows],
         HIDDEN: [bool(hidden(task.row)) for task in tasks],
     }
     return quality.groups(tasks, full) | {name: np.array(mask) for name, mask in masks.items() if any(mask)}
 
 
-def summarise(tasks: Sequence[Task], measured: Mapping[Cell, Table], seed: int, against: str) -> list[dict[str, Any]]:
+def summarise(
+    tasks: Sequence[Task], cells: Sequence[Cell], measured: Sequence[Table], seed: int, against: str
+) -> list[dict[str, Any]]:
     """Return `quality.summarise` with differences to the policy `against` at the same ratio, paired."""
     contexts = quality.contexts(tasks)
-    full = next(iter(measured.values()))
-    results = quality.summarise(measured, groups(tasks, full), contexts, seed)
+    results = quality.summarise(cells, measured, groups(tasks, measured[0]), contexts, seed)
     bootstrap = Bootstrap(contexts, seed)
-    rivals = {(cell.ratio, cell.setup): metrics for cell, metrics in measured.items() if cell.label == against}
-    for result, (cell, metrics) in zip(results, measured.items(), strict=True):
-        rival = rivals.get((cell.ratio, cell.setup))
+    rivals = {cell.ratio: metrics for cell, metrics in zip(cells, measured, strict=True) if cell.label == against}
+    for result, cell, metrics in zip(results, cells, measured, strict=True):
+        rival = rivals.get(cell.ratio)
         if rival is not None and cell.label != against:
             result["against"] = {name: asdict(bootstrap.mean(metrics[name] - rival[name])) for name in _PAIRED}
     return results
@@ -107,8 +111,11 @@ def summarise(tasks: Sequence[Task], measured: Mapping[Cell, Table], seed: int, 
 
 def full_table(result: dict[str, Any]) -> list[str]:
     """Return the lines of the report: metrics, then differences between policies, then groups of questions."""
-    lines = table(result)
+    lines = [heading(result)]
+    has_verdict = "verdict" in result
     for setup, cells in by_setup(result["cells"]).items():
+        lines += ["", setup, "", *(document_lines(cells) if has_verdict else question_lines(cells))]
+    for setup, cells in by_setup(result["cells"]).items() if not has_verdict else ():
         rivals = [cell for cell in cells if "against" in cell]
         if rivals:
             lines += ["", f"{setup}: minus {result['settings']['against']} at the same ratio, paired", ""]
@@ -118,7 +125,15 @@ def full_table(result: dict[str, Any]) -> list[str]:
             lines.append(f"{cell['policy']:26}{ratio(cell)}  {differences}{interval(cell['against']['kl'], '+.3f')}")
         lines += _by_retrieval(setup, cells)
         lines += _by_kind(setup, cells)
-    return lines
+    return [*lines, "", result["verdict"]] if has_verdict else lines
+
+
+def by_setup(cells: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Group the cells of a result by how chunks are cut, encoded and stored; each starts with `full`, then `none`."""
+    setups: dict[str, list[dict[str, Any]]] = {}
+    for cell in cells:
+        setups.setdefault(cell["setup"], []).append(cell)
+    return setups
 
 
 def _by_retrieval(setup: str, cells: Sequence[dict[str, Any]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Metrics: answer quality, divergence of distributions, and confidence intervals."""
+"""Metrics of answers, and confidence intervals."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 Values = NDArray[np.float64]
 
@@ -43,13 +41,6 @@ def f_measure(common: int, ours: int, theirs: int) -> float:
     if not ours or not theirs:
         return float(ours == theirs)  # two empty texts are equal
     return 2 * common / (ours + theirs)
-
-
-def divergence(full: Tensor, other: Tensor) -> float:
-    """Return KL(full || other) in nats between two next-token distributions, given as logits."""
-    p, q = (logits.double().flatten().log_softmax(0) for logits in (full, other))
-    terms = torch.where(p > -torch.inf, p.exp() * (p - q), 0.0)
-    return max(0.0, float(terms.sum()))
 
 
 @dataclass(frozen=True)
@@ -89,23 +80,7 @@ class Bootstrap:
         with np.errstate(divide="ignore", invalid="ignore"):
             value = combine(*(np.asarray(column.mean()) for column in columns))
             drawn = combine(*(self._times @ column / self._totals for column in columns))
-        return _interval(value, drawn)
-
-    def median_ratio(self, above: Values, below: Values) -> Interval:
-        """Return the interval of the median of one column over the median of another."""
-        value = np.asarray(np.median(above) / np.median(below))
-        return _interval(value, self._medians(above) / self._medians(below))
-
-    def _medians(self, values: Values) -> Values:
-        order = np.argsort(values)
-        last = self._times[:, order].cumsum(axis=1)  # where the copies of each sample end among the sorted draws
-        low, high = ((last > middle[:, None]).argmax(axis=1) for middle in ((self._totals - 1) // 2, self._totals // 2))
-        return (values[order[low]] + values[order[high]]) / 2
-
-
-def _interval(value: Values, drawn: Values) -> Interval:
-    if not np.isfinite(value):
-        return Interval(None)
-    drawn = drawn[np.isfinite(drawn)]
-    low, high = np.percentile(drawn, (2.5, 97.5)) if len(drawn) else (value, value)
-    return Interval(float(value), float(low), float(high))
+        if not np.isfinite(value):
+            return Interval(None)
+        low, high = np.percentile(drawn[np.isfinite(drawn)], (2.5, 97.5))
+        return Interval(float(value), float(low), float(high))

@@ -118,8 +118,7 @@ def quality(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--codec", choices=CODECS, default="native", help="codec of stored chunks (default: native)")
     parser.add_argument(
         "--context-tokens",
-        nargs="+",
-        type=comma_separated(checked(str, context_settings)),
+        type=context_settings,
         metavar="N|headings",
         help="encode passages with N tokens of their document as context, or with its title and headings; 0 = alone "
         "(default: as `kvrag warm` if rows name documents, else 0)",

@@ -63,7 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ratios to try (default: 0.05 0.15 0.3 0.6)",
     )
     parser.add_argument(
-        "--prompts", type=at_least(1), default=40, metavar="N", help="maximum number of prompts; a default takes 40 (default: 40)"
+        "--prompts",
+        type=at_least(1),
+        default=40,
+        metavar="N",
+        help="maximum number of prompts; a default takes 40 (default: 40)",
     )
     parser.add_argument("--seed", type=at_least(0), default=0, help="seed of the prompts made without --questions")
     parser.add_argument("--top-k", type=at_least(2), default=4, metavar="K", help="chunks per prompt (default: 4)")
@@ -131,7 +135,11 @@ def _reset(args: argparse.Namespace) -> int:
     with open_engine(args, is_warmed=True) as engine:
         engine.reset_calibration()
         store = engine.store.stats().path
-    print(json.dumps({"store": store}) if args.json else f"no calibration in {store} any more: the default ratio is {DEFAULT_RATIO:g}")
+    print(
+        json.dumps({"store": store})
+        if args.json
+        else f"no calibration in {store} any more: the default ratio is {DEFAULT_RATIO:g}"
+    )
     return 0
 
 

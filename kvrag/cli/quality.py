@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
-from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
-from kvrag.bench.grid import FULL, NONE, RIGHT, Cell, Setup, by_setup, make_cells
 from kvrag.cli.common import context_settings, forecast, progress, require_extra, say
 from kvrag.cli.prompt import text_search
 from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES, BlendConfig, Sampling
@@ -28,10 +27,15 @@ from kvrag.retrieval.index import ChunkIndex
 
 if TYPE_CHECKING:
     from kvrag.backend.transformers import Model
-    from kvrag.bench.quality import Journal, Task
+    from kvrag.bench.quality import Cell, Journal, Task
+    from kvrag.engine import BlendEngine
 
-_SELECTING = [policy for policy in POLICIES if policy not in (FULL, NONE, "random")]
-_DEFAULTS: dict[str, Any] = {"samples": 200, "policies": [_SELECTING], "max_tokens": 16}
+_REFERENCES = {"full", "none"}
+_DEFAULTS: dict[str, Any] = {
+    "samples": 200,
+    "policies": [[policy for policy in POLICIES if policy not in {*_REFERENCES, "random"}]],
+    "max_tokens": 16,
+}
 _DEFAULTS_DOCS: dict[str, Any] = {
     "samples": 100,
     "policies": [[DEFAULT_POLICY]],
@@ -42,7 +46,6 @@ _DEFAULTS_DOCS: dict[str, Any] = {
 _NOT_DOCS = ("data", "instruction", "skip_long")
 _MAX_DOCS_TOKENS = 32768  # encoded from --docs: minutes of encoding and gigabytes of disk for a model of 7B
 _DOCS_STOP = ("\n", ". ")  # the question is the rest of one sentence
-_MIN_KEPT = 0.95  # share of full prefill's answers that must be kept
 _MIN_RIGHT = 0.3  # share of the sentences that a model must complete as the documents do, for a verdict
 
 
@@ -50,21 +53,16 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print and store the results."""
     fill(args)
     rows, data = read_rows(args)
-    setups = make_setups(args, rows, [args.codec])
-    cells = make_cells({name: BlendConfig(policy=name) for name in args.policies}, args.ratios, setups)
+    config = chunk_config(rows, args.context_tokens)
     started = time.perf_counter()
     model = load_model(args)
-    evaluation = evaluate(args, model, rows, data, cells, args.out)
-    return report(args, evaluation, summarise(evaluation, args.seed), started)
-
-
-def summarise(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
-    """Return the metrics of every cell with intervals."""
     from kvrag.bench import quality
 
-    tasks = evaluation.tasks
-    tables = quality.tables(tasks, evaluation.cells, evaluation.journal)
-    return quality.summarise(tables, quality.groups(tasks, tables[evaluation.cells[0]]), quality.contexts(tasks), seed)
+    cells = quality.make_cells({name: BlendConfig(policy=name) for name in args.policies}, args.ratios)
+    evaluation = evaluate(args, model, rows, data, cells, config, args.codec)
+    tables = quality.tables(evaluation.tasks, cells, evaluation.journal)
+    groups, contexts = quality.groups(evaluation.tasks, tables[0]), quality.contexts(evaluation.tasks)
+    return report(args, evaluation, quality.summarise(cells, tables, groups, contexts, args.seed), started, table)
 
 
 def fill(args: argparse.Namespace) -> None:
@@ -82,7 +80,7 @@ def fill(args: argparse.Namespace) -> None:
             setattr(args, name, value)
     for name in ("policies", "ratios"):
         setattr(args, name, [value for values in getattr(args, name) for value in values])
-    if args.docs is not None and not set(args.policies) - {FULL, NONE}:
+    if args.docs is not None and not set(args.policies) - _REFERENCES:
         raise SettingError("--policies with --docs needs one that recomputes tokens")
 
 
@@ -103,16 +101,19 @@ def read_rows(args: argparse.Namespace) -> tuple[list[QuestionRow], dict[str, An
     return file_rows(args.data, args.samples), {"file": args.data.name, "digest": digest}
 
 
-def make_setups(args: argparse.Namespace, rows: Sequence[QuestionRow], codecs: Sequence[str]) -> list[Setup]:
-    """Return how chunks are stored: every codec with every context in --context-tokens."""
+def chunk_config(rows: Sequence[QuestionRow], context: dict[str, Any] | None) -> BlendConfig:
+    """Return the settings that chunks are encoded with.
+
+    Args:
+        context: Of --context-tokens; None = as `kvrag warm`, if all rows name documents.
+    """
     has_documents = all(row.documents for row in rows)
-    texts = [text for values in args.context_tokens or () for text in values]
-    contexts = [context_settings(text) for text in texts or [str(DEFAULT_CONTEXT if has_documents else 0)]]
-    if any(context["context_tokens"] for context in contexts) and not has_documents:
+    context = context or context_settings(str(DEFAULT_CONTEXT if has_documents else 0))
+    if context["context_tokens"] and not has_documents:
         raise SettingError("--context-tokens needs rows with `documents`")
-    if "headings" in texts and not all(row.library for row in rows):
+    if context["context"] == "headings" and not all(row.library for row in rows):
         raise SettingError("--context-tokens headings needs documents with titles: --docs, or rows with `library`")
-    return [Setup(codec, **context) for codec in codecs for context in contexts]
+    return BlendConfig(**context)
 
 
 def load_model(args: argparse.Namespace) -> Model:
@@ -131,7 +132,6 @@ class Evaluation:
 
     model: Model
     tasks: Sequence[Task]
-    cells: Sequence[Cell]
     journal: Journal
     settings: dict[str, Any]
     is_interrupted: bool
@@ -143,15 +143,17 @@ def evaluate(
     rows: Sequence[QuestionRow],
     data: dict[str, Any],
     cells: Sequence[Cell],
-    folder: Path | None,
+    config: BlendConfig,
+    codec: str,
 ) -> Evaluation:
     """Measure these rows, or prompts made from --docs.
 
     Args:
         data: Description of the rows' source that does not depend on their number.
-        folder: Records are kept there.
+        config, codec: How chunks are encoded and stored.
     """
     from kvrag.bench import quality
+    from kvrag.engine import BlendEngine
 
     corpus: dict[str, list[str]] = {}
     if args.docs is not None:
@@ -161,35 +163,34 @@ def evaluate(
     if not args.json:
         say(f"{len(rows)} rows, {len(cells)} cells")
     tasks, skipped = quality.make_tasks(model, rows, args.max_tokens, args.instruction, args.skip_long)
-    settings = quality.identity(model, cells, sampling, args.instruction, data, args.ram_bytes)
-    journal = quality.Journal(folder, settings)
+    settings = quality.identity(model, config, codec, cells, sampling, args.instruction, data, args.ram_bytes)
+    journal = quality.Journal(args.out and args.out / "rows.jsonl", settings)
     is_interrupted = False
     try:
-        if len(journal.finished(tasks, cells)) < len(tasks):
-            with quality.open_engines(model, cells, args.ram_bytes) as engines:
-                if corpus:
-                    with progress("encoding", args.json) as update:
-                        quality.encode(engines, corpus, update)
+        if any(task.row.key not in journal.rows for task in tasks):
+            with (
+                TemporaryDirectory(prefix="kvrag-quality-", ignore_cleanup_errors=True) as folder,
+                BlendEngine(model, folder, config, args.ram_bytes, codec) as engine,
+            ):
+                _encode(args, engine, corpus)
                 with progress("answering", args.json) as update:
                     if not args.json:
                         update = forecast(update, 1, "fewer with --samples; Ctrl-C reports those that are done")
-                    quality.answer(engines, tasks, cells, sampling, journal, update)
+                    quality.answer(engine, tasks, cells, sampling, journal, update)
     except KeyboardInterrupt:
         hint = "run it again to resume" if args.out else "use --out to be able to resume"
-        num_tasks, tasks = len(tasks), journal.finished(tasks, cells)
+        num_tasks, tasks = len(tasks), [task for task in tasks if task.row.key in journal.rows]
         if not tasks:
             raise KeyboardInterrupt(f"interrupted: {hint}") from None
         say(f"interrupted after {len(tasks)} of {num_tasks} prompts, which follow: {hint}")
         is_interrupted = True
-    finally:
-        journal.close()
     settings |= {
         "samples": len(tasks),
         "contexts": int(quality.contexts(tasks).max()) + 1,
         "skipped": skipped,
         "seed": args.seed,
     }
-    return Evaluation(model, tasks, cells, journal, settings, is_interrupted)
+    return Evaluation(model, tasks, journal, settings, is_interrupted)
 
 
 def _stop(args: argparse.Namespace) -> tuple[str, ...]:
@@ -247,6 +248,13 @@ def _document_rows(args: argparse.Namespace, model: Model, corpus: dict[str, lis
         return document_rows(make_prompts(model, chunks, search, args.samples, args.top_k, args.seed, args.max_tokens))
 
 
+def _encode(args: argparse.Namespace, engine: BlendEngine, corpus: dict[str, list[str]]) -> None:
+    with progress("encoding", args.json) as update:
+        for done, (name, chunks) in enumerate(corpus.items()):
+            update(done, len(corpus))
+            engine.warm(chunks, document=name)
+
+
 # ------------------------------------------------------------------------------------------------------ output
 
 
@@ -255,13 +263,13 @@ def report(
     evaluation: Evaluation,
     cells: list[dict[str, Any]],
     started: float,
-    lines: Callable[[dict[str, Any]], list[str]] | None = None,
+    lines: Callable[[dict[str, Any]], list[str]],
 ) -> int:
     """Store the result in --out and print it; return the exit code.
 
     Args:
         started: Time of `time.perf_counter` when the command started.
-        lines: Function that formats a result (default: as `kvrag bench quality` does).
+        lines: Formats a result.
     """
     from kvrag.bench.quality import environment
 
@@ -276,102 +284,105 @@ def report(
         "cells": cells,
     }
     if args.docs is not None:
-        result["verdict"], lines = verdict(result), documents_table
+        result["verdict"] = verdict(cells)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         partial = args.out / "results.tmp"
         partial.write_text(json.dumps(result, indent=1))
         os.replace(partial, args.out / "results.json")
-    print(json.dumps(result) if args.json else "\n".join((lines or table)(result)))
+    print(json.dumps(result) if args.json else "\n".join(lines(result)))
     return 130 if evaluation.is_interrupted else 0
 
 
-def heading(result: dict[str, Any], source: str) -> list[str]:
-    """Return the lines about the machine and the source of the prompts."""
-    environment = result["environment"]
-    names = ("model", "dtype", "device", "threads", "torch", "kvrag")
-    return [", ".join(f"{name} {environment[name]}" for name in names), source]
-
-
 def table(result: dict[str, Any]) -> list[str]:
-    """Return the lines of the report on questions."""
-    settings = result["settings"]
-    skipped = f", {settings['skipped']} skipped" if settings["skipped"] else ""
-    shared = f" over contexts ({settings['contexts']})" if settings["contexts"] < settings["samples"] else ""
-    lines = heading(
-        result,
-        f"{settings['samples']} rows of {settings['data']['file']}{skipped}; 95 % intervals{shared}; "
-        "KL in nats to full prefill's first token; TTFT: median, "
-        + ("KV in RAM" if settings["ram_bytes"] else "KV from disk"),
-    )
-    for setup, cells in by_setup(result["cells"]).items():
-        lines += ["", f"{setup}: {cells[1]['reused']:.0%} of the prompt reused", ""]
-        lines.append(
-            f"{'':26}{'ratio':>6}{'recomp.':>8}  {'EM':22}{'EM kept':22}{'F1':22}{'top-1':>7}  {'KL':25}{'TTFT':>9}"
-            "  speed-up"
+    """Return the lines of the report; the last one on prompts made from documents is the verdict."""
+    lines = [heading(result), ""]
+    if "verdict" not in result:
+        return lines + question_lines(result["cells"])
+    right = f"the first words are the documents' own in {result['cells'][0]['em']['value']:.1%} of the prompts"
+    return [*lines, right, "", *document_lines(result["cells"]), "", result["verdict"]]
+
+
+def heading(result: dict[str, Any]) -> str:
+    """Return the lines about the machine and the source of the prompts."""
+    environment, settings = result["environment"], result["settings"]
+    names = ("model", "dtype", "device", "threads", "torch", "kvrag")
+    data, samples = settings["data"], settings["samples"]
+    if "folder" in data:
+        source = (
+            f"{data['folder']}: {data['chunks']} chunks, {data['tokens']} tokens, from {data['files_read']} of "
+            f"{data['files']} files; {samples} prompts of {data['top_k']} chunks; 95 % intervals"
         )
-        for cell in cells:
-            lines.append(
-                f"{cell['policy']:26}{ratio(cell)}{cell['recomputed']:>8.3f}  {interval(cell['em']):22}"
-                f"{interval(cell['em_kept']):22}{interval(cell['f1']):22}{cell['agree']['value']:>7.3f}  "
-                f"{interval(cell['kl'], '.4f'):25}{cell['ttft_s'] * 1000:>6.0f} ms  {interval(cell['speedup'], '.2f')}"
-            )
+    else:
+        skipped = f", {settings['skipped']} skipped" if settings["skipped"] else ""
+        shared = f" over contexts ({settings['contexts']})" if settings["contexts"] < samples else ""
+        tier = "RAM" if settings["ram_bytes"] else "disk"
+        source = (
+            f"{samples} rows of {data['file']}{skipped}; 95 % intervals{shared}; "
+            f"KL in nats to full prefill's first token; TTFT: median, KV from {tier}"
+        )
+    return f"{', '.join(f'{name} {environment[name]}' for name in names)}\n{source}"
+
+
+def question_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the table of answers to questions."""
+    lines = [
+        f"{cells[1]['reused']:.0%} of the prompt reused",
+        "",
+        f"{'':26}{'ratio':>6}{'recomp.':>8}  {'EM':22}{'EM kept':22}{'F1':22}{'top-1':>7}  {'KL':25}{'TTFT':>9}  speed-up",
+    ]
+    for cell in cells:
+        lines.append(
+            f"{cell['policy']:26}{ratio(cell)}{cell['recomputed']:>8.3f}  {interval(cell['em']):22}"
+            f"{interval(cell['em_kept']):22}{interval(cell['f1']):22}{cell['agree']['value']:>7.3f}  "
+            f"{interval(cell['kl'], '.4f'):25}{cell['ttft_s'] * 1000:>6.0f} ms  {cell['speedup']:.2f}x"
+        )
     return lines
 
 
-def documents_table(result: dict[str, Any]) -> list[str]:
-    """Return the lines of the report on prompts made from documents; the last one is the verdict."""
-    settings, data = result["settings"], result["settings"]["data"]
-    full = result["cells"][0]
-    num_cloze = full["groups"].get(f"kind: {CLOZE}", {"samples": 0})["samples"]
-    lines = heading(
-        result,
-        f"{data['folder']}: {data['chunks']} chunks, {data['tokens']} tokens, from {data['files_read']} of "
-        f"{data['files']} files; {settings['samples']} prompts of {data['top_k']} chunks, {num_cloze} of them cloze; "
-        "95 % intervals",
-    )
-    lines.append(f"{RIGHT} in {full['em']['value']:.1%} of the prompts")
-    for setup, cells in by_setup(result["cells"]).items():
-        lines += ["", setup, ""]
+def document_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the table of what is kept of full prefill's answers to prompts made from documents."""
+    from kvrag.bench.quality import RIGHT
+
+    heads = f"{'answers kept':>16}{'right words kept':>18}{'cloze words kept':>18}{'KL':>9}"
+    lines = [f"{'':20}{'ratio':>6}  {'first tokens kept':36}{heads}"]
+    for cell in cells[1:]:
+        words = (cell["groups"][name]["word"]["value"] if name in cell["groups"] else None for name in (RIGHT, CLOZE))
+        right, cloze = ("-" if value is None else f"{value:.1%}" for value in words)
         lines.append(
-            f"{'':20}{'ratio':>6}  {'answers kept':36}{'right words kept':>17}{'cloze words kept':>18}"
-            f"{'top-1':>8}{'KL':>9}"
+            f"{cell['policy']:20}{ratio(cell)}  {'#' * round(10 * cell['agree']['value']):11}{_percent(cell['agree']):25}"
+            f"{cell['same']['value']:>16.1%}{right:>18}{cloze:>18}{cell['kl']['value']:>9.4f}"
         )
-        for cell in cells[1:]:
-            bar = "#" * round(10 * cell["same"]["value"])
-            lines.append(
-                f"{cell['policy']:20}{ratio(cell)}  {bar:11}{_percent(cell['same']):25}"
-                f"{_words_kept(cell, RIGHT):>17}{_words_kept(cell, f'kind: {CLOZE}'):>18}"
-                f"{cell['agree']['value']:>8.1%}{cell['kl']['value']:>9.4f}"
-            )
-    return [*lines, "", result["verdict"]]
+    return lines
 
 
-def verdict(result: dict[str, Any]) -> str:
-    """Return whether blending keeps full prefill's answers, and at which ratio, in one sentence."""
-    full, _, *blended = next(iter(by_setup(result["cells"]).values()))  # the first setup and policy of several
-    cells = sorted((cell for cell in blended if cell["policy"] == blended[0]["policy"]), key=lambda cell: cell["ratio"])
-    failing = [number for number, cell in enumerate(cells) if cell["same"]["value"] < _MIN_KEPT]
-    keeps = not failing or failing[-1] < len(cells) - 1
-    cell = cells[failing[-1] + 1 if failing and keeps else 0 if keeps else -1]
-    shares = f"{_percent(cell['same'])} of {cell['samples']} short answers are full prefill's"
-    if RIGHT in cell["groups"]:
-        shares += f", and {_words_kept(cell, RIGHT)} of the {cell['groups'][RIGHT]['samples']} words that it gets right"
-    at = f"ratio {cell['ratio']:g}"
+def verdict(cells: Sequence[dict[str, Any]]) -> str:
+    """Return whether blending with the first policy keeps full prefill's answers, and at which ratio, in one sentence.
+
+    As in a calibration, the prompts that full prefill completes as the documents do count, by their first tokens.
+    """
+    from kvrag.bench.quality import RIGHT
+    from kvrag.control.agreement import TARGET, choose
+
+    full, _, first, *_ = cells
     if full["em"]["value"] < _MIN_RIGHT:
         return (
             f"Undecided: full prefill itself gets only {full['em']['value']:.1%} of these sentences right, so most "
-            f"answers are guesses (use --data with questions); at {at}, {shares}."
+            "answers are guesses (use --data with questions)."
         )
-    if keeps:
-        return f"Yes: blending keeps your answers from ratio {cell['ratio']:g} on; there, {shares}."
-    return (
-        f"No: blending keeps less than {_MIN_KEPT:.0%} of your answers up to ratio {cell['ratio']:g}; there, {shares}."
+    curve = {cell["ratio"]: cell for cell in cells if cell["policy"] == first["policy"]}
+    ratios = sorted(curve)
+    agreements = [curve[ratio]["groups"][RIGHT]["agree"] for ratio in ratios]
+    chosen = choose(ratios, [agreement["value"] for agreement in agreements], TARGET)
+    at = ratios[-1] if chosen is None else chosen
+    agreement, samples = agreements[ratios.index(at)], full["groups"][RIGHT]["samples"]
+    shares = (
+        f"there, {_percent(agreement)} of the first tokens are full prefill's in the {samples} prompts that it gets "
+        f"right, and {curve[at]['same']['value']:.1%} of all short answers"
     )
-
-
-def _words_kept(cell: dict[str, Any], group: str) -> str:
-    return f"{cell['groups'][group]['word']['value']:.1%}" if group in cell["groups"] else "-"
+    if chosen is None:
+        return f"No: blending keeps less than {TARGET:.0%} of your answers' beginnings up to ratio {at:g}; {shares}."
+    return f"Yes: blending keeps your answers from ratio {at:g} on; {shares}."
 
 
 def _percent(bounds: dict[str, float]) -> str:

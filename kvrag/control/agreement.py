@@ -85,7 +85,9 @@ def compare(
             tokens, text = _answer(model, prefilled, sampling)
         else:
             tokens = _likeliest(model, prefilled, answer)
-            same = next((at for at, pair in enumerate(zip(tokens, answer, strict=True)) if len({*pair}) > 1), len(answer))
+            same = next(
+                (at for at, pair in enumerate(zip(tokens, answer, strict=True)) if len({*pair}) > 1), len(answer)
+            )
             text = model.tokenizer.decode([token for token in tokens[: same + 1] if token != END])
         if reference is None:
             reference, answer = prefilled.logits, tokens

@@ -231,9 +231,7 @@ def calibrate(
 
 
 def _agreement(ratio: float, rows: Sequence[list[Record]], at: int) -> Agreement:
-    agrees = [
-        [ours == theirs for ours, theirs in zip(row[at].tokens, row[0].tokens, strict=True)] for row in rows
-    ]
+    agrees = [[ours == theirs for ours, theirs in zip(row[at].tokens, row[0].tokens, strict=True)] for row in rows]
     first = sum(row[0] for row in agrees)
     following = [agree for row in agrees for agree in row[1:]]
     return Agreement(ratio, first, len(rows), *wilson(first, len(rows)), sum(following), len(following))

@@ -17,7 +17,8 @@ from blending import CHUNKS, messages
 from kvrag import BlendConfig, BlendEngine, FileStore, KvragError, Model, ModelError, SettingError, StoreError
 from kvrag.config import DEFAULT_POLICY
 from kvrag.control.agreement import choose, wilson
-from kvrag.control.calibrate import FILE, PROMPTS as LEAST, Agreement, Calibration, settings_of
+from kvrag.control.calibrate import FILE, Agreement, Calibration, settings_of
+from kvrag.control.calibrate import PROMPTS as LEAST
 from kvrag.control.prompts import first_word, make_prompts, search_by_words
 from kvrag.errors import PromptError
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import textwrap
 import threading
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -31,6 +32,7 @@ from starlette.types import Message
 from transformers import AutoModelForCausalLM
 
 import kvrag
+import kvrag.bench.load
 from kvrag import Answer, BlendConfig, BlendEngine, Delta, FileStore, Grammar, Model
 from kvrag.bench.load import load
 from kvrag.server import ApiKey, Corpus, ServerSettings
@@ -856,12 +858,28 @@ def test_prometheus_is_told_where_tokens_came_from(served: Served, engine: Blend
     assert served.metric("kvrag_request_queue_time_seconds_count") >= 1
 
 
-async def test_many_clients_at_once_get_what_each_would_get_alone(served: Served) -> None:
+async def test_many_clients_at_once_get_what_each_would_get_alone(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, answers = kvrag.bench.load.ask, defaultdict[str, set[str]](set)
+
+    def disconnected() -> float:
+        text = served.http.get("/metrics").text
+        return sum(map(float, re.findall(r'^kvrag_request_failure_total\{status="499"\} (\S+)', text, re.MULTILINE)))
+
+    async def noted(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, int, float | None]:
+        said = await ask(http, body)
+        answers[json.dumps(body)].add(said[0])  # the first time alone
+        return said
+
+    monkeypatch.setattr(kvrag.bench.load, "ask", noted)
+    before = disconnected()
     result = await load(served.url, clients=8, seconds=1, kill=3, prompts=4)
     assert result.passed, result
     assert result.complete + result.rejected >= 8
-    assert result.killed >= result.stopped > 0
-    assert served.running() == (0, 0)
+    assert [len(texts) for texts in answers.values()] == [1] * 4
+    until(lambda: served.running() == (0, 0))
+    assert result.killed >= disconnected() - before > 0
 
 
 async def test_requests_arrive_at_a_rate_whatever_was_answered(served: Served) -> None:

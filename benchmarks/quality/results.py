@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.quality.worlds import WorldRow
 from kvrag.bench import quality
 from kvrag.bench.datasets import QuestionRow
-from kvrag.bench.metrics import Bootstrap, exact_match, f_measure, normalise
-from kvrag.bench.quality import Cell, Journal, Mask, Table, Task
-from kvrag.cli.quality import document_lines, heading, interval, question_lines, ratio
+from kvrag.bench.metrics import Bootstrap, exact_match, normalise
+from kvrag.bench.quality import Cell, Journal, Table, Task
+from kvrag.cli.quality import cell_lines, heading, interval, ratio
+from kvrag.control.prompts import first_word
 
 ACROSS, WITHIN = "hangs on another passage", "hangs on one passage"
 RETRIEVED, NOT_RETRIEVED = "answer retrieved", "answer not retrieved"
@@ -24,6 +26,22 @@ _RETRIEVAL = (RETRIEVED, NOT_RETRIEVED, HIDDEN)
 _PAIRED = ("em", "f1", "rouge_l", "agree", "kl")
 
 # -------------------------------------------------------------------- metrics
+
+
+def token_f1(text: str, answers: Sequence[str]) -> float:
+    """Return the F1 of the bags of words, the best over the answers."""
+    return max(_token_f1(normalise(text).split(), normalise(answer).split()) for answer in answers)
+
+
+def _token_f1(ours: list[str], theirs: list[str]) -> float:
+    return f_measure(sum((Counter(ours) & Counter(theirs)).values()), len(ours), len(theirs))
+
+
+def f_measure(common: int, ours: int, theirs: int) -> float:
+    """Return the F-measure of two texts, by the numbers of their common words and of their own."""
+    if not ours or not theirs:
+        return float(ours == theirs)  # two empty texts are equal
+    return 2 * common / (ours + theirs)
 
 
 def rouge_l(text: str, answers: Sequence[str]) -> float:
@@ -67,17 +85,19 @@ def _states(text: str, answer: str) -> bool:
 
 
 def tables(tasks: Sequence[Task], cells: Sequence[Cell], journal: Journal) -> list[Table]:
-    """Return `quality.tables` with two more metrics, ROUGE-L and leaked answers."""
+    """Return `quality.tables` with three more metrics: token F1, ROUGE-L and leaked answers."""
     measured = quality.tables(tasks, cells, journal)
     for at, metrics in enumerate(measured):
         answers = [(journal.rows[task.row.key][at].text, task.row) for task in tasks]
+        scored = [first_word(text) if row.beginning else text for text, row in answers]
+        metrics["f1"] = np.array([token_f1(text, row.answers) for text, (_, row) in zip(scored, answers, strict=True)])
         metrics["rouge_l"] = np.array([rouge_l(text, row.answers) for text, row in answers])
         metrics["leaked"] = np.array([exact_match(text, hidden(row)) for text, row in answers])
     return measured
 
 
-def groups(tasks: Sequence[Task], full: Table) -> dict[str, Mask]:
-    """Return `quality.groups`, and masks by the kind of question, what it depends on, and what was retrieved."""
+def groups(tasks: Sequence[Task]) -> dict[str, NDArray[np.bool_]]:
+    """Return masks by the kind of question, what it depends on, and what was retrieved."""
     kinds = dict.fromkeys(task.row.kind for task in tasks if task.row.kind)
     masks = {f"kind: {kind}": [task.row.kind == kind for task in tasks] for kind in kinds}
     rows = [task.row if isinstance(task.row, WorldRow) else None for task in tasks]
@@ -88,22 +108,31 @@ def groups(tasks: Sequence[Task], full: Table) -> dict[str, Mask]:
         NOT_RETRIEVED: [row is not None and row.supported is False for row in rows],
         HIDDEN: [bool(hidden(task.row)) for task in tasks],
     }
-    return quality.groups(tasks, full) | {name: np.array(mask) for name, mask in masks.items() if any(mask)}
+    return {name: np.array(mask) for name, mask in masks.items() if any(mask)}
 
 
 def summarise(
     tasks: Sequence[Task], cells: Sequence[Cell], measured: Sequence[Table], seed: int, against: str
 ) -> list[dict[str, Any]]:
-    """Return `quality.summarise` with differences to the policy `against` at the same ratio, paired."""
+    """Return `quality.summarise` with groups, and differences to the policy `against` at the same ratio, paired."""
     contexts = quality.contexts(tasks)
-    results = quality.summarise(cells, measured, groups(tasks, measured[0]), contexts, seed)
     bootstrap = Bootstrap(contexts, seed)
+    results = quality.summarise(cells, measured, bootstrap)
+    masks = {name: (mask, Bootstrap(contexts[mask], seed)) for name, mask in groups(tasks).items()}
     rivals = {cell.ratio: metrics for cell, metrics in zip(cells, measured, strict=True) if cell.label == against}
     for result, cell, metrics in zip(results, cells, measured, strict=True):
+        result["groups"] = {
+            name: quality.summary(drawn, _part(metrics, mask), _part(measured[0], mask))
+            for name, (mask, drawn) in masks.items()
+        }
         rival = rivals.get(cell.ratio)
         if rival is not None and cell.label != against:
-            result["against"] = {name: asdict(bootstrap.mean(metrics[name] - rival[name])) for name in _PAIRED}
+            result["against"] = {name: bootstrap.mean(metrics[name] - rival[name]) for name in _PAIRED}
     return results
+
+
+def _part(table: Table, mask: NDArray[np.bool_]) -> Table:
+    return {name: values[mask] for name, values in table.items()}
 
 
 # -------------------------------------------------------------------- output
@@ -111,11 +140,9 @@ def summarise(
 
 def full_table(result: dict[str, Any]) -> list[str]:
     """Return the lines of the report: metrics, then differences between policies, then groups of questions."""
-    lines = [heading(result)]
-    has_verdict = "verdict" in result
+    lines = heading(result)
     for setup, cells in by_setup(result["cells"]).items():
-        lines += ["", setup, "", *(document_lines(cells) if has_verdict else question_lines(cells))]
-    for setup, cells in by_setup(result["cells"]).items() if not has_verdict else ():
+        lines += ["", f"{setup}: {cell_lines(cells)[0]}", *cell_lines(cells)[1:]]
         rivals = [cell for cell in cells if "against" in cell]
         if rivals:
             lines += ["", f"{setup}: minus {result['settings']['against']} at the same ratio, paired", ""]
@@ -125,7 +152,7 @@ def full_table(result: dict[str, Any]) -> list[str]:
             lines.append(f"{cell['policy']:26}{ratio(cell)}  {differences}{interval(cell['against']['kl'], '+.3f')}")
         lines += _by_retrieval(setup, cells)
         lines += _by_kind(setup, cells)
-    return [*lines, "", result["verdict"]] if has_verdict else lines
+    return [*lines, "", result["verdict"]] if "verdict" in result else lines
 
 
 def by_setup(cells: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -157,7 +184,7 @@ def _by_retrieval(setup: str, cells: Sequence[dict[str, Any]]) -> list[str]:
             if name == HIDDEN:
                 text += interval(group["leaked"])
             else:
-                text += f"{interval(group['em']):22}{interval(group['em_kept']):22}{group['agree']['value']:>7.3f}  "
+                text += f"{interval(group['em']):22}{interval(group.get('em_kept')):22}{group['agree']['value']:>7.3f}  "
                 text += f"{interval(group['kl'], '.4f'):25}"
         lines.append(text)
     return [line.rstrip() for line in lines]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.quality.results import rouge_l
+from benchmarks.quality.results import rouge_l, token_f1
 from benchmarks.quality.variants import leave_out, make_configs, rechunk, split_policies
 from kvrag import Model, SettingError
 from kvrag.bench.datasets import QuestionRow
@@ -30,6 +30,21 @@ from kvrag.bench.datasets import QuestionRow
 def test_rouge_l_by_hand(text: str, rouge: float) -> None:
     assert rouge_l(text, ["police killed the gunman"]) == pytest.approx(rouge)
     assert rouge_l(text, ["nothing", "police killed the gunman"]) == pytest.approx(rouge)
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "f1"),
+    [
+        ("the red car", ["red car"], 1.0),
+        ("red car now", ["a red car"], 2 * (2 / 3) * 1 / (2 / 3 + 1)),
+        ("red red", ["red car"], 0.5),
+        ("boat", ["red car", "boat or car"], 0.5),
+        ("", ["red car"], 0.0),
+        ("the", ["a"], 1.0),
+    ],
+)
+def test_f1_by_hand(text: str, answers: list[str], f1: float) -> None:
+    assert token_f1(text, answers) == pytest.approx(f1)
 
 
 def _words(text: str) -> int:

@@ -1,17 +1,17 @@
-"""Metrics of answers, and confidence intervals."""
+"""Exact match, and confidence intervals over contexts."""
 
 from __future__ import annotations
 
 import re
 import string
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 Values = NDArray[np.float64]
+Interval = dict[str, float | None]
+"""`value` with its 95 % interval, `low` to `high`; all None where it is undefined."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -25,31 +25,6 @@ def normalise(text: str) -> str:
 def exact_match(text: str, answers: Sequence[str]) -> float:
     """Return 1 if the normalised text is one of the normalised answers, else 0."""
     return float(normalise(text) in {normalise(answer) for answer in answers})
-
-
-def token_f1(text: str, answers: Sequence[str]) -> float:
-    """Return the F1 of the bags of words, the best over the answers."""
-    return max(_token_f1(normalise(text).split(), normalise(answer).split()) for answer in answers)
-
-
-def _token_f1(ours: list[str], theirs: list[str]) -> float:
-    return f_measure(sum((Counter(ours) & Counter(theirs)).values()), len(ours), len(theirs))
-
-
-def f_measure(common: int, ours: int, theirs: int) -> float:
-    """Return the F-measure of two texts, by the numbers of their common words and of their own."""
-    if not ours or not theirs:
-        return float(ours == theirs)  # two empty texts are equal
-    return 2 * common / (ours + theirs)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A value and its 95 % interval; all None where it is undefined."""
-
-    value: float | None
-    low: float | None = None
-    high: float | None = None
 
 
 class Bootstrap:
@@ -81,6 +56,6 @@ class Bootstrap:
             value = combine(*(np.asarray(column.mean()) for column in columns))
             drawn = combine(*(self._times @ column / self._totals for column in columns))
         if not np.isfinite(value):
-            return Interval(None)
+            return dict.fromkeys(("value", "low", "high"))
         low, high = np.percentile(drawn[np.isfinite(drawn)], (2.5, 97.5))
-        return Interval(float(value), float(low), float(high))
+        return {"value": float(value), "low": float(low), "high": float(high)}

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,17 @@ from numpy.typing import NDArray
 
 from kvrag.backend.transformers import Model
 from kvrag.bench.datasets import QuestionRow
-from kvrag.bench.metrics import Bootstrap, Interval, Values, exact_match, token_f1
-from kvrag.bench.ttft import run_settings
+from kvrag.bench.metrics import Bootstrap, Interval, Values, exact_match
 from kvrag.config import BlendConfig, Sampling
 from kvrag.control.agreement import Record, compare, wilson
-from kvrag.control.prompts import CLOZE, first_word, render
+from kvrag.control.prompts import first_word, render
 from kvrag.engine import BlendEngine
 from kvrag.errors import ContextWindowError, ModelError, PromptError
 
 FULL, NONE = "full", "none"
-RIGHT = "full prefill continues as the documents do"
-"""Group of prompts from documents that full prefill completes with the documents' own word."""
-_AGREEMENTS = ("same", "word", "agree")
 
 Table = dict[str, Values]
 """Metrics of one cell by name, a value per row."""
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -207,13 +201,12 @@ def _table(tasks: Sequence[Task], at: int, journal: Journal) -> Table:
     columns: dict[str, list[float]] = {}
     for task in tasks:
         full, record = journal.rows[task.row.key][0], journal.rows[task.row.key][at]
-        word, answers = first_word(record.text), task.row.answers
+        is_right = exact_match(record.text, task.row.answers)
+        if task.row.beginning:  # known to the first word; normalised, "the" would be no word at all
+            is_right = first_word(record.text) in task.row.answers
         values = {
-            # the documents' own continuation is known to the first word; normalised, "the" would be no word at all
-            "em": word in answers if task.row.beginning else exact_match(record.text, answers),
-            "f1": token_f1(word if task.row.beginning else record.text, answers),
+            "em": is_right,
             "same": record.tokens == full.tokens,
-            "word": word == first_word(full.text),
             "agree": record.tokens[0] == full.tokens[0],
             "kl": record.kl,
             "ttft_s": record.ttft_s,
@@ -232,91 +225,38 @@ def contexts(tasks: Sequence[Task]) -> NDArray[np.int64]:
     return np.array([numbers.setdefault(name, len(numbers)) for name in names])
 
 
-def groups(tasks: Sequence[Task], full: Table) -> dict[str, Mask]:
-    """Return masks of prompts made from documents by name: those that full prefill gets right, and the clozes."""
-    masks = {
-        RIGHT: np.array([bool(task.row.beginning) for task in tasks]) & (full["em"] == 1),
-        CLOZE: np.array([task.row.kind == CLOZE for task in tasks]),
-    }
-    return {name: mask for name, mask in masks.items() if mask.any()}
-
-
-def summarise(
-    cells: Sequence[Cell], measured: Sequence[Table], masks: Mapping[str, Mask], contexts: NDArray[np.int64], seed: int
-) -> list[dict[str, Any]]:
-    """Return metrics per cell with 95 % intervals: of all tasks, and of groups of them."""
-    full = measured[0]
-    bootstrap = Bootstrap(contexts, seed)
-    bootstraps = {name: Bootstrap(contexts[mask], seed) for name, mask in masks.items()}
+def summarise(cells: Sequence[Cell], tables: Sequence[Table], bootstrap: Bootstrap) -> list[dict[str, Any]]:
+    """Return metrics per cell with 95 % intervals."""
+    full_s = np.median(tables[0]["ttft_s"])
     return [
         {
             "policy": cell.label,
             "ratio": cell.ratio,
-            **_summary(bootstrap, table, full),
+            **summary(bootstrap, table, tables[0]),
             "ttft_s": float(np.median(table["ttft_s"])),
-            "speedup": float(np.median(full["ttft_s"]) / np.median(table["ttft_s"])),
-            "groups": {
-                name: _summary(bootstraps[name], _part(table, mask), _part(full, mask)) for name, mask in masks.items()
-            },
+            "speedup": float(full_s / np.median(table["ttft_s"])),
         }
-        for cell, table in zip(cells, measured, strict=True)
+        for cell, table in zip(cells, tables, strict=True)
     ]
 
 
-def _part(table: Table, mask: Mask) -> Table:
-    return {name: values[mask] for name, values in table.items()}
-
-
-def _summary(bootstrap: Bootstrap, table: Table, full: Table) -> dict[str, Any]:
+def summary(bootstrap: Bootstrap, table: Table, full: Table) -> dict[str, Any]:
+    """Return metrics of a cell with 95 % intervals, beside full prefill's."""
     result: dict[str, Any] = {"samples": len(table["em"])}
     for name, values in table.items():
-        if name in _AGREEMENTS:
+        if name in ("same", "agree"):
             result[name] = _share(values.mean(), len(values))
         elif name == "em" and values.min() == values.max():  # no resample of equal values differs
             result[name] = _share(values[0], bootstrap.num_contexts)
         elif name in ("reused", "recomputed"):
             result[name] = float(values.mean())
         elif name != "ttft_s":
-            result[name] = asdict(bootstrap.mean(values))
-    kept = bootstrap.of(lambda a, b: a / b, table["em"], full["em"]) if full["em"].any() else Interval(None)
-    return result | {"em_kept": asdict(kept)}
+            result[name] = bootstrap.mean(values)
+    if (right := full["em"] == 1).any():
+        result["em_kept"] = bootstrap.of(lambda a, b: a / b, table["em"], full["em"])
+        result["agree_right"] = _share(table["agree"][right].mean(), int(right.sum()))
+    return result
 
 
-def _share(share: float, count: int) -> dict[str, float | None]:
-    return asdict(Interval(float(share), *wilson(share * count, count)))
-
-
-# --------------------------------------------------------------------------------------------- run identity
-
-
-def identity(
-    model: Model,
-    config: BlendConfig,
-    codec: str,
-    cells: Sequence[Cell],
-    sampling: Sampling,
-    instruction: str,
-    data: dict[str, Any],
-    ram_bytes: int,
-) -> dict[str, Any]:
-    """Return everything that affects a record."""
-    return {
-        "model": model.name,
-        "fingerprint": model.fingerprint.digest,
-        "device": str(model.device),
-        "codec": codec,
-        "context_tokens": config.context_tokens,
-        "context": config.context,
-        "data": data,
-        "max_tokens": sampling.max_new_tokens,
-        "stop": sampling.stop,
-        "instruction": instruction,
-        "ram_bytes": ram_bytes,
-        "grid": [asdict(cell) for cell in cells],
-        "kvrag": version("kvrag"),
-    }
-
-
-def environment(model: Model) -> dict[str, Any]:
-    """Return versions, threads and machine."""
-    return {**run_settings(model), "kvrag": version("kvrag"), "numpy": np.__version__}
+def _share(share: float, count: int) -> Interval:
+    return dict(zip(("value", "low", "high"), map(float, (share, *wilson(share * count, count))), strict=True))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
+from importlib.metadata import version
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
 from kvrag.cli.common import context_settings, forecast, progress, require_extra, say
 from kvrag.cli.prompt import text_search
 from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES, BlendConfig, Sampling
-from kvrag.control.prompts import CLOZE, make_prompts
+from kvrag.control.prompts import make_prompts
 from kvrag.errors import SettingError
 from kvrag.retrieval import documents
 from kvrag.retrieval.index import ChunkIndex
@@ -28,7 +28,6 @@ from kvrag.retrieval.index import ChunkIndex
 if TYPE_CHECKING:
     from kvrag.backend.transformers import Model
     from kvrag.bench.quality import Cell, Journal, Task
-    from kvrag.engine import BlendEngine
 
 _REFERENCES = {"full", "none"}
 _DEFAULTS: dict[str, Any] = {
@@ -57,12 +56,13 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     model = load_model(args)
     from kvrag.bench import quality
+    from kvrag.bench.metrics import Bootstrap
 
     cells = quality.make_cells({name: BlendConfig(policy=name) for name in args.policies}, args.ratios)
     evaluation = evaluate(args, model, rows, data, cells, config, args.codec)
     tables = quality.tables(evaluation.tasks, cells, evaluation.journal)
-    groups, contexts = quality.groups(evaluation.tasks, tables[0]), quality.contexts(evaluation.tasks)
-    return report(args, evaluation, quality.summarise(cells, tables, groups, contexts, args.seed), started, table)
+    bootstrap = Bootstrap(quality.contexts(evaluation.tasks), args.seed)
+    return report(args, evaluation, quality.summarise(cells, tables, bootstrap), started, table)
 
 
 def fill(args: argparse.Namespace) -> None:
@@ -163,7 +163,19 @@ def evaluate(
     if not args.json:
         say(f"{len(rows)} rows, {len(cells)} cells")
     tasks, skipped = quality.make_tasks(model, rows, args.max_tokens, args.instruction, args.skip_long)
-    settings = quality.identity(model, config, codec, cells, sampling, args.instruction, data, args.ram_bytes)
+    settings = {  # all that affects a record, besides the row
+        "model": model.name,
+        "fingerprint": model.fingerprint.digest,
+        "device": str(model.device),
+        "codec": codec,
+        "chunks": asdict(config),
+        "data": data,
+        "sampling": asdict(sampling),
+        "instruction": args.instruction,
+        "ram_bytes": args.ram_bytes,
+        "cells": [asdict(cell) for cell in cells],
+        "kvrag": version("kvrag"),
+    }
     journal = quality.Journal(args.out and args.out / "rows.jsonl", settings)
     is_interrupted = False
     try:
@@ -172,7 +184,10 @@ def evaluate(
                 TemporaryDirectory(prefix="kvrag-quality-", ignore_cleanup_errors=True) as folder,
                 BlendEngine(model, folder, config, args.ram_bytes, codec) as engine,
             ):
-                _encode(args, engine, corpus)
+                with progress("encoding", args.json) as update:
+                    for done, (name, chunks) in enumerate(corpus.items()):
+                        update(done, len(corpus))
+                        engine.warm(chunks, document=name)
                 with progress("answering", args.json) as update:
                     if not args.json:
                         update = forecast(update, 1, "fewer with --samples; Ctrl-C reports those that are done")
@@ -208,12 +223,9 @@ def _read_documents(args: argparse.Namespace, model: Model) -> tuple[dict[str, l
     paths, problems = documents.find([args.docs])
     random.Random(args.seed).shuffle(paths)
     corpus: dict[str, list[str]] = {}
-    num_tokens = num_read = 0
+    num_tokens = 0
     with progress("reading", args.json) as update:
         for path in paths:
-            if num_tokens >= _MAX_DOCS_TOKENS:
-                break
-            num_read += 1
             content = documents.read(path)
             problems += content.problems
             for chunk in split(content.texts):
@@ -221,20 +233,13 @@ def _read_documents(args: argparse.Namespace, model: Model) -> tuple[dict[str, l
                     corpus.setdefault(str(path), []).append(chunk)
                     num_tokens += len(encode(chunk))
             update(min(num_tokens, _MAX_DOCS_TOKENS), _MAX_DOCS_TOKENS)
+            if num_tokens >= _MAX_DOCS_TOKENS:
+                break
     for problem in problems:
         say(str(problem))
-    description = {
-        "folder": args.docs.resolve().name,
-        "digest": blake2b(json.dumps(sorted(corpus.values())).encode(), digest_size=8).hexdigest(),
-        "seed": args.seed,
-        "top_k": args.top_k,
-        "chunk_tokens": args.chunk_tokens,
-        "files": len(paths),
-        "files_read": num_read,
-        "chunks": sum(map(len, corpus.values())),
-        "tokens": num_tokens,
-    }
-    return corpus, description
+    digest = blake2b(json.dumps(sorted(corpus.values())).encode(), digest_size=8).hexdigest()
+    name = f"{args.docs.resolve().name} ({sum(map(len, corpus.values()))} chunks, {num_tokens} tokens)"
+    return corpus, {"file": name, "digest": digest, "seed": args.seed}
 
 
 def _document_rows(args: argparse.Namespace, model: Model, corpus: dict[str, list[str]]) -> list[QuestionRow]:
@@ -246,13 +251,6 @@ def _document_rows(args: argparse.Namespace, model: Model, corpus: dict[str, lis
                 index.add(chunks, progress=update)
         search = text_search(index)
         return document_rows(make_prompts(model, chunks, search, args.samples, args.top_k, args.seed, args.max_tokens))
-
-
-def _encode(args: argparse.Namespace, engine: BlendEngine, corpus: dict[str, list[str]]) -> None:
-    with progress("encoding", args.json) as update:
-        for done, (name, chunks) in enumerate(corpus.items()):
-            update(done, len(corpus))
-            engine.warm(chunks, document=name)
 
 
 # ------------------------------------------------------------------------------------------------------ output
@@ -271,12 +269,13 @@ def report(
         started: Time of `time.perf_counter` when the command started.
         lines: Formats a result.
     """
-    from kvrag.bench.quality import environment
+    from kvrag.bench.ttft import run_settings
 
     result: dict[str, Any] = {
         "settings": evaluation.settings,
         "environment": {
-            **environment(evaluation.model),
+            **run_settings(evaluation.model),
+            "kvrag": version("kvrag"),
             "command": f"{args.program} {shlex.join(sys.argv[1:])}",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": time.perf_counter() - started,
@@ -287,71 +286,43 @@ def report(
         result["verdict"] = verdict(cells)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        partial = args.out / "results.tmp"
-        partial.write_text(json.dumps(result, indent=1))
-        os.replace(partial, args.out / "results.json")
+        (args.out / "results.json").write_text(json.dumps(result, indent=1))
     print(json.dumps(result) if args.json else "\n".join(lines(result)))
     return 130 if evaluation.is_interrupted else 0
 
 
 def table(result: dict[str, Any]) -> list[str]:
     """Return the lines of the report; the last one on prompts made from documents is the verdict."""
-    lines = [heading(result), ""]
-    if "verdict" not in result:
-        return lines + question_lines(result["cells"])
-    right = f"the first words are the documents' own in {result['cells'][0]['em']['value']:.1%} of the prompts"
-    return [*lines, right, "", *document_lines(result["cells"]), "", result["verdict"]]
+    lines = [*heading(result), "", *cell_lines(result["cells"])]
+    return [*lines, "", result["verdict"]] if "verdict" in result else lines
 
 
-def heading(result: dict[str, Any]) -> str:
+def heading(result: dict[str, Any]) -> list[str]:
     """Return the lines about the machine and the source of the prompts."""
     environment, settings = result["environment"], result["settings"]
     names = ("model", "dtype", "device", "threads", "torch", "kvrag")
-    data, samples = settings["data"], settings["samples"]
-    if "folder" in data:
-        source = (
-            f"{data['folder']}: {data['chunks']} chunks, {data['tokens']} tokens, from {data['files_read']} of "
-            f"{data['files']} files; {samples} prompts of {data['top_k']} chunks; 95 % intervals"
-        )
-    else:
-        skipped = f", {settings['skipped']} skipped" if settings["skipped"] else ""
-        shared = f" over contexts ({settings['contexts']})" if settings["contexts"] < samples else ""
-        tier = "RAM" if settings["ram_bytes"] else "disk"
-        source = (
-            f"{samples} rows of {data['file']}{skipped}; 95 % intervals{shared}; "
-            f"KL in nats to full prefill's first token; TTFT: median, KV from {tier}"
-        )
-    return f"{', '.join(f'{name} {environment[name]}' for name in names)}\n{source}"
-
-
-def question_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the table of answers to questions."""
-    lines = [
-        f"{cells[1]['reused']:.0%} of the prompt reused",
-        "",
-        f"{'':26}{'ratio':>6}{'recomp.':>8}  {'EM':22}{'EM kept':22}{'F1':22}{'top-1':>7}  {'KL':25}{'TTFT':>9}  speed-up",
+    skipped = f", {settings['skipped']} skipped" if settings["skipped"] else ""
+    shared = f" over contexts ({settings['contexts']})" if settings["contexts"] < settings["samples"] else ""
+    return [
+        ", ".join(f"{name} {environment[name]}" for name in names),
+        f"{settings['samples']} rows of {settings['data']['file']}{skipped}; 95 % intervals{shared}; "
+        "KL in nats to full prefill's first token; TTFT: median, "
+        + ("KV in RAM" if settings["ram_bytes"] else "KV from disk"),
     ]
+
+
+def cell_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the table: right answers, then what is kept of full prefill's."""
+    heads = (
+        f"{'EM':22}{'EM kept':22}{'first tokens kept':22}{'of right':22}{'answers':>8}  {'KL':25}{'TTFT':>9}  speed-up"
+    )
+    lines = [f"{cells[1]['reused']:.0%} of the prompt reused", "", f"{'':26}{'ratio':>6}{'recomp.':>8}  {heads}"]
     for cell in cells:
+        bounds = (interval(cell.get(name)) for name in ("em", "em_kept", "agree", "agree_right"))
         lines.append(
-            f"{cell['policy']:26}{ratio(cell)}{cell['recomputed']:>8.3f}  {interval(cell['em']):22}"
-            f"{interval(cell['em_kept']):22}{interval(cell['f1']):22}{cell['agree']['value']:>7.3f}  "
-            f"{interval(cell['kl'], '.4f'):25}{cell['ttft_s'] * 1000:>6.0f} ms  {cell['speedup']:.2f}x"
-        )
-    return lines
-
-
-def document_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the table of what is kept of full prefill's answers to prompts made from documents."""
-    from kvrag.bench.quality import RIGHT
-
-    heads = f"{'answers kept':>16}{'right words kept':>18}{'cloze words kept':>18}{'KL':>9}"
-    lines = [f"{'':20}{'ratio':>6}  {'first tokens kept':36}{heads}"]
-    for cell in cells[1:]:
-        words = (cell["groups"][name]["word"]["value"] if name in cell["groups"] else None for name in (RIGHT, CLOZE))
-        right, cloze = ("-" if value is None else f"{value:.1%}" for value in words)
-        lines.append(
-            f"{cell['policy']:20}{ratio(cell)}  {'#' * round(10 * cell['agree']['value']):11}{_percent(cell['agree']):25}"
-            f"{cell['same']['value']:>16.1%}{right:>18}{cloze:>18}{cell['kl']['value']:>9.4f}"
+            f"{cell['policy']:26}{ratio(cell)}{cell['recomputed']:>8.3f}  {''.join(f'{text:22}' for text in bounds)}"
+            f"{cell['same']['value']:>8.3f}  {interval(cell['kl'], '.4f'):25}{cell['ttft_s'] * 1000:>6.0f} ms"
+            f"  {cell['speedup']:.2f}x"
         )
     return lines
 
@@ -361,32 +332,27 @@ def verdict(cells: Sequence[dict[str, Any]]) -> str:
 
     As in a calibration, the prompts that full prefill completes as the documents do count, by their first tokens.
     """
-    from kvrag.bench.quality import RIGHT
     from kvrag.control.agreement import TARGET, choose
 
     full, _, first, *_ = cells
-    if full["em"]["value"] < _MIN_RIGHT:
+    right = full["em"]["value"]
+    if right < _MIN_RIGHT:
         return (
-            f"Undecided: full prefill itself gets only {full['em']['value']:.1%} of these sentences right, so most "
-            "answers are guesses (use --data with questions)."
+            f"Undecided: full prefill itself gets only {right:.1%} of these sentences right, so most answers are "
+            "guesses (use --data with questions)."
         )
     curve = {cell["ratio"]: cell for cell in cells if cell["policy"] == first["policy"]}
     ratios = sorted(curve)
-    agreements = [curve[ratio]["groups"][RIGHT]["agree"] for ratio in ratios]
-    chosen = choose(ratios, [agreement["value"] for agreement in agreements], TARGET)
-    at = ratios[-1] if chosen is None else chosen
-    agreement, samples = agreements[ratios.index(at)], full["groups"][RIGHT]["samples"]
+    chosen = choose(ratios, [curve[ratio]["agree_right"]["value"] for ratio in ratios], TARGET)
+    cell = curve[ratios[-1] if chosen is None else chosen]
+    low, value, high = (f"{cell['agree_right'][name]:.1%}" for name in ("low", "value", "high"))
     shares = (
-        f"there, {_percent(agreement)} of the first tokens are full prefill's in the {samples} prompts that it gets "
-        f"right, and {curve[at]['same']['value']:.1%} of all short answers"
+        f"there, {value} [{low}, {high}] of the first tokens are full prefill's, of the {right:.0%} of the prompts that "
+        f"it gets right, and {cell['same']['value']:.1%} of all short answers"
     )
     if chosen is None:
-        return f"No: blending keeps less than {TARGET:.0%} of your answers' beginnings up to ratio {at:g}; {shares}."
-    return f"Yes: blending keeps your answers from ratio {at:g} on; {shares}."
-
-
-def _percent(bounds: dict[str, float]) -> str:
-    return f"{bounds['value']:.1%} [{bounds['low']:.1%}, {bounds['high']:.1%}]"
+        return f"No: blending keeps less than {TARGET:.0%} of your answers up to ratio {cell['ratio']:g}; {shares}."
+    return f"Yes: blending keeps your answers from ratio {chosen:g} on; {shares}."
 
 
 def ratio(cell: dict[str, Any]) -> str:
@@ -394,8 +360,8 @@ def ratio(cell: dict[str, Any]) -> str:
     return f"{'' if cell['ratio'] is None else format(cell['ratio'], 'g'):>6}"
 
 
-def interval(bounds: dict[str, float | None], form: str = ".3f") -> str:
-    """Return a value with its interval."""
-    if bounds["value"] is None:
+def interval(bounds: dict[str, float | None] | None, form: str = ".3f") -> str:
+    """Return a value with its interval; "-" if it is undefined."""
+    if bounds is None or bounds["value"] is None:
         return "-"
     return f"{bounds['value']:{form}} [{bounds['low']:{form}}, {bounds['high']:{form}}]"

@@ -26,7 +26,7 @@ from kvrag.config import (
     show_options,
 )
 from kvrag.control import calibrate
-from kvrag.control.calibrate import Calibration, Criterion
+from kvrag.control.calibrate import Calibration
 from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
 from kvrag.errors import AnswerTimeoutError, KvragError, SettingError
@@ -457,7 +457,10 @@ class BlendEngine:
                 `kvrag.control.prompts`.
             namespace: Namespace of the chunks.
             policy: Overrides the engine's policy.
-            target, sure, ratios, tokens: See `kvrag.control.calibrate.Criterion`.
+            target: Share of first tokens that must agree.
+            sure: Require the lower end of the 95 % interval to reach the target; 99 % takes several hundred prompts.
+            ratios: Ratios to try, each below 1.
+            tokens: Number of full prefill's tokens to compare.
             count: Maximum number of generated prompts, not counting those that full prefill guesses at.
             chunks: Number of chunks per generated prompt.
             search: Retrieves the chunks of generated prompts, best first, from a query and their number; None = by the
@@ -479,7 +482,7 @@ class BlendEngine:
         self._check_open()
         if count < 1 or chunks < 2:
             raise SettingError(f"count must be at least 1 and chunks at least 2, got {count} and {chunks}")
-        criterion, config = Criterion(target, sure, ratios, tokens), overridden(self.config, None, policy, None)
+        config = overridden(self.config, None, policy, None)
         words: list[str] | None = None
         if prompts is None:
             texts = calibrate.chunk_texts(self.model, self.store, namespace)
@@ -491,7 +494,9 @@ class BlendEngine:
             ids = calibrate.render(self.model, prompts)
         prefill = partial(self.prefill, namespace=namespace)
         most = None if words is None else count
-        calibration = calibrate.calibrate(self.model, prefill, ids, config, criterion, progress, words, most)
+        calibration = calibrate.calibrate(
+            self.model, prefill, ids, config, target, sure, ratios, tokens, progress, words, most
+        )
         return self._tuning.keep_calibration(calibration) if save and calibration.is_usable else calibration
 
     def reset_calibration(self) -> None:

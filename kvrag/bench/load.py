@@ -12,6 +12,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -33,30 +34,25 @@ class LoadResult:
     """Result of a load test.
 
     Attributes:
-        rate: Requests per second that were sent at random times (Poisson) instead of by the clients; 0 = by them.
         complete: Streams read to their end, with `tokens` in total.
         rejected: Responses with 429.
-        kill: Planned disconnections mid-stream per second ...
-        killed: ... and actual disconnections in total.
+        killed: Streams whose client disconnected.
         errors: Other errors, incomplete streams among them, with their counts.
         ttft_s: Seconds from each request to the first text of its complete stream, as the client saw it.
     """
 
-    clients: int
     seconds: float
-    kill: int = 0
-    rate: float = 0.0
     complete: int = 0
     rejected: int = 0
     killed: int = 0
     tokens: int = 0
-    errors: dict[str, int] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
     ttft_s: list[float] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
         """True if something was tested and there was no error."""
-        return self.complete > 0 and (not self.kill or self.killed > 0) and not self.errors
+        return self.complete > 0 and not self.errors
 
 
 class _Rejected(Exception):
@@ -87,10 +83,12 @@ async def load(
     prompts: int = _PROMPTS,
     rate: float = 0.0,
 ) -> LoadResult:
-    """Send each request once, so that its documents are encoded, then all of them from many clients for some time.
+    """Send each request once, so that its documents are encoded, then all of them for some time.
 
     Args:
-        rate: Send so many requests per second at random times, whether or not earlier ones were answered.
+        clients: Number of clients that send one request after the other.
+        kill: Number of further clients per second that disconnect mid-stream.
+        rate: Instead of the clients, send so many requests per second at random times (Poisson).
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=None)
@@ -99,9 +97,10 @@ async def load(
         bodies = requests(model, prompts)
         for body in bodies:
             await ask(http, body)
-        result = LoadResult(clients, seconds, kill, rate)
-        await _Load(http, bodies, time.monotonic() + seconds, result).run()
-    return result
+        run = _Load(http, bodies, time.monotonic() + seconds, LoadResult(seconds))
+        senders = [run.arrivals(rate)] if rate else [run.client(random.Random(number)) for number in range(clients)]
+        await asyncio.gather(*senders, run.disconnects(kill))
+    return run.result
 
 
 @dataclass(frozen=True)
@@ -113,28 +112,19 @@ class _Load:
     end: float
     result: LoadResult
 
-    async def run(self) -> None:
-        if self.result.rate:
-            senders = [self._arrivals()]
-        else:
-            senders = [self._client(random.Random(number)) for number in range(self.result.clients)]
-        await asyncio.gather(*senders, self._disconnect())
-
-    async def _client(self, rng: random.Random) -> None:
-        """Send one request after the other."""
+    async def client(self, rng: random.Random) -> None:
         while time.monotonic() < self.end:
             if not await self._send(rng):
                 await asyncio.sleep(_RETRY_S * (1 + rng.random()))
 
-    async def _arrivals(self) -> None:
-        """Send requests at random times, `result.rate` per second on average."""
+    async def arrivals(self, rate: float) -> None:
         rng = random.Random(0)
         tasks: list[asyncio.Task[bool]] = []
-        at = time.monotonic() + rng.expovariate(self.result.rate)
+        at = time.monotonic() + rng.expovariate(rate)
         while at < self.end:
             await asyncio.sleep(max(at - time.monotonic(), 0))
             tasks.append(asyncio.create_task(self._send(rng)))
-            at += rng.expovariate(self.result.rate)
+            at += rng.expovariate(rate)
         await asyncio.gather(*tasks)
 
     async def _send(self, rng: random.Random) -> bool:
@@ -145,19 +135,19 @@ class _Load:
             self.result.rejected += 1
             return False
         except (httpx.HTTPError, KvragError) as error:
-            self._count(error)
+            self.result.errors[f"{type(error).__name__}: {error}"] += 1
         else:
             self.result.complete += 1
             self.result.tokens += tokens
             self.result.ttft_s += [] if ttft_s is None else [ttft_s]
         return True
 
-    async def _disconnect(self) -> None:
-        """Start some clients per second that disconnect after a few deltas; fewer while many wait for the first."""
+    async def disconnects(self, kill: int) -> None:
+        """Start some clients per second that disconnect after a few events; fewer while many wait for the first."""
         rng = random.Random(-1)
         tasks: set[asyncio.Task[None]] = set()
-        while self.result.kill and time.monotonic() < self.end:
-            for _ in range(min(self.result.kill, _MOST_WAITING_S * self.result.kill - len(tasks))):
+        while kill and time.monotonic() < self.end:
+            for _ in range(min(kill, _MOST_WAITING_S * kill - len(tasks))):
                 body = rng.choice(self.bodies) | {"max_tokens": _LONG}
                 task = asyncio.create_task(self._disconnect_after(body, rng.randint(1, 4)))
                 tasks.add(task)
@@ -180,12 +170,8 @@ class _Load:
                 self.result.rejected += 1
                 await asyncio.sleep(_RETRY_S)
             except (httpx.HTTPError, KvragError) as error:
-                self._count(error)
+                self.result.errors[f"{type(error).__name__}: {error}"] += 1
                 return
-
-    def _count(self, error: Exception) -> None:
-        name = f"{type(error).__name__}: {error}"
-        self.result.errors[name] = self.result.errors.get(name, 0) + 1
 
 
 async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, int, float | None]:
@@ -197,11 +183,10 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, int, 
     text, last, usage = "", "", None
     started, ttft_s = time.monotonic(), None
     async with http.stream("POST", "/v1/chat/completions", json=body) as response:
-        async for data in _events(response):
-            last = data
-            if data == "[DONE]":
+        async for last in _events(response):
+            if last == "[DONE]":
                 continue
-            event = json.loads(data)
+            event = json.loads(last)
             if "error" in event:
                 raise KvragError(event["error"]["message"])
             usage = event.get("usage") or usage
@@ -232,15 +217,9 @@ def run(args: argparse.Namespace) -> int:
         raise KvragError(f"no server answers at {args.url}: {error}") from error
     if args.json:
         print(json.dumps(asdict(result) | {"passed": result.passed}))
-    else:
-        _print(result)
-    return 0 if result.passed else 1
-
-
-def _print(result: LoadResult) -> None:
-    senders = f"{result.rate:g} requests/s" if result.rate else f"{result.clients} clients"
+        return 0 if result.passed else 1
     print(
-        f"{senders}, {result.seconds:g} s: {result.complete} complete streams; {result.rejected} times 429; "
+        f"{result.seconds:g} s: {result.complete} complete streams; {result.rejected} times 429; "
         f"{result.killed} disconnected mid-stream; {result.tokens / result.seconds:.1f} tokens/s of complete streams"
     )
     if len(result.ttft_s) > 1:
@@ -248,3 +227,4 @@ def _print(result: LoadResult) -> None:
         print(f"time to first token: p50 {1000 * p50:.0f} ms, p95 {1000 * p95:.0f} ms")
     for error, count in result.errors.items():
         print(f"{count} x {error}", file=sys.stderr)
+    return 0 if result.passed else 1

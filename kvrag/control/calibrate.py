@@ -28,32 +28,6 @@ _CHUNKS = 1000  # stored chunks that prompts are generated from
 
 
 @dataclass(frozen=True, slots=True)
-class Criterion:
-    """What a ratio must achieve.
-
-    Attributes:
-        target: Share of first tokens that must agree.
-        sure: Require the lower end of the 95 % interval to reach the target; 99 % takes several hundred prompts.
-        ratios: Ratios to try, each below 1.
-        tokens: Number of full prefill's tokens to compare.
-    """
-
-    target: float = TARGET
-    sure: bool = False
-    ratios: Sequence[float] = GRID
-    tokens: int = 8
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.target <= 1.0:
-            raise SettingError(f"target must be in (0, 1], got {self.target}: it is a share of first tokens")
-        if self.tokens < 1:
-            raise SettingError(f"tokens must be at least 1, got {self.tokens}")
-        object.__setattr__(self, "ratios", tuple(sorted({check_ratio(ratio) for ratio in self.ratios})))
-        if not self.ratios or self.ratios[-1] >= 1.0:
-            raise SettingError("ratios must be one or more numbers below 1 (1 is full prefill)")
-
-
-@dataclass(frozen=True, slots=True)
 class Agreement:
     """Agreement with full prefill at one ratio.
 
@@ -81,14 +55,11 @@ class Calibration:
 
     Attributes:
         fingerprint: Digest of the model's fingerprint.
-        policy, settings: Configuration that it is valid for; `settings` are the other fields of BlendConfig, as JSON.
-        target: Share of first tokens that must agree.
+        settings: The other fields of the BlendConfig that it is valid for, as JSON types.
         sure: The lower end of the interval had to reach the target, not just the share.
         curve: One entry per ratio, ascending.
         ratio: The smallest ratio that reaches the target together with the next larger one; None = only full prefill.
-        made: Date and time, UTC.
         notes: Caveats.
-        interrupted: It was interrupted; the curve has the prompts done until then.
     """
 
     fingerprint: str
@@ -141,34 +112,34 @@ def calibrate(
     prefill: Prefill,
     prompts: Sequence[list[int]],
     config: BlendConfig,
-    criterion: Criterion,
+    target: float = TARGET,
+    sure: bool = False,
+    ratios: Sequence[float] = GRID,
+    tokens: int = 8,
     progress: Callable[[int, int], None] = lambda done, total: None,
     words: Sequence[str] | None = None,
     count: int | None = None,
 ) -> Calibration:
-    """Compare blending with full prefill on the same ids, at every ratio.
+    """Compare blending with full prefill on the same ids, at every ratio; see `BlendEngine.calibrate`.
 
     Args:
         prompts: Token ids; prompts without anything to recompute are left out.
         config: Policy and its settings; its ratio is ignored.
-        progress: Called with (prefills done, prefills to do).
         words: The word that each prompt's answer should begin with. Prompts that full prefill answers otherwise are
             left out: their answers are guesses, which any rounding changes.
         count: Stop after this many prompts that were not left out.
-
-    Returns:
-        The result; of the prompts done so far on a KeyboardInterrupt, if there are any.
-
-    Raises:
-        SettingError: The policy has no ratio.
-        StoreError: No prompt contains stored chunks that could be recomputed.
-        PromptError: Full prefill answers no prompt with its word.
-        ModelError: Logits are NaN.
     """
     if config.policy in ("none", "full"):
         raise SettingError(f"policy {config.policy!r} has no ratio to calibrate")
-    configs = [replace(config, ratio=ratio, controller="off") for ratio in criterion.ratios]
-    sampling = Sampling(criterion.tokens, temperature=0)
+    if not 0.0 < target <= 1.0:
+        raise SettingError(f"target must be in (0, 1], got {target}: it is a share of first tokens")
+    if tokens < 1:
+        raise SettingError(f"tokens must be at least 1, got {tokens}")
+    ratios = sorted({check_ratio(ratio) for ratio in ratios})
+    if not ratios or ratios[-1] >= 1.0:
+        raise SettingError("ratios must be one or more numbers below 1 (1 is full prefill)")
+    configs = [replace(config, ratio=ratio, controller="off") for ratio in ratios]
+    sampling = Sampling(tokens, temperature=0)
     rows: list[list[Record]] = []  # full prefill's, then one per ratio
     left_out = guessed = 0
     is_interrupted = False
@@ -206,7 +177,7 @@ def calibrate(
             "no prompt contains two stored chunks, so there is nothing to recompute: "
             "warm the corpus that the prompts are about"
         )
-    curve = tuple(_agreement(ratio, rows, at) for at, ratio in enumerate(criterion.ratios, 1))
+    curve = tuple(_agreement(ratio, rows, at) for at, ratio in enumerate(ratios, 1))
     notes = {
         f"{left_out} prompts had nothing to recompute and were left out": left_out,
         f"{guessed} prompts were left out: full prefill continues them differently from the documents": guessed,
@@ -218,12 +189,10 @@ def calibrate(
         fingerprint=model.fingerprint.digest,
         policy=config.policy,
         settings=settings_of(config),
-        target=criterion.target,
-        sure=criterion.sure,
+        target=target,
+        sure=sure,
         curve=curve,
-        ratio=choose(
-            criterion.ratios, [point.low if criterion.sure else point.share for point in curve], criterion.target
-        ),
+        ratio=choose(ratios, [point.low if sure else point.share for point in curve], target),
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         notes=tuple(note for note, applies in notes.items() if applies),
         interrupted=is_interrupted,

@@ -66,13 +66,6 @@ class GapPrompt:
     chunks: tuple[str, ...]
     ids: list[int]
 
-    @property
-    def across(self) -> bool | None:
-        """True if only chunks without the sentence have the word, False if its chunk has it; None = no chunk."""
-        if not any(self.gap.word in _WORD.findall(chunk) for chunk in self.chunks):
-            return None
-        return not any(self.gap.sentence in chunk for chunk in self.chunks)
-
 
 def make_prompts(
     model: Model, chunks: Sequence[str], search: Search, count: int, top_k: int = 4, seed: int = 0, room: int = 8

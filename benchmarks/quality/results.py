@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.quality.metrics import Bootstrap, rouge_l, token_f1
 from benchmarks.quality.worlds import WorldRow
 from kvrag.bench import quality
 from kvrag.bench.datasets import QuestionRow
-from kvrag.bench.metrics import Bootstrap, exact_match, normalise
-from kvrag.bench.quality import Cell, Journal, Table, Task
-from kvrag.cli.quality import cell_lines, heading, interval, ratio
+from kvrag.bench.quality import Cell, Journal, Table, Task, exact_match, normalise
+from kvrag.cli.quality import cell_lines, heading, ratio
 from kvrag.control.prompts import first_word
 
 ACROSS, WITHIN = "hangs on another passage", "hangs on one passage"
@@ -26,41 +24,6 @@ _RETRIEVAL = (RETRIEVED, NOT_RETRIEVED, HIDDEN)
 _PAIRED = ("em", "f1", "rouge_l", "agree", "kl")
 
 # -------------------------------------------------------------------- metrics
-
-
-def token_f1(text: str, answers: Sequence[str]) -> float:
-    """Return the F1 of the bags of words, the best over the answers."""
-    return max(_token_f1(normalise(text).split(), normalise(answer).split()) for answer in answers)
-
-
-def _token_f1(ours: list[str], theirs: list[str]) -> float:
-    return f_measure(sum((Counter(ours) & Counter(theirs)).values()), len(ours), len(theirs))
-
-
-def f_measure(common: int, ours: int, theirs: int) -> float:
-    """Return the F-measure of two texts, by the numbers of their common words and of their own."""
-    if not ours or not theirs:
-        return float(ours == theirs)  # two empty texts are equal
-    return 2 * common / (ours + theirs)
-
-
-def rouge_l(text: str, answers: Sequence[str]) -> float:
-    """Return the F-measure of the longest common subsequence of words (Lin, 2004), the best over the answers."""
-    return max(_rouge_l(_words(text), _words(answer)) for answer in answers)
-
-
-def _rouge_l(ours: list[str], theirs: list[str]) -> float:
-    row = [0] * (len(theirs) + 1)  # longest common subsequence with each prefix of theirs
-    for word in ours:
-        before = row
-        row = [0]
-        for column, other in enumerate(theirs):
-            row.append(before[column] + 1 if word == other else max(before[column + 1], row[-1]))
-    return f_measure(row[-1], len(ours), len(theirs))
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
 
 
 def hidden(row: QuestionRow) -> tuple[str, ...]:
@@ -117,18 +80,28 @@ def summarise(
     """Return `quality.summarise` with groups, and differences to the policy `against` at the same ratio, paired."""
     contexts = quality.contexts(tasks)
     bootstrap = Bootstrap(contexts, seed)
-    results = quality.summarise(cells, measured, bootstrap)
-    masks = {name: (mask, Bootstrap(contexts[mask], seed)) for name, mask in groups(tasks).items()}
+    results = quality.summarise(cells, measured, contexts)
+    masks = groups(tasks)
+    draws = {name: Bootstrap(contexts[mask], seed) for name, mask in masks.items()}
     rivals = {cell.ratio: metrics for cell, metrics in zip(cells, measured, strict=True) if cell.label == against}
     for result, cell, metrics in zip(results, cells, measured, strict=True):
-        result["groups"] = {
-            name: quality.summary(drawn, _part(metrics, mask), _part(measured[0], mask))
-            for name, (mask, drawn) in masks.items()
-        }
+        result |= _intervals(bootstrap, metrics, measured[0])
+        result["groups"] = {}
+        for name, mask in masks.items():
+            part, full = _part(metrics, mask), _part(measured[0], mask)
+            summary = quality.summary(part, full, len(np.unique(contexts[mask])))
+            result["groups"][name] = summary | _intervals(draws[name], part, full)
         rival = rivals.get(cell.ratio)
         if rival is not None and cell.label != against:
             result["against"] = {name: bootstrap.mean(metrics[name] - rival[name]) for name in _PAIRED}
     return results
+
+
+def _intervals(bootstrap: Bootstrap, table: Table, full: Table) -> dict[str, Any]:
+    means = {name: bootstrap.mean(table[name]) for name in _PAIRED + ("leaked",)}
+    if full["em"].any():
+        means["em_kept"] = bootstrap.of(lambda a, b: a / b, table["em"], full["em"])
+    return means
 
 
 def _part(table: Table, mask: NDArray[np.bool_]) -> Table:
@@ -142,7 +115,8 @@ def full_table(result: dict[str, Any]) -> list[str]:
     """Return the lines of the report: metrics, then differences between policies, then groups of questions."""
     lines = heading(result)
     for setup, cells in by_setup(result["cells"]).items():
-        lines += ["", f"{setup}: {cell_lines(cells)[0]}", *cell_lines(cells)[1:]]
+        first, *rest = cell_lines([cell | {"kl": cell["kl"]["value"]} for cell in cells])
+        lines += ["", f"{setup}: {first}", *rest]
         rivals = [cell for cell in cells if "against" in cell]
         if rivals:
             lines += ["", f"{setup}: minus {result['settings']['against']} at the same ratio, paired", ""]
@@ -184,7 +158,9 @@ def _by_retrieval(setup: str, cells: Sequence[dict[str, Any]]) -> list[str]:
             if name == HIDDEN:
                 text += interval(group["leaked"])
             else:
-                text += f"{interval(group['em']):22}{interval(group.get('em_kept')):22}{group['agree']['value']:>7.3f}  "
+                text += (
+                    f"{interval(group['em']):22}{interval(group.get('em_kept')):22}{group['agree']['value']:>7.3f}  "
+                )
                 text += f"{interval(group['kl'], '.4f'):25}"
         lines.append(text)
     return [line.rstrip() for line in lines]
@@ -205,3 +181,10 @@ def _by_kind(setup: str, cells: Sequence[dict[str, Any]]) -> list[str]:
         columns = "".join(f"{value:>{width}.3f}" for value, width in zip(values, widths, strict=True))
         lines.append(f"{cell['policy']:26}{ratio(cell)}{columns}")
     return lines
+
+
+def interval(bounds: dict[str, float | None] | None, form: str = ".3f") -> str:
+    """Return a value with its interval; "-" if it is undefined."""
+    if bounds is None or bounds["value"] is None:
+        return "-"
+    return f"{bounds['value']:{form}} [{bounds['low']:{form}}, {bounds['high']:{form}}]"

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.quality.results import rouge_l, token_f1
+from benchmarks.quality.metrics import Bootstrap, rouge_l, token_f1
 from benchmarks.quality.variants import leave_out, make_configs, rechunk, split_policies
 from kvrag import Model, SettingError
 from kvrag.bench.datasets import QuestionRow
@@ -45,6 +46,34 @@ def test_rouge_l_by_hand(text: str, rouge: float) -> None:
 )
 def test_f1_by_hand(text: str, answers: list[str], f1: float) -> None:
     assert token_f1(text, answers) == pytest.approx(f1)
+
+
+def test_intervals_are_those_of_the_mean() -> None:
+    values = np.random.default_rng(1).normal(size=400)
+    interval = Bootstrap(np.arange(400), seed=0).mean(values)
+    assert interval["value"] == values.mean()
+    assert interval["low"] is not None
+    assert interval["high"] is not None
+    assert (interval["high"] - interval["low"]) / 2 == pytest.approx(1.96 * values.std() / 20, rel=0.1)
+    assert interval == Bootstrap(np.arange(400), seed=0).mean(values)
+    assert interval != Bootstrap(np.arange(400), seed=1).mean(values)
+
+
+def test_questions_about_one_context_are_drawn_together() -> None:
+    values, contexts = np.random.default_rng(1).normal(size=40), np.arange(40)
+    alone, copied = Bootstrap(contexts, seed=0), Bootstrap(np.repeat(contexts, 10), seed=0)
+    tenfold = np.repeat(values, 10)  # ten questions of equal results say no more than one
+    assert copied.mean(tenfold) == pytest.approx(alone.mean(values))
+    one = Bootstrap(np.zeros(5, int), seed=0).mean(values[:5])
+    assert list(one.values()) == pytest.approx(3 * [values[:5].mean()])
+
+
+def test_what_is_compared_is_paired() -> None:
+    values = np.random.default_rng(1).normal(size=50)
+    bootstrap = Bootstrap(np.arange(50), seed=0)
+    ratio = bootstrap.of(lambda a, b: a / b, 3 * values, values)
+    assert ratio["low"] == pytest.approx(3) == ratio["high"]
+    assert bootstrap.of(lambda a, b: a / b, values, 0 * values)["value"] is None
 
 
 def _words(text: str) -> int:

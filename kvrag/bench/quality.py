@@ -7,6 +7,8 @@ RAM tier unless it is off.
 from __future__ import annotations
 
 import json
+import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +21,6 @@ from numpy.typing import NDArray
 
 from kvrag.backend.transformers import Model
 from kvrag.bench.datasets import QuestionRow
-from kvrag.bench.metrics import Bootstrap, Interval, Values, exact_match
 from kvrag.config import BlendConfig, Sampling
 from kvrag.control.agreement import Record, compare, wilson
 from kvrag.control.prompts import first_word, render
@@ -27,7 +28,12 @@ from kvrag.engine import BlendEngine
 from kvrag.errors import ContextWindowError, ModelError, PromptError
 
 FULL, NONE = "full", "none"
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
+Values = NDArray[np.float64]
+Interval = dict[str, float]
+"""`value` with its 95 % interval, `low` to `high`."""
 Table = dict[str, Values]
 """Metrics of one cell by name, a value per row."""
 
@@ -218,6 +224,16 @@ def _table(tasks: Sequence[Task], at: int, journal: Journal) -> Table:
     return {name: np.array(values) for name, values in columns.items()}
 
 
+def normalise(text: str) -> str:
+    """Normalise like SQuAD: lower case, no punctuation, no articles, single spaces (Rajpurkar et al., 2016)."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(text: str, answers: Sequence[str]) -> float:
+    """Return 1 if the normalised text is one of the normalised answers, else 0."""
+    return float(normalise(text) in {normalise(answer) for answer in answers})
+
+
 def contexts(tasks: Sequence[Task]) -> NDArray[np.int64]:
     """Return the number of each task's context, counted from 0."""
     numbers: dict[str | tuple[str, ...], int] = {}
@@ -225,14 +241,14 @@ def contexts(tasks: Sequence[Task]) -> NDArray[np.int64]:
     return np.array([numbers.setdefault(name, len(numbers)) for name in names])
 
 
-def summarise(cells: Sequence[Cell], tables: Sequence[Table], bootstrap: Bootstrap) -> list[dict[str, Any]]:
-    """Return metrics per cell with 95 % intervals."""
+def summarise(cells: Sequence[Cell], tables: Sequence[Table], contexts: NDArray[np.int64]) -> list[dict[str, Any]]:
+    """Return metrics per cell."""
     full_s = np.median(tables[0]["ttft_s"])
     return [
         {
             "policy": cell.label,
             "ratio": cell.ratio,
-            **summary(bootstrap, table, tables[0]),
+            **summary(table, tables[0], int(contexts.max()) + 1),
             "ttft_s": float(np.median(table["ttft_s"])),
             "speedup": float(full_s / np.median(table["ttft_s"])),
         }
@@ -240,23 +256,18 @@ def summarise(cells: Sequence[Cell], tables: Sequence[Table], bootstrap: Bootstr
     ]
 
 
-def summary(bootstrap: Bootstrap, table: Table, full: Table) -> dict[str, Any]:
-    """Return metrics of a cell with 95 % intervals, beside full prefill's."""
+def summary(table: Table, full: Table, num_contexts: int) -> dict[str, Any]:
+    """Return means, and shares with 95 % intervals; prompts of one context count as one, as they are not independent."""
     result: dict[str, Any] = {"samples": len(table["em"])}
-    for name, values in table.items():
-        if name in ("same", "agree"):
-            result[name] = _share(values.mean(), len(values))
-        elif name == "em" and values.min() == values.max():  # no resample of equal values differs
-            result[name] = _share(values[0], bootstrap.num_contexts)
-        elif name in ("reused", "recomputed"):
-            result[name] = float(values.mean())
-        elif name != "ttft_s":
-            result[name] = bootstrap.mean(values)
-    if (right := full["em"] == 1).any():
-        result["em_kept"] = bootstrap.of(lambda a, b: a / b, table["em"], full["em"])
-        result["agree_right"] = _share(table["agree"][right].mean(), int(right.sum()))
+    result |= {name: float(table[name].mean()) for name in ("kl", "reused", "recomputed")}
+    result |= {name: _share(table[name], num_contexts) for name in ("em", "same", "agree")}
+    right = full["em"] == 1
+    if right.any():
+        result["em_kept"] = float(table["em"][right].mean())
+        result["agree_right"] = _share(table["agree"][right], min(num_contexts, int(right.sum())))
     return result
 
 
-def _share(share: float, count: int) -> Interval:
-    return dict(zip(("value", "low", "high"), map(float, (share, *wilson(share * count, count))), strict=True))
+def _share(values: Values, count: int) -> Interval:
+    share = float(values.mean())
+    return dict(zip(("value", "low", "high"), (share, *wilson(share * count, count)), strict=True))

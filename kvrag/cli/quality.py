@@ -56,13 +56,12 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     model = load_model(args)
     from kvrag.bench import quality
-    from kvrag.bench.metrics import Bootstrap
 
     cells = quality.make_cells({name: BlendConfig(policy=name) for name in args.policies}, args.ratios)
     evaluation = evaluate(args, model, rows, data, cells, config, args.codec)
     tables = quality.tables(evaluation.tasks, cells, evaluation.journal)
-    bootstrap = Bootstrap(quality.contexts(evaluation.tasks), args.seed)
-    return report(args, evaluation, quality.summarise(cells, tables, bootstrap), started, table)
+    summaries = quality.summarise(cells, tables, quality.contexts(evaluation.tasks))
+    return report(args, evaluation, summaries, started, table)
 
 
 def fill(args: argparse.Namespace) -> None:
@@ -313,16 +312,13 @@ def heading(result: dict[str, Any]) -> list[str]:
 
 def cell_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
     """Return the table: right answers, then what is kept of full prefill's."""
-    heads = (
-        f"{'EM':22}{'EM kept':22}{'first tokens kept':22}{'of right':22}{'answers':>8}  {'KL':25}{'TTFT':>9}  speed-up"
-    )
+    heads = f"{'EM':24}{'first tokens kept':24}{'of the right':24}{'answers kept':24}{'KL':>8}{'TTFT':>9}  speed-up"
     lines = [f"{cells[1]['reused']:.0%} of the prompt reused", "", f"{'':26}{'ratio':>6}{'recomp.':>8}  {heads}"]
     for cell in cells:
-        bounds = (interval(cell.get(name)) for name in ("em", "em_kept", "agree", "agree_right"))
+        shares = "".join(f"{share(cell.get(name)):24}" for name in ("em", "agree", "agree_right", "same"))
         lines.append(
-            f"{cell['policy']:26}{ratio(cell)}{cell['recomputed']:>8.3f}  {''.join(f'{text:22}' for text in bounds)}"
-            f"{cell['same']['value']:>8.3f}  {interval(cell['kl'], '.4f'):25}{cell['ttft_s'] * 1000:>6.0f} ms"
-            f"  {cell['speedup']:.2f}x"
+            f"{cell['policy']:26}{ratio(cell)}{cell['recomputed']:>8.3f}  {shares}{cell['kl']:>8.4f}"
+            f"{cell['ttft_s'] * 1000:>6.0f} ms  {cell['speedup']:.2f}x"
         )
     return lines
 
@@ -345,10 +341,9 @@ def verdict(cells: Sequence[dict[str, Any]]) -> str:
     ratios = sorted(curve)
     chosen = choose(ratios, [curve[ratio]["agree_right"]["value"] for ratio in ratios], TARGET)
     cell = curve[ratios[-1] if chosen is None else chosen]
-    low, value, high = (f"{cell['agree_right'][name]:.1%}" for name in ("low", "value", "high"))
     shares = (
-        f"there, {value} [{low}, {high}] of the first tokens are full prefill's, of the {right:.0%} of the prompts that "
-        f"it gets right, and {cell['same']['value']:.1%} of all short answers"
+        f"there, {share(cell['agree_right'])} of the first tokens are full prefill's, of the {right:.0%} of the prompts "
+        f"that it gets right, and {cell['same']['value']:.1%} of all short answers"
     )
     if chosen is None:
         return f"No: blending keeps less than {TARGET:.0%} of your answers up to ratio {cell['ratio']:g}; {shares}."
@@ -360,8 +355,6 @@ def ratio(cell: dict[str, Any]) -> str:
     return f"{'' if cell['ratio'] is None else format(cell['ratio'], 'g'):>6}"
 
 
-def interval(bounds: dict[str, float | None] | None, form: str = ".3f") -> str:
-    """Return a value with its interval; "-" if it is undefined."""
-    if bounds is None or bounds["value"] is None:
-        return "-"
-    return f"{bounds['value']:{form}} [{bounds['low']:{form}}, {bounds['high']:{form}}]"
+def share(bounds: dict[str, float] | None) -> str:
+    """Return a share with its interval; "-" if there is none."""
+    return "{value:.1%} [{low:.1%}, {high:.1%}]".format(**bounds) if bounds else "-"

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from families import build
@@ -17,8 +16,7 @@ from families import build
 from kvrag import BlendConfig, BlendEngine, KvragError, Model, Sampling
 from kvrag.bench import quality
 from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
-from kvrag.bench.metrics import Bootstrap, exact_match, normalise
-from kvrag.bench.quality import make_cells
+from kvrag.bench.quality import exact_match, make_cells, normalise
 from kvrag.cli import quality as command
 from kvrag.cli.main import main
 from kvrag.control.agreement import Record, divergence, wilson
@@ -45,34 +43,6 @@ def test_divergence_by_hand() -> None:
     assert divergence(full, other) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
     assert divergence(other, full) == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
     assert divergence(full, full) == 0
-
-
-def test_intervals_are_those_of_the_mean() -> None:
-    values = np.random.default_rng(1).normal(size=400)
-    interval = Bootstrap(np.arange(400), seed=0).mean(values)
-    assert interval["value"] == values.mean()
-    assert interval["low"] is not None
-    assert interval["high"] is not None
-    assert (interval["high"] - interval["low"]) / 2 == pytest.approx(1.96 * values.std() / 20, rel=0.1)
-    assert interval == Bootstrap(np.arange(400), seed=0).mean(values)
-    assert interval != Bootstrap(np.arange(400), seed=1).mean(values)
-
-
-def test_questions_about_one_context_are_drawn_together() -> None:
-    values, contexts = np.random.default_rng(1).normal(size=40), np.arange(40)
-    alone, copied = Bootstrap(contexts, seed=0), Bootstrap(np.repeat(contexts, 10), seed=0)
-    tenfold = np.repeat(values, 10)  # ten questions of equal results say no more than one
-    assert copied.mean(tenfold) == pytest.approx(alone.mean(values))
-    one = Bootstrap(np.zeros(5, int), seed=0).mean(values[:5])
-    assert list(one.values()) == pytest.approx(3 * [values[:5].mean()])
-
-
-def test_what_is_compared_is_paired() -> None:
-    values = np.random.default_rng(1).normal(size=50)
-    bootstrap = Bootstrap(np.arange(50), seed=0)
-    ratio = bootstrap.of(lambda a, b: a / b, 3 * values, values)
-    assert ratio["low"] == pytest.approx(3) == ratio["high"]
-    assert bootstrap.of(lambda a, b: a / b, values, 0 * values)["value"] is None
 
 
 # -------------------------------------------------------------------- data
@@ -190,15 +160,15 @@ def test_everything_recomputed_is_full_prefill(bench: Bench) -> None:
         ("seam", 1.0),
     ]
     (full,) = _cells(result, "full")
-    assert (full["kl"]["value"], full["agree"]["value"], full["reused"]) == (0, 1, 0)
+    assert (full["kl"], full["agree"]["value"], full["reused"]) == (0, 1, 0)
     for cell in _cells(result, "seam"):
         assert cell["reused"] > 0.5
         if cell["ratio"] == 1.0:
-            assert cell["kl"]["value"] < 1e-9
+            assert cell["kl"] < 1e-9
             assert cell["agree"]["value"] == 1
             assert cell["same"]["value"] == 1
         else:
-            assert cell["kl"]["value"] > 1e-9
+            assert cell["kl"] > 1e-9
             assert cell["recomputed"] < 0.3, "with its preamble the first chunk is exact and not recomputed"
     for cell in _cells(result, "none"):
         assert (cell["recomputed"], cell["ratio"]) == (0, None)
@@ -208,7 +178,7 @@ def test_passages_are_encoded_with_context_where_rows_name_documents(bench: Benc
     (none,) = _cells(bench(*SMALL), "none")
     (with_context,) = _cells(bench(*SMALL, "--context-tokens", "256"), "none")
     (alone,) = _cells(bench(*SMALL, "--context-tokens", "0"), "none")
-    assert none["kl"]["value"] == with_context["kl"]["value"] != alone["kl"]["value"]
+    assert none["kl"] == with_context["kl"] != alone["kl"]
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps(ROW))
     assert bench("--data", data, *SMALL[2:])["settings"]["chunks"]["context_tokens"] == 0
@@ -236,8 +206,7 @@ def test_intervals_are_over_contexts(bench: Bench, tmp_path: Path) -> None:
     assert (result["settings"]["samples"], result["settings"]["contexts"]) == (3, 1)
     assert "3 rows of data.jsonl; 95 % intervals over contexts (1); " in "\n".join(command.table(result))
     (none,) = _cells(result, "none")
-    assert none["kl"]["value"] > 0
-    assert none["kl"]["low"] == pytest.approx(none["kl"]["value"]) == none["kl"]["high"]
+    assert none["agree"]["high"] - none["agree"]["low"] > 0.7, "three questions about one context count as one"
 
 
 def test_orders_of_the_same_passages_are_one_context() -> None:
@@ -374,8 +343,10 @@ def test_prompts_are_made_of_a_folder(bench: Bench, folder: Path, tmp_path: Path
     assert result["settings"]["data"]["file"].startswith("docs (6 chunks, ")
     everything = result["cells"][-1]
     assert everything["same"]["value"] == everything["agree"]["value"] == 1
-    assert everything["same"]["low"] == pytest.approx(wilson(4, 4)[0]), "four of four are not certainty"
-    assert everything["kl"]["value"] < 1e-9 < result["cells"][1]["kl"]["value"]
+    assert everything["same"]["low"] == pytest.approx(wilson(2, 2)[0]), (
+        "four of four about two sentences are not certainty"
+    )
+    assert everything["kl"] < 1e-9 < result["cells"][1]["kl"]
     assert everything["reused"] > 0.2
     assert _timeless(bench("--docs", folder, *DOCS)) == _timeless(result)
     assert bench("--docs", folder, *DOCS, "--seed", 1)["settings"]["data"]["seed"] == 1
@@ -566,7 +537,7 @@ def test_the_table(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[s
     result = bench(*argv, "--out", tmp_path)
     assert main(["bench", "quality", *_with_rows([*argv, "--out", tmp_path])]) == 0
     text = capsys.readouterr().out
-    for part in ("2 rows of questions.jsonl", "EM kept", "TTFT"):
+    for part in ("2 rows of questions.jsonl", "first tokens kept", "TTFT"):
         assert part in text
     rows = [line for line in text.splitlines() if line.startswith("seam ")]
     assert len(rows) == 3

@@ -1,30 +1,50 @@
-"""Exact match, and confidence intervals over contexts."""
+"""Metrics of answers beyond exact match, and confidence intervals over contexts."""
 
 from __future__ import annotations
 
 import re
-import string
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-Values = NDArray[np.float64]
-Interval = dict[str, float | None]
-"""`value` with its 95 % interval, `low` to `high`; all None where it is undefined."""
-
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+from kvrag.bench.quality import Interval, Values, normalise
 
 
-def normalise(text: str) -> str:
-    """Normalise like SQuAD: lower case, no punctuation, no articles, single spaces (Rajpurkar et al., 2016)."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+def token_f1(text: str, answers: Sequence[str]) -> float:
+    """Return the F1 of the bags of words, the best over the answers."""
+    return max(_token_f1(normalise(text).split(), normalise(answer).split()) for answer in answers)
 
 
-def exact_match(text: str, answers: Sequence[str]) -> float:
-    """Return 1 if the normalised text is one of the normalised answers, else 0."""
-    return float(normalise(text) in {normalise(answer) for answer in answers})
+def _token_f1(ours: list[str], theirs: list[str]) -> float:
+    return f_measure(sum((Counter(ours) & Counter(theirs)).values()), len(ours), len(theirs))
+
+
+def f_measure(common: int, ours: int, theirs: int) -> float:
+    """Return the F-measure of two texts, by the numbers of their common words and of their own."""
+    if not ours or not theirs:
+        return float(ours == theirs)  # two empty texts are equal
+    return 2 * common / (ours + theirs)
+
+
+def rouge_l(text: str, answers: Sequence[str]) -> float:
+    """Return the F-measure of the longest common subsequence of words (Lin, 2004), the best over the answers."""
+    return max(_rouge_l(_words(text), _words(answer)) for answer in answers)
+
+
+def _rouge_l(ours: list[str], theirs: list[str]) -> float:
+    row = [0] * (len(theirs) + 1)  # longest common subsequence with each prefix of theirs
+    for word in ours:
+        before = row
+        row = [0]
+        for column, other in enumerate(theirs):
+            row.append(before[column] + 1 if word == other else max(before[column + 1], row[-1]))
+    return f_measure(row[-1], len(ours), len(theirs))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
 
 
 class Bootstrap:

@@ -489,7 +489,7 @@ class BlendEngine:
             candidates = count * calibrate.CANDIDATES
             search = search or search_by_words(texts)
             gaps = make_prompts(self.model, texts, search, candidates, chunks, seed, tokens)
-            ids, words = [prompt.ids for prompt in gaps], [prompt.gap.word for prompt in gaps]
+            ids, words = [prompt.ids for prompt in gaps], [prompt.word for prompt in gaps]
         else:
             ids = calibrate.render(self.model, prompts)
         prefill = partial(self.prefill, namespace=namespace)

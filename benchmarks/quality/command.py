@@ -7,6 +7,7 @@ import itertools
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     _check(args)
     lengths, preambles, codecs = (_flat(values) for values in (args.chunk_tokens, args.preamble, args.codec))
-    contexts = [context_settings(text) for text in _flat(args.context_tokens)]
+    contexts: list[dict[str, Any] | None] = [context_settings(text) for text in _flat(args.context_tokens)]
     if args.docs is not None:
         if len(lengths) > 1 or 0 in lengths:
             raise SettingError("--chunk-tokens with --docs must be one number of at least 16")
@@ -138,10 +139,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         args.chunk_tokens = None  # applied here
     if any(lengths):
-        if any(context["context_tokens"] for context in contexts):
+        if any(context and context["context_tokens"] for context in contexts):
             raise SettingError("--context-tokens and --chunk-tokens exclude each other: leave out one of them")
         contexts = [context_settings("0")]
     quality.fill(args)
+    rows: Sequence[QuestionRow]
     rows, data = quality.read_rows(args) if args.docs or args.data else _rows(args)
     configs = [quality.chunk_config(rows, context) for context in contexts or [None]]
     policies = args.policies if args.docs is not None else [*args.policies, "random"]
@@ -203,7 +205,7 @@ def _check(args: argparse.Namespace) -> None:
         plots.require()
 
 
-def _rows(args: argparse.Namespace) -> tuple[list[QuestionRow], dict[str, Any]]:
+def _rows(args: argparse.Namespace) -> tuple[Sequence[QuestionRow], dict[str, Any]]:
     """Return the rows, and a description of their source that does not depend on their number."""
     world = args.world or world_of(args.model)
     if args.top_k is None:

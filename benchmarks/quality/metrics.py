@@ -9,7 +9,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrag.bench.quality import Interval, Values, normalise
+from kvrag.bench.quality import Values, normalise
+
+Interval = dict[str, float | None]
+"""`value` with its 95 % interval, `low` to `high`; all None where it is undefined."""
 
 
 def token_f1(text: str, answers: Sequence[str]) -> float:

@@ -98,7 +98,7 @@ def summarise(
 
 
 def _intervals(bootstrap: Bootstrap, table: Table, full: Table) -> dict[str, Any]:
-    means = {name: bootstrap.mean(table[name]) for name in _PAIRED + ("leaked",)}
+    means = {name: bootstrap.mean(table[name]) for name in (*_PAIRED, "leaked")}
     if full["em"].any():
         means["em_kept"] = bootstrap.of(lambda a, b: a / b, table["em"], full["em"])
     return means

@@ -310,7 +310,6 @@ def test_rows_of_a_file_may_have_a_library(tmp_path: Path) -> None:
         ({"library": {NAME: []}}, "'library' must be an object"),
         ({"library": {NAME: list(CHUNKS[:2])}}, "'library' must have every passage"),
         ({"documents": []}, "'library' must have every passage"),
-        ({"library": {NAME: list(CHUNKS[1:])}}, f"the document {NAME!r} has other chunks in an earlier line"),
     ],
 )
 def test_a_bad_library_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvrag.errors import KvragError
 
 if TYPE_CHECKING:
-    from kvrag.control.prompts import GapPrompt
+    from kvrag.control.prompts import Gap
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def file_rows(path: Path, count: int) -> list[QuestionRow]:
     """Read the first `count` rows of a file of JSON lines.
 
     Each is an object with `passages`, `question`, `answers`, and optionally `id`, `kind`, `documents` and `library`;
-    see `QuestionRow`. A document has the same chunks in the libraries of all rows.
+    see `QuestionRow`.
 
     Raises:
         KvragError: The file or a row is invalid; the message names the line.
@@ -72,24 +72,16 @@ def file_rows(path: Path, count: int) -> list[QuestionRow]:
         raise KvragError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise KvragError(f"{path} is not UTF-8 text: {error}") from error
-    rows: dict[str, QuestionRow] = {}
-    library: dict[str, tuple[str, ...]] = {}
+    rows = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = _file_row(line, str(number))
-            if row.id in rows:
-                raise KvragError(f"duplicate id {row.id!r}")
-            for name, chunks in row.library.items():
-                if library.setdefault(name, chunks) != chunks:
-                    raise KvragError(f"the document {name!r} has other chunks in an earlier line")
-        except KvragError as error:
-            raise KvragError(f"{path}, line {number}: {error}") from error
-        rows[row.id] = row
+        if line.strip():
+            try:
+                rows.append(_file_row(line, str(number)))
+            except KvragError as error:
+                raise KvragError(f"{path}, line {number}: {error}") from error
     if not rows:
         raise KvragError(f"{path} is empty: write one JSON object per line, with passages, question and answers")
-    return list(rows.values())[:count]
+    return rows[:count]
 
 
 def _is_text(value: Any) -> bool:
@@ -141,17 +133,17 @@ def _file_row(line: str, number: str) -> QuestionRow:
     )
 
 
-def document_rows(prompts: Sequence[GapPrompt]) -> list[QuestionRow]:
+def document_rows(prompts: Sequence[Gap]) -> list[QuestionRow]:
     """Return rows for prompts made from documents; the accepted answer is the first word of what is missing."""
     return [
         QuestionRow(
-            f"{prompt.gap.kind}-{number}",
+            f"{prompt.kind}-{number}",
             prompt.chunks,
             "",
-            (prompt.gap.word,),
-            prompt.gap.kind,
-            beginning=prompt.gap.beginning,
-            context=prompt.gap.sentence,
+            (prompt.word,),
+            prompt.kind,
+            beginning=prompt.beginning,
+            context=prompt.sentence,
         )
         for number, prompt in enumerate(prompts)
     ]

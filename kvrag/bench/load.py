@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -114,7 +114,7 @@ class _Load:
 
     async def client(self, rng: random.Random) -> None:
         while time.monotonic() < self.end:
-            if not await self._send(rng):
+            if not await self._send(rng.choice(self.bodies)):
                 await asyncio.sleep(_RETRY_S * (1 + rng.random()))
 
     async def arrivals(self, rate: float) -> None:
@@ -123,24 +123,9 @@ class _Load:
         at = time.monotonic() + rng.expovariate(rate)
         while at < self.end:
             await asyncio.sleep(max(at - time.monotonic(), 0))
-            tasks.append(asyncio.create_task(self._send(rng)))
+            tasks.append(asyncio.create_task(self._send(rng.choice(self.bodies))))
             at += rng.expovariate(rate)
         await asyncio.gather(*tasks)
-
-    async def _send(self, rng: random.Random) -> bool:
-        """Send a random request and count its result; return False if the server rejected it with 429."""
-        try:
-            _, tokens, ttft_s = await ask(self.http, rng.choice(self.bodies))
-        except _Rejected:
-            self.result.rejected += 1
-            return False
-        except (httpx.HTTPError, KvragError) as error:
-            self.result.errors[f"{type(error).__name__}: {error}"] += 1
-        else:
-            self.result.complete += 1
-            self.result.tokens += tokens
-            self.result.ttft_s += [] if ttft_s is None else [ttft_s]
-        return True
 
     async def disconnects(self, kill: int) -> None:
         """Start some clients per second that disconnect after a few events; fewer while many wait for the first."""
@@ -156,36 +141,54 @@ class _Load:
         await asyncio.gather(*tasks)
 
     async def _disconnect_after(self, body: dict[str, Any], num_events: int) -> None:
-        """Retry until a stream begins, then disconnect."""
         while True:
-            try:
-                async with self.http.stream("POST", "/v1/chat/completions", json=body) as response:
-                    async for data in _events(response):
-                        num_events -= 1
-                        if not num_events:
-                            self.result.killed += data != "[DONE]"
-                            break
+            if await self._send(body, num_events):
                 return
-            except _Rejected:
-                self.result.rejected += 1
-                await asyncio.sleep(_RETRY_S)
-            except (httpx.HTTPError, KvragError) as error:
-                self.result.errors[f"{type(error).__name__}: {error}"] += 1
-                return
+            await asyncio.sleep(_RETRY_S)
+
+    async def _send(self, body: dict[str, Any], num_events: int | None = None) -> bool:
+        """Send a request and count its result; return False if the server rejected it with 429."""
+        try:
+            answer = await ask(self.http, body, num_events)
+        except _Rejected:
+            self.result.rejected += 1
+            return False
+        except (httpx.HTTPError, KvragError) as error:
+            self.result.errors[f"{type(error).__name__}: {error}"] += 1
+            return True
+        if answer is None:
+            self.result.killed += 1
+        elif num_events is None:
+            self.result.complete += 1
+            self.result.tokens += answer.tokens
+            self.result.ttft_s += [] if answer.ttft_s is None else [answer.ttft_s]
+        return True
 
 
-async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, int, float | None]:
-    """Return the text of a complete stream, its number of tokens, and the seconds to its first text, if there is any.
+class StreamedAnswer(NamedTuple):
+    """The answer of a complete stream; `ttft_s` are the seconds to its first text, if there is any."""
+
+    text: str
+    tokens: int
+    ttft_s: float | None
+
+
+async def ask(http: httpx.AsyncClient, body: dict[str, Any], num_events: int | None = None) -> StreamedAnswer | None:
+    """Return the answer; None after disconnecting at event number `num_events`.
 
     Raises:
         KvragError: The stream ended early, or the server reported an error.
     """
     text, last, usage = "", "", None
     started, ttft_s = time.monotonic(), None
+    number = 0
     async with http.stream("POST", "/v1/chat/completions", json=body) as response:
         async for last in _events(response):
             if last == "[DONE]":
                 continue
+            number += 1
+            if number == num_events:
+                return None
             event = json.loads(last)
             if "error" in event:
                 raise KvragError(event["error"]["message"])
@@ -195,7 +198,7 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, int, 
                 ttft_s = time.monotonic() - started
     if last != "[DONE]" or usage is None:
         raise KvragError("a stream ended early")
-    return text, usage["completion_tokens"], ttft_s
+    return StreamedAnswer(text, usage["completion_tokens"], ttft_s)
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[str]:
@@ -225,6 +228,6 @@ def run(args: argparse.Namespace) -> int:
     if len(result.ttft_s) > 1:
         p50, p95 = (statistics.quantiles(result.ttft_s, n=100)[at] for at in (49, 94))
         print(f"time to first token: p50 {1000 * p50:.0f} ms, p95 {1000 * p95:.0f} ms")
-    for error, count in result.errors.items():
-        print(f"{count} x {error}", file=sys.stderr)
+    for problem, count in result.errors.items():
+        print(f"{count} x {problem}", file=sys.stderr)
     return 0 if result.passed else 1

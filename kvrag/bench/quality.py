@@ -257,7 +257,7 @@ def summarise(cells: Sequence[Cell], tables: Sequence[Table], contexts: NDArray[
 
 
 def summary(table: Table, full: Table, num_contexts: int) -> dict[str, Any]:
-    """Return means, and shares with 95 % intervals; prompts of one context count as one, as they are not independent."""
+    """Return means, and shares with 95 % intervals, in which dependent prompts, those of one context, count as one."""
     result: dict[str, Any] = {"samples": len(table["em"])}
     result |= {name: float(table[name].mean()) for name in ("kl", "reused", "recomputed")}
     result |= {name: _share(table[name], num_contexts) for name in ("em", "same", "agree")}

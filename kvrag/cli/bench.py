@@ -99,7 +99,7 @@ def quality(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", type=at_least(1), metavar="N", help="number of questions (default: 200; with --docs 100)"
     )
-    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of the drawn prompts and of the intervals")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of the prompts that are made")
     parser.add_argument(
         "--policies",
         nargs="+",

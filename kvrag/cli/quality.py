@@ -342,8 +342,8 @@ def verdict(cells: Sequence[dict[str, Any]]) -> str:
     chosen = choose(ratios, [curve[ratio]["agree_right"]["value"] for ratio in ratios], TARGET)
     cell = curve[ratios[-1] if chosen is None else chosen]
     shares = (
-        f"there, {share(cell['agree_right'])} of the first tokens are full prefill's, of the {right:.0%} of the prompts "
-        f"that it gets right, and {cell['same']['value']:.1%} of all short answers"
+        f"there, {share(cell['agree_right'])} of the first tokens are full prefill's, of the {right:.0%} of the "
+        f"prompts that it gets right, and {cell['same']['value']:.1%} of all short answers"
     )
     if chosen is None:
         return f"No: blending keeps less than {TARGET:.0%} of your answers up to ratio {cell['ratio']:g}; {shares}."

@@ -1,8 +1,8 @@
 """Agreement with full prefill: one measurement and one rule for calibration and `kvrag bench quality`.
 
-A prompt is prefilled in full once and answered greedily. Each cell, a policy at a ratio, then prefills the same ids. The
-tokens of full prefill's answer are fed to its cache (teacher forcing), and the likeliest next tokens are compared at
-every step: as long as all agree, the cell's own greedy answer is the same.
+A prompt is prefilled in full once and answered greedily. Each cell, a policy at a ratio, then prefills the same ids.
+The tokens of full prefill's answer are fed to its cache (teacher forcing), and the likeliest next tokens are compared
+at every step: as long as all agree, the cell's own greedy answer is the same.
 
 Only the first token decides. Later tokens follow a prefix that full prefill wrote, so they are easier and not
 independent; they are reported as well.
@@ -136,7 +136,7 @@ def wilson(hits: float, total: int) -> tuple[float, float]:
 
 
 def choose(ratios: Sequence[float], shares: Sequence[float], target: float) -> float | None:
-    """Return the smallest ratio whose share reaches the target together with the next larger ratio's; None if none does.
+    """Return the smallest ratio whose share reaches the target together with the next larger one's; None if none does.
 
     Args:
         ratios: Ascending.

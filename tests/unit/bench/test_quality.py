@@ -61,7 +61,6 @@ ROW = {"id": "x", "passages": ["One.", "Two."], "question": "What?", "answers": 
         (json.dumps({**ROW, "answers": "one"}), "line 2: 'answers' must be a list of non-empty strings"),
         (json.dumps({name: ROW[name] for name in ("passages", "answers")}), "line 2: 'question'"),
         (json.dumps({**ROW, "kind": 3}), "line 2: 'kind' must be a string"),
-        (json.dumps({**ROW, "id": "first"}), "line 2: duplicate id 'first'"),
     ],
 )
 def test_a_bad_row_is_named(line: str, message: str, tmp_path: Path) -> None:

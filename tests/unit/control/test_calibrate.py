@@ -251,7 +251,7 @@ def test_prompts_are_made_of_the_chunks_and_guesses_are_left_out(
             logits = warmed.model.forward(torch.tensor([answer[-1:]]), done.cache)
         words.append(first_word(warmed.model.tokenizer.decode(answer)))
     wanted = [words[0], "never", words[2], *words[3:]]
-    changed = [replace(one, gap=replace(one.gap, word=word)) for one, word in zip(made, wanted, strict=True)]
+    changed = [replace(one, word=word) for one, word in zip(made, wanted, strict=True)]
     asked: list[int] = []
 
     def remade(model: Model, texts: list[str], search: object, count: int, *_: object) -> list[Any]:
@@ -265,7 +265,7 @@ def test_prompts_are_made_of_the_chunks_and_guesses_are_left_out(
     assert found.curve[0].prompts == 2
     assert "1 prompts were left out: full prefill continues them differently" in found.notes[0]
     assert steps == [(done, 4) for done in range(5)]
-    changed = [replace(one, gap=replace(one.gap, word="never")) for one in made]
+    changed = [replace(one, word="never") for one in made]
     with pytest.raises(PromptError, match="completes none of 6 sentences"):
         warmed.calibrate(count=2)
 

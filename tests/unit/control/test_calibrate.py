@@ -82,6 +82,15 @@ def test_a_calibration_counts_what_it_says(warmed: BlendEngine, endless: Model) 
     assert "--questions FILE" in note
 
 
+def test_the_end_of_an_answer_is_compared(warmed: BlendEngine, endless: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, _ = warmed.generate(PROMPT, policy="full", max_new_tokens=3, temperature=0).token_ids
+    assert first != second
+    for end, following in ((second, 1), (first, 0)):
+        monkeypatch.setitem(endless.__dict__, "eos_ids", frozenset({end}))
+        (point,) = warmed.calibrate([PROMPT], ratios=(0.999999,), tokens=3).curve
+        assert (point.first, point.following, point.tokens) == (1, following, following)
+
+
 def test_everything_recomputed_agrees_always(warmed: BlendEngine) -> None:
     found = warmed.calibrate(PROMPTS, ratios=(0.0, 0.999999), target=1.0)
     assert found.curve[1].share == 1.0

@@ -302,7 +302,7 @@ def _answers(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Ask the bundled reader about its world, passages in random order, and print how the answers compare."""
     from benchmarks.quality.worlds import world_rows
     from kvrag.backend.transformers import Model
-    from kvrag.bench.metrics import exact_match
+    from kvrag.bench.quality import exact_match
 
     model = Model.from_pretrained("reader", dtype="bfloat16")
     write_model(folder, model)

@@ -124,7 +124,7 @@ class BlendConfig:
             None = the result of `engine.calibrate` for this model and policy, else `DEFAULT_RATIO`.
         controller: "auto" = without a ratio and with the default policy, the engine chooses full prefill if it is
             predicted to be faster or if calibration found no ratio, and a higher ratio if loading hides it. "off" =
-            never. See `kvrag.control.controller`.
+            never. See `kvrag.control.tuning`.
         min_run: Minimum length of a reused run, in tokens.
         context_tokens: At ingestion, a chunk is encoded with this many preceding tokens of its document as context, or
             more where they are computed anyway, so that its KV resolves pronouns and references. 0 = every chunk is

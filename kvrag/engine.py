@@ -26,7 +26,7 @@ from kvrag.config import (
     show_options,
 )
 from kvrag.control import calibrate
-from kvrag.control.calibrate import Calibration, Criterion
+from kvrag.control.calibrate import Calibration
 from kvrag.control.prompts import Search, make_prompts, search_by_words
 from kvrag.control.tuning import Tuning
 from kvrag.errors import AnswerTimeoutError, KvragError, SettingError
@@ -444,27 +444,33 @@ class BlendEngine:
         search: Search | None = None,
         seed: int = 0,
         tokens: int = 8,
+        save: bool = True,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Calibration:
         """Find the smallest ratio whose first tokens match full prefill's, and make it the default.
 
-        The result is stored beside the chunks, for later engines too; see `kvrag.control.calibrate`.
+        The result of at least 40 prompts is stored beside the chunks, for later engines too; see
+        `kvrag.control.calibrate`.
 
         Args:
             prompts: As in `stream`, with chunks that were warmed; None = generated from the stored chunks, see
                 `kvrag.control.prompts`.
             namespace: Namespace of the chunks.
             policy: Overrides the engine's policy.
-            target, sure, ratios, tokens: See `kvrag.control.calibrate.Criterion`.
+            target: Share of first tokens that must agree.
+            sure: Require the lower end of the 95 % interval to reach the target; 99 % takes several hundred prompts.
+            ratios: Ratios to try, each below 1.
+            tokens: Number of full prefill's tokens to compare.
             count: Maximum number of generated prompts, not counting those that full prefill guesses at.
             chunks: Number of chunks per generated prompt.
             search: Retrieves the chunks of generated prompts, best first, from a query and their number; None = by the
                 rare words that they share.
             seed: Seed of generated prompts.
+            save: False = measure only; the default stays as it is.
             progress: Called with (prefills done, prefills to do).
 
         Returns:
-            The result. On a KeyboardInterrupt, that of the prompts done so far; with fewer than ten it is not kept.
+            The result; on a KeyboardInterrupt, that of the prompts done so far.
 
         Raises:
             SettingError: An argument is out of range.
@@ -476,20 +482,27 @@ class BlendEngine:
         self._check_open()
         if count < 1 or chunks < 2:
             raise SettingError(f"count must be at least 1 and chunks at least 2, got {count} and {chunks}")
-        criterion, config = Criterion(target, sure, ratios, tokens), overridden(self.config, None, policy, None)
+        config = overridden(self.config, None, policy, None)
         words: list[str] | None = None
         if prompts is None:
             texts = calibrate.chunk_texts(self.model, self.store, namespace)
             candidates = count * calibrate.CANDIDATES
             search = search or search_by_words(texts)
             gaps = make_prompts(self.model, texts, search, candidates, chunks, seed, tokens)
-            ids, words = [prompt.ids for prompt in gaps], [prompt.gap.word for prompt in gaps]
+            ids, words = [prompt.ids for prompt in gaps], [prompt.word for prompt in gaps]
         else:
             ids = calibrate.render(self.model, prompts)
         prefill = partial(self.prefill, namespace=namespace)
         most = None if words is None else count
-        calibration = calibrate.calibrate(self.model, prefill, ids, config, criterion, progress, words, most)
-        return self._tuning.keep_calibration(calibration) if calibration.is_usable else calibration
+        calibration = calibrate.calibrate(
+            self.model, prefill, ids, config, target, sure, ratios, tokens, progress, words, most
+        )
+        return self._tuning.keep_calibration(calibration) if save and calibration.is_usable else calibration
+
+    def reset_calibration(self) -> None:
+        """Delete the stored calibration: the default ratio is 0.15 again, for later engines too."""
+        self._check_open()
+        self._tuning.reset_calibration()
 
     def prefill(
         self,

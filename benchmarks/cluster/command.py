@@ -87,10 +87,9 @@ def sensitivity(
 
 def calibrate(plan: Plan, profile: Profile, model: str, args: argparse.Namespace) -> Profile:
     """Measure this machine with the functions of the other benchmarks; the rest stays assumed."""
-    from benchmarks.speed import ttft
+    from benchmarks.speed import decode, ttft
     from kvrag.backend.transformers import Model
     from kvrag.backend.transformers.shapes import random_model
-    from kvrag.bench import decode
     from kvrag.bench.ttft import TtftSetup, run_settings
 
     progress = _say

@@ -154,7 +154,7 @@ def profile_of(
     Args:
         loads: Fields of the profile that do not follow from the device: bandwidths and latency of disk and store.
     """
-    from kvrag.control.controller import Workload, blend_seconds, full_seconds
+    from kvrag.control.cost import Workload, blend_seconds, full_seconds
     from kvrag.reuse.select import selecting
 
     shape, spec = SHAPES[model], DEVICES[device]

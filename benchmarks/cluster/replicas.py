@@ -331,7 +331,7 @@ def _work(
     prefix_s = prompt_s * (1 - prefix / plan.prompt_tokens)
     if system == PREFIX:
         return _Work(prefix_s, nothing, nothing, prefix, nothing == 0)
-    from kvrag.control.controller import NOTICEABLE_S
+    from kvrag.control.tuning import NOTICEABLE_S
 
     tiers = _tiers(asked, plan, replicas, popularity, homes, where)
     chunks = {name: (tiers == number).sum(axis=1) for number, name in enumerate((*TIERS, "computed"))}

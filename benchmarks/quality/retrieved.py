@@ -16,9 +16,9 @@ from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
 
+from benchmarks.quality.worlds import WorldRow
 from benchmarks.readers.first import world as first
 from benchmarks.readers.second import world as second
-from kvrag.bench.datasets import QuestionRow
 from kvrag.errors import SettingError
 from kvrag.retrieval.index import ChunkIndex
 
@@ -159,7 +159,7 @@ def check_size(corpus: Corpus, count: int, k: int) -> None:
         )
 
 
-def retrieved_rows(corpus: Corpus, index: ChunkIndex, count: int, k: int, around: int = 0) -> list[QuestionRow]:
+def retrieved_rows(corpus: Corpus, index: ChunkIndex, count: int, k: int, around: int = 0) -> list[WorldRow]:
     """Ask `count` questions, each kind equally often; a larger `count` appends rows.
 
     Args:
@@ -183,17 +183,17 @@ def retrieved_rows(corpus: Corpus, index: ChunkIndex, count: int, k: int, around
         passages = tuple(retrieved)
         documents = tuple(home[passage] for passage in passages)
         rows.append(
-            QuestionRow(
+            WorldRow(
                 f"retrieved-{number}",
                 passages,
                 question.text,
                 (question.answer,),
                 question.kind,
-                question.across,
                 documents,
                 {name: corpus.documents[name] for name in dict.fromkeys(documents)},
-                set(question.support) <= set(passages),
                 context=str(question.context),
+                across=question.across,
+                supported=set(question.support) <= set(passages),
             )
         )
     return rows

@@ -16,7 +16,7 @@ from benchmarks.cluster.popularity import Zipf, lru_age
 from benchmarks.cluster.replicas import BLEND, FULL, PREFIX, _draw, _homes, _Job, _play, _route, _tiers, fit, simulate
 from benchmarks.cluster.simulate import DEVICES, MODELS, speed_of
 from kvrag import BlendConfig, SettingError
-from kvrag.control.controller import Workload, blend_seconds, full_seconds
+from kvrag.control.cost import Workload, blend_seconds, full_seconds
 from kvrag.reuse.select import selecting
 
 PLAN = Plan(chunks=1_000_000, requests=1000)
@@ -185,7 +185,7 @@ def test_prefix_caching_reuses_the_system_prompt_and_a_recent_first_chunk() -> N
 
 @pytest.mark.usefixtures("_not_by_the_clock")
 def test_the_controller_chooses_full_prefill_where_loading_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", 0.01)  # as installed
+    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", 0.01)  # as installed
     slow = replace(PROFILE, store_bytes_per_s=1e8)
     plan = replace(PLAN, stored=1.0, ram_gib=0.0, disk_gib=0.0)
     assert simulate(plan, slow, BLEND, 40).full == 1

@@ -10,13 +10,13 @@ from benchmarks.__main__ import main
 from benchmarks.cluster import simulate as bench
 from benchmarks.cluster.simulate import DEVICES, LOADS, MODELS, Point, simulate, speed_of, table
 from kvrag import BlendEngine, Model
-from kvrag.control.controller import full_seconds
+from kvrag.control.cost import full_seconds
 
 
 @pytest.fixture(autouse=True)
 def _as_installed(_not_by_the_clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", 0.01)
-    monkeypatch.setattr("kvrag.control.controller.STEP", 0.05)
+    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", 0.01)
+    monkeypatch.setattr("kvrag.control.tuning.STEP", 0.05)
 
 
 def test_every_case_is_listed_and_those_that_do_not_fit_are_marked() -> None:

@@ -100,7 +100,7 @@ def _copy(args: argparse.Namespace) -> int:
         with progress("copying", args.json) as report:
             copied = copy_store(source_store, target_store, args.to_codec, report)
         calibration = source_store.read_text(FILE)
-        if calibration and args.to_codec is None and target_store.read_text(FILE) is None:
+        if calibration and args.to_codec is None and not target_store.read_text(FILE):
             target_store.write_text(FILE, calibration)
     if args.json:
         print(json.dumps(asdict(copied)))

@@ -258,6 +258,10 @@ class RemoteEngine:
         """Raise SettingError: this needs the model."""
         raise _needs_the_model("calibrate", "kvrag calibrate")
 
+    def reset_calibration(self) -> NoReturn:
+        """Raise SettingError: this needs the store."""
+        raise _needs_the_model("reset_calibration", "kvrag calibrate --reset")
+
     def verify(self) -> NoReturn:
         """Raise SettingError: this needs the model."""
         raise _needs_the_model("verify", "kvrag verify")

@@ -33,10 +33,10 @@ def start(script: Path, *arguments: str, folder: Path, stdin: Sequence[str] = ()
 def _run(script: Path, arguments: Sequence[str], folder: Path, stdin: str) -> None:
     import torch
 
-    import kvrag.control.controller
+    import kvrag.control.tuning
 
-    # as in conftest.py: results must not depend on the load, and threads would wait for each other
-    kvrag.control.controller.NOTICEABLE_S, kvrag.control.controller.STEP = float("inf"), 1.0
+    # as in conftest.py: nothing must depend on how busy the machine is, and threads would wait for each other
+    kvrag.control.tuning.NOTICEABLE_S, kvrag.control.tuning.STEP = float("inf"), 1.0
     torch.set_num_threads(1)
     os.chdir(folder)
     for number, name in enumerate(("stdout", "stderr"), 1):

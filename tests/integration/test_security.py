@@ -48,7 +48,7 @@ def test_chunks_of_another_namespace_save_no_computation(model: Model, tmp_path:
 def test_calibration_and_speeds_contain_no_text(model: Model, tmp_path: Path) -> None:
     with _engine(model, tmp_path) as engine:
         engine.warm(CHUNKS, document="the handbook", namespace="tenant")
-        engine.calibrate([PROMPT], ratios=(0.5,), tokens=2, namespace="tenant")
+        engine.calibrate([PROMPT] * 40, ratios=(0.5,), tokens=2, namespace="tenant")
         engine.generate(PROMPT, namespace="tenant", max_new_tokens=1)
     for name in ("calibration.json", "speed.json"):
         content = (tmp_path / name).read_text()

@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "retrieval": BASE | {"store", "backend"},
     "reuse": BASE | {"backend", "store"},
     "generate": BASE | {"backend"},
-    "control": BASE | {"backend", "store", "reuse"},
+    "control": BASE | {"backend", "store", "reuse", "generate"},
     "ingest": BASE | {"backend", "store", "reuse", "control"},
     "inspect": BASE | {"backend", "store", "reuse", "ingest", "generate"},
     "request": BASE | {"backend", "store", "reuse", "control"},

@@ -26,8 +26,8 @@ if find_spec("ray") is None:
 @pytest.fixture(autouse=True)
 def _not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make results independent of how busy the machine is: no option is ever noticeably faster."""
-    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("inf"))
-    monkeypatch.setattr("kvrag.control.controller.STEP", 1.0)
+    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("inf"))
+    monkeypatch.setattr("kvrag.control.tuning.STEP", 1.0)
 
 
 @pytest.fixture(scope="session")

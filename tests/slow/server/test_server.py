@@ -11,6 +11,7 @@ import socket
 import subprocess
 import textwrap
 import threading
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -31,7 +32,8 @@ from starlette.types import Message
 from transformers import AutoModelForCausalLM
 
 import kvrag
-from kvrag import Answer, BlendConfig, BlendEngine, FileStore, Grammar, Model
+import kvrag.bench.load
+from kvrag import Answer, BlendConfig, BlendEngine, Delta, FileStore, Grammar, Model
 from kvrag.bench.load import load
 from kvrag.server.answers import EventStream
 from kvrag.server.corpus import Corpus
@@ -869,12 +871,29 @@ def test_metrics_count_tokens_by_source(served: Served, engine: BlendEngine) -> 
     assert served.metric("kvrag_request_queue_time_seconds_count") >= 1
 
 
-async def test_many_clients_at_once_get_the_same_answers_as_alone(served: Served) -> None:
+async def test_many_clients_at_once_get_what_each_would_get_alone(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, answers = kvrag.bench.load.ask, defaultdict[str, set[str]](set)
+
+    def disconnected() -> float:
+        text = served.http.get("/metrics").text
+        return sum(map(float, re.findall(r'^kvrag_request_failure_total\{status="499"\} (\S+)', text, re.MULTILINE)))
+
+    async def noted(http: httpx.AsyncClient, body: dict[str, Any], num_events: int | None = None) -> Any:
+        said = await ask(http, body, num_events)
+        if said is not None and num_events is None:
+            answers[json.dumps(body)].add(said.text)  # the first time alone
+        return said
+
+    monkeypatch.setattr(kvrag.bench.load, "ask", noted)
+    before = disconnected()
     result = await load(served.url, clients=8, seconds=1, kill=3, prompts=4)
     assert result.passed, result
     assert result.complete + result.rejected >= 8
-    assert result.killed >= result.stopped > 0
-    assert served.running() == (0, 0)
+    assert [len(texts) for texts in answers.values()] == [1] * 4
+    until(lambda: served.running() == (0, 0))
+    assert result.killed >= disconnected() - before > 0
 
 
 async def test_requests_arrive_at_a_rate_independent_of_answers(served: Served) -> None:

@@ -741,25 +741,40 @@ def own(warmed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(warmed, tmp_path / "own"))
 
 
-def test_calibrate_by_questions(own: Path, tmp_path: Path, as_json: Json) -> None:
-    questions = tmp_path / "questions.txt"
-    questions.write_text("\n".join([question for question, _ in QUESTIONS] + ["", QUESTIONS[0][0]]))
-    wanted = ("--questions", questions, "--ratios", "0.6", "--target", "0.1", *CONTEXT)
-    result = as_json("calibrate", "--store", own, *wanted)
-    assert [(point["ratio"], point["prompts"]) for point in result["curve"]] == [(0.6, len(QUESTIONS))]
-    assert result["ratio"] == 0.6
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    """Forty questions about the corpus, one of them twice."""
+    path = tmp_path / "questions.txt"
+    asked = [f"{question} ({number})" for number in range(40) for question, _ in QUESTIONS][:40]
+    path.write_text("\n".join([*asked, "", asked[0]]))
+    return path
+
+
+def test_calibrate_by_questions(own: Path, questions: Path, as_json: Json, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = ("--store", own, "--questions", questions, "--ratios", "0.6", "--target", "0.1", *CONTEXT)
+    result = as_json("calibrate", *wanted, "--dry-run")
+    assert (result["ratio"], result["saved"]) == (0.6, False)
+    assert not (own / "calibration.json").exists()
+    result = as_json("calibrate", *wanted)
+    assert [(point["ratio"], point["prompts"]) for point in result["curve"]] == [(0.6, 40)]
+    assert (result["ratio"], result["saved"], result["store"]) == (0.6, True, str(own))
     assert result["verdict"].startswith("ratio 0.6 reaches 10.0%")
-    assert result["store"] == str(own)
     assert json.loads((own / "calibration.json").read_text())["ratio"] == 0.6
     assert as_json("ask", QUESTION, "--store", own)["report"]["ratio"] == 0.6
     assert as_json("ask", QUESTION, "--store", own, "--ratio", "0.3")["report"]["ratio"] == 0.3
+    assert main(["calibrate", *map(str, wanted), "--prompts", "39"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[-1].endswith("; nothing was saved")
+    assert "only 39 prompts, and a default takes 40: nothing is saved. Pass 40 or more questions" in captured.err
+    assert as_json("calibrate", "--store", own, "--reset")["store"] == str(own)
+    assert as_json("ask", QUESTION, "--store", own)["report"]["ratio"] == 0.15
 
 
 @pytest.mark.slow
-def test_calibrate_for_chunks_encoded_alone(tmp_path: Path, reader: Model, as_json: Json) -> None:
+def test_calibrate_for_chunks_encoded_alone(tmp_path: Path, questions: Path, reader: Model, as_json: Json) -> None:
     alone = ("--store", tmp_path / "alone", "--context-tokens", "0")
     as_json("warm", CORPUS, *CUT, *alone)
-    as_json("calibrate", *alone, "--prompts", "8", "--ratios", "0.6", "--target", "0.1")
+    as_json("calibrate", *alone, "--questions", questions, "--ratios", "0.6", "--target", "0.1")
     for context_tokens, ratio in ((0, 0.6), (256, 0.15)):
         config = BlendConfig(context_tokens=context_tokens, controller="off")
         with BlendEngine(reader, tmp_path / "alone", config) as engine:
@@ -790,7 +805,7 @@ def test_calibrate_says_what_is_missing(own: Path, tmp_path: Path, fails: Callab
 def test_the_controller_can_be_switched_off(own: Path, as_json: Json, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):  # everything is measured by now
         as_json("ask", QUESTION, "--store", own)
-    monkeypatch.setattr("kvrag.control.controller.NOTICEABLE_S", float("-inf"))
+    monkeypatch.setattr("kvrag.control.tuning.NOTICEABLE_S", float("-inf"))
     report = as_json("ask", QUESTION, "--store", own)["report"]
     assert (report["policy"], report["decision"].split(":")[0]) == ("full", "full prefill")
     report = as_json("ask", QUESTION, "--store", own, "--controller", "off")["report"]

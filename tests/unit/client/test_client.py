@@ -495,7 +495,7 @@ def test_an_engine_is_shared_and_closed(fake: FakeVllm) -> None:
     for _ in range(2):
         with one:
             assert one.generate("a").text
-    for method in (one.explain, one.calibrate, one.verify):
+    for method in (one.explain, one.calibrate, one.reset_calibration, one.verify):
         with pytest.raises(SettingError, match="run it where they are"):
             method()
 

@@ -17,30 +17,26 @@ CHUNKS = [
 
 def test_a_cloze_asks_for_a_rare_word_that_another_chunk_has(model: Model) -> None:
     prompts = make_prompts(model, CHUNKS, search_by_words(CHUNKS), 100, top_k=3)
-    clozes = [made for made in prompts if made.gap.kind == CLOZE]
-    assert "Tarvik" in {made.gap.word for made in clozes}
+    clozes = [made for made in prompts if made.kind == CLOZE]
+    assert "Tarvik" in {made.word for made in clozes}
     for made in clozes:
-        own = [chunk for chunk in CHUNKS if made.gap.sentence in chunk]
-        assert made.gap.word not in made.gap.beginning.split()
-        assert any(made.gap.word in chunk for chunk in CHUNKS if chunk not in own)
+        own = [chunk for chunk in CHUNKS if made.sentence in chunk]
+        assert made.word not in made.beginning.split()
+        assert any(made.word in chunk for chunk in CHUNKS if chunk not in own)
         assert not set(own) & set(made.chunks), "the word must come from another chunk"
-        assert made.across is (True if any(made.gap.word in chunk for chunk in made.chunks) else None)
 
 
 def test_a_continuation_may_be_in_its_own_chunk(model: Model) -> None:
     prompts = [
-        made
-        for made in make_prompts(model, CHUNKS, search_by_words(CHUNKS), 100, top_k=2)
-        if made.gap.kind == CONTINUATION
+        made for made in make_prompts(model, CHUNKS, search_by_words(CHUNKS), 100, top_k=2) if made.kind == CONTINUATION
     ]
     assert len(prompts) == 6, "two sentences are too short"
     for made in prompts:
-        assert made.gap.sentence.startswith(made.gap.beginning)
-        rest = made.gap.sentence[len(made.gap.beginning) :].strip()
-        assert rest.startswith(made.gap.word)
-        assert made.across is False
+        assert made.sentence.startswith(made.beginning)
+        rest = made.sentence[len(made.beginning) :].strip()
+        assert rest.startswith(made.word)
         text = model.tokenizer.decode(made.ids)
-        assert text.endswith(made.gap.beginning)
+        assert text.endswith(made.beginning)
         assert all(chunk in text for chunk in made.chunks)
 
 

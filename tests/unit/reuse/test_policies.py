@@ -34,8 +34,7 @@ from pathlib import Path
 import kvrag
 from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model
 from kvrag.cli.main import main
-from kvrag.control.controller import Workload, blend_seconds
-from kvrag.control.cost import Speed
+from kvrag.control.cost import Speed, Workload, blend_seconds
 from kvrag.reuse.select import Passes, selecting
 
 assert "last_k" in POLICIES

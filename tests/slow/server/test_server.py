@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 import kvrag
 import kvrag.bench.load
-from kvrag import Answer, BlendConfig, BlendEngine, Delta, FileStore, Grammar, Model
+from kvrag import Answer, BlendConfig, BlendEngine, FileStore, Grammar, Model
 from kvrag.bench.load import load
 from kvrag.server.answers import EventStream
 from kvrag.server.corpus import Corpus

@@ -55,13 +55,13 @@ LOAD_DEFAULTS: dict[str, Any] = dict.fromkeys(LoadOptions.__annotations__) | {
 _shared: Shared[Model] = Shared()
 
 
-def fingerprint(name: str, hf: Any, tokenizer: Tokenizer, weights: str) -> Fingerprint:
-    """Return the fingerprint of a transformers model whose weights have this hash."""
+def fingerprint(name: str, hf: Any, tokenizer: Tokenizer, dtype: torch.dtype | None = None) -> Fingerprint:
+    """Return the fingerprint of a transformers model, as if it were loaded in `dtype` (default: its own)."""
     return Fingerprint(
         model=name,
-        weights=weights,
+        weights=hash_weights(hf.state_dict().items(), dtype),
         tokenizer=tokenizer.digest,
-        dtype=str(hf.dtype).removeprefix("torch."),
+        dtype=str(dtype or hf.dtype).removeprefix("torch."),
         rope=json.dumps(loading.rope_parameters(hf.config.get_text_config()), sort_keys=True),
         preamble=tokenizer.preamble,
     )
@@ -133,7 +133,7 @@ class Model:
         self.bytes_per_token = loading.bytes_per_token(self.config, self.dtype)
         if compile_decode:
             self._compile()
-        self.fingerprint = fingerprint(self.name, hf, self.tokenizer, hash_weights(hf.state_dict().items()))
+        self.fingerprint = fingerprint(self.name, hf, self.tokenizer)
 
     @classmethod
     @show_options(LoadOptions, LOAD_DEFAULTS)

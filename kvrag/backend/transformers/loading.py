@@ -100,11 +100,17 @@ def load(
 
 
 def load_config(
-    name: str, revision: str | None = None, trust_remote_code: bool = False, allow_unverified: bool = False
+    name: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    allow_unverified: bool = False,
+    local_files_only: bool = False,
 ) -> Any:
     """Load a model's configuration without its weights; raises like `load`."""
     with _explaining(name) as path:
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local_files_only
+        )
     refuse_unsupported(config, allow_unverified)
     return config
 

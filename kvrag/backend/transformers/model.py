@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from kvrag.backend.lock import FairLock, Shared
-from kvrag.backend.protocol import Branch, KVCache, LayerSource, Observer, T, Tables
+from kvrag.backend.protocol import Backend, Branch, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
 from kvrag.backend.transformers.attention import AttentionObserver, Calls, attention_at, attention_of_step, suspended
@@ -67,8 +67,8 @@ def fingerprint(name: str, hf: Any, tokenizer: Tokenizer, dtype: torch.dtype | N
     )
 
 
-class Model:
-    """A transformers causal LM for blending; implements `kvrag.backend.protocol.Backend`.
+class Model(Backend):
+    """A transformers causal LM for blending.
 
     Forward passes are serialised: threads alternate, one pass each. Decode steps run between the layers of prefills.
     See the protocol for the other attributes.
@@ -79,12 +79,6 @@ class Model:
         recompute_threshold: Length at which `model.generate` recomputes all KV; None = never.
         lock: Held during a forward pass.
     """
-
-    rows_per_pass: int | None = None
-    passes_may_wait = True
-    leaves_tail = False
-    num_processes = 1
-    heads = slice(None)
 
     def __init__(
         self,
@@ -256,18 +250,6 @@ class Model:
         """See `Backend.new_cache`."""
         return BlendCache(self.num_layers, capacity, source, prefix)
 
-    def gather(self, value: T) -> Sequence[T]:
-        """Return the values of all processes: there is only one."""
-        return (value,)
-
-    def all_heads(self, tensor: Tensor) -> Tensor:
-        """Return the tensor: one process has all heads."""
-        return tensor
-
-    def sum_over_processes(self, tensor: Tensor) -> Tensor:
-        """Return the tensor: there is only one process."""
-        return tensor
-
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Release the model while this thread waits for a disk, even during a forward pass."""
@@ -315,18 +297,22 @@ class Model:
         """Like `forward` without `rows`, but return (B, S, V) logits, after every token."""
         return self._forward(ids, cache, None, all_logits=True)
 
-    def forward_until(self, observe: Observer, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> None:
-        """See `Backend.forward_until`."""
-        with _observed(cache, observe):
-            self._forward(ids, cache, rows)
-
-    def forward_branches(
-        self, observe: Observer, ids: Tensor, cache: KVCache, branches: Sequence[Branch], start: int = 0
+    def forward_until(
+        self,
+        observe: Observer,
+        ids: Tensor,
+        cache: KVCache,
+        rows: Tensor | None = None,
+        branches: Sequence[Branch] = (),
     ) -> None:
-        """See `Backend.forward_branches`."""
-        rows = torch.arange(start, start + ids.shape[1] - sum(length for _, length in branches))
-        with _observed(cache, observe):
-            self._forward(ids, cache, rows, branches=branches)
+        """See `Backend.forward_until`."""
+        assert isinstance(cache, BlendCache)
+        cache.observer = observe
+        try:
+            with suppress(StopForward):
+                self._forward(ids, cache, rows, branches=branches)
+        finally:
+            cache.observer = None
 
     def attention_received(self, ids: Tensor, cache: KVCache, rows: Tensor, num_queries: int, layers: range) -> Tensor:
         """See `Backend.attention_received`."""
@@ -449,15 +435,3 @@ class Model:
         if eos is None:
             eos = self.tokenizer.hf.eos_token_id
         return frozenset([eos] if isinstance(eos, int) else eos or ())
-
-
-@contextmanager
-def _observed(cache: KVCache, observe: Observer) -> Iterator[None]:
-    """Call `observe` in a forward pass with this cache, which it can end."""
-    assert isinstance(cache, BlendCache)
-    cache.observer = observe
-    try:
-        with suppress(StopForward):
-            yield
-    finally:
-        cache.observer = None

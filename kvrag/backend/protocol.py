@@ -148,7 +148,13 @@ class Backend(Outline, Protocol):
         """Release the model while this thread waits for a disk during its forward pass."""
 
     def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:
-        """Run the model on (S,) ascending positions `rows`, or append. Changes `cache`. Returns (B, V) logits."""
+        """Run the model's own forward pass. Changes `cache`. Returns (B, V) float32 logits after the last token.
+
+        Args:
+            ids: (B, S) token ids; (1, S) with `rows`.
+            rows: (S,) ascending positions: the tokens are written there and attend to every key at or before their own
+                position. None: they are appended, as in prefill and decode.
+        """
 
     def forward_until(
         self,

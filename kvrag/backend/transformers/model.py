@@ -18,7 +18,7 @@ from kvrag.backend.lock import FairLock, Shared
 from kvrag.backend.protocol import Backend, Branch, KVCache, LayerSource, Observer, Tables
 from kvrag.backend.rope import rotate, unrotate
 from kvrag.backend.transformers import loading
-from kvrag.backend.transformers.attention import AttentionObserver, Calls, attention_at, attention_of_step, suspended
+from kvrag.backend.transformers.attention import AttentionObserver, Calls, Step, attention_at, attention_of, suspended
 from kvrag.backend.transformers.cache import BlendCache, StepCache, StopForward
 from kvrag.backend.transformers.compiled import CompiledForward
 from kvrag.backend.transformers.rotary import probe
@@ -260,17 +260,7 @@ class Model(Backend):
             yield
 
     def forward(self, ids: Tensor, cache: KVCache, rows: Tensor | None = None) -> Tensor:
-        """Run the model's own forward pass. Changes `cache`.
-
-        Args:
-            ids: (B, S) token ids; (1, S) with `rows`.
-            cache: One of `new_cache`.
-            rows: (S,) ascending positions: the tokens are written there and attend to every key at or before their own
-                position. None: they are appended, as in prefill and decode.
-
-        Returns:
-            (B, V) float32 logits after the last token.
-        """
+        """See `Backend.forward`."""
         return self._forward(ids, cache, rows)
 
     def forward_each(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> Tensor:
@@ -374,7 +364,7 @@ class Model(Backend):
             "use_cache": True,
             **self._last_logits_only,
         }
-        with attention_of_step(self.config, step, self.windows, self._calls), reporting_memory():
+        with attention_of(self.config, Step(step, self.windows, self._calls)), reporting_memory():
             if self._compiled:
                 logits = self._compiled(**arguments)
             else:

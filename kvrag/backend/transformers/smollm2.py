@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from kvrag.errors import ModelLoadError
@@ -77,16 +76,14 @@ def _write(gguf: Path, folder: Path) -> None:
 
 def _convert(gguf: Path, folder: Path) -> None:
     """Write the model's files, flushed to disk."""
-    config = AutoConfig.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype="bfloat16", architectures=["LlamaForCausalLM"]
-    )
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="bfloat16")
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config)
     weights = load_gguf_checkpoint(gguf, return_tensors=True, model_to_load=hf)["tensors"]
-    weights = {name: torch.as_tensor(tensor).to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    config.save_pretrained(folder)
-    GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id).save_pretrained(folder)
+    weights = {name: torch.as_tensor(tensor).to(torch.bfloat16) for name, tensor in weights.items()}
+    hf.load_state_dict(weights, strict=False, assign=True)
+    hf.tie_weights()
+    hf.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(
         gguf.parent, gguf_file=gguf.name, model_max_length=config.max_position_embeddings
     )

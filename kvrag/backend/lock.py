@@ -57,11 +57,7 @@ class FairLock:
 
     @contextmanager
     def released(self, at_front: bool = False) -> Iterator[None]:
-        """Release the lock temporarily while holding it, so that other threads can run.
-
-        Args:
-            at_front: Get it back before the threads that wait in order of arrival.
-        """
+        """Let other threads run while this one holds the lock; `at_front`: all but those in `first` wait longer."""
         self.__exit__()
         try:
             yield

@@ -1,8 +1,6 @@
 """The backend protocol: the operations on a model that blending, selection and encoding need.
 
-`kvrag.backend.transformers` implements it for transformers models. An inference engine can implement it inside its own
-worker: forward passes over given positions of a cache, position-free keys, and the attention of the question.
-Everything else is tensor arithmetic.
+`kvrag.backend.transformers` implements it; an inference engine can implement it inside its own worker.
 """
 
 from __future__ import annotations

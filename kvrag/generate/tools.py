@@ -10,7 +10,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from kvrag.backend.transformers.tokenizer import AnswerRegions, Tokenizer, is_token_ids
@@ -63,20 +63,17 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A prompt with its tools.
+    """A prompt with its tools, and the grammar that the answer must match.
 
     Attributes:
-        prompt: Input of `Tokenizer.render`.
         template: Variables for the chat template.
-        grammar: Grammar that the answer must match.
-        tools: Tools that the answer may call.
         is_native: The chat template renders the tools.
         forced: Names of the tools of which one must be called.
     """
 
     prompt: str | Messages | TokenIds
-    template: dict[str, Any] = field(default_factory=dict)
-    grammar: Grammar | None = None
+    template: dict[str, Any]
+    grammar: Grammar | None
     tools: tuple[dict[str, Any], ...] = ()
     is_native: bool = False
     forced: tuple[str, ...] = ()
@@ -85,10 +82,6 @@ class Prepared:
     def is_plain(self) -> bool:
         """True for a string or token ids, which the chat template does not render."""
         return isinstance(self.prompt, str) or is_token_ids(self.prompt)
-
-    def with_template(self, template: Mapping[str, Any] | None) -> Prepared:
-        """Return it with more variables for the chat template."""
-        return replace(self, template={**self.template, **(template or {})})
 
     def render(self, tokenizer: Tokenizer) -> list[int]:
         """Return the token ids of the prompt."""
@@ -110,6 +103,7 @@ def prepare(
     tools: Sequence[Mapping[str, Any]] | None = None,
     choice: str | Mapping[str, Any] | None = None,
     grammar: Grammar | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> Prepared:
     """Put the tools into the prompt, and constrain the answer to required calls.
 
@@ -118,11 +112,9 @@ def prepare(
         choice: "auto" or None = call or answer, "none" = answer, "required" or "any" = call one of them, a tool's name
             or `{"type": "function", "function": {"name": ...}}` = call that one. A forced answer is exactly one call.
         grammar: Grammar of an answer without a call; with tools, a JSON schema only.
-
-    Raises:
-        SettingError: The tools or the choice are malformed, or exclude the grammar.
-        PromptError: The prompt is one string, or the messages contain malformed tool calls.
+        template: Variables for the chat template.
     """
+    variables = dict(template or {})
     known = tuple(_checked_tool(tool) for tool in _listed(tools))
     forced = _forced(choice, _names(known))
     if choice == "none":
@@ -130,10 +122,10 @@ def prepare(
     if not isinstance(prompt, (list, tuple)) or is_token_ids(prompt):
         if known:
             raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
-        return Prepared(prompt, grammar=grammar)
+        return Prepared(prompt, variables, grammar)
     messages = [_with_parsed_arguments(message) for message in cast(Messages, prompt)]
-    template = tokenizer.template_text(known or None)
-    dialect = next((form for has, lacks, form in _DIALECTS if has in template and lacks not in template), None)
+    source = tokenizer.template_text(known or None)
+    dialect = next((form for has, lacks, form in _DIALECTS if has in source and lacks not in source), None)
     # a call in an unknown format cannot be forced
     is_known = dialect is not None or (tokenizer.has_response_template and not forced)
     is_native = is_known and tokenizer.renders_tools()
@@ -141,7 +133,7 @@ def prepare(
     if not is_native:
         messages = _as_text(messages, known)
     if not known:
-        return Prepared(messages, grammar=grammar)
+        return Prepared(messages, variables, grammar)
     if forced and grammar is not None:
         raise SettingError("a forced tool_choice and a grammar exclude each other: leave out one of them")
     if forced:
@@ -149,7 +141,8 @@ def prepare(
         grammar = _call_grammar(tokenizer, dialect, allowed)
     elif grammar is not None:
         grammar = _call_grammar(tokenizer, dialect, known, grammar)
-    return Prepared(messages, {"tools": list(known)} if is_native else {}, grammar, known, is_native, forced)
+    variables = {"tools": list(known), **variables} if is_native else variables
+    return Prepared(messages, variables, grammar, known, is_native, forced)
 
 
 def _listed(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
@@ -304,13 +297,7 @@ def call_parser(names: Sequence[str], forced: Sequence[str] = ()) -> AnswerParse
 
 
 class _OpenCall:
-    """A call whose arguments are being generated.
-
-    Attributes:
-        start: Position of the arguments in the call's text.
-        taken: Number of their characters taken so far.
-        arguments: These characters, as strict JSON.
-    """
+    """A call whose arguments are being generated; `arguments` are those taken so far, as strict JSON."""
 
     def __init__(self, index: int, name: str, start: int) -> None:
         self.index, self.name, self.id, self.start = index, name, _new_id(), start
@@ -342,12 +329,9 @@ class _OpenCall:
 
 
 class AnswerParser:
-    """Separates the text of one streamed answer from its tool calls.
+    """Separates the text of one streamed answer from its tool calls; may need control tokens in the text.
 
     A call is invalid if it was cut off, or if it is malformed after its arguments have begun.
-
-    Attributes:
-        control_tokens: The parser needs control tokens in the text.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """Attention of scattered prompt rows and of decode steps, through transformers' own attention interface.
 
-During a pass over scattered rows, the model's `config` names kvrag's function instead of "sdpa" or "eager". It splits
-the rows into blocks, masks each block by the true positions of its rows, and can report the attention of the last rows.
-It needs no hooks in the layers, and no mask over all rows and keys. During a decode step, each row attends to its own
-cache, so rows of different lengths need no padding.
+During a pass, the model's `config` names kvrag's function instead of "sdpa" or "eager". It splits the rows into blocks,
+masks each block by the true positions of its rows, and can report the attention of the last rows. During a decode step,
+each row attends to its own cache, so rows of different lengths need no padding.
 """
 
 from __future__ import annotations
@@ -230,11 +229,7 @@ def _at_rows(
 
 
 def _in_rows(attend: Any, module: nn.Module, query: Tensor, now: Step, usual: str, **kwargs: Any) -> Tensor:
-    """Attend row by row: each of the (B, HG, 1, D) queries to the keys of its own row within the window.
-
-    Returns:
-        (B, 1, HG, D).
-    """
+    """Attend row by row: (B, HG, 1, D) queries, each to the keys of its own row within the window -> (B, 1, HG, D)."""
     layer = cast(int, module.layer_idx)
     if layer != now.cache.number:
         raise ValueError("its layers share keys")  # rejected when the model is loaded
@@ -258,12 +253,10 @@ def _by_products(
 ) -> tuple[Tensor, Tensor]:
     """Attend with plain matrix products, which in bfloat16 on a CPU take half as long as torch's attention kernel.
 
-    Products round the scores. An upper bound of each row's scores is therefore subtracted inside the product, which
-    does not change the softmax: the relevant scores are then near zero and keep their precision. See
-    docs/decisions/0003.
+    Products round the scores. An upper bound of each row's scores is therefore subtracted inside the product: the
+    relevant scores are then near zero and keep their precision. See docs/decisions/0003.
 
-    Returns:
-        (1, S, HG, D), and the input of `AttentionObserver.observe` for the last `num_queries` rows.
+    Returns (1, S, HG, D), and the input of `AttentionObserver.observe` for the last `num_queries` rows.
     """
     num_heads, num_rows, dim = query.shape[1:]
     group, scaling = num_heads // key.shape[1], scaling or dim**-0.5

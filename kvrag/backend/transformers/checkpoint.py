@@ -27,12 +27,7 @@ def checkpoint_fingerprint(
 
     For engines that keep the weights in another form, such as vLLM, to share a store with transformers. The files stay
     memory-mapped: weights in the configuration's dtype take no memory, and only samples of them are converted to
-    `dtype`.
-
-    Raises:
-        ModelLoadError: Files are missing or damaged.
-        UnsupportedModelError: The model cannot be blended, or loading it would need memory for its weights: quantised
-            checkpoints, tensors that transformers merges or splits (experts), weights kept in float32.
+    `dtype`. A model whose weights would take memory is rejected with UnsupportedModelError.
     """
     name = str(name_or_path)
     config = loading.load_config(name, revision, trust_remote_code)

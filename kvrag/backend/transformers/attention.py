@@ -151,7 +151,8 @@ def _attend(
         raise ValueError("its attention uses custom masks")  # rejected when the model is loaded
     if isinstance(now, Step):
         if module.layer_idx not in now.calls:
-            settings = {name: value for name, value in kwargs.items() if not _depends_on_step(value)}
+            # of other steps, too: parameters, but no tensors
+            settings = {k: v for k, v in kwargs.items() if isinstance(v, nn.Parameter) or not isinstance(v, Tensor)}
             now.calls[cast(int, module.layer_idx)] = module, settings
         return _in_rows(attend, module, query, now, usual, **kwargs), None
     if not now.branches:
@@ -162,10 +163,6 @@ def _attend(
         keys, values = (torch.cat([part[:, :, shared], part[:, :, fresh]], dim=2) for part in (key, value))
         attended.append(_at_rows(attend, module, query[:, :, rows], keys, values, branch, usual, **kwargs))
     return torch.cat(attended, dim=1), None
-
-
-def _depends_on_step(argument: object) -> bool:
-    return isinstance(argument, Tensor) and not isinstance(argument, nn.Parameter)
 
 
 @torch.library.custom_op(

@@ -86,7 +86,7 @@ class Tokenizer:
             return ids
         if not isinstance(prompt, (list, tuple)):
             raise PromptError(f"a prompt must be one string or a list of messages, got {prompt!r:.80}")
-        messages = [_checked(message) for message in cast(Messages, prompt)]
+        messages = [checked_message(message) for message in cast(Messages, prompt)]
         if not messages:
             raise PromptError("the prompt is empty: pass at least one message")
         if not any(message.get("content") or message.get("tool_calls") for message in messages):
@@ -311,7 +311,7 @@ def _control_tokens(hf: Any) -> dict[int, str]:
     }
 
 
-def _checked(message: dict[str, Any]) -> dict[str, Any]:
+def checked_message(message: dict[str, Any]) -> dict[str, Any]:
     """Return the message with its content as one string, or without content."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise PromptError(f"a message must be a dict with role and content, got {message!r:.80}")

@@ -369,8 +369,9 @@ class AnswerParser:
             if more := self._open.take(self._text):
                 self._pieces.append(CallPiece(self._open.index, more))
             return
-        head = _HEAD.match(self._text) or _MISTRAL_HEAD.match(self._text)
-        if head and (field != "bare" or head["name"] in self._names):
+        is_bare = field == "bare"
+        head = _HEAD.match(self._text) or (_MISTRAL_HEAD.match(self._text) if is_bare else None)
+        if head and (not is_bare or head["name"] in self._names):
             self._open = _OpenCall(self._num_calls, head["name"], head.end())
             self._begin(self._open.take(self._text), self._open.name, self._open.id)
 

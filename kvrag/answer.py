@@ -84,12 +84,13 @@ class Question:
         """Return the question that a prompt and its options ask; raises the errors of `BlendEngine.stream`."""
         options = fill_options("an answer", ANSWER_DEFAULTS, overrides)
         config = overridden(config, options["ratio"], options["policy"], options["controller"])
-        prepared = prepare(tokenizer, prompt, options["tools"], options["tool_choice"], options["grammar"])
+        tools, choice, grammar = options["tools"], options["tool_choice"], options["grammar"]
+        prepared = prepare(tokenizer, prompt, tools, choice, grammar, options["template"])
         if isinstance(options["stop"], str):
             raise SettingError("stop must be a sequence of strings, not one string")
         sampling = Sampling(**{field.name: options[field.name] for field in fields(Sampling)})
         namespace = check_namespace(options["namespace"])
-        return cls(prepared.with_template(options["template"]), options["documents"] or (), namespace, config, sampling)
+        return cls(prepared, options["documents"] or (), namespace, config, sampling)
 
 
 class Answering:

@@ -421,7 +421,7 @@ class BlendEngine:
         if prompt is None or isinstance(prompt, (BlendReport, dict)):
             answered = self._answering.history.find(namespace, prompt)
         else:
-            prepared = prepare(self.model.tokenizer, prompt, tools).with_template(template)
+            prepared = prepare(self.model.tokenizer, prompt, tools, template=template)
             answered = self._answering.try_out(prepared, config, namespace)
         find = partial(self._lookup.find_chunks, namespace=namespace)
         return explain(self.model.tokenizer, self.store, self.fingerprint, find, answered, config.min_run, retrieved)

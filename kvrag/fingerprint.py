@@ -95,26 +95,18 @@ def _hash(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
-def hash_weights(state: Iterable[tuple[str, object]]) -> str:
+def hash_weights(state: Iterable[tuple[str, object]], dtype: torch.dtype | None = None) -> str:
     """Hash names, shapes, dtypes and evenly spaced samples of all tensors of a model's `state_dict`.
 
-    Buffers are included: quantised layers keep their weights there.
+    Buffers are included: quantised layers keep their weights there. `dtype` converts floating-point samples first.
     """
-    tensors = ((name, value.detach()) for name, value in state if isinstance(value, Tensor))  # extra state may not be
-    return hash_samples(
-        (name, tensor.shape, tensor.reshape(-1)[:: sample_step(tensor.numel())]) for name, tensor in tensors
-    )
-
-
-def sample_step(numel: int) -> int:
-    """Return the distance between the samples of a tensor with `numel` elements; there are at most 511."""
-    return max(1, numel // _SAMPLES)
-
-
-def hash_samples(samples: Iterable[tuple[str, Sequence[int], Tensor]]) -> str:
-    """Hash tensors given as name, shape, and every `sample_step`-th element in the tensor's dtype."""
     digest = xxhash.xxh3_128()
-    for name, shape, sample in samples:
-        digest.update(f"{name}{tuple(shape)}{sample.dtype}".encode())
+    for name, tensor in state:
+        if not isinstance(tensor, Tensor):  # extra state may be anything
+            continue
+        sample = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLES)]
+        if dtype is not None and sample.is_floating_point():
+            sample = sample.to(dtype)
+        digest.update(f"{name}{tuple(tensor.shape)}{sample.dtype}".encode())
         digest.update(sample.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()

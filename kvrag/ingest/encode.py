@@ -188,7 +188,8 @@ def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, l
         block = torch.tensor([row[start:stop] for row in rows])  # (B, T)
         if branches:
             ids = torch.cat([block, torch.tensor([[token for _, ids in branches for token in ids]])], dim=1)
-            model.forward_branches(observe, ids, cache, [(at, len(ids)) for at, ids in branches], start)
+            lengths = [(at, len(ids)) for at, ids in branches]
+            model.forward_until(observe, ids, cache, torch.arange(start, stop), lengths)
         else:
             model.forward_until(observe, block, cache, torch.arange(start, stop) if len(batch) == 1 else None)
         complete = [_complete(tree, start, stop) for tree in batch]

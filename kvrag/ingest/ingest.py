@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvrag.backend.protocol import Encoder, Outline
+from kvrag.backend.protocol import Backend, Outline
 from kvrag.config import BlendConfig, check_names
 from kvrag.control.tuning import Tuning
 from kvrag.errors import SettingError, reporting_memory
@@ -227,7 +227,7 @@ class Ingestion(Choosing):
     """Fills the store of one engine. Thread-safe; several processes may fill one store."""
 
     def __init__(
-        self, model: Encoder, store: KVStore, config: BlendConfig, codec: str, fingerprint: Fingerprint, tuning: Tuning
+        self, model: Backend, store: KVStore, config: BlendConfig, codec: str, fingerprint: Fingerprint, tuning: Tuning
     ) -> None:
         super().__init__(model, store, config, fingerprint)
         self._model, self._codec, self._tuning = model, codec, tuning

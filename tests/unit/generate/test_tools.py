@@ -13,7 +13,7 @@ from blending import CHUNKS
 
 from kvrag import BlendEngine, Delta, FileStore, Grammar, InvalidCall, Model, PromptError, SettingError, ToolCall
 from kvrag.answer import join
-from kvrag.generate.tools import CallParser, prepare
+from kvrag.generate.tools import AnswerParser, call_parser, prepare
 from kvrag.types import FinishReason
 
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -217,7 +217,7 @@ def listen(
     text: str, size: int = 3, names: tuple[str, ...] = ("look", "count")
 ) -> tuple[str, list[tuple[str, Any]], list[str]]:
     """Parse a text in pieces of this size; return the text, the calls, and the streamed pieces."""
-    parser = CallParser(names)
+    parser = call_parser(names)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     heard = [parser.parse(Delta(piece, (1,))) for piece in pieces] + [parser.parse(Delta("", (), "stop"))]
     calls = [(call.name, call.arguments) for delta in heard for call in delta.tool_calls]
@@ -290,7 +290,7 @@ def test_text_is_streamed_as_soon_as_it_cannot_be_a_call() -> None:
 
 def spell(text: str, size: int, finish: FinishReason) -> list[Delta]:
     """Parse an answer that arrives in pieces of this size."""
-    parser = CallParser(("look", "count"))
+    parser = call_parser(("look", "count"))
     pieces = [Delta(text[at : at + size], (1,)) for at in range(0, len(text), size)]
     return [parser.parse(piece) for piece in [*pieces, Delta("", (), finish)]]
 
@@ -372,6 +372,9 @@ def test_an_answer_that_only_resembles_a_call_is_text_when_cut() -> None:
     assert [delta.text for delta in spell('{"name": "lo', 1000, "length")] == ["", '{"name": "lo']
     [call] = spell('<tool_call>\n{"name": "lo', 3, "length")[-1].invalid_calls
     assert (call.name, call.arguments) == ("", "")
+    for mark in ("<tool_call>", "[TOOL_CALLS]"):
+        assert [call.arguments for call in spell(mark, 3, "length")[-1].invalid_calls] == [""]
+        assert spell(mark, 3, "stop")[-1].text == mark
 
 
 @pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
@@ -424,7 +427,8 @@ def test_a_tokenizers_own_response_template_is_used(tokenizer: Any, hf: Any) -> 
     assert hear(f"Let me see. {call}") == ("Let me see. ", [UP])
     assert hear("Nothing.") == ("Nothing.", [])
     broken = '<call>{"tool": look}</call>'
-    assert hear(f"So: {broken} or not") == (f"So: {broken.removeprefix('<call>')} or not", [])
+    assert hear(f"So: {broken} or not") == ('So: {"tool": look} or not', [])
+    assert hear(f"So: {broken} {call}") == ('So: {"tool": look} ', [UP])
     theirs.response_template = {**RESPONSES, "fields": {"content": {"close": "<eot>"}, "tool_calls": CALLS_FIELD}}
     parser = prepared.parser(model.tokenizer, model.tokenizer.render(HELLO))
     assert parser is not None
@@ -441,7 +445,7 @@ def test_a_tokenizers_own_response_template_is_used(tokenizer: Any, hf: Any) -> 
         assert [len(delta.invalid_calls) for delta in deltas] == [0] * len(cut) + [1]
     forced = prepare(model.tokenizer, HELLO, TOOLS, "look")
     assert forced.template == {}
-    assert isinstance(forced.parser(model.tokenizer, []), CallParser)
+    assert isinstance(forced.parser(model.tokenizer, []), AnswerParser)
 
 
 def tool_without_arguments() -> dict[str, Any]:

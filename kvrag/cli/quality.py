@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
 from kvrag.bench.grid import FULL, NONE, RIGHT, Cell, Setup, by_setup, make_cells
-from kvrag.cli.common import context_settings, forecast, progress, require_extra, say
+from kvrag.cli.common import context_settings, progress, require_extra, say
 from kvrag.cli.prompt import text_search
 from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES, BlendConfig, Sampling
 from kvrag.control.prompts import CLOZE, make_prompts
@@ -171,8 +171,6 @@ def evaluate(
                     with progress("encoding", args.json) as update:
                         quality.encode(engines, corpus, update)
                 with progress("answering", args.json) as update:
-                    if not args.json:
-                        update = forecast(update, 1, "fewer with --samples; Ctrl-C reports those that are done")
                     quality.answer(engines, tasks, cells, sampling, journal, update)
     except KeyboardInterrupt:
         hint = "run it again to resume" if args.out else "use --out to be able to resume"

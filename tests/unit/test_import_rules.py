@@ -70,7 +70,6 @@ ONLY_IN: dict[str, set[str]] = {
     "llguidance": {"generate/grammar.py"},
     "matplotlib": set(),
     "simpy": set(),
-    "rich": {"cli"},
     "pypdf": {"retrieval/documents.py"},
     "bs4": {"retrieval/documents.py"},
     "docx": {"retrieval/documents.py"},

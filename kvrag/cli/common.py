@@ -269,7 +269,7 @@ def _nothing_warmed(folder: Path) -> StoreError:
 
 def require_extra() -> None:
     """Raise KvragError if the extra for reading and retrieval is not installed."""
-    for module in ("faiss", "sentence_transformers", "langchain_text_splitters"):
+    for module in ("sentence_transformers", "langchain_text_splitters"):
         if find_spec(module) is None:
             raise KvragError(f"{module} is not installed: pip install 'kvrag[cli]'")
 

@@ -82,10 +82,12 @@ def _chain(
 ) -> Callable[[str], tuple[str, dict[str, Any]]]:
     """Return an ordinary LCEL chain, as a function from a question to the answer and its report."""
     from langchain_core.prompts import ChatPromptTemplate
-    from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+    from langchain_core.runnables import RunnablePassthrough
     from langchain_kvrag import ChatBlend
 
-    context = RunnableLambda(lambda question: "\n\n".join(retrieve(question)))
+    def context(question: str) -> str:
+        return "\n\n".join(retrieve(question))
+
     prompt = ChatPromptTemplate.from_template("{context}\n\n{question}")
     llm = ChatBlend(engine=engine, max_tokens=max_tokens, temperature=0, policy=policy, controller="off")
     chain = {"context": context, "question": RunnablePassthrough()} | prompt | llm

@@ -1,7 +1,7 @@
 """ChunkIndex: vector search over chunks, for the CLI, the server and the examples. Frameworks have their own.
 
 One SQLite file holds texts, documents and vectors, so every change is one transaction and several processes can share
-the file; faiss searches a copy in memory.
+the file; a search compares the question with all vectors, in memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrag.backend.lock import Shared
 from kvrag.errors import KvragError, SettingError, StoreError, needing, reason_of
 from kvrag.openmp import own_team
 
@@ -72,44 +71,13 @@ class Hit:
         return f"{name} (page {first})" if first == last else f"{name} (pages {first}-{last})"
 
 
-class _Embedder:
-    """A sentence-transformers model, loaded on first use and shared by all indexes of a process."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()  # tokenizers fail when used by two threads at once
-
-    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        with self._lock:
-            vectors = self._encoder.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
-        return np.ascontiguousarray(vectors, np.float32)
-
-    def count_tokens(self, texts: Sequence[str]) -> int:
-        with self._lock:
-            limit = self._encoder.max_seq_length
-            ids = self._encoder.tokenizer(list(texts), truncation=True, max_length=limit)["input_ids"]
-        return sum(map(len, ids))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        with self._lock:
-            tokenizer = self._encoder.tokenizer
-            plain = [token for token in ids if token not in tokenizer.all_special_ids]
-            is_known = all(0 <= token < len(tokenizer) for token in plain)
-            text = str(tokenizer.decode(plain)) if is_known else ""
-            # ids of another tokenizer would silently become an unrelated text
-            if not text or tokenizer.encode(text, add_special_tokens=False) != plain:
-                raise SettingError(
-                    f"these are not token ids of {self._name}: send texts (in LangChain: "
-                    "OpenAIEmbeddings(check_embedding_ctx_length=False))"
-                )
-        return text
-
-    @cached_property
-    def _encoder(self) -> Any:
-        return load_embedder(self._name)
+_embedding = threading.Lock()  # tokenizers fail when used by two threads at once
 
 
-_embedders: Shared[_Embedder] = Shared()
+@cache
+def _encoder(name: str) -> Any:
+    """Return a sentence-transformers model, loaded once in a process; `_embedding` must be held."""
+    return load_embedder(name)
 
 
 class ChunkIndex:
@@ -128,7 +96,7 @@ class ChunkIndex:
         """
         self.path = Path(path)
         self._lock = threading.RLock()  # chains retrieve in their own threads
-        self._faiss: tuple[int, NDArray[np.int64], Any] | None = None  # data version, chunk ids, index
+        self._known: tuple[int, NDArray[np.int64], NDArray[np.float32]] | None = None  # see `_vectors`
         try:
             self._db = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)
             self._db.executescript(_SCHEMA)
@@ -141,7 +109,6 @@ class ChunkIndex:
                 f"{self.path} was built with the embedder {built_with}, not {embedder}: delete it and warm again"
             )
         self.embedder: str = built_with or embedder or DEFAULT_EMBEDDER
-        self._embedder = _embedders.get(self.embedder, lambda: _Embedder(self.embedder))
 
     def add(
         self,
@@ -193,16 +160,18 @@ class ChunkIndex:
             raise SettingError(f"k must be at least 1 and around at least 0, got {k} and {around}")
         if not len(self):
             return []
-        vector = self.embed([question])
+        (question_vector,) = self.embed([question])
         with self._lock:
-            ids, index = self._vectors()
+            ids, vectors = self._vectors()
             if not len(ids):
                 return []
-            scores, rows = index.search(vector, min(k, len(ids)))
+            scores = vectors @ question_vector
+            best = np.argpartition(scores, -min(k, len(ids)))[-k:]
             hits: dict[int, Hit] = {}
-            for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True):
+            for row in best[np.argsort(-scores[best])].tolist():
                 for chunk, document, text, first, last in self._neighbours(int(ids[row]), around):
-                    hits.setdefault(chunk, Hit(text, document, score, None if first is None else (first, last)))
+                    pages = None if first is None else (first, last)
+                    hits.setdefault(chunk, Hit(text, document, float(scores[row]), pages))
             return list(hits.values())
 
     def documents(self) -> list[str]:
@@ -220,12 +189,16 @@ class ChunkIndex:
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return (N, E) unit vectors; loads the embedder on first use."""
-        with own_team():
-            return self._embedder.embed(texts)
+        with own_team(), _embedding:
+            vectors = _encoder(self.embedder).encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+        return np.ascontiguousarray(vectors, np.float32)
 
     def count_tokens(self, texts: Sequence[str]) -> int:
         """Return the number of tokens that the embedder counts in these texts."""
-        return self._embedder.count_tokens(texts)
+        with _embedding:
+            encoder = _encoder(self.embedder)
+            ids = encoder.tokenizer(list(texts), truncation=True, max_length=encoder.max_seq_length)["input_ids"]
+        return sum(map(len, ids))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids of the embedder's tokenizer.
@@ -233,7 +206,18 @@ class ChunkIndex:
         Raises:
             SettingError: They are the ids of another tokenizer.
         """
-        return self._embedder.decode(ids)
+        with _embedding:
+            tokenizer = _encoder(self.embedder).tokenizer
+            plain = [token for token in ids if token not in tokenizer.all_special_ids]
+            is_known = all(0 <= token < len(tokenizer) for token in plain)
+            text = str(tokenizer.decode(plain)) if is_known else ""
+            # ids of another tokenizer would silently become an unrelated text
+            if not text or tokenizer.encode(text, add_special_tokens=False) != plain:
+                raise SettingError(
+                    f"these are not token ids of {self.embedder}: send texts (in LangChain: "
+                    "OpenAIEmbeddings(check_embedding_ctx_length=False))"
+                )
+        return text
 
     def __len__(self) -> int:
         return int(self._read("SELECT count(*) FROM chunks")[0][0])
@@ -253,7 +237,7 @@ class ChunkIndex:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
-            self._faiss = None
+            self._known = None
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 yield self._db
@@ -326,20 +310,15 @@ class ChunkIndex:
             (document, position - around, position + around),
         )
 
-    def _vectors(self) -> tuple[NDArray[np.int64], Any]:
-        """Return chunk ids and the faiss index over them; read again after a change by this or another process."""
+    def _vectors(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return (N,) chunk ids and (N, E) vectors; read again after a change by this or another process."""
         ((version,),) = self._read("PRAGMA data_version")
-        if self._faiss is None or self._faiss[0] != version:
+        if self._known is None or self._known[0] != version:
             rows = self._read("SELECT id, vector FROM chunks ORDER BY id")
-            index = None
-            if rows:
-                vectors = np.frombuffer(b"".join(vector for _, vector in rows), np.float32).reshape(len(rows), -1)
-                with needing("kvrag[cli]"):
-                    import faiss
-                index = faiss.IndexFlatIP(vectors.shape[1])
-                index.add(vectors)
-            self._faiss = (version, np.array([number for number, _ in rows], np.int64), index)
-        return self._faiss[1], self._faiss[2]
+            ids = np.array([number for number, _ in rows], np.int64)
+            vectors = np.frombuffer(b"".join(vector for _, vector in rows), np.float32)
+            self._known = version, ids, vectors.reshape(len(ids) or 1, -1)
+        return self._known[1:]
 
 
 def load_embedder(name: str, extra: str = "kvrag[cli]", **settings: Any) -> Any:

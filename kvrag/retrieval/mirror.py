@@ -90,16 +90,13 @@ class SharedIndex(ChunkIndex):
         self._sync()
         added = super().add(texts, document, progress, pages)
         rows = self._read(
-            "SELECT text, vector FROM documents JOIN chunks ON id = chunk WHERE document = ? ORDER BY position",
+            "SELECT text, vector, first, last FROM documents JOIN chunks ON id = chunk "
+            "LEFT JOIN pages USING (document, position) WHERE document = ? ORDER BY position",
             (document,),
         )
-        page_rows = self._read(
-            "SELECT text, first, last FROM pages JOIN documents USING (document, position) JOIN chunks ON id = chunk"
-            " WHERE document = ?",
-            (document,),
-        )
-        chunks = [[text, base64.b64encode(vector).decode()] for text, vector in rows]
-        record = {"embedder": self.embedder, "document": document, "chunks": chunks, "pages": page_rows}
+        chunks = [[text, base64.b64encode(vector).decode()] for text, vector, *_ in rows]
+        in_pages = [[text, first, last] for text, _, first, last in rows if first is not None]
+        record = {"embedder": self.embedder, "document": document, "chunks": chunks, "pages": in_pages}
         content = zlib.compress(json.dumps(record).encode(), 1)
         name = _hash(document)
         version = f"{name}-{_digest(content)}"

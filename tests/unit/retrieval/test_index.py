@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -130,20 +128,6 @@ def test_an_unknown_embedder_says_what_to_do(tmp_path: Path) -> None:
         index.add(CHUNKS)
     assert "nobody/nothing" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_missing_extra_names_its_remedy(index: ChunkIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    index.add(CHUNKS, "a.txt")
-    real = builtins.__import__
-
-    def without_faiss(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "faiss":
-            raise ImportError("No module named 'faiss'", name="faiss")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_faiss)
-    with pytest.raises(KvragError, match=r"faiss is not installed: pip install 'kvrag\[cli\]'"):
-        index.search("anything")
 
 
 def test_settings_are_checked(index: ChunkIndex) -> None:

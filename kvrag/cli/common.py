@@ -25,6 +25,8 @@ from kvrag.config import (
 )
 from kvrag.errors import KvragError, SettingError, StoreError
 from kvrag.llm import SETTINGS
+from kvrag.retrieval import documents
+from kvrag.retrieval.documents import Content, Problem
 from kvrag.types import BlendReport, Messages
 
 if TYPE_CHECKING:
@@ -76,6 +78,14 @@ def context_settings(text: str) -> dict[str, Any]:
         return {"context_tokens": at_least(0)(text), "context": "text"}
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number of tokens or headings, got {text!r}") from None
+
+
+def add_number(
+    parser: argparse._ActionsContainer, name: str, default: float, what: str, least: float = 0, most: float = math.inf
+) -> None:
+    """Add an option for a number of the default's type, with the default in its help."""
+    kind = at_least(least, type(default), most)
+    parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
 
 
 def add_context_argument(parser: argparse._ActionsContainer, about: str) -> None:
@@ -161,10 +171,8 @@ def add_blend_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of retrieval, blending and sampling."""
-    parser.add_argument("--top-k", type=at_least(1), default=4, metavar="K", help="chunks to retrieve (default: 4)")
-    parser.add_argument(
-        "--around", type=at_least(0), default=0, metavar="N", help="neighbours to retrieve with each chunk (default: 0)"
-    )
+    add_number(parser, "--top-k", 4, "chunks to retrieve", least=1)
+    add_number(parser, "--around", 0, "neighbours to retrieve with each chunk")
     add_blend_arguments(parser)
     add_setting(parser, "max_tokens", metavar="N")
     add_setting(parser, "temperature", metavar="T")
@@ -294,6 +302,29 @@ def existing_store(store: str) -> str:
     return str(folder)
 
 
+def read_files(args: argparse.Namespace, title: str, problems: list[Problem]) -> Iterator[Content]:
+    """Yield the files in `args.paths` that have texts, with progress; add to `problems` and print what was skipped.
+
+    Raises:
+        KvragError: No file could be read.
+    """
+    paths, skipped = documents.find(args.paths)
+    problems += skipped
+    num_read = 0
+    with progress(title, args.json) as report:
+        for number, path in enumerate(paths, 1):
+            content = documents.read(path, args.text_field)
+            problems += content.problems
+            if content.texts:
+                num_read += 1
+                yield content
+            report(number, len(paths))
+    for problem in problems:
+        say(str(problem))
+    if not num_read:
+        raise KvragError(f"no text: none of {len(paths)} files could be read")
+
+
 def read_text(path: Path) -> str:
     """Return the text of a file.
 
@@ -362,9 +393,7 @@ def human_bytes(size: float) -> str:
 
 
 def summary(report: BlendReport) -> str:
-    """Return a one-line summary of an answer, and its notes."""
-    line = (
-        f"{report.prompt_tokens} prompt tokens: {report.reused_tokens} reused ({report.recomputed_tokens} of them "
-        f"recomputed), {report.fresh_tokens} fresh; first token after {report.ttft_s * 1000:.0f} ms ({report.policy})"
-    )
-    return "\n".join(filter(None, [line, report.decision, *report.notes]))
+    """Return what was reused for an answer, how long it took, and its notes, in a line each."""
+    from kvrag.inspect.explanation import summary_of
+
+    return "\n".join(summary_of(report))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from kvrag.cli.common import add_setting, human_bytes, progress, say
+from kvrag.cli.common import add_number, add_setting, at_least, human_bytes, read_files
 from kvrag.config import CODECS
-from kvrag.errors import KvragError, SettingError
+from kvrag.errors import SettingError
 from kvrag.retrieval import documents
 
 _BANDWIDTHS = {  # bytes per second
@@ -23,10 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `kvrag estimate`."""
     parser.add_argument("paths", nargs="*", metavar="PATH", help="files and folders of the corpus")
     add_setting(parser, "model", "hub name, folder, or 'reader'; no weights are loaded", default="reader")
-    parser.add_argument("--tokens", type=int, metavar="N", help="size of the corpus in tokens, instead of PATH")
-    parser.add_argument(
-        "--chunk-tokens", type=int, default=256, metavar="N", help="length of a typical chunk (default: 256)"
-    )
+    parser.add_argument("--tokens", type=at_least(0), metavar="N", help="size of the corpus in tokens, instead of PATH")
+    add_number(parser, "--chunk-tokens", 256, "length of a typical chunk", least=1)
     parser.add_argument("--codec", choices=CODECS, default="native", help="codec of stored chunks (default: native)")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the model (default: as stored)"
@@ -40,8 +38,6 @@ def run(args: argparse.Namespace) -> int:
     """Print the estimates."""
     if args.paths and args.tokens is not None:
         raise SettingError("PATH and --tokens exclude each other: pass one of them")
-    if args.chunk_tokens < 1 or (args.tokens or 0) < 0:
-        raise SettingError("--tokens and --chunk-tokens must be positive")
     if args.paths:
         documents.find(args.paths)  # report mistakes before the slow imports
     import torch
@@ -91,17 +87,5 @@ def _count(args: argparse.Namespace) -> int:
     from kvrag.backend.transformers.loading import load_tokenizer
 
     tokenizer = load_tokenizer(args.model)
-    total = num_read = 0
-    paths, problems = documents.find(args.paths)
-    with progress("counting", args.json) as report:
-        for number, path in enumerate(paths, 1):
-            content = documents.read(path, args.text_field)
-            problems += content.problems
-            num_read += bool(content.texts)
-            total += sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in content.texts)
-            report(number, len(paths))
-    for problem in problems:
-        say(str(problem))
-    if not num_read:
-        raise KvragError(f"no text to count: none of {len(paths)} files could be read")
-    return total
+    texts = (text for content in read_files(args, "counting", []) for text in content.texts)
+    return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)

@@ -16,12 +16,14 @@ from kvrag.cli.cluster import add_ray_argument, ray_command
 from kvrag.cli.common import (
     add_context_argument,
     add_engine_arguments,
+    add_number,
     at_least,
     folder,
     human_bytes,
     open_engine,
     open_index,
     progress,
+    read_files,
     require_extra,
     say,
 )
@@ -50,12 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_engine_arguments(parser)
     parser.set_defaults(model=None)  # with --server, the server's
-    parser.add_argument(
-        "--chunk-tokens", type=at_least(1), default=256, metavar="N", help="maximum tokens per chunk (default: 256)"
-    )
-    parser.add_argument(
-        "--chunk-overlap", type=at_least(0), default=0, metavar="N", help="overlap of adjacent chunks in tokens"
-    )
+    add_number(parser, "--chunk-tokens", 256, "maximum tokens per chunk", least=1)
+    add_number(parser, "--chunk-overlap", 0, "overlap of adjacent chunks in tokens")
     add_context_argument(
         parser,
         "encode chunks with N preceding tokens as context, to resolve pronouns and references, or with the document's "
@@ -262,22 +260,12 @@ def read_chunks(
         KvragError: No file could be read.
     """
     split = documents.splitter(lambda text: len(encode(text)), args.chunk_tokens, args.chunk_overlap)
-    paths, problems = documents.find(args.paths)
+    problems: list[Problem] = []
     chunks: dict[str, list[str]] = {}
     pages: dict[str, dict[str, tuple[int, int]]] = {}
-    with progress("reading", args.json) as report:
-        for number, path in enumerate(paths, 1):
-            content = documents.read(path, args.text_field)
-            problems += content.problems
-            if content.texts:
-                name = str(path)
-                chunks[name] = split(content.texts)
-                pages[name] = documents.page_numbers(chunks[name], content.texts, content.pages)
-            report(number, len(paths))
-    for problem in problems:
-        say(str(problem))
-    if not chunks:
-        raise KvragError(f"no text to warm: none of {len(paths)} files could be read")
+    for content in read_files(args, "reading", problems):
+        chunks[content.file] = split(content.texts)
+        pages[content.file] = documents.page_numbers(chunks[content.file], content.texts, content.pages)
     return chunks, pages, problems
 
 

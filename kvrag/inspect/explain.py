@@ -23,7 +23,7 @@ from kvrag.backend.transformers import Tokenizer
 from kvrag.errors import SettingError, StoreError
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.generate.history import Answered
-from kvrag.inspect.explanation import Explanation, Finding, Kind, Reason, Stretch
+from kvrag.inspect.explanation import Explanation, Finding, Kind, Reason, Stretch, summary_of
 from kvrag.reuse.match import match
 from kvrag.reuse.segment import GRAM, Segment
 from kvrag.store import Entry, FileStore, KVStore, other_stores
@@ -72,7 +72,7 @@ def explain(
     documents = _documents(store, prompt.chunks, namespace)
     findings = [replace(finding, documents=documents.get(finding.key, ())) for finding in findings]
     findings.sort(key=lambda finding: finding.reason == "reused")
-    summary = list(_summary(answered.report))
+    summary = list(summary_of(answered.report))
     if _is_empty(store, namespace) or not (findings or answered.report.reused_tokens):
         summary.append(_nothing(store, answered))
     stretches = tuple(_stretches(tokenizer, answered, documents))
@@ -139,21 +139,6 @@ def _elsewhere(
 
 
 # -------------------------------------------------------------------- the prompt
-
-
-def _summary(report: BlendReport) -> Iterator[str]:
-    prompt, computed = report.prompt_tokens, report.fresh_tokens + report.recomputed_tokens
-    kept = f", {report.conversation_tokens} of them from the conversation" if report.conversation_tokens else ""
-    yield (
-        f"{prompt} prompt tokens: {report.reused_tokens} reused{kept}, {report.recomputed_tokens} of them recomputed "
-        f"(policy {report.policy}, ratio {report.ratio:.2f}), {report.fresh_tokens} fresh"
-    )
-    if computed < prompt:
-        yield f"{computed / prompt:.0%} of the tokens were computed: at most {prompt / computed:.1f}x faster"
-    seconds = {"matching": report.match_s, "waiting for chunks": report.load_stall_s, "stitching": report.stitch_s}
-    seconds |= {"selecting": report.select_s, "computing": report.blend_s}
-    yield "milliseconds: " + ", ".join(f"{name} {value * 1000:.0f}" for name, value in seconds.items())
-    yield from filter(None, [report.decision, *report.notes])
 
 
 def _stretches(tokenizer: Tokenizer, answered: Answered, documents: dict[str, tuple[str, ...]]) -> Iterator[Stretch]:

@@ -158,6 +158,23 @@ class Explanation:
         return f'<div class="kvrag-explain"><style>{_STYLE}</style>{summary}{table}{legend}<pre>{prompt}</pre></div>'
 
 
+def summary_of(report: BlendReport) -> Iterator[str]:
+    """Yield what was reused of a prompt, how long it took, and the report's notes."""
+    prompt, computed = report.prompt_tokens, report.fresh_tokens + report.recomputed_tokens
+    kept = f"{report.conversation_tokens} of them from the conversation, " if report.conversation_tokens else ""
+    yield (
+        f"{prompt} prompt tokens: {report.reused_tokens} reused ({kept}{report.recomputed_tokens} of them recomputed), "
+        f"{report.fresh_tokens} fresh; first token after {report.ttft_s * 1000:.0f} ms "
+        f"(policy {report.policy}, ratio {report.ratio:.2f})"
+    )
+    if computed < prompt:
+        yield f"{computed / prompt:.0%} of the tokens were computed: at most {prompt / computed:.1f}x faster"
+    seconds = {"matching": report.match_s, "waiting for chunks": report.load_stall_s, "stitching": report.stitch_s}
+    seconds |= {"selecting": report.select_s, "computing": report.blend_s}
+    yield "milliseconds: " + ", ".join(f"{name} {value * 1000:.0f}" for name, value in seconds.items())
+    yield from filter(None, [report.decision, *report.notes])
+
+
 def _brief(text: str) -> str:
     """Return a text on one line, with its middle left out."""
     text = " ".join(text.split())

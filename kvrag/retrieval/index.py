@@ -103,12 +103,11 @@ class ChunkIndex:
             row = self._db.execute("SELECT value FROM settings WHERE name = 'embedder'").fetchone()
         except sqlite3.Error as error:
             raise StoreError(f"cannot open the chunk index {self.path}: {error}") from error
-        built_with = row[0] if row else None
-        if embedder and built_with and embedder != built_with:
+        self.embedder: str = row[0] if row else embedder or DEFAULT_EMBEDDER
+        if embedder and embedder != self.embedder:
             raise StoreError(
-                f"{self.path} was built with the embedder {built_with}, not {embedder}: delete it and warm again"
+                f"{self.path} was built with the embedder {self.embedder}, not {embedder}: delete it and warm again"
             )
-        self.embedder: str = built_with or embedder or DEFAULT_EMBEDDER
 
     def add(
         self,
@@ -120,7 +119,6 @@ class ChunkIndex:
         """Set a document's chunks, in order. Drops its chunks from earlier calls that are not among them.
 
         Args:
-            document: "" adds without a name and drops nothing.
             progress: Called with (texts embedded, texts to embed).
             pages: Pages of the texts of a PDF.
 
@@ -239,15 +237,11 @@ class ChunkIndex:
         with self._lock:
             self._known = None
             try:
-                self._db.execute("BEGIN IMMEDIATE")
-                yield self._db
-                self._db.execute("COMMIT")
-            except BaseException as error:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                if isinstance(error, sqlite3.Error):
-                    raise StoreError(f"cannot write the chunk index {self.path}: {error}") from error
-                raise
+                with self._db:  # commits, or rolls back
+                    self._db.execute("BEGIN IMMEDIATE")
+                    yield self._db
+            except sqlite3.Error as error:
+                raise StoreError(f"cannot write the chunk index {self.path}: {error}") from error
 
     def _read(self, query: str, values: Sequence[object] = ()) -> list[Any]:
         with self._lock:
@@ -269,21 +263,14 @@ class ChunkIndex:
             "INSERT OR IGNORE INTO chunks (text, vector) VALUES (?, ?)",
             [(text, vector.tobytes()) for text, vector in vectors.items()],
         )
-        if document:
-            self._clear(db, document)
-        else:
-            held = "SELECT 1 FROM documents JOIN chunks ON id = chunk WHERE document = '' AND text = ?"
-            texts = [text for text in texts if not self._read(held, (text,))]
-        (first,) = db.execute(
-            "SELECT coalesce(max(position), -1) + 1 FROM documents WHERE document = ?", (document,)
-        ).fetchone()
+        self._clear(db, document)
         db.executemany(
             "INSERT INTO documents SELECT ?, ?, id FROM chunks WHERE text = ?",
-            [(document, position, text) for position, text in enumerate(texts, first)],
+            [(document, position, text) for position, text in enumerate(texts)],
         )
         db.executemany(
             "INSERT INTO pages VALUES (?, ?, ?, ?)",
-            [(document, position, *pages[text]) for position, text in enumerate(texts, first) if text in pages],
+            [(document, position, *pages[text]) for position, text in enumerate(texts) if text in pages],
         )
         self._drop_orphans(db)
 

@@ -55,13 +55,6 @@ def test_adding_a_document_again_drops_what_it_no_longer_has(index: ChunkIndex) 
     assert found == {CHUNKS[0], "The keeper has moved away."}
 
 
-def test_unnamed_texts_add_up_without_repeating(index: ChunkIndex) -> None:
-    index.add(CHUNKS[:2])
-    index.add(CHUNKS[1:])
-    assert len(index) == 3
-    assert [hit.text for hit in index.search(CHUNKS[1], k=1, around=1)] == CHUNKS
-
-
 def test_neighbours_come_in_the_documents_order(index: ChunkIndex) -> None:
     index.add(CHUNKS, "a.txt")
     assert [hit.text for hit in index.search("Who grows vegetables?", k=1, around=1)] == CHUNKS

@@ -22,6 +22,7 @@ from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.shapes import random_model
 from kvrag.bench import decode, ingest, ttft
 from kvrag.bench.ttft import TtftResult, TtftSetup
+from kvrag.engine import BlendEngine
 from kvrag.inspect.verify import verify
 
 _CHUNK_TOKENS = 512
@@ -108,7 +109,8 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> list[P
 
 def _gate(args: argparse.Namespace, dtype: torch.dtype, compile_decode: bool = False) -> list[dict[str, Any]]:
     num_layers = min(args.layers or _GATE_LAYERS, _GATE_LAYERS)
-    checks = verify(random_model(args.models[0], num_layers, dtype, args.device, compile_decode))
+    model = random_model(args.models[0], num_layers, dtype, args.device, compile_decode)
+    checks = verify(partial(BlendEngine, model))
     return [asdict(check) for check in checks]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
+from functools import partial
 
-from kvrag.cli.common import DTYPES, add_setting, at_least
+from kvrag.cli.common import DTYPES, add_setting, at_least, say
 from kvrag.config import CODECS
 from kvrag.llm import SETTINGS
 
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the checks; return 1 if one failed."""
     from kvrag.backend.transformers import Model
+    from kvrag.engine import BlendEngine
     from kvrag.inspect.verify import verify
 
     model = Model.from_pretrained(
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         allow_unverified=args.allow_unverified,
         compile_decode=args.compile_decode,
     )
-    checks = verify(model, args.chunk_tokens, lambda name: print(f"... {name}", file=sys.stderr), args.codec)
+    checks = verify(partial(BlendEngine, model, codec=args.codec), args.chunk_tokens, lambda name: say(f"... {name}"))
     passed = all(check.passed for check in checks)
     if args.json:
         print(json.dumps({"model": model.name, "passed": passed, "checks": [asdict(check) for check in checks]}))

@@ -8,7 +8,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,25 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True)
-class WarmPlan:
-    """Documents to encode.
-
-    Attributes:
-        chunks: By document, its chunks.
-        pages: By document and chunk, the first and the last page in a PDF.
-        problems: What was skipped in the files.
-        tokens: Number of tokens of all chunks.
-        new: By document, the number of tokens to encode.
-    """
-
-    chunks: dict[str, list[str]]
-    pages: dict[str, dict[str, tuple[int, int]]]
-    problems: list[Problem]
-    tokens: int
-    new: dict[str, int]
-
-
 def run(args: argparse.Namespace) -> int:
     """Encode the chunks that the store lacks; return 1 if a file or a folder could not be read."""
     started = time.perf_counter()
@@ -158,14 +138,14 @@ def warm_here(args: argparse.Namespace) -> dict[str, Any]:
         gone = find_gone(args.paths, lambda prefix: [*index.documents(), *store.documents(prefix, args.namespace)])
         # first: otherwise a chunk moved to another file would temporarily belong to two documents
         dropped = drop(store, index, gone, args.namespace) if args.prune else 0
-        plan = make_plan(args, engine.encode, store, engine.config.min_run)
-        new = sum(plan.new.values())
+        chunks, pages, problems = read_chunks(args, engine.encode)
+        new = _new_tokens(engine, chunks, args.namespace)
         needed = new * bytes_per_token(engine, args.chunk_tokens)
-        tokens = f"{plan.tokens} tokens, {new} of them new"
-        say(f"{len(plan.chunks)} documents, {tokens}: needs {human_bytes(needed)} in {place}")
+        say(f"{len(chunks)} documents, {new} new tokens: needs {human_bytes(needed)} in {place}")
         check_room(store, needed)
-        result = _encode(engine, plan, args, index)
-        return result | {"gone": gone, "dropped": dropped, "store": place, "model": engine.model.name}
+        result = _encode(engine, chunks, args, lambda name: index.add(chunks[name], document=name, pages=pages[name]))
+        result |= {"gone": gone, "dropped": dropped, "problems": problems}
+        return result | {"store": place, "model": engine.model.name}
 
 
 def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
@@ -178,35 +158,37 @@ def warm_on_server(args: argparse.Namespace) -> dict[str, Any]:
     with RemoteEngine(args.server, args.model, api_key=args.api_key) as engine:
         gone = find_gone(args.paths, lambda prefix: engine.documents(prefix, namespace=args.namespace))
         dropped = sum(engine.forget(name, namespace=args.namespace) for name in gone) if args.prune else 0
-        plan = make_plan(args, _tokenizer(args.tokenizer or engine.model_name, engine))
-        say(f"{len(plan.chunks)} documents, {plan.tokens} tokens, for {engine.model_name} on {args.server}")
-        result = _encode(engine, plan, args)
-        return result | {"gone": gone, "dropped": dropped, "server": args.server, "model": engine.model_name}
+        chunks, _, problems = read_chunks(args, _tokenizer(args.tokenizer or engine.model_name, engine))
+        say(f"{len(chunks)} documents, for {engine.model_name} on {args.server}")
+        result = _encode(engine, chunks, args) | {"gone": gone, "dropped": dropped, "problems": problems}
+        return result | {"server": args.server, "model": engine.model_name}
 
 
 def _encode(
-    engine: BlendEngine | RemoteEngine, plan: WarmPlan, args: argparse.Namespace, index: ChunkIndex | None = None
+    engine: BlendEngine | RemoteEngine,
+    chunks: dict[str, list[str]],
+    args: argparse.Namespace,
+    add_to_index: Callable[[str], int] = lambda name: 0,
 ) -> dict[str, Any]:
-    """Encode a plan's documents one by one; a document's old chunks are dropped once its new ones are stored."""
+    """Encode documents one by one; the old chunks of each are dropped once its new ones are stored."""
     totals: dict[str, Any] = dict.fromkeys((*TOTALS, "indexed"), 0)
     warnings: dict[str, None] = {}
-    before, new = 0, sum(plan.new.values())
-    with progress("encoding", args.json, "tokens") as report:
-        for name, chunks in plan.chunks.items():
+    before, number = 0, sum(map(len, chunks.values()))
+    with progress("encoding", args.json, "chunks") as report:
+        for name, texts in chunks.items():
 
-            def moved(done: int, total: int, before: int = before, tokens: int = plan.new[name]) -> None:
-                report(before + tokens * done // max(total, 1), new)
+            def moved(done: int, total: int, before: int = before, here: int = len(texts)) -> None:
+                report(before + here * done // max(total, 1), number)
 
-            warmed = engine.warm(chunks, document=name, namespace=args.namespace, progress=moved)
+            warmed = engine.warm(texts, document=name, namespace=args.namespace, progress=moved)
             for field in TOTALS:
                 totals[field] += getattr(warmed, field)
-            if index is not None:
-                totals["indexed"] += index.add(chunks, document=name, pages=plan.pages[name])
+            totals["indexed"] += add_to_index(name)
             # those about short chunks differ in their number only, which is summed up
             warnings |= dict.fromkeys(warmed.warnings if not warmed.skipped else ())
-            before += plan.new[name]
-            report(before, new)
-    return totals | {"files": len(plan.chunks), "warnings": list(warnings), "problems": plan.problems}
+            before += len(texts)
+            report(before, number)
+    return totals | {"files": len(chunks), "warnings": list(warnings)}
 
 
 def _tokenizer(name: str, engine: RemoteEngine) -> Callable[[str], list[int]]:
@@ -227,28 +209,14 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
-def make_plan(
-    args: argparse.Namespace, encode: Callable[[str], list[int]], store: KVStore | None = None, min_run: int = 1
-) -> WarmPlan:
-    """Read and split all files without encoding.
-
-    Args:
-        store: Chunks that it has are not new.
-        min_run: Length of the shortest chunk that is encoded.
-    """
+def _new_tokens(engine: BlendEngine, chunks: dict[str, list[str]], namespace: str) -> int:
+    """Return the number of tokens to encode."""
     from kvrag.fingerprint import text_key
 
-    chunks, pages, problems = read_chunks(args, encode)
-    lengths: dict[str, tuple[str, int]] = {}  # by text: the first document with it, and its tokens
-    for name, texts in chunks.items():
-        for ids in map(encode, texts):
-            if len(ids) >= min_run:
-                lengths.setdefault(text_key(args.namespace, ids), (name, len(ids)))
-    stored = store.look_up(list(lengths)) if store else {}
-    new = dict.fromkeys(chunks, 0)
-    for text, (name, length) in lengths.items():
-        new[name] += 0 if text in stored and stored[text].variants else length
-    return WarmPlan(chunks, pages, problems, sum(length for _, length in lengths.values()), new)
+    encoded = (ids for texts in chunks.values() for ids in map(engine.encode, texts))
+    lengths = {text_key(namespace, ids): len(ids) for ids in encoded if len(ids) >= engine.config.min_run}
+    stored = engine.store.look_up(list(lengths))
+    return sum(length for text, length in lengths.items() if not stored[text].variants)
 
 
 def read_chunks(

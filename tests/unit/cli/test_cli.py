@@ -254,7 +254,7 @@ def test_warm_says_beforehand_what_it_needs(
 ) -> None:
     assert main(["warm", str(folder), "--store", str(tmp_path / "kv"), *map(str, CUT)]) == 0
     captured = capsys.readouterr()
-    tokens = int(captured.err.split(" tokens, ")[0].split()[-1])
+    tokens = int(captured.err.split(" new tokens: ")[0].split()[-1])
     assert f"needs {human_bytes(tokens * reader.bytes_per_token)} in" in captured.err
     assert captured.out.startswith("6 chunks: 6 new, 0 reused; " + str(tokens))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from kvrag.cli.common import add_number, add_setting, at_least, human_bytes, read_files
+from kvrag.cli.common import DTYPES, add_number, add_setting, at_least, human_bytes, read_files
 from kvrag.config import CODECS
 from kvrag.errors import SettingError
 from kvrag.retrieval import documents
@@ -25,13 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_setting(parser, "model", "hub name, folder, or 'reader'; no weights are loaded", default="reader")
     parser.add_argument("--tokens", type=at_least(0), metavar="N", help="size of the corpus in tokens, instead of PATH")
     add_number(parser, "--chunk-tokens", 256, "length of a typical chunk", least=1)
-    parser.add_argument("--codec", choices=CODECS, default="native", help="codec of stored chunks (default: native)")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the model (default: as stored)"
-    )
-    parser.add_argument(
-        "--text-field", default="text", metavar="NAME", help="text field of the objects in .jsonl files"
-    )
+    add_setting(parser, "codec")
+    add_setting(parser, "dtype", "dtype of the model; default: as stored", choices=DTYPES[1:], default=None)
+    parser.add_argument("--text-field", default="text", metavar="NAME", help="text field of objects in .jsonl files")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,24 +48,14 @@ def run(args: argparse.Namespace) -> int:
     per_token = codecs[args.codec]
     tokens = _count(args) if args.paths else args.tokens
     chunk = args.chunk_tokens * per_token
-    loading = [
-        {
-            "from": name,
-            "bytes_per_s": bandwidth,
-            "chunk_s": chunk / bandwidth,
-            "break_even_tokens_per_s": bandwidth / per_token,
-        }
-        for name, bandwidth in _BANDWIDTHS.items()
-    ]
     if args.json:
-        result = {
-            "model": args.model,
-            "codec": args.codec,
-            "bytes_per_token": per_token,
-            "chunk_tokens": args.chunk_tokens,
-        }
+        result = {"model": args.model, "codec": args.codec, "bytes_per_token": per_token, "codecs": codecs}
         result |= {"tokens": tokens, "bytes": None if tokens is None else tokens * per_token}
-        print(json.dumps(result | {"chunk_bytes": chunk, "codecs": codecs, "loading": loading}))
+        loading = [
+            {"from": name, "bytes_per_s": speed, "chunk_s": chunk / speed, "break_even_tokens_per_s": speed / per_token}
+            for name, speed in _BANDWIDTHS.items()
+        ]
+        print(json.dumps(result | {"chunk_tokens": args.chunk_tokens, "chunk_bytes": chunk, "loading": loading}))
         return 0
     per_chunk = f"{human_bytes(chunk)} per chunk of {args.chunk_tokens} tokens"
     print(f"{args.model}: {human_bytes(per_token)} of KV per token, {per_chunk}")
@@ -77,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if tokens is not None:
         print(f"corpus of {tokens} tokens: {human_bytes(tokens * per_token)}")
     print(f"\n{'loaded from':20}{'one chunk':>12}   reuse wins if prefill is slower than")
-    for row in loading:
-        print(f"{row['from']:20}{row['chunk_s'] * 1000:>9.2f} ms   {row['break_even_tokens_per_s']:>12,.0f} tokens/s")
+    for name, speed in _BANDWIDTHS.items():
+        print(f"{name:20}{chunk / speed * 1000:>9.2f} ms   {speed / per_token:>12,.0f} tokens/s")
     print("\nReuse wins when bytes per token / bandwidth < prefill time per token.")
     return 0
 

@@ -131,7 +131,7 @@ def _stats(store: AnyStore, args: argparse.Namespace) -> Result:
         lines.append(f"copies     {copies.chunks} chunks ({human_bytes(copies.bytes)}) in {copies.path}")
     if any(part.namespace or part.max_bytes for part in stats.namespaces):
         heads = ("namespace", "texts", "chunks", "tokens", "bytes", "budget", "documents")
-        rows = [heads]
+        rows: list[tuple[str, ...]] = [heads]
         for part in stats.namespaces:
             budget = "-" if part.max_bytes is None else human_bytes(part.max_bytes)
             counts = part.texts, part.chunks, part.tokens, human_bytes(part.bytes), budget, part.documents

@@ -31,10 +31,8 @@ class Stretch:
 
     Attributes:
         kind: "reused" = a run of a chunk, "conversation" = kept from the turn before, "fresh" = neither.
-        pieces: Its text in order, as (text, was recomputed) pairs.
-        recomputed: Number of its tokens that were recomputed.
-        key, offset: For a run: the chunk, and the run's offset in it.
-        documents: Names of the documents that hold the chunk.
+        pieces: Its text in order, as (text, was recomputed) pairs; `recomputed` counts its recomputed tokens.
+        key, offset, documents: For a run: the chunk, the run's offset in it, and the documents that hold it.
     """
 
     start: int
@@ -67,12 +65,10 @@ class Finding:
     """Finding about a chunk, or about a text that may be one.
 
     Attributes:
-        text: Its text.
-        tokens: Length of the text in tokens; `reused` of them were reused in this prompt.
-        reason: Short reason why not more was reused; "reused" = no problem.
+        tokens: Length of the text; `reused` of them were reused in this prompt.
+        reason: Why not more was reused; "reused" = no problem.
         detail: The reason and the remedy in a sentence; "" if there is nothing to do.
-        key: Key of the stored chunk; "" if it is not one.
-        documents: Names of the documents that hold the chunk.
+        key, documents: The stored chunk and the documents that hold it; "" and none if it is not one.
     """
 
     text: str

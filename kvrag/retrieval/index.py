@@ -40,7 +40,6 @@ CREATE TABLE IF NOT EXISTS pages (
 CREATE INDEX IF NOT EXISTS documents_by_chunk ON documents (chunk);
 """
 
-
 Pages = Mapping[str, tuple[int, int]]
 """First and last page of texts of a PDF, from 1."""
 
@@ -116,14 +115,10 @@ class ChunkIndex:
         progress: Callable[[int, int], None] = lambda done, total: None,
         pages: Pages = _NO_PAGES,
     ) -> int:
-        """Set a document's chunks, in order. Drops its chunks from earlier calls that are not among them.
+        """Set a document's chunks, in order, in place of those from earlier calls; return how many were embedded.
 
         Args:
             progress: Called with (texts embedded, texts to embed).
-            pages: Pages of the texts of a PDF.
-
-        Returns:
-            Number of new texts that were embedded.
         """
         texts = [text for text in dict.fromkeys(texts) if text.strip()]
         vectors: dict[str, NDArray[np.float32]] = {}
@@ -309,10 +304,9 @@ class ChunkIndex:
 
 
 def load_embedder(name: str, extra: str = "kvrag[cli]", **settings: Any) -> Any:
-    """Load a SentenceTransformer.
+    """Load a SentenceTransformer: `DEFAULT_EMBEDDER`, or one by its hub name or folder.
 
     Args:
-        name: `DEFAULT_EMBEDDER`, a hub name or a folder.
         extra: Extra to install if a package is missing.
         settings: Passed to SentenceTransformer, such as `device`.
 

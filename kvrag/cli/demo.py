@@ -52,29 +52,30 @@ def run(args: argparse.Namespace) -> int:
     require_extra()
     with needing("langchain-kvrag"):
         import langchain_kvrag  # noqa: F401
-    show = _hide if args.json else print
+
+    def show(*lines: str) -> None:
+        if not args.json:
+            print("\n".join(lines), flush=True)
+
     with tempfile.TemporaryDirectory(prefix="kvrag-demo-") as folder:
         warmed, answers = _ask_all(ARTICLES, args.store or f"{folder}/articles", args.json)
-        show("\n".join(answer_lines(answers, warmed)), flush=True)
+        show(*answer_lines(answers, warmed))
         _, alone = _ask_all(ENCODED_ALONE, f"{folder}/alone", args.json)
-        show("\n".join(["", *_alone_lines(alone)]), flush=True)
+        show("", *_alone_lines(alone))
     speed = None if args.no_speed else _measure()
     if speed:
-        show("\n".join(["", *speed_lines(speed)]))
+        show("", *speed_lines(speed))
     show(
-        "\nNext, with your own files:\n"
-        "  kvrag warm PATH... --model Qwen/Qwen2.5-0.5B-Instruct\n"
-        '  kvrag ask "..." --model Qwen/Qwen2.5-0.5B-Instruct\n'
-        "In your LangChain or LlamaIndex application: docs/quickstart.md."
+        "",
+        "Next, with your own files:",
+        "  kvrag warm PATH... --model Qwen/Qwen2.5-0.5B-Instruct",
+        '  kvrag ask "..." --model Qwen/Qwen2.5-0.5B-Instruct',
+        "In your LangChain or LlamaIndex application: docs/quickstart.md.",
     )
     if args.json:
         questions = {"questions": list(map(asdict, answers)), "alone": list(map(asdict, alone))}
         print(json.dumps({"warm": warmed} | questions | {"speed": asdict(speed) if speed else None}))
     return 0
-
-
-def _hide(*_: object, **__: object) -> None:
-    """Print nothing."""
 
 
 def _chain(

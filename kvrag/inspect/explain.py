@@ -66,9 +66,14 @@ def explain(
         raise SettingError("retrieved must be a list of strings: the texts of the chunks")
     namespace, prompt = answered.namespace, _Prompt(tokenizer, find, answered, min_run)
     findings = list(prompt.recognised() if retrieved is None else map(prompt.judge, retrieved))
-    if any(finding.reason == "never warmed" for finding in findings):
-        others = _others(store, fingerprint)
-        findings = [_elsewhere(finding, others, tokenizer, min_run, namespace) for finding in findings]
+    missing = [finding for finding in findings if finding.reason == "never warmed"]
+    for name, segment in _others(store, fingerprint) if missing else ():
+        for finding in missing:
+            ids = tokenizer.encode(finding.text)
+            if 2 * sum(map(len, match([segment], ids, min_run, namespace))) >= len(ids):
+                detail = f"in {name}: open that store with its settings, or warm the text here too"
+                findings[findings.index(finding)] = replace(finding, reason="warmed elsewhere", detail=detail)
+        missing = [finding for finding in findings if finding.reason == "never warmed"]
     documents = _documents(store, prompt.chunks, namespace)
     findings = [replace(finding, documents=documents.get(finding.key, ())) for finding in findings]
     findings.sort(key=lambda finding: finding.reason == "reused")
@@ -110,9 +115,9 @@ def _documents(store: KVStore, chunks: dict[str, Ids], namespace: str) -> dict[s
     return {key: tuple(sorted(name for name, keys in held if keys & same)) for key, same in variants.items()}
 
 
-def _others(store: KVStore, fingerprint: Fingerprint) -> list[tuple[str, Segment]]:
-    """Return the texts of the stores nearby for another model, dtype or codec, each with a description."""
-    mine, found = fingerprint.parts(), []
+def _others(store: KVStore, fingerprint: Fingerprint) -> Iterator[tuple[str, Segment]]:
+    """Yield the texts of the stores nearby for another model, dtype or codec, each with a description."""
+    mine = fingerprint.parts()
     for other in other_stores(store.path) if isinstance(store, FileStore) else ():
         try:
             if other.parts.get("tokenizer") != mine["tokenizer"]:
@@ -120,22 +125,9 @@ def _others(store: KVStore, fingerprint: Fingerprint) -> list[tuple[str, Segment
             theirs = {name: str(json.loads(other.parts.get(name, '"?"'))) for name in mine}
             different = [name for name in mine if name != "model" and mine[name] != other.parts.get(name)]
             settings = [theirs["model"], *(f"{name} {theirs[name]:.12}" for name in different)]
-            found.append((f"{other.path}, for {', '.join(settings)}", Segment.of(other.entries())))
+            yield f"{other.path}, for {', '.join(settings)}", Segment.of(other.entries())
         except StoreError as error:
             logger.warning("%s is skipped: %s", other.path, error)
-    return found
-
-
-def _elsewhere(
-    finding: Finding, others: list[tuple[str, Segment]], tokenizer: Tokenizer, min_run: int, namespace: str
-) -> Finding:
-    """Return a finding that names the first of the other stores with half of a text that was never warmed here."""
-    ids = tokenizer.encode(finding.text)
-    for name, segment in others if finding.reason == "never warmed" else ():
-        if 2 * sum(map(len, match([segment], ids, min_run, namespace))) >= len(ids):
-            detail = f"in {name}: open that store with its settings, or warm the text here too"
-            return replace(finding, reason="warmed elsewhere", detail=detail)
-    return finding
 
 
 # -------------------------------------------------------------------- the prompt

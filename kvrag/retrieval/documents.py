@@ -184,6 +184,10 @@ def parse(name: str, kind: str, content: bytes, text_field: str = "text") -> Con
             raise _UnreadableError("the file contains no text")
     except _UnreadableError as error:
         parsed.note(f"skipped: {error}")
+    except KvragError:  # a package is not installed
+        raise
+    except Exception as error:  # pypdf, python-docx, zipfile, lxml and html.parser raise various types
+        parsed.note(f"skipped: it is a broken or protected {kind} file ({type(error).__name__}: {error})")
     if parsed._num_lines > _MAX_LINES:
         parsed.note(f"skipped: {parsed._num_lines - _MAX_LINES} more lines")
     return parsed
@@ -299,23 +303,17 @@ def _html(content: bytes, parsed: Content) -> str:
         from bs4 import BeautifulSoup
         from bs4.dammit import EncodingDetector
     text = _text(content, parsed, EncodingDetector.find_declared_encoding(content, is_html=True))
-    try:
-        soup = BeautifulSoup(text, "html.parser")
-        for tag in soup(["script", "style", "noscript"]):
-            tag.decompose()
-        return str(soup.get_text("\n", strip=True))
-    except (RecursionError, AssertionError, ValueError) as error:  # of the parser
-        raise _UnreadableError(f"it is broken HTML ({type(error).__name__}: {error})") from error
+    soup = BeautifulSoup(text, "html.parser")
+    for tag in soup(["script", "style", "noscript"]):
+        tag.decompose()
+    return str(soup.get_text("\n", strip=True))
 
 
 def _pdf(content: bytes, parsed: Content) -> str:
     with needing(_EXTRA):
         from pypdf import PdfReader
     logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns about many valid PDFs
-    try:
-        pages = [_without_surrogates(page.extract_text()) + "\n\n" for page in PdfReader(BytesIO(content)).pages]
-    except Exception as error:  # pypdf raises various types: KeyError, RecursionError, zlib.error
-        raise _UnreadableError(f"it is a broken or protected PDF ({type(error).__name__}: {error})") from error
+    pages = [_without_surrogates(page.extract_text()) + "\n\n" for page in PdfReader(BytesIO(content)).pages]
     if not any(page.strip() for page in pages):
         raise _UnreadableError("the PDF has no text, only images: run OCR first, for example with ocrmypdf")
     parsed.pages = list(accumulate(map(len, pages[:-1]), initial=0))
@@ -327,17 +325,12 @@ def _docx(content: bytes, parsed: Content) -> str:
         from docx import Document
     if content.startswith(_OLD_OFFICE):
         raise _UnreadableError("it is protected by a password, or a .doc file: save it as .docx without a password")
-    try:
-        # unpacking stops at these sizes
-        sizes = {info.filename: info.file_size for info in zipfile.ZipFile(BytesIO(content)).infolist()}
-        xml = sum(size for name, size in sizes.items() if name.endswith((".xml", ".rels")))
-        if sum(sizes.values()) > _MAX_BYTES or xml > _MAX_XML_BYTES:
-            raise _UnreadableError("the document is larger than 64 MiB of text or 1 GiB when unpacked: split it")
-        return "\n\n".join(_blocks(Document(BytesIO(content))))
-    except _UnreadableError:
-        raise
-    except Exception as error:  # python-docx, zipfile and lxml raise various types
-        raise _UnreadableError(f"it is a broken Word document ({type(error).__name__}: {error})") from error
+    # unpacking stops at these sizes
+    sizes = {info.filename: info.file_size for info in zipfile.ZipFile(BytesIO(content)).infolist()}
+    xml = sum(size for name, size in sizes.items() if name.endswith((".xml", ".rels")))
+    if sum(sizes.values()) > _MAX_BYTES or xml > _MAX_XML_BYTES:
+        raise _UnreadableError("the document is larger than 64 MiB of text or 1 GiB when unpacked: split it")
+    return "\n\n".join(_blocks(Document(BytesIO(content))))
 
 
 def _blocks(container: Any) -> Iterator[str]:

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "reader": {"errors"},
     "backend": BASE,
     "store": BASE,
-    "retrieval": BASE | {"store", "backend"},
+    "retrieval": BASE | {"store"},
     "reuse": BASE | {"backend", "store"},
     "generate": BASE | {"backend"},
     "control": BASE | {"backend", "store", "reuse"},

@@ -428,7 +428,7 @@ class BlendEngine:
 
     def verify(self) -> list[Check]:
         """Run the correctness gate on this engine's model, in a temporary folder; see `kvrag.inspect.verify`."""
-        return verify(self.model, codec=self.codec)
+        return verify(partial(BlendEngine, self.model, codec=self.codec))
 
     def calibrate(
         self,

@@ -94,7 +94,8 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> list[P
 
 def _gate(args: argparse.Namespace, dtype: torch.dtype, compile_decode: bool = False) -> list[dict[str, Any]]:
     num_layers = min(args.layers or _GATE_LAYERS, _GATE_LAYERS)
-    checks = verify(random_model(args.models[0], num_layers, dtype, args.device, compile_decode))
+    model = random_model(args.models[0], num_layers, dtype, args.device, compile_decode)
+    checks = verify(partial(BlendEngine, model))
     return [asdict(check) for check in checks]
 
 

@@ -14,7 +14,6 @@ from kvrag.cli.common import (
     add_engine_arguments,
     at_least,
     existing_path,
-    forecast,
     open_engine,
     open_index,
     progress,
@@ -101,9 +100,6 @@ def run(args: argparse.Namespace) -> int:
             if not args.json:
                 say("making prompts from the chunks")
         report = stack.enter_context(progress("calibrating", args.json))
-        if not args.json:
-            advice = "fewer with --prompts or --ratios; Ctrl-C reports the result so far"
-            report = forecast(report, len(ratios) + 1, advice)
         calibration = engine.calibrate(
             prompts,
             namespace=args.namespace,

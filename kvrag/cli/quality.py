@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
-from kvrag.cli.common import context_settings, forecast, progress, require_extra, say
+from kvrag.cli.common import context_settings, progress, require_extra, say
 from kvrag.cli.prompt import text_search
 from kvrag.config import DEFAULT_CONTEXT, DEFAULT_POLICY, POLICIES, BlendConfig, Sampling
 from kvrag.control.prompts import make_prompts
@@ -188,8 +188,6 @@ def evaluate(
                         update(done, len(corpus))
                         engine.warm(chunks, document=name)
                 with progress("answering", args.json) as update:
-                    if not args.json:
-                        update = forecast(update, 1, "fewer with --samples; Ctrl-C reports those that are done")
                     quality.answer(engine, tasks, cells, sampling, journal, update)
     except KeyboardInterrupt:
         hint = "run it again to resume" if args.out else "use --out to be able to resume"

@@ -18,7 +18,7 @@ _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         *("transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"),
-        *("kvrag.engine", "langchain_kvrag", "sentence_transformers", "faiss"),
+        *("kvrag.engine", "langchain_kvrag", "sentence_transformers"),
     ]
 )
 

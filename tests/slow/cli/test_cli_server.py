@@ -161,4 +161,4 @@ def test_errors_are_one_line(
 
 def test_options_of_a_server_need_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--api-key", "--tokenizer"):
-        assert "need --server" in run(capsys, "warm", folder, option, "x", code=1)
+        assert "needs --server" in run(capsys, "warm", folder, option, "x", code=1)

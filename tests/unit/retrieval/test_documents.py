@@ -110,10 +110,9 @@ def test_a_malformed_line_is_skipped_alone() -> None:
     assert [problem.line for problem in found.problems] == [3, 4, 5, 6, 7]
     reasons = [problem.message for problem in found.problems]
     assert "not JSON" in reasons[0]
-    assert "must be a JSON object, got list" in reasons[1]
-    assert "no field 'text', but 'body' (see --text-field)" in reasons[2]
-    assert "'text' must be a string, got int" in reasons[3]
-    assert "nested too deeply" in reasons[4]
+    for reason in reasons[1:4]:
+        assert "it is not a JSON object with a text in 'text' (see --text-field)" in reason
+    assert "not JSON" in reasons[4]
     many = parse("a.jsonl", ".jsonl", b"[]\n" * 5000)
     assert not many.texts
     assert len(many.problems) == 101
@@ -156,14 +155,18 @@ def zipped(name: str, size: int) -> bytes:
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("a.txt", b"\x89PNG\r\n\x1a\n\0\0", "it is an image (PNG), and only text is read: extract its text with OCR"),
-        ("a.pdf", b"\xff\xd8\xff\xe0\0\x10JFIF", "it is an image (JPEG)"),
-        ("a.docx", b"RIFF\0\0\0\0WEBPVP8 ", "it is an image (WebP)"),
+        ("a.txt", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "the file is binary: extract its text, for example with OCR"),
+        ("a.csv", b"\xff\xd8\xff\xe0\0\x10JFIF", "the file is binary"),
+        ("a.md", b"RIFF\0\0\0\0WEBPVP8 ", "the file is binary"),
         ("a.txt", b"\0\1\2", "the file is binary"),
         ("a.csv", b"a,b\nx,\0y\n", "the file is binary"),
-        ("a.txt", b"%PDF-1.4\n\0\xff\xfe", "it is a PDF: give its name the suffix .pdf"),
-        ("a.txt", zipped("word/document.xml", 1 << 20), "it is an archive or an Office document"),
-        ("a.txt", b"\xff\xfe\0", "begins as utf-16 but is not"),
+        (
+            "a.txt",
+            b"%PDF-1.4\n\0\xff\xfe",
+            "it is a PDF, an archive or an Office document: give its name the suffix .pdf",
+        ),
+        ("a.txt", zipped("word/document.xml", 1 << 20), "it is a PDF, an archive or an Office document"),
+        ("a.txt", b"\xff\xfe\0", "the file is binary"),
         ("a.txt", b"\x7fELF\2\1\1\0\1\2\3\4\5\6\7\x08", "the file is binary"),
         ("a.txt", bytes(range(1, 256)), "the file is binary"),
         ("a.txt", b"", "the file contains no text"),
@@ -171,10 +174,10 @@ def zipped(name: str, size: int) -> bytes:
         ("a.csv", b"only,a,header\n", "the file contains no text"),
         ("a.jsonl", b"\n\n", "the file contains no text"),
         ("a.html", b"<p></p>", "the file contains no text"),
-        ("a.docx", b"", "it is a broken Word document (BadZipFile"),
-        ("a.docx", b"no zip at all", "it is a broken Word document (BadZipFile"),
-        ("a.docx", a_docx()[:-200], "it is a broken Word document"),
-        ("a.docx", zipped("a.txt", 1 << 20), "it is a broken Word document"),
+        ("a.docx", b"", "it is a broken or protected .docx file (BadZipFile"),
+        ("a.docx", b"no zip at all", "it is a broken or protected .docx file (BadZipFile"),
+        ("a.docx", a_docx()[:-200], "it is a broken or protected .docx file"),
+        ("a.docx", zipped("a.txt", 1 << 20), "it is a broken or protected .docx file"),
         ("a.docx", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "save it as .docx without a password"),
         ("a.docx", zipped("word/document.xml", 100 << 20), "larger than 64 MiB of text"),
     ],
@@ -209,7 +212,7 @@ def test_folders_list_skipped_files(tmp_path: Path) -> None:
         f"{tmp_path}: skipped: files of other kinds (2 .png, 1 .jpeg): to read one as text, name the file itself",
     ]
     assert said(read(tmp_path / "pipe.txt")) == [f"{tmp_path / 'pipe.txt'}: skipped: it is not a regular file"]
-    with pytest.raises(KvragError, match="is a broken link"):
+    with pytest.raises(KvragError, match="is a broken link: check"):
         find([tmp_path / "broken.md"])
     with pytest.raises(KvragError, match="does not exist"):
         find([tmp_path / "nowhere.md"])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,13 +53,6 @@ def test_adding_a_document_again_drops_what_it_no_longer_has(index: ChunkIndex) 
     assert index.add([CHUNKS[0], "The keeper has moved away."], "a.txt") == 1
     found = {hit.text for hit in index.search("keeper", k=4)}
     assert found == {CHUNKS[0], "The keeper has moved away."}
-
-
-def test_unnamed_texts_add_up_without_repeating(index: ChunkIndex) -> None:
-    index.add(CHUNKS[:2])
-    index.add(CHUNKS[1:])
-    assert len(index) == 3
-    assert [hit.text for hit in index.search(CHUNKS[1], k=1, around=1)] == CHUNKS
 
 
 def test_neighbours_come_in_the_documents_order(index: ChunkIndex) -> None:
@@ -130,20 +121,6 @@ def test_an_unknown_embedder_says_what_to_do(tmp_path: Path) -> None:
         index.add(CHUNKS)
     assert "nobody/nothing" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_missing_extra_names_its_remedy(index: ChunkIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    index.add(CHUNKS, "a.txt")
-    real = builtins.__import__
-
-    def without_faiss(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "faiss":
-            raise ImportError("No module named 'faiss'", name="faiss")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_faiss)
-    with pytest.raises(KvragError, match=r"faiss is not installed: pip install 'kvrag\[cli\]'"):
-        index.search("anything")
 
 
 def test_settings_are_checked(index: ChunkIndex) -> None:

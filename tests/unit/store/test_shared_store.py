@@ -1037,7 +1037,7 @@ def test_the_command_line_copies_and_looks_into_a_shared_store(
     assert main(["store", "copy", str(tmp_path / "kv"), url, *cache]) == 0
     copied = capsys.readouterr()
     assert "3 chunks copied" in copied.out
-    assert f"is not copied: run `kvrag warm DOCS --store {url}`, which encodes nothing" in copied.err
+    assert f"is not copied: run `kvrag warm DOCS --store {url}`, which encodes nothing" in copied.out
     assert main(["store", "copy", str(tmp_path / "kv"), url, *cache]) == 0
     assert "0 chunks copied (0 B), 3 were there; 2 documents" in capsys.readouterr().out
     assert main(["store", "stats", "--store", url, *cache]) == 0

@@ -38,7 +38,7 @@ from kvrag.ingest.ingest import Ingestion
 from kvrag.inspect.explain import explain
 from kvrag.inspect.explanation import Explanation
 from kvrag.inspect.verify import Check, verify
-from kvrag.openmp import release_teams
+from kvrag.openmp import own_team
 from kvrag.request import Pipeline
 from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.load import device_tier
@@ -57,12 +57,16 @@ def _shared_key(name_or_path: str | Path, settings: dict[str, Any]) -> str:
     return repr((str(name_or_path), sorted(settings.items(), key=lambda item: item[0])))
 
 
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        check_bytes(name, size)
+
+
 def default_store(model: Model, codec: str) -> Path:
     """Return the folder of a model's store if none is given."""
     return Path.home() / ".cache" / "kvrag" / model.fingerprint.stored_as(codec).digest
 
 
-@release_teams("__init__", "warm", "stream", "explain", "verify", "calibrate", "prefill")
 class BlendEngine:
     """Answers prompts from pre-encoded chunks. Thread-safe.
 
@@ -72,6 +76,7 @@ class BlendEngine:
         config: Defaults of every answer; `ratio` and `policy` can be given per call.
     """
 
+    @own_team()
     def __init__(
         self,
         model: Model,
@@ -109,12 +114,8 @@ class BlendEngine:
             )
         self.model, self.config, self.codec = model, config or BlendConfig(), check_codec(codec)
         self.fingerprint = model.fingerprint.stored_as(codec)
-        check_bytes("conversation_bytes", conversation_bytes)
-        check_bytes("batch_bytes", batch_bytes)
-        check_bytes("device_bytes", device_bytes)
-        if store is None:
-            store = default_store(model, codec)
-        self.store: KVStore = open_store(store, store_cache)
+        _check_sizes(conversation_bytes=conversation_bytes, batch_bytes=batch_bytes, device_bytes=device_bytes)
+        self.store: KVStore = open_store(default_store(model, codec) if store is None else store, store_cache)
         self.store.bind(self.fingerprint)
         self._catalog, self._tuning = Catalog(self.store), Tuning(model, self.store)
         self._ingestion = Ingestion(model, self.store, self.config, codec, self.fingerprint, self._tuning)
@@ -142,9 +143,7 @@ class BlendEngine:
     ) -> BlendEngine:
         """Load a model (see `Model.from_pretrained` for its settings) and combine it with a store."""
         check_codec(codec)  # before the slow loading
-        check_bytes("conversation_bytes", conversation_bytes)
-        check_bytes("batch_bytes", batch_bytes)
-        check_bytes("device_bytes", device_bytes)
+        _check_sizes(conversation_bytes=conversation_bytes, batch_bytes=batch_bytes, device_bytes=device_bytes)
         model = Model.from_pretrained(name_or_path, **model_settings)
         return cls(model, store, config, ram_bytes, codec, conversation_bytes, batch_bytes, store_cache, device_bytes)
 
@@ -165,6 +164,7 @@ class BlendEngine:
 
     # ---------------------------------------------------------------- ingestion
 
+    @own_team()
     def warm(
         self,
         texts: Iterable[str],
@@ -282,7 +282,7 @@ class BlendEngine:
         self._check_open()
         check_timeout(timeout := options.get("timeout"))
         deltas = self._answering.stream(Question.of(self.model.tokenizer, prompt, self.config, options))
-        return deltas if timeout is None else _within(deltas, timeout)
+        return _within(deltas, timeout)
 
     @_show
     def generate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
@@ -391,6 +391,7 @@ class BlendEngine:
         """Return the token ids of the prompt that `stream` would answer; raises as `count_tokens`."""
         return prepare(self.model.tokenizer, prompt, tools).render(self.model.tokenizer)
 
+    @own_team()
     def explain(
         self,
         prompt: str | Messages | BlendReport | dict[str, Any] | None = None,
@@ -426,10 +427,12 @@ class BlendEngine:
         find = partial(self._lookup.find_chunks, namespace=namespace)
         return explain(self.model.tokenizer, self.store, self.fingerprint, find, answered, config.min_run, retrieved)
 
+    @own_team()
     def verify(self) -> list[Check]:
         """Run the correctness gate on this engine's model, in a temporary folder; see `kvrag.inspect.verify`."""
         return verify(self.model, codec=self.codec)
 
+    @own_team()
     def calibrate(
         self,
         prompts: Sequence[str | Messages] | None = None,
@@ -491,6 +494,7 @@ class BlendEngine:
         calibration = calibrate.calibrate(self.model, prefill, ids, config, criterion, progress, words, most)
         return self._tuning.keep_calibration(calibration) if calibration.is_usable else calibration
 
+    @own_team()
     def prefill(
         self,
         ids: list[int],
@@ -537,17 +541,17 @@ class BlendEngine:
         self.close()
 
 
-def _within(deltas: Generator[Delta, None, None], timeout: float) -> Generator[Delta, None, None]:
+def _within(deltas: Generator[Delta, None, None], timeout: float | None) -> Generator[Delta, None, None]:
     """Yield the deltas; raise AnswerTimeoutError once the work on them has taken longer than `timeout` seconds."""
     spent = 0.0
-    with closing(deltas):
+    with own_team(), closing(deltas):
         while True:
             started = time.perf_counter()
             delta = next(deltas, None)
             spent += time.perf_counter() - started  # a slow consumer is not slow work
             if delta is None:
                 return
-            if spent > timeout and delta.finish_reason is None:
+            if timeout is not None and spent > timeout and delta.finish_reason is None:
                 raise AnswerTimeoutError(
                     f"the answer took longer than its timeout of {timeout:g} s: raise timeout=, or lower max_tokens"
                 )

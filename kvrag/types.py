@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 Messages = list[dict[str, Any]]
 """Chat messages in the form of transformers' chat templates: `{"role": ..., "content": ...}`."""
@@ -32,7 +32,27 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class WarmReport:
+class _Report:
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Self:
+        """Return the report of a dict from `to_dict`; unknown keys, of a newer version, are ignored."""
+        known = _known(cls, content)
+        for name, value in known.items():
+            if isinstance(value, list):
+                known[name] = tuple(Run(**_known(Run, item)) if name == "runs" else item for item in value)
+        return cls(**known)
+
+
+def _known(cls: type, content: Mapping[str, Any]) -> dict[str, Any]:
+    return {field.name: content[field.name] for field in fields(cls) if field.name in content}
+
+
+@dataclass(frozen=True, slots=True)
+class WarmReport(_Report):
     """Result of an ingestion.
 
     `chunks` counts distinct chunks given, `new` those encoded now, `reused` those already in the store, `skipped`
@@ -49,22 +69,12 @@ class WarmReport:
     seconds: float
     warnings: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return {**asdict(self), "warnings": list(self.warnings)}
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> WarmReport:
-        """Return the report of a dict from `to_dict`; unknown keys, of a newer version, are ignored."""
-        known = _known(cls, content)
-        return cls(**{**known, "warnings": tuple(known.get("warnings", ()))})
-
 
 _TIMES = ("match_s", "load_s", "stitch_s", "select_s", "blend_s", "ttft_s")
 
 
 @dataclass(frozen=True, slots=True)
-class BlendReport:
+class BlendReport(_Report):
     """Reuse and timing of one answer.
 
     `reused_tokens` came from the store or the conversation, `recomputed_tokens` of them were recomputed on all layers,
@@ -111,22 +121,6 @@ class BlendReport:
         unknown |= {"recomputed_tokens": 0, "runs": (), "policy": "", "ratio": 0.0, "bytes_loaded": 0, "tier": ""}
         counts = {"reused_tokens": cached_tokens, "fresh_tokens": prompt_tokens - cached_tokens, "exact": False}
         return cls(**{"prompt_tokens": prompt_tokens, **counts, **unknown, **known})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON types."""
-        return {**asdict(self), "runs": [asdict(run) for run in self.runs], "notes": list(self.notes)}
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> BlendReport:
-        """Return the report of a dict from `to_dict`; unknown keys, of a newer version, are ignored."""
-        known = _known(cls, content)
-        runs = tuple(Run(**_known(Run, run)) for run in known.get("runs", ()))
-        return cls(**{**known, "runs": runs, "notes": tuple(known.get("notes", ()))})
-
-
-def _known(cls: type, content: Mapping[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(cls)}
-    return {name: value for name, value in content.items() if name in names}
 
 
 @dataclass(frozen=True, slots=True)

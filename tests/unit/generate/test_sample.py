@@ -91,7 +91,7 @@ def test_token_ids_are_a_prompt(engine: BlendEngine, endless: Model) -> None:
         ({"logit_bias": {"5": 1}}, "a token id of logit_bias must be an integer"),
         ({"logit_bias": [5]}, "logit_bias must be a dict"),
         ({"logit_bias": {10**6: 1}}, "unknown token 1000000"),
-        ({"logprobs": 21}, "logprobs must be an integer in [0, 20]"),
+        ({"logprobs": 21}, "logprobs must be an integer in"),
     ],
 )
 def test_settings_out_of_range_are_refused(engine: BlendEngine, settings: dict[str, Any], words: str) -> None:

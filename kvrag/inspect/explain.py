@@ -18,7 +18,7 @@ from kvrag.generate.history import Answered
 from kvrag.inspect.changes import CHANGES, pieces, unquoted
 from kvrag.inspect.elsewhere import Elsewhere, segment_of
 from kvrag.inspect.explanation import Explanation, Finding, Kind, Reason, Stretch
-from kvrag.reuse.match import TextRun, match
+from kvrag.reuse.match import match
 from kvrag.reuse.segment import GRAM
 from kvrag.store import KVStore
 from kvrag.types import BlendReport, Run
@@ -247,7 +247,7 @@ class _Prompt:
             return "full prefill", "all tokens were computed, as requested or because it was predicted to be faster"
         return "not stored then", "it was warmed after this prompt, or could not be read"
 
-    def _too_few(self, runs: Sequence[TextRun]) -> tuple[Reason, str] | None:
+    def _too_few(self, runs: Sequence[Run]) -> tuple[Reason, str] | None:
         """Return the reason if no run of a text is long enough to be reused."""
         if any(len(run) >= self._min_run for run in runs):
             return None
@@ -277,13 +277,11 @@ class _Prompt:
             why = elsewhere.find(ids) or (why[0], why[1] + elsewhere.not_searched)
         return Finding(text, len(ids), reused, *why, key)
 
-    def _runs(self, ids: list[int]) -> list[TextRun]:
+    def _runs(self, ids: list[int]) -> list[Run]:
         """Return the runs of a text in the prompt."""
         return match([segment_of(ids)], self._ids, min(self._min_run, max(len(ids), GRAM)))
 
-    def _why(
-        self, text: str, ids: list[int], runs: Sequence[TextRun], reused: int, is_stored: bool
-    ) -> tuple[Reason, str]:
+    def _why(self, text: str, ids: list[int], runs: Sequence[Run], reused: int, is_stored: bool) -> tuple[Reason, str]:
         if len(ids) < self._min_run:
             return "too short", f"chunks under {self._min_run} tokens are computed with the rest of the prompt"
         if len(ids) - reused <= _EDGES:

@@ -26,10 +26,11 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from kvrag.errors import StoreError
-from kvrag.reuse.match import TextRun, match
+from kvrag.reuse.match import match
 from kvrag.reuse.segment import MAX_TOKENS, SUFFIX, DamagedSegmentError, Ids, Segment, join, read, write
 from kvrag.store.durable import write_file
 from kvrag.store.protocol import KVStore
+from kvrag.types import Run
 
 logger = logging.getLogger("kvrag")
 
@@ -88,13 +89,13 @@ class Catalog:
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
-        self._folder = store.catalog_folder
+        self._folder = store.catalog_folder or Path(os.devnull)
         self._snapshot = _Snapshot()
         self._refreshing = threading.Lock()  # held while building the next snapshot; prompts do not wait for it
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()  # held while starting the thread
         self._closed = threading.Event()
-        self._is_writable = self._folder is not None and not store.read_only
+        self._is_writable = store.catalog_folder is not None and not store.read_only
         self._damaged: set[str] = set()  # files that have been logged
         with self._refreshing:
             is_behind = self._advance(_AT_ONCE)
@@ -115,7 +116,7 @@ class Catalog:
             self._maintain(is_behind)
         return removals
 
-    def match(self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[TextRun]:
+    def match(self, ids: Sequence[int] | Ids, min_run: int, namespace: str = "") -> list[Run]:
         """Return the prompt's runs in the current snapshot; see `kvrag.reuse.match.match`."""
         return match(self._snapshot.segments, ids, min_run, namespace)
 
@@ -188,8 +189,10 @@ class Catalog:
         if log is None:
             if snapshot.segments and not is_patient:
                 return snapshot, True  # prompts do not wait for it: the store is asked for every match
+            if snapshot.segments:
+                logger.info("the log of removals is too short: all texts are indexed again")
             position, _ = self._store.removed(0) or (0, ())
-            return replace(self._compare(snapshot), position=position, removals=removals), False
+            return _Snapshot(position=position, removals=removals, head=snapshot.head), False
         position, removed = log
         segments = snapshot.segments
         if removed:
@@ -198,28 +201,10 @@ class Catalog:
             segments = tuple(join([s]) if not s.name and 2 * s.num_alive < len(s) else s for s in segments)
         return replace(snapshot, segments=segments, position=position, removals=removals), False
 
-    def _compare(self, snapshot: _Snapshot) -> _Snapshot:
-        """Find removed texts without the log, by comparing all entries."""
-        logger.info("the log of removals is too short: comparing the catalog with the store")
-        alive = [np.zeros(len(segment), bool) for segment in snapshot.segments]
-        for entry in self._store.entries(0):
-            if entry.number > snapshot.last:
-                break
-            for segment, mask in zip(snapshot.segments, alive, strict=True):
-                row = int(np.searchsorted(segment.numbers, entry.number))
-                if row < len(segment) and segment.numbers[row] == entry.number:
-                    if segment.text_key(row) != entry.text_key:
-                        return _Snapshot(head=snapshot.head)  # another store's numbers: start again
-                    mask[row] = True
-        segments = tuple(replace(s, alive=s.alive & mask) for s, mask in zip(snapshot.segments, alive, strict=True))
-        return replace(snapshot, segments=segments)
-
     # ---------------------------------------------------------------- files
 
     def _adopt(self, snapshot: _Snapshot) -> _Snapshot:
         """Use the files listed by the head, if it has changed."""
-        if self._folder is None:
-            return snapshot
         signature = _signature(self._folder / _HEAD)
         if signature == snapshot.head:
             return snapshot
@@ -233,7 +218,6 @@ class Catalog:
 
     def _read_head(self, snapshot: _Snapshot) -> tuple[list[Segment], int, int]:
         """Return the intact files listed by the head, the last number in them, and the position in the log."""
-        assert self._folder is not None
         known = {segment.name: segment for segment in snapshot.files}
         try:
             raw = (self._folder / _HEAD).read_bytes()
@@ -302,7 +286,7 @@ class Catalog:
         Returns:
             Whether this process has done it.
         """
-        if self._folder is None or not self._is_writable:
+        if not self._is_writable:
             return False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -312,7 +296,11 @@ class Catalog:
                     snapshot = self._snapshot
                 if not self._should_write():  # another process has written it
                     return False
-                files = self._write_segments(snapshot, merges)
+                files = list(snapshot.files)
+                if snapshot.tail:
+                    files += self._write_file(snapshot.tail)
+                if merges and (adjacent := _to_merge(files)) is not None:
+                    files[adjacent] = self._write_file(files[adjacent])
                 self._write_head(files, snapshot)
                 with self._refreshing:
                     self._advance(0)
@@ -330,17 +318,7 @@ class Catalog:
             return False
         return True
 
-    def _write_segments(self, snapshot: _Snapshot, merges: bool) -> list[Segment]:
-        """Write the snapshot's tail, merge files, and return the segments on disk."""
-        segments = list(snapshot.files)
-        if snapshot.tail:
-            segments += self._write_file(snapshot.tail)
-        if merges and (adjacent := _to_merge(segments)) is not None:
-            segments[adjacent] = self._write_file(segments[adjacent])
-        return segments
-
     def _write_file(self, segments: Sequence[Segment]) -> list[Segment]:
-        assert self._folder is not None
         alive = [segment for segment in segments if segment.num_alive]
         return [read(self._folder / write(alive, self._folder, self._check_open))] if alive else []
 
@@ -349,7 +327,6 @@ class Catalog:
             raise _Closed
 
     def _write_head(self, files: Sequence[Segment], snapshot: _Snapshot) -> None:
-        assert self._folder is not None
         listed = [{"name": file.name, "alive": _pack(np.packbits(file.alive))} for file in files]
         head: dict[str, Any] = {"last": snapshot.last, "position": snapshot.position, "segments": listed}
         text = json.dumps(head).encode()
@@ -357,7 +334,6 @@ class Catalog:
 
     def _clean(self, files: Sequence[Segment]) -> None:
         """Delete files that the head does not list; processes that have mapped them keep them."""
-        assert self._folder is not None
         names = {file.name for file in files}
         for path in [*self._folder.glob(f"*{SUFFIX}"), *self._folder.glob(".*.tmp")]:
             if path.name not in names:

@@ -100,28 +100,25 @@ def spread(hashes: Hashes) -> Hashes:
     return (hashes * np.uint64(0x9E3779B1)) & _LOW
 
 
-def window_minima(hashes: Hashes, window: int = WINDOW) -> NDArray[np.int64]:
+def window_minima(hashes: Hashes) -> NDArray[np.int64]:
     """Return the position of the first smallest 32-bit hash of every window; ascending, with repetitions."""
     minima = hashes << _SHIFT
     minima |= np.arange(len(hashes), dtype=np.uint64)
-    size = 1
-    while size < window:
-        step = min(size, window - size)
+    for step in (1, 2, 4):  # windows of 2, 4 and 8
         minima = np.minimum(minima[:-step], minima[step:])
-        size += step
     return (minima & _LOW).astype(np.int64)
 
 
-def _postings(ids: Ids, starts: Numbers, salts: Hashes, window: int) -> Hashes:
+def _postings(ids: Ids, starts: Numbers, salts: Hashes) -> Hashes:
     """Return unsorted postings of consecutive texts. `starts` are their addresses in `ids`, and the last one's end."""
     ids = ids[starts[0] : starts[-1]]
     lengths = np.diff(starts)
     left = np.repeat(starts[1:], lengths) - np.arange(starts[0], starts[-1])  # tokens from here to the text's end
     hashes = salted(gram_hashes(ids), np.repeat(salts, lengths)[: max(len(ids) - GRAM + 1, 0)])
     chosen = np.zeros(len(hashes), bool)
-    if len(hashes) >= window:
-        minima = window_minima(hashes, window)
-        chosen[minima[left[: len(minima)] >= GRAM + window - 1]] = True
+    if len(hashes) >= WINDOW:
+        minima = window_minima(hashes)
+        chosen[minima[left[: len(minima)] >= GRAM + WINDOW - 1]] = True
     ends = (starts - starts[0])[:-1], (starts - starts[0])[1:] - GRAM  # so that short texts have anchors too
     for end in ends:
         chosen[end[lengths >= GRAM]] = True
@@ -161,12 +158,11 @@ class Segment:
     digests: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, entries: Sequence[Entry], window: int = WINDOW) -> Segment:
+    def of(cls, entries: Sequence[Entry]) -> Segment:
         """Index texts, in ascending order of their numbers."""
         lengths = np.array([len(entry.ids) for entry in entries], np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)]) + PAD
-        if starts[-1] >= MAX_TOKENS:
-            raise ValueError(f"{starts[-1]:,} tokens are too many for one segment")
+        _check_size(starts)
         pad = np.zeros(PAD, np.uint32)
         ids = np.concatenate([pad, *(np.asarray(entry.ids, np.uint32) for entry in entries), pad])
         namespaces = sorted({entry.namespace for entry in entries})
@@ -176,7 +172,7 @@ class Segment:
         parts, row = [np.empty(0, np.uint64)], 0
         while row < len(entries):
             stop = min(max(int(np.searchsorted(starts, starts[row] + _BATCH)), row + 1), len(entries))
-            parts.append(_postings(ids, starts[row : stop + 1], salts[row:stop], window))
+            parts.append(_postings(ids, starts[row : stop + 1], salts[row:stop]))
             row = stop
         postings = _thinned(np.sort(np.concatenate(parts)), starts)
         counts = _zero_counts(len(postings))
@@ -266,6 +262,11 @@ class Segment:
                 raise DamagedSegmentError(self.name, f"{name} are damaged")
 
 
+def _check_size(starts: Numbers) -> None:
+    if starts[-1] >= MAX_TOKENS:
+        raise ValueError(f"{starts[-1]:,} tokens are too many for one segment")
+
+
 def _thinned(postings: Hashes, starts: Numbers) -> Hashes:
     """Keep the first few postings of a hash in one text."""
     hashes = postings >> _SHIFT
@@ -297,25 +298,34 @@ class _Merge:
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = segments
+        self.last = max(segment.last for segment in segments)
         rows = [np.flatnonzero(segment.alive) for segment in segments]
-        lengths = [np.diff(segment.starts) for segment in segments]
-        self.starts = np.concatenate([[0], *(n[alive] for n, alive in zip(lengths, rows, strict=True))]).cumsum() + PAD
-        if self.starts[-1] >= MAX_TOKENS:
-            raise ValueError(f"{self.starts[-1]:,} tokens are too many for one segment")
+        pairs = list(zip(segments, rows, strict=True))
+        self._starts = np.concatenate([[0], *(np.diff(segment.starts)[alive] for segment, alive in pairs)]).cumsum()
+        self._starts += PAD
+        _check_size(self._starts)
         self._shifts, begin = [], 0  # added to the addresses of each row
-        for segment, alive in zip(segments, rows, strict=True):
+        for segment, alive in pairs:
             shift = np.zeros(len(segment) + 1, np.int64)
-            shift[alive] = self.starts[begin : begin + len(alive)] - segment.starts[alive]
+            shift[alive] = self._starts[begin : begin + len(alive)] - segment.starts[alive]
             self._shifts.append(shift.astype(np.uint64))
             begin += len(alive)
         self.namespaces = tuple(sorted({name for segment in segments for name in segment.namespaces}))
         number = {name: i for i, name in enumerate(self.namespaces)}
-        spaces = [np.array([number[n] for n in s.namespaces], np.uint32)[s.spaces] for s in segments]
-        pairs = list(zip(segments, rows, strict=True))
-        self.numbers = np.concatenate([segment.numbers[alive] for segment, alive in pairs])
-        self.keys = np.concatenate([segment.keys[alive] for segment, alive in pairs])
-        self.spaces = np.concatenate([space[alive] for space, alive in zip(spaces, rows, strict=True)])
+        spaces = [np.array([number[name] for name in segment.namespaces], np.uint32) for segment in segments]
+        self._tables = {
+            "starts": self._starts,
+            "numbers": np.concatenate([segment.numbers[alive] for segment, alive in pairs]),
+            "keys": np.concatenate([segment.keys[alive] for segment, alive in pairs]),
+            "spaces": np.concatenate([of[s.spaces[alive]] for of, (s, alive) in zip(spaces, pairs, strict=True)]),
+        }
         self._counts = _zero_counts(sum(len(segment.postings) for segment in segments))
+
+    def arrays(self) -> dict[str, Iterable[NDArray[Any]]]:
+        """Return the portions of each array, to be read in this order."""
+        directory = (np.cumsum(self._counts, dtype=np.uint32) for _ in range(1))  # known after the postings
+        tables = {name: [table] for name, table in self._tables.items()}
+        return {"ids": self.ids(), "postings": self.postings(), "directory": directory, **tables}
 
     def ids(self) -> Iterator[Ids]:
         """Yield the tokens of all texts, padded."""
@@ -348,26 +358,13 @@ class _Merge:
             _count(self._counts, merged)
             yield merged
 
-    def directory(self) -> NDArray[np.uint32]:
-        """Return the directory of the postings, once all of them have been yielded."""
-        return np.cumsum(self._counts, dtype=np.uint32)
-
 
 def join(segments: Sequence[Segment]) -> Segment:
     """Return one segment, in memory, of all live texts."""
     merge = _Merge(segments)
-    return Segment(
-        ids=np.concatenate([*merge.ids()]),
-        postings=np.concatenate([*merge.postings()]),
-        directory=merge.directory(),
-        starts=merge.starts,
-        numbers=merge.numbers,
-        keys=merge.keys,
-        spaces=merge.spaces,
-        namespaces=merge.namespaces,
-        alive=np.ones(len(merge.numbers), bool),
-        last=max(segment.last for segment in segments),
-    )
+    arrays: dict[str, Any] = {name: np.concatenate([*portions]) for name, portions in merge.arrays().items()}
+    alive = np.ones(len(arrays["numbers"]), bool)
+    return Segment(**arrays, namespaces=merge.namespaces, alive=alive, last=merge.last)
 
 
 def write(segments: Sequence[Segment], folder: Path, check: Callable[[], None] = lambda: None) -> str:
@@ -383,21 +380,12 @@ def write(segments: Sequence[Segment], folder: Path, check: Callable[[], None] =
     for segment in segments:
         segment.check()
     merge = _Merge(segments)
-    last = max(segment.last for segment in segments)
-    arrays: dict[str, tuple[str, Iterable[NDArray[Any]]]] = {
-        "ids": ("<u4", merge.ids()),
-        "postings": ("<u8", merge.postings()),
-        "directory": ("<u4", (merge.directory() for _ in range(1))),  # known when the postings have been written
-        "starts": ("<i8", [merge.starts]),
-        "numbers": ("<i8", [merge.numbers]),
-        "keys": (f"|S{merge.keys.dtype.itemsize}", [merge.keys]),
-        "spaces": ("<u4", [merge.spaces]),
-    }
-    footer: dict[str, Any] = {"last": last, "window": WINDOW, "namespaces": list(merge.namespaces), "arrays": {}}
+    last, namespaces = merge.last, list(merge.namespaces)
+    footer: dict[str, Any] = {"last": last, "window": WINDOW, "namespaces": namespaces, "arrays": {}}
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".tmp", delete=False) as file:
         try:
-            for name, (dtype, portions) in arrays.items():
-                footer["arrays"][name] = _write_array(file, dtype, portions, check)
+            for name, portions in merge.arrays().items():
+                footer["arrays"][name] = _write_array(file, portions, check)
             text = json.dumps(footer).encode()
             file.write(text + len(text).to_bytes(8, "little") + xxhash.xxh3_64_digest(text) + _MAGIC)
             file.flush()
@@ -411,14 +399,13 @@ def write(segments: Sequence[Segment], folder: Path, check: Callable[[], None] =
     return name
 
 
-def _write_array(
-    file: IO[bytes], dtype: str, portions: Iterable[NDArray[Any]], check: Callable[[], None]
-) -> dict[str, Any]:
+def _write_array(file: IO[bytes], portions: Iterable[NDArray[Any]], check: Callable[[], None]) -> dict[str, Any]:
     file.write(bytes(-file.tell() % 64))
-    begin, digest = file.tell(), xxhash.xxh3_64()
+    begin, digest, dtype = file.tell(), xxhash.xxh3_64(), ""
     for portion in portions:
         check()
-        raw = np.ascontiguousarray(portion, dtype).view(np.uint8).data
+        dtype = portion.dtype.str
+        raw = np.ascontiguousarray(portion).view(np.uint8).data
         file.write(raw)
         digest.update(raw)
     return {"dtype": dtype, "begin": begin, "bytes": file.tell() - begin, "digest": digest.hexdigest()}

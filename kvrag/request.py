@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from kvrag.backend.protocol import Backend
 from kvrag.control.tuning import Plan, Tuning
 from kvrag.reuse.blend import blend, blended_rows
-from kvrag.reuse.load import load
+from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.lookup import Lookup, Match
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.recovery import Recovery
@@ -70,7 +70,8 @@ class Pipeline:
             keys = prompt.keys  # also where nothing is reused: what is forgotten must be found in conversations
             if plan.is_full:
                 prompt = replace(prompt, matches=(), readers={})
-            with load(self.backend, prompt, self.codec, trace, self._capacity(prompt)) as layers:
+            capacity = min(len(prompt.ids) + _ROOM, self.backend.context_window)
+            with closing(LayerLoader(self.backend, prompt, self.codec, trace, capacity)) as layers:
                 with trace.step("stitch", synchronise=False):
                     stitched = stitch(self.backend, prompt, layers)
                 with trace.step("select"):
@@ -89,9 +90,6 @@ class Pipeline:
             with_context=prompt.with_context,
             keys=keys,
         )
-
-    def _capacity(self, prompt: Prompt) -> int:
-        return min(len(prompt.ids) + _ROOM, self.backend.context_window)
 
 
 def _report(

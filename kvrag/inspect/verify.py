@@ -23,7 +23,7 @@ from kvrag.generate.decode import decode
 from kvrag.ingest.encode import encode
 from kvrag.reuse.blend import blend
 from kvrag.reuse.catalog import Catalog
-from kvrag.reuse.load import load
+from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.lookup import Lookup
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.select import Selection
@@ -142,7 +142,7 @@ def _stitch(model: Model, ids: list[int], folder: Path, codec: str) -> Stitched:
         readers = {key: reader for key in {match.run.key for match in matches} if (reader := store.open(key))}
         with (
             closing(Prompt(ids, matches=matches, readers=readers)) as prompt,
-            load(model, prompt, codec, Trace(model), len(ids) + _NEW_TOKENS) as layers,
+            closing(LayerLoader(model, prompt, codec, Trace(model), len(ids) + _NEW_TOKENS)) as layers,
         ):
             stitched = stitch(model, prompt, layers)
             for number in range(model.num_layers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -37,22 +37,6 @@ class _Laid(NamedTuple):
     copied: torch.cuda.Event | None
 
 
-def load(
-    backend: Backend, prompt: Prompt, codec: str, trace: Trace, capacity: int
-) -> AbstractContextManager[LayerLoader]:
-    """Start reading the first layer of the prompt's chunks, or all of them if a pass may not wait.
-
-    Args:
-        prompt: Runs and open readers. The caller closes it.
-        codec: Codec of the tensors that the readers return.
-        capacity: Number of positions of a layer, including those that are not filled.
-
-    Returns:
-        A context manager, which waits for pending reads at its end.
-    """
-    return closing(LayerLoader(backend, prompt, codec, trace, capacity))
-
-
 class LayerLoader:
     """Loads the matched runs layer by layer, laid out in prompt order; background threads read ahead.
 
@@ -60,13 +44,16 @@ class LayerLoader:
     stream: an operation per run and layer would cost more than the bytes.
 
     Attributes:
-        codec: Codec of the chunks.
+        codec: Codec of the tensors that the readers return.
         trace: Where the time is recorded.
-        capacity: Number of positions of a layer.
+        capacity: Number of positions of a layer, including those that are not filled.
     """
 
     def __init__(self, backend: Backend, prompt: Prompt, codec: str, trace: Trace, capacity: int) -> None:
-        """See `load`."""
+        """Start reading the first layer of the prompt's chunks, or all of them if a pass may not wait.
+
+        The caller closes the loader, and then the prompt.
+        """
         self.codec, self.trace, self.capacity = codec, trace, capacity
         self._backend, self._prompt = backend, prompt
         # then no read has to queue after those of a slow disk

@@ -11,7 +11,7 @@ import torch
 from kvrag import BlendConfig, BlendEngine, Model
 from kvrag.answer import overridden
 from kvrag.reuse.blend import blend
-from kvrag.reuse.load import load
+from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.recovery import Recovery
 from kvrag.reuse.select import Selection
@@ -77,7 +77,8 @@ def laying_out(engine: BlendEngine) -> Iterator[LayOut]:
             model, matches = engine.model, engine._lookup.find(ids, engine.config.min_run)
             recovery = Recovery(model, engine.store, engine._pipeline.memory)
             prompt = stack.enter_context(closing(recovery.open(Prompt(ids), matches)))
-            layers = stack.enter_context(load(model, prompt, engine.codec, Trace(model), len(ids) + 10))
+            loader = LayerLoader(model, prompt, engine.codec, Trace(model), len(ids) + 10)
+            layers = stack.enter_context(closing(loader))
             return stitch(model, prompt, layers)
 
         yield lay_out

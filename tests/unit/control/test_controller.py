@@ -353,7 +353,7 @@ def test_damaged_measurements_cost_no_answer(content: bytes, model: Model, tmp_p
 
 
 def test_wrong_settings_are_refused(engine: BlendEngine) -> None:
-    with pytest.raises(SettingError, match="unknown controller .*; choose one of auto, off"):
+    with pytest.raises(SettingError, match=r"unknown controller .*; choose one of auto, off"):
         BlendConfig(controller="on")
-    with pytest.raises(SettingError, match="unknown controller .*; choose one of auto, off"):
+    with pytest.raises(SettingError, match=r"unknown controller .*; choose one of auto, off"):
         engine.generate(PROMPT, controller="maybe")

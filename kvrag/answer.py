@@ -61,19 +61,11 @@ ANSWER_DEFAULTS: dict[str, Any] = dict.fromkeys(AnswerOptions.__annotations__) |
 
 @dataclass(frozen=True)
 class Question:
-    """A question and the settings of its answer.
+    """A question and the settings of its answer."""
 
-    Attributes:
-        prepared: The prompt, with tools and grammar.
-        documents: Chunks in the prompt; those not stored are encoded first.
-        namespace: Namespace of the chunks and conversations to reuse.
-        config: Blend settings.
-        sampling: Sampling settings.
-    """
-
-    prepared: Prepared
-    documents: Sequence[str]
-    namespace: str
+    prepared: Prepared  # the prompt, with tools and grammar
+    documents: Sequence[str]  # chunks in the prompt; those not stored are encoded first
+    namespace: str  # of the chunks and conversations to reuse
     config: BlendConfig
     sampling: Sampling
 
@@ -182,10 +174,7 @@ class Answering:
         return None
 
     def free(self, keys: Collection[str]) -> None:
-        """Free the KV of chunks that are no longer stored, and the conversations that contain it.
-
-        Answers in progress complete with their KV, which is not kept.
-        """
+        """Free the KV of these chunks and the conversations that contain it; answers in progress complete with it."""
         self._pipeline.memory.drop(keys)
         self._conversations.drop(keys)
 
@@ -204,10 +193,9 @@ class Answering:
             self._removals = removals  # not before: other prompts must not find chunks that are about to be freed
 
     def _free_removed(self, since: int | None = None) -> None:
-        """Free KV that is no longer stored, and all of it if the store cannot be asked.
+        """Free KV that is no longer stored, unless the store's counter is still `since`.
 
-        Args:
-            since: The store's counter when there was nothing to free.
+        If the store cannot be asked, all KV is freed.
         """
         store = self._pipeline.store
         try:

@@ -33,22 +33,14 @@ _ROOM = 256  # spare positions for the answer in a new cache; it grows when they
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The components that all requests share. Each is thread-safe, so this class is too.
-
-    Attributes:
-        backend: The model.
-        store, memory: Stored chunks, and those of them that are in memory.
-        lookup: Finds the runs of stored chunks in a prompt.
-        tuning: Chooses policy and ratio.
-        codec: Codec of the stored chunks.
-    """
+    """The components that all requests share. Each is thread-safe, so this class is too."""
 
     backend: Backend
     store: KVStore
-    memory: MemoryTier
-    lookup: Lookup
-    tuning: Tuning
-    codec: str
+    memory: MemoryTier  # chunks of the store that are in memory
+    lookup: Lookup  # finds the runs of stored chunks in a prompt
+    tuning: Tuning  # chooses policy and ratio
+    codec: str  # of the stored chunks
 
     def prefill(self, prompt: Prompt, matches: Sequence[Match] | None = None) -> Prefilled:
         """Prefill a prompt from stored chunks. Chunks that cannot be read are computed like fresh text.

@@ -51,23 +51,14 @@ class _Closed(Exception):
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Immutable state that prompts are matched against.
+    """Immutable state that prompts are matched against."""
 
-    Attributes:
-        segments: Segments on disk, followed by the tail.
-        base: Texts up to this number are in segments on disk.
-        last: Texts up to this number are in segments.
-        position: Position up to which the store's removal log has been applied; 0 = no entries yet.
-        removals: The store's counter at that time.
-        head: Signature of the head file.
-    """
-
-    segments: tuple[Segment, ...] = ()
-    base: int = 0
-    last: int = 0
-    position: int = 0
-    removals: int = -1
-    head: tuple[int, ...] = ()
+    segments: tuple[Segment, ...] = ()  # those on disk, followed by the tail
+    base: int = 0  # texts up to this number are in segments on disk ...
+    last: int = 0  # ... and up to this one in any segment
+    position: int = 0  # up to which the store's removal log has been applied; 0 = no entries yet
+    removals: int = -1  # the store's counter at that time
+    head: tuple[int, ...] = ()  # signature of the head file
 
     @property
     def files(self) -> tuple[Segment, ...]:
@@ -102,10 +93,9 @@ class Catalog:
         self._maintain(is_behind)
 
     def update(self) -> int:
-        """Index what has been stored or removed, unless another thread is doing so; a thread indexes large additions.
+        """Index what was stored or removed; return the store's counter of removals. Call it once per prompt.
 
-        Returns:
-            The store's counter of removals.
+        It does not wait for another thread that is doing so, and leaves large additions to a thread.
         """
         removals = self._store.removals()
         if self._refreshing.acquire(blocking=False):
@@ -132,11 +122,7 @@ class Catalog:
             self._maintain(False)
 
     def ids(self, text_key: str) -> Ids:
-        """Return a text's token ids.
-
-        Raises:
-            KeyError: The text is not in the catalog.
-        """
+        """Return a text's token ids; raises KeyError."""
         for segment in reversed(self._snapshot.segments):
             row = segment.row(text_key)
             if row is not None:
@@ -281,11 +267,7 @@ class Catalog:
         return self._is_writable and (self._tail_size() >= _TAIL or _to_merge(self._snapshot.files) is not None)
 
     def _write(self, merges: bool = True) -> bool:
-        """Write the tail, merge files, replace the head. One process at a time; prompts do not wait.
-
-        Returns:
-            Whether this process has done it.
-        """
+        """Write the tail, merge files, replace the head; return whether this process, and no other, has done it."""
         if not self._is_writable:
             return False
         try:

@@ -42,17 +42,12 @@ class LayerLoader:
 
     All runs of a layer are laid out by one concatenation and, for a GPU, in pinned memory and by one copy on a separate
     stream: an operation per run and layer would cost more than the bytes.
-
-    Attributes:
-        codec: Codec of the tensors that the readers return.
-        trace: Where the time is recorded.
-        capacity: Number of positions of a layer, including those that are not filled.
     """
 
     def __init__(self, backend: Backend, prompt: Prompt, codec: str, trace: Trace, capacity: int) -> None:
         """Start reading the first layer of the prompt's chunks, or all of them if a pass may not wait.
 
-        The caller closes the loader, and then the prompt.
+        Close the loader before the prompt. A layer has `capacity` positions, including those that are not filled.
         """
         self.codec, self.trace, self.capacity = codec, trace, capacity
         self._backend, self._prompt = backend, prompt
@@ -75,12 +70,8 @@ class LayerLoader:
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Return position-free keys and values of a layer, each (1, H, capacity, D), on its device.
 
-        Positions outside of the runs are undefined. Each layer can be requested once. Other threads can use the model
-        while this one waits.
-
-        Raises:
-            DamagedChunkError: A chunk's bytes differ from those that were written.
-            ChunkUnreadableError: A chunk cannot be read at the moment.
+        Raises DamagedChunkError and ChunkUnreadableError. Positions outside of the runs are undefined. Each layer can
+        be requested once. Other threads can use the model while this one waits.
         """
         with self.trace.step("stall", synchronise=False):
             read = self._read(number) if self._is_in_memory else self._await(number)

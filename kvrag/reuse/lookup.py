@@ -13,17 +13,11 @@ from kvrag.types import Run
 
 
 class Match(NamedTuple):
-    """A run of a stored chunk in a prompt.
+    """A run of a stored chunk in a prompt."""
 
-    Attributes:
-        run: Its `key` is the chunk key.
-        text_key: Key of the chunk's text.
-        context_tokens: Number of context tokens that the chunk was encoded with.
-    """
-
-    run: Run
+    run: Run  # its `key` is the chunk key
     text_key: str
-    context_tokens: int
+    context_tokens: int  # that the chunk was encoded with
 
 
 class Lookup:
@@ -35,14 +29,7 @@ class Lookup:
     def __init__(self, catalog: Catalog, store: KVStore, alone_only: bool) -> None:
         """Combine a catalog and its store. `alone_only`: use only chunks that were encoded without context."""
         self._catalog, self._store, self._alone_only = catalog, store, alone_only
-
-    def update(self) -> int:
-        """Index what was stored or removed since; return the store's counter of removals. Call it once per prompt."""
-        return self._catalog.update()
-
-    def refresh(self) -> None:
-        """Index everything that was stored or removed, however much. Call it after ingestion."""
-        self._catalog.refresh()
+        self.update, self.refresh = catalog.update, catalog.refresh
 
     def find(
         self,
@@ -89,10 +76,6 @@ class Lookup:
         return variants
 
     def withdrawn(self, variants: Mapping[str, str]) -> list[str]:
-        """Return the chunk keys that a prompt may no longer use, because another source has their text by now.
-
-        Args:
-            variants: Chunk key by text key.
-        """
+        """Return those of the chunk keys (by text key) that may no longer be used: other sources have the text too."""
         usable = self.usable(variants) if variants else {}
         return [chunk_key for text_key, chunk_key in variants.items() if usable.get(text_key) != chunk_key]

@@ -259,8 +259,7 @@ def _cover(
 def _missing(prompt: bytes, raw: memoryview, run: _Run, low: int) -> tuple[int, int]:
     """Return how many tokens at the beginning of a run's text are missing before it in the prompt, and the cost.
 
-    Args:
-        low: End of the run before. Its tokens can be this text, too.
+    The tokens of the run before, which ends at `low`, can be this text, too.
     """
     missing = run.address - run.first
     if not missing or run.start > low:
@@ -270,11 +269,9 @@ def _missing(prompt: bytes, raw: memoryview, run: _Run, low: int) -> tuple[int, 
 
 
 def _has_first_half(segments: Sequence[Segment], prompt: bytes, run: _Run, high: int, steps: int) -> tuple[bool, int]:
-    """Return whether the prompt has a run's text up to its half, and the number of gaps crossed to find out.
+    """Return whether the prompt has a run's text up to its half, and the gaps crossed to find out, at most `steps`.
 
-    Args:
-        high: Start of the next run. Its tokens can be this text, too.
-        steps: Number of gaps to cross, at most.
+    The tokens of the next run, which starts at `high`, can be this text, too.
     """
     stop, half = run.address + run.stop - run.start, (run.first + run.last) // 2
     if stop < half and run.stop == high:

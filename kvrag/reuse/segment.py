@@ -54,11 +54,7 @@ Numbers = NDArray[np.int64]
 
 
 class DamagedSegmentError(StoreError):
-    """A segment's file is missing or differs from what was written.
-
-    Attributes:
-        name: Name of the file.
-    """
+    """A segment's file is missing or differs from what was written."""
 
     def __init__(self, name: str, reason: object) -> None:
         super().__init__(f"{name}: {reason}")
@@ -130,32 +126,21 @@ def _postings(ids: Ids, starts: Numbers, salts: Hashes) -> Hashes:
 class Segment:
     """Texts, their postings, and their liveness. Immutable; arrays may be views of a mapped file.
 
-    Attributes:
-        ids: (N,) uint32, all texts in sequence, padded at both ends.
-        postings: (M,) uint64, `hash << 32 | address`, ascending.
-        directory: (2**b + 1,) uint32, start of the postings of each value of the hash's top bits.
-        starts: (R + 1,) int64, addresses of the starts of the texts, and of the end of the last one.
-        numbers: (R,) int64, the store's numbers, ascending.
-        keys: (R,) text keys, ASCII.
-        spaces: (R,) uint32, rows of `namespaces`.
-        alive: (R,) bool.
-        last: All texts up to this number are in this segment or an earlier one, or were removed before its creation.
-        name: File name, "" in memory.
-        digests: Digests of the arrays in the file.
+    All texts up to number `last` are in this segment or an earlier one, or were removed before its creation.
     """
 
-    ids: Ids
-    postings: Hashes
-    directory: NDArray[np.uint32]
-    starts: Numbers
-    numbers: Numbers
-    keys: NDArray[np.bytes_]
-    spaces: NDArray[np.uint32]
+    ids: Ids  # (N,) all texts in sequence, padded at both ends
+    postings: Hashes  # (M,) `hash << 32 | address`, ascending
+    directory: NDArray[np.uint32]  # (2**b + 1,) start of the postings of each value of the hash's top bits
+    starts: Numbers  # (R + 1,) addresses of the starts of the texts, and of the end of the last one
+    numbers: Numbers  # (R,) the store's numbers, ascending
+    keys: NDArray[np.bytes_]  # (R,) text keys
+    spaces: NDArray[np.uint32]  # (R,) rows of `namespaces`
     namespaces: tuple[str, ...]
-    alive: NDArray[np.bool_]
+    alive: NDArray[np.bool_]  # (R,)
     last: int = 0
-    name: str = ""
-    digests: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""  # of the file
+    digests: Mapping[str, str] = field(default_factory=dict)  # of the arrays in the file
 
     @classmethod
     def of(cls, entries: Sequence[Entry]) -> Segment:
@@ -252,11 +237,7 @@ class Segment:
         return replace(self, alive=alive) if self.alive[rows].any() else self
 
     def check(self, names: Iterable[str] = ()) -> None:
-        """Compare arrays (default: all) with their digests.
-
-        Raises:
-            DamagedSegmentError: An array has changed.
-        """
+        """Raise DamagedSegmentError if the digest of an array (default: of any) has changed."""
         for name in names or self.digests:
             if xxhash.xxh3_64_hexdigest(getattr(self, name).view(np.uint8).data) != self.digests[name]:
                 raise DamagedSegmentError(self.name, f"{name} are damaged")
@@ -368,14 +349,10 @@ def join(segments: Sequence[Segment]) -> Segment:
 
 
 def write(segments: Sequence[Segment], folder: Path, check: Callable[[], None] = lambda: None) -> str:
-    """Write all live texts as one file, portion by portion, and return its name.
+    """Write all live texts as one file, portion by portion, and return its name; raises DamagedSegmentError.
 
     Args:
         check: Called before every portion; an error that it raises ends the writing.
-
-    Raises:
-        DamagedSegmentError: One of the segments is damaged.
-        OSError: Nothing has been written.
     """
     for segment in segments:
         segment.check()
@@ -412,11 +389,7 @@ def _write_array(file: IO[bytes], portions: Iterable[NDArray[Any]], check: Calla
 
 
 def read(path: Path) -> Segment:
-    """Map a segment's file. Its footer and its tables of texts are checked, the rest when it is merged.
-
-    Raises:
-        DamagedSegmentError: It is missing, cut or changed.
-    """
+    """Map a segment's file; raises DamagedSegmentError. The long arrays are checked when it is merged."""
     try:
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -28,15 +28,10 @@ def no_rows() -> Tensor:
 
 @dataclass(frozen=True)
 class Selection:
-    """The positions to recompute.
+    """The positions to recompute."""
 
-    Attributes:
-        positions: (S,) reused positions.
-        final_rows: (F,) fresh positions that the policy has already computed on every layer, over the stitched KV.
-    """
-
-    positions: Tensor
-    final_rows: Tensor = field(default_factory=no_rows)
+    positions: Tensor  # (S,) reused positions
+    final_rows: Tensor = field(default_factory=no_rows)  # see Scores
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class Scores:
 
     Attributes:
         values: (T,) a position with a higher score is recomputed first; -inf = never.
-        final_rows: See Selection.
+        final_rows: (F,) fresh positions that the policy has already computed on every layer, over the stitched KV.
     """
 
     values: Tensor
@@ -63,17 +58,11 @@ class Context:
 
 
 class Passes(NamedTuple):
-    """Shares of the layers that a policy runs to score, for the cost model.
+    """Shares of the layers that a policy runs to score, for the cost model."""
 
-    Attributes:
-        query: On the fresh tokens.
-        detection: On all tokens.
-        candidates: On the fresh tokens and `CANDIDATES` times the budget.
-    """
-
-    query: float = 0.0
-    detection: float = 0.0
-    candidates: float = 0.0
+    query: float = 0.0  # on the fresh tokens
+    detection: float = 0.0  # on all tokens
+    candidates: float = 0.0  # on the fresh tokens and `CANDIDATES` times the budget
 
 
 NO_PASSES = Passes()

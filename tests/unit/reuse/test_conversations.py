@@ -373,7 +373,7 @@ def test_two_turns_of_one_conversation_at_once_do_not_disturb_each_other(talk: T
 
 
 def _kept(engine: BlendEngine) -> int:
-    return engine._answering._conversations.num_bytes
+    return sum(kept.cache.num_bytes for kept in engine._answering._conversations._kept)
 
 
 def test_the_bound_in_bytes_is_kept(endless: Model, tmp_path: Path) -> None:
@@ -431,7 +431,7 @@ def _conversation(tokens: range, size: int = 4) -> Conversation:
 
 def test_the_one_used_longest_ago_goes_first() -> None:
     three = [_conversation(range(start, start + 40)) for start in (0, 100, 200)]
-    conversations = Conversations(2 * three[0].num_bytes, 1000)
+    conversations = Conversations(2 * three[0].cache.num_bytes, 1000)
     for conversation in three[:2]:
         conversations.keep(conversation, None)
     found = conversations.find([*range(40), 7, 7], BlendConfig(ratio=0.3))

@@ -202,13 +202,9 @@ class BlendEngine:
     def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
         """Start to read the KV of these chunks from the store into the RAM tier, and return at once.
 
-        For texts that a prompt will contain soon, such as those that a retriever has just returned. Only the free share
-        of the RAM tier is used, and answers do not depend on it. Errors of reading are reported by the answers
-        themselves.
-
-        Args:
-            texts: The chunks, as the prompt will contain them; others are ignored.
-            namespace: Namespace of the chunks.
+        For texts that a prompt will contain soon, such as those that a retriever has just returned; unknown ones are
+        ignored. Only the free share of the RAM tier is used, and answers do not depend on it. Errors of reading are
+        reported by the answers themselves.
         """
         chunks = [text for text in texts if isinstance(text, str)]
         check_namespace(namespace)
@@ -281,8 +277,8 @@ class BlendEngine:
         """
         self._check_open()
         check_timeout(timeout := options.get("timeout"))
-        deltas = self._answering.stream(Question.of(self.model.tokenizer, prompt, self.config, options))
-        return _within(deltas, timeout)
+        question = Question.of(self.model.tokenizer, prompt, self.config, options)
+        return _within(self._answering.stream(question), timeout)
 
     @_show
     def generate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
@@ -302,7 +298,6 @@ class BlendEngine:
         tokens in float32. In half precision, a near tie may resolve the other way in a batch.
 
         Args:
-            prompts: As in `stream`.
             each: Options of the prompts, one dict per prompt; they override `options`.
             options: Options of all answers, as in `stream`.
 
@@ -310,7 +305,6 @@ class BlendEngine:
             The number of a prompt and the next delta of its answer.
 
         Raises:
-            SettingError: `each` has another length than `prompts`.
             KvragError: As in `stream`; the other answers are abandoned.
         """
         if each is not None and len(each) != len(prompts):
@@ -379,12 +373,7 @@ class BlendEngine:
         return self.model.context_window
 
     def count_tokens(self, prompt: str | Messages, *, tools: Sequence[dict[str, Any]] | None = None) -> int:
-        """Return the length of the prompt that `stream` would answer, in tokens.
-
-        Raises:
-            PromptError: The prompt cannot be answered.
-            SettingError: The tools are not in OpenAI's form.
-        """
+        """Return the length of the prompt that `stream` would answer, in tokens; raises PromptError, SettingError."""
         return len(self.tokenize(prompt, tools=tools))
 
     def tokenize(self, prompt: str | Messages, *, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
@@ -413,8 +402,7 @@ class BlendEngine:
             ratio, policy, controller, tools, template: As in `stream`, for a new prompt.
 
         Raises:
-            PromptError, ContextWindowError: The prompt cannot be answered, or there is no such answer.
-            SettingError: A setting is out of range.
+            PromptError: The prompt cannot be answered, or there is no such answer.
         """
         self._check_open()
         config = overridden(self.config, ratio, policy, controller)
@@ -456,25 +444,19 @@ class BlendEngine:
         Args:
             prompts: As in `stream`, with chunks that were warmed; None = generated from the stored chunks, see
                 `kvrag.control.prompts`.
-            namespace: Namespace of the chunks.
             policy: Overrides the engine's policy.
             target, sure, ratios, tokens: See `kvrag.control.calibrate.Criterion`.
             count: Maximum number of generated prompts, not counting those that full prefill guesses at.
             chunks: Number of chunks per generated prompt.
             search: Retrieves the chunks of generated prompts, best first, from a query and their number; None = by the
                 rare words that they share.
-            seed: Seed of generated prompts.
             progress: Called with (prefills done, prefills to do).
 
         Returns:
             The result. On a KeyboardInterrupt, that of the prompts done so far; with fewer than ten it is not kept.
 
         Raises:
-            SettingError: An argument is out of range.
-            StoreError: No stored chunks could be recomputed.
-            KvragError: No prompts could be generated, or the model completes none of them (PromptError).
-            ContextWindowError: A prompt is too long.
-            ModelError: Logits are NaN.
+            KvragError: No prompts could be generated, the model completes none of them, or one is too long.
         """
         self._check_open()
         if count < 1 or chunks < 2:
@@ -506,11 +488,7 @@ class BlendEngine:
     ) -> Prefilled:
         """Prefill prompt ids from stored chunks; see `kvrag.request`.
 
-        Args:
-            config: Overrides the engine's config.
-            notes: Notes for the report.
-            namespace: Namespace of the chunks to reuse.
-            goes_on: Reuse the cached prefix of a conversation.
+        With `goes_on`, the cached prefix of a conversation is reused, too. `notes` are those of the report.
         """
         return self._answering.prefill(ids, config or self.config, notes, namespace, goes_on)
 

@@ -43,36 +43,24 @@ have an anonymous holder and expire when unused."""
 
 @dataclass(frozen=True)
 class TokenizedTexts:
-    """Texts in stored form.
-
-    Attributes:
-        ids: Each text's tokens.
-        chunk_keys: Key of each text's variant encoded alone; None if the text is too short to be matched.
-        skipped: Number of different texts that are too short.
-        warnings: Warnings about the texts.
-    """
+    """Texts in stored form."""
 
     ids: list[list[int]]
-    chunk_keys: list[str | None]
-    skipped: int
+    chunk_keys: list[str | None]  # of the variants encoded alone; None if a text is too short to be matched
+    skipped: int  # number of different texts that are too short
     warnings: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A text at its place in a source and a document.
-
-    Attributes:
-        context: Token ids that precede it in its source; of a chosen variant, those that it is encoded with.
-        chunk_key: Key of the chosen variant; "" before the choice.
-    """
+    """A text at its place in a source and a document, later the chosen variant of it."""
 
     document: str
     source: str
     text_key: str
     ids: list[int]
-    context: list[int]
-    chunk_key: str = ""
+    context: list[int]  # that precedes it in its source, or that the variant is encoded with
+    chunk_key: str = ""  # of the variant
 
 
 @dataclass
@@ -135,11 +123,7 @@ class Choosing:
         namespace: str,
         before: dict[str, list[int]],
     ) -> list[_Piece]:
-        """Return the pieces to store: each text once per document and source, at its first position.
-
-        Args:
-            before: See `warm`.
-        """
+        """Return the pieces to store: each text once per document and source, at its first position."""
         pieces: dict[tuple[str, str, str], _Piece] = {}
         contexts = self._headings if self._config.context == "headings" else self._preceding
         for name, source, ids, chunk_key, context in zip(
@@ -210,8 +194,7 @@ class Choosing:
     ) -> list[_Piece]:
         """Choose the variant of each piece: with context, or encoded alone if the text is held elsewhere too.
 
-        Args:
-            shared: Texts held elsewhere with another context under the same source; adds to them.
+        Adds texts that are held elsewhere, with another context under the same source, to `shared`.
         """
         sources = {key: set(state.sources) for key, state in states.items()}
         for piece in pieces:

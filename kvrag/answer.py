@@ -27,7 +27,7 @@ from kvrag.request import Pipeline
 from kvrag.reuse.conversation import CachedPrefix, Conversation, Conversations, Turn
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.stitch import Prefilled
-from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds
+from kvrag.types import Answer, Delta, Messages, TokenIds
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -125,7 +125,9 @@ class Answering:
                 for delta in decode(self._model, done.ids, cache, done.logits, sampling, constraint, control_tokens):
                     answer += delta.token_ids
                     if answered is None:
-                        report = replace(_with_created(done.report, created), ttft_s=time.perf_counter() - started)
+                        created_tokens = sum(len(run) for run in done.report.runs if run.key in created)
+                        ttft_s = time.perf_counter() - started
+                        report = replace(done.report, created_tokens=created_tokens, ttft_s=ttft_s)
                         answered = Answered(done.ids, done.selected, report, namespace)
                         self.history.add(answered)
                     delta = parser.parse(delta) if parser else delta
@@ -152,7 +154,7 @@ class Answering:
         """See `BlendEngine.prefill`."""
         plan = self._pipeline.tuning.plan(config)  # final only if it does not depend on the chunks
         removals = self._pipeline.store.removals() if plan.is_full else self._pipeline.lookup.update()
-        self._notice(removals)
+        self.notice_removals(removals)
         is_continued = goes_on and not is_reference(config)
         prefix = self._find_prefix(ids, plan.config, namespace) if is_continued else None
         prompt = Prompt(ids, config, namespace, prefix, notes)
@@ -182,12 +184,8 @@ class Answering:
         """Drop the conversations. Answers in progress complete with their KV."""
         self._conversations.close()
 
-    def notice_removals(self) -> None:
-        """Free KV that was removed from the store, possibly by another process."""
-        self._notice(self._pipeline.store.removals())
-
-    def _notice(self, removals: int) -> None:
-        """Free KV that was removed from the store, if its counter has changed."""
+    def notice_removals(self, removals: int) -> None:
+        """Free KV that was removed from the store, possibly by another process, if its counter has changed."""
         if removals != self._removals:
             self._free_removed()
             self._removals = removals  # not before: other prompts must not find chunks that are about to be freed
@@ -281,7 +279,3 @@ def join(deltas: Iterable[Delta]) -> Answer:
         tuple(call for delta in parts for call in delta.invalid_calls),
         tuple(logprob for delta in parts for logprob in delta.logprobs),
     )
-
-
-def _with_created(report: BlendReport, created: set[str]) -> BlendReport:
-    return replace(report, created_tokens=sum(len(run) for run in report.runs if run.key in created))

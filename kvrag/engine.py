@@ -196,7 +196,7 @@ class BlendEngine:
         self._check_open()
         report = self._ingestion.warm(texts, document, sources, check_namespace(namespace), progress)
         self._lookup.refresh()  # the next prompt finds them, whatever other threads are doing
-        self._answering.notice_removals()  # of the chunks that these replace
+        self._answering.notice_removals(self.store.removals())  # of the chunks that these replace
         return report
 
     def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:

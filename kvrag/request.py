@@ -64,6 +64,7 @@ class Pipeline:
                 prompt = replace(prompt, matches=(), readers={})
             capacity = min(len(prompt.ids) + _ROOM, self.backend.context_window)
             with closing(LayerLoader(self.backend, prompt, self.codec, trace, capacity)) as layers:
+                recovery.agree(layers.wait)
                 with trace.step("stitch", synchronise=False):
                     stitched = stitch(self.backend, prompt, layers)
                 with trace.step("select"):

@@ -111,12 +111,7 @@ class BlendReport(_Report):
 
     @classmethod
     def unblended(cls, prompt_tokens: int, cached_tokens: int, **known: Any) -> BlendReport:
-        """Return the report of a prompt that another engine or a server answered, without kvrag's pipeline.
-
-        Args:
-            cached_tokens: Number of tokens that came from its own prefix cache.
-            known: Fields to set; the others are zero or empty.
-        """
+        """Return the report of a prompt that another engine answered, with `cached_tokens` from its prefix cache."""
         unknown: dict[str, Any] = dict.fromkeys(_TIMES, 0.0)
         unknown |= {"recomputed_tokens": 0, "runs": (), "policy": "", "ratio": 0.0, "bytes_loaded": 0, "tier": ""}
         counts = {"reused_tokens": cached_tokens, "fresh_tokens": prompt_tokens - cached_tokens, "exact": False}

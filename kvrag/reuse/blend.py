@@ -31,16 +31,11 @@ def blend(backend: Backend, stitched: Stitched, selection: Selection) -> Tensor:
 
 
 def blended_rows(backend: Backend, stitched: Stitched, selection: Selection) -> Tensor:
-    """Return the (N,) positions that `blend` computes."""
-    rows = uncomputed(stitched, selection)
-    return rows[rows < stitched.tail] if backend.leaves_tail else rows
-
-
-def uncomputed(stitched: Stitched, selection: Selection) -> Tensor:
-    """Return the (N,) positions without final KV: fresh and selected ones, except those that are final already."""
-    rows = ~stitched.reused
-    rows[selection.positions] = True
+    """Return the (N,) positions that `blend` computes: fresh and selected ones without final KV."""
+    is_computed = ~stitched.reused
+    is_computed[selection.positions] = True
     final, inexact = selection.final_rows, stitched.inexact
     if len(inexact):  # positions before the first inexact one, such as a system prompt, cannot change
-        rows[final[final < inexact[0]]] = False
-    return rows.nonzero().squeeze(1)
+        is_computed[final[final < inexact[0]]] = False
+    rows = is_computed.nonzero().squeeze(1)
+    return rows[rows < stitched.tail] if backend.leaves_tail else rows

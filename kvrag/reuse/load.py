@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend
-from kvrag.errors import ChunkUnreadableError, DamagedChunkError, out_of_memory
+from kvrag.errors import ChunkUnreadableError, out_of_memory
 from kvrag.openmp import own_team
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.trace import Trace
@@ -56,16 +56,21 @@ class LayerLoader:
         self._ahead = _AHEAD if backend.passes_may_wait else backend.num_layers
         self._reads: dict[int, Future[_Laid | _Chunks]] = {}
         self._start(0)
-        if prompt.runs and not backend.passes_may_wait:
+        if not backend.passes_may_wait:
             self._read_ahead(0)
-            with trace.step("stall", synchronise=False):
-                self._wait_for_all()
 
     @property
     def span(self) -> slice:
         """The positions from the first run's start to the last run's end."""
         runs = self._prompt.runs
         return slice(runs[0].start, runs[-1].stop) if runs else slice(0, 0)
+
+    def wait(self) -> None:
+        """Wait until all layers are in memory, if a pass may not wait; raises as `layer`."""
+        if not self._backend.passes_may_wait:
+            with self.trace.step("stall", synchronise=False):
+                for read in self._reads.values():
+                    read.result()
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Return position-free keys and values of a layer, each (1, H, capacity, D), on its device.
@@ -99,18 +104,6 @@ class LayerLoader:
                 read.exception()
         self._read_ahead(number)  # not before: the pass waits for this layer
         return read.result()
-
-    def _wait_for_all(self) -> None:
-        """Wait until all layers are in memory. An error in one process is raised in all of them."""
-        error = None
-        try:
-            for read in self._reads.values():
-                read.result()
-        except (DamagedChunkError, ChunkUnreadableError) as caught:
-            error = caught
-        for other in filter(None, self._backend.gather(error)):
-            self.close()
-            raise other
 
     def _read_ahead(self, number: int) -> None:
         for layer in range(number, min(number + 1 + self._ahead, self._backend.num_layers)):

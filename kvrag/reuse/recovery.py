@@ -99,11 +99,15 @@ class Recovery:
             return reader
         if len(self._unreadable) >= _FAILURES:
             return None
+        reader = None
         try:
             reader = self._store.open(key)
             if reader and len(self._damaged) >= _FAILURES:
-                _read_whole(reader)
+                for number in range(reader.num_layers):
+                    reader.layer(number)  # verifies its digest
         except (DamagedChunkError, ChunkUnreadableError) as error:
+            if reader:
+                reader.close()
             self._leave_out(error)
             return None
         return self._memory.keeping(reader) if reader else None
@@ -118,13 +122,3 @@ class Recovery:
             self._memory.drop([error.key])
             with suppress(StoreError):  # on a full disk it stays in place
                 self._store.quarantine(error.key)
-
-
-def _read_whole(reader: ChunkReader) -> None:
-    """Read every layer, which verifies its digest. Closes the reader on failure."""
-    try:
-        for number in range(reader.num_layers):
-            reader.layer(number)
-    except BaseException:
-        reader.close()
-        raise

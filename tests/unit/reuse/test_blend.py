@@ -14,6 +14,7 @@ import kvrag.backend.protocol
 import kvrag.reuse.blend
 import kvrag.reuse.load
 from kvrag import BlendEngine, FileStore, Model
+from kvrag.backend.protocol import Backend
 from kvrag.reuse.blend import blend
 from kvrag.reuse.select import Selection
 from kvrag.reuse.stitch import Stitched
@@ -101,14 +102,14 @@ def test_what_listening_has_computed_for_good_is_not_computed_again(
         assert rows[-1] == report.fresh_tokens + report.recomputed_tokens - before
         prepare(engine, ids, 0.3, policy, band=(0.25, 0.5))
         assert rows[-1] == report.fresh_tokens + report.recomputed_tokens
-        monkeypatch.setattr(kvrag.reuse.blend, "uncomputed", _all_rows)
+        monkeypatch.setattr(kvrag.reuse.blend, "blended_rows", _all_rows)
         again = prepare(engine, ids, 0.3, policy)
         assert rows[-1] == report.fresh_tokens + report.recomputed_tokens
         assert torch.equal(again.selected, done.selected)
         assert relative(again.logits, done.logits) <= 1e-5
 
 
-def _all_rows(stitched: Stitched, selection: Selection) -> torch.Tensor:
+def _all_rows(_: Backend, stitched: Stitched, selection: Selection) -> torch.Tensor:
     return torch.cat([stitched.fresh, selection.positions]).sort().values
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -23,7 +23,7 @@ from kvrag.errors import SettingError, reporting_memory
 from kvrag.fingerprint import Fingerprint, text_key
 from kvrag.ingest.encode import batch_tokens, encode, trees
 from kvrag.ingest.headings import headings_after, title
-from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore, TextState
+from kvrag.store import ON_REQUEST, ChunkRecord, Holding, KVStore
 from kvrag.store.codec import pack
 from kvrag.types import WarmReport
 
@@ -110,10 +110,9 @@ class Choosing:
         """Return whether `warm` with these texts of a document would encode nothing and change nothing."""
         names = [document] * len(texts)
         pieces = self._pieces(self.tokenize(texts, namespace), names, names, namespace, {})
-        states = self._look_up(pieces)
-        choices = self._choose(pieces, states, namespace, set())
+        choices, missing = self._choose(pieces, namespace, set())
         held = self._store.documents(document, namespace).get(document, [])
-        return not _missing(choices, states) and held == sorted({choice.chunk_key for choice in choices})
+        return not missing and held == sorted({choice.chunk_key for choice in choices})
 
     def _pieces(
         self,
@@ -186,16 +185,15 @@ class Choosing:
         """Return the number of tokens that the window has for the context of a text."""
         return self._outline.context_window - len(self._outline.preamble) - len(ids)
 
-    def _look_up(self, pieces: Sequence[_Piece]) -> dict[str, TextState]:
-        return self._store.look_up(list(dict.fromkeys(piece.text_key for piece in pieces)))
-
     def _choose(
-        self, pieces: Sequence[_Piece], states: Mapping[str, TextState], namespace: str, shared: set[str]
-    ) -> list[_Piece]:
+        self, pieces: Sequence[_Piece], namespace: str, shared: set[str]
+    ) -> tuple[list[_Piece], list[_Piece]]:
         """Choose the variant of each piece: with context, or encoded alone if the text is held elsewhere too.
 
-        Adds texts that are held elsewhere, with another context under the same source, to `shared`.
+        Adds texts that are held elsewhere, with another context under the same source, to `shared`. Also returns those
+        of the variants that are not stored, each once.
         """
+        states = self._store.look_up(list(dict.fromkeys(piece.text_key for piece in pieces)))
         sources = {key: set(state.sources) for key, state in states.items()}
         for piece in pieces:
             sources[piece.text_key].add(piece.source)
@@ -203,7 +201,9 @@ class Choosing:
         several = shared | {key for key, names in sources.items() if len(names) > 1}
         variants = [replace(piece, context=[]) if piece.text_key in several else piece for piece in pieces]
         key = self._fingerprint.chunk_key
-        return [replace(piece, chunk_key=key(piece.ids, piece.context, namespace)) for piece in variants]
+        choices = [replace(piece, chunk_key=key(piece.ids, piece.context, namespace)) for piece in variants]
+        missing = {c.chunk_key: c for c in choices if c.chunk_key not in states[c.text_key].variants}
+        return choices, list(missing.values())
 
 
 class Ingestion(Choosing):
@@ -242,17 +242,14 @@ class Ingestion(Choosing):
         documents = {*names, document} if isinstance(document, str) else set(names)  # also those without texts
         tally = _Tally()
 
-        states = self._look_up(pieces)
         shared: set[str] = set()
-        choices = self._choose(pieces, states, namespace, shared)
-        missing = _missing(choices, states)
+        choices, missing = self._choose(pieces, namespace, shared)
         for _ in range(_ROUNDS):
             self._encode_and_put(missing, namespace, tally, progress)
             self._hold(choices, documents, namespace, mode)
             # re-check after recording the holders: others may have stored, shared or evicted these texts
-            states, previous = self._look_up(pieces), choices
-            choices = self._choose(pieces, states, namespace, shared)
-            missing = _missing(choices, states)
+            previous = choices
+            choices, missing = self._choose(pieces, namespace, shared)
             if choices == previous and (not missing or not self._has_room(missing, namespace)):
                 break
 
@@ -342,16 +339,6 @@ class Ingestion(Choosing):
             forest = trees(self._model, chunks, contexts)
             tokens, pairs = sum(tree.num_tokens for tree in forest), sum(tree.num_pairs for tree in forest)
             self._tuning.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds)
-
-
-def _missing(choices: Sequence[_Piece], states: Mapping[str, TextState]) -> list[_Piece]:
-    """Return the choices whose variant is not stored, each variant once, in reading order."""
-    missing = {
-        choice.chunk_key: choice
-        for choice in reversed(choices)
-        if choice.chunk_key not in states[choice.text_key].variants
-    }
-    return list(reversed(missing.values()))
 
 
 def _per_text(names: str | Sequence[str], texts: TokenizedTexts, kind: str) -> Sequence[str]:

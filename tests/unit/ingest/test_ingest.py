@@ -229,7 +229,7 @@ def test_two_threads_that_warm_a_shared_text_leave_it_alone(opens: Open, model: 
     assert torch.equal(one.values(SHARED), expected)
 
 
-@pytest.mark.parametrize("step", ["_encode_and_put", "_hold", "_look_up"])
+@pytest.mark.parametrize("step", ["_encode_and_put", "_hold", "_choose"])
 @pytest.mark.parametrize("turn", [1, 2])
 def test_another_document_that_comes_in_between_any_two_steps(
     opens: Open, monkeypatch: pytest.MonkeyPatch, step: str, turn: int

@@ -209,10 +209,10 @@ class Answering:
         """Encode the documents that are not stored, and return their keys; adds to `notes`."""
         missing: dict[str, str] = {}
         tokenized = self._ingestion.tokenize(documents, namespace)
-        text_keys = [text_key(namespace, ids) for ids in tokenized.ids]
+        text_keys = [text_key(namespace, ids) for ids, _ in tokenized]
         try:
             usable = self._pipeline.lookup.usable(text_keys)
-            for document, key, chunk_key in zip(documents, text_keys, tokenized.chunk_keys, strict=True):
+            for document, key, (_, chunk_key) in zip(documents, text_keys, tokenized, strict=True):
                 if chunk_key and key not in usable:
                     missing[chunk_key] = document
             if missing and not is_alone:

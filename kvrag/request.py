@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvrag.backend.protocol import Backend
 from kvrag.control.tuning import Plan, Tuning
@@ -88,7 +89,8 @@ class Pipeline:
 def _report(
     prompt: Prompt, plan: Plan, stitched: Stitched, selection: Selection, trace: Trace, notes: Sequence[str]
 ) -> BlendReport:
-    num_tokens, reused, seconds = len(prompt.ids), int(stitched.reused.sum()), trace.seconds
+    num_tokens, reused = len(prompt.ids), int(stitched.reused.sum())
+    times: dict[str, Any] = {f"{step}_s": seconds for step, seconds in trace.seconds.items()}
     return BlendReport(
         prompt_tokens=num_tokens,
         reused_tokens=reused,
@@ -97,12 +99,7 @@ def _report(
         runs=tuple(prompt.runs),
         policy=plan.config.policy,
         ratio=plan.ratio,
-        match_s=seconds["match"],
-        load_s=seconds["read"],
-        load_stall_s=seconds["stall"],
-        stitch_s=seconds["stitch"],
-        select_s=seconds["select"],
-        blend_s=seconds["blend"],
+        **times,
         ttft_s=0.0,  # set by the caller
         bytes_loaded=prompt.bytes_read,
         tier=prompt.tier,

@@ -41,16 +41,6 @@ Mode = Literal["replace", "add", "on request"]
 have an anonymous holder and expire when unused."""
 
 
-@dataclass(frozen=True)
-class TokenizedTexts:
-    """Texts in stored form."""
-
-    ids: list[list[int]]
-    chunk_keys: list[str | None]  # of the variants encoded alone; None if a text is too short to be matched
-    skipped: int  # number of different texts that are too short
-    warnings: list[str]
-
-
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """A text at its place in a source and a document, later the chosen variant of it."""
@@ -80,31 +70,23 @@ class Choosing:
     def __init__(self, model: Outline, store: KVStore, config: BlendConfig, fingerprint: Fingerprint) -> None:
         self._outline, self._store, self._config, self._fingerprint = model, store, config, fingerprint
 
-    def tokenize(self, texts: Iterable[str], namespace: str = "") -> TokenizedTexts:
-        """Tokenize texts. Raises the errors of `BlendEngine.warm` for texts that cannot be chunks."""
+    def tokenize(self, texts: Iterable[str], namespace: str = "") -> list[tuple[list[int], str | None]]:
+        """Return each text's token ids, and its chunk key if encoded alone: None if it is too short to be matched.
+
+        Raises the errors of `BlendEngine.warm` for texts that cannot be chunks.
+        """
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             value = "one string" if isinstance(texts, str) else repr(texts)
             raise SettingError(f"texts must be a list of strings, not {value:.80}")
-        tokens: list[list[int]] = []
-        chunk_keys: list[str | None] = []
-        short: set[str] = set()
-        least = self._config.min_run
+        tokenized: list[tuple[list[int], str | None]] = []
         for number, text in enumerate(texts):
             if not isinstance(text, str):
                 raise SettingError(f"chunk {number} must be a string, got {type(text).__name__}")
             ids = self._outline.tokenizer.encode(text)
             self._outline.check_window(len(ids) + len(self._outline.preamble), f"chunk {number}")
-            tokens.append(ids)
-            if len(ids) < least:
-                short.add(text)
-            chunk_keys.append(None if len(ids) < least else self._fingerprint.chunk_key(ids, (), namespace))
-        warnings = []
-        if short:
-            warnings.append(
-                f"{len(short)} chunks have fewer than {least} tokens and will not be reused: "
-                "they are computed with the rest of the prompt"
-            )
-        return TokenizedTexts(tokens, chunk_keys, len(short), warnings)
+            is_short = len(ids) < self._config.min_run
+            tokenized.append((ids, None if is_short else self._fingerprint.chunk_key(ids, (), namespace)))
+        return tokenized
 
     def is_warm(self, texts: Sequence[str], document: str, namespace: str = "") -> bool:
         """Return whether `warm` with these texts of a document would encode nothing and change nothing."""
@@ -116,7 +98,7 @@ class Choosing:
 
     def _pieces(
         self,
-        texts: TokenizedTexts,
+        texts: Sequence[tuple[list[int], str | None]],
         names: Sequence[str],
         sources: Sequence[str],
         namespace: str,
@@ -124,10 +106,9 @@ class Choosing:
     ) -> list[_Piece]:
         """Return the pieces to store: each text once per document and source, at its first position."""
         pieces: dict[tuple[str, str, str], _Piece] = {}
-        contexts = self._headings if self._config.context == "headings" else self._preceding
-        for name, source, ids, chunk_key, context in zip(
-            names, sources, texts.ids, texts.chunk_keys, contexts(texts.ids, sources, before), strict=True
-        ):
+        find_contexts = self._headings if self._config.context == "headings" else self._preceding
+        contexts = find_contexts([ids for ids, _ in texts], sources, before)
+        for name, source, (ids, chunk_key), context in zip(names, sources, texts, contexts, strict=True):
             if chunk_key:
                 piece = _Piece(name, source, text_key(namespace, ids), ids, context)
                 pieces.setdefault((name, source, piece.text_key), piece)
@@ -185,9 +166,7 @@ class Choosing:
         """Return the number of tokens that the window has for the context of a text."""
         return self._outline.context_window - len(self._outline.preamble) - len(ids)
 
-    def _choose(
-        self, pieces: Sequence[_Piece], namespace: str, shared: set[str]
-    ) -> tuple[list[_Piece], list[_Piece]]:
+    def _choose(self, pieces: Sequence[_Piece], namespace: str, shared: set[str]) -> tuple[list[_Piece], list[_Piece]]:
         """Choose the variant of each piece: with context, or encoded alone if the text is held elsewhere too.
 
         Adds texts that are held elsewhere, with another context under the same source, to `shared`. Also returns those
@@ -233,8 +212,8 @@ class Ingestion(Choosing):
         """
         started = time.perf_counter()
         tokenized = self.tokenize(texts, namespace)
-        names = _per_text(document, tokenized, "document names")
-        sources = _per_text(document if sources is None else sources, tokenized, "sources")
+        names = _per_text(document, len(tokenized), "document names")
+        sources = _per_text(document if sources is None else sources, len(tokenized), "sources")
         check_names(*{*names, *sources})
         if mode == "on request":
             document, names = ON_REQUEST, [ON_REQUEST] * len(names)
@@ -254,7 +233,13 @@ class Ingestion(Choosing):
                 break
 
         self._tuning.keep_speed()
-        warnings = tokenized.warnings
+        warnings = []
+        skipped = len({tuple(ids) for ids, chunk_key in tokenized if not chunk_key})
+        if skipped:
+            warnings.append(
+                f"{skipped} chunks have fewer than {self._config.min_run} tokens and will not be reused: "
+                "they are computed with the rest of the prompt"
+            )
         if missing:
             warnings.append(
                 f"{len(missing)} of these chunks were evicted at once: the store's byte budget is too small for "
@@ -262,12 +247,12 @@ class Ingestion(Choosing):
             )
         num_texts = len({piece.text_key for piece in pieces})
         return WarmReport(
-            chunks=num_texts + tokenized.skipped,
+            chunks=num_texts + skipped,
             tokens=tally.tokens,
             bytes=tally.bytes,
             new=len(tally.text_keys),
             reused=num_texts - len(tally.text_keys),
-            skipped=tokenized.skipped,
+            skipped=skipped,
             seconds=time.perf_counter() - started,
             warnings=tuple(warnings),
         )
@@ -341,9 +326,8 @@ class Ingestion(Choosing):
             self._tuning.observe_encoding(tokens, pairs, math.ceil(tokens / batch_tokens(self._model)), seconds)
 
 
-def _per_text(names: str | Sequence[str], texts: TokenizedTexts, kind: str) -> Sequence[str]:
+def _per_text(names: str | Sequence[str], num_texts: int, kind: str) -> Sequence[str]:
     """Return one name per text."""
-    num_texts = len(texts.ids)
     if isinstance(names, str):
         return [names] * num_texts
     if len(names) != num_texts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -68,7 +68,7 @@ class LayerLoader:
     def wait(self) -> None:
         """Wait until all layers are in memory, if a pass may not wait; raises as `layer`."""
         if not self._backend.passes_may_wait:
-            with self.trace.step("stall", synchronise=False):
+            with self.trace.step("load_stall", synchronise=False):
                 for read in self._reads.values():
                     read.result()
 
@@ -78,7 +78,7 @@ class LayerLoader:
         Raises DamagedChunkError and ChunkUnreadableError. Positions outside of the runs are undefined. Each layer can
         be requested once. Other threads can use the model while this one waits.
         """
-        with self.trace.step("stall", synchronise=False):
+        with self.trace.step("load_stall", synchronise=False):
             read = self._read(number) if self._is_in_memory else self._await(number)
         with self.trace.step("stitch", synchronise=False):
             laid = read if isinstance(read, _Laid) else self._lay_out(number, read)
@@ -186,15 +186,12 @@ def device_tier(backend: Backend, codec: str, max_bytes: int) -> MemoryTier | No
 
     def place(number: int, layer: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
         device = backend.layer_device(number)
-        try:
+        with suppress(ChunkUnreadableError), _unreadable_without_memory(""):
             keys, values = (part.to(device) for part in unpack(layer, codec, device))
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # other streams read it
-        except (MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-            return None
-        return keys, values
+            return keys, values
+        return None
 
     return MemoryTier(max_bytes, name="device", place=place)
 

@@ -147,7 +147,8 @@ class Segment:
         """Index texts, in ascending order of their numbers."""
         lengths = np.array([len(entry.ids) for entry in entries], np.int64)
         starts = np.concatenate([[0], np.cumsum(lengths)]) + PAD
-        _check_size(starts)
+        if starts[-1] >= MAX_TOKENS:
+            raise ValueError(f"{starts[-1]:,} tokens are too many for one segment")
         pad = np.zeros(PAD, np.uint32)
         ids = np.concatenate([pad, *(np.asarray(entry.ids, np.uint32) for entry in entries), pad])
         namespaces = sorted({entry.namespace for entry in entries})
@@ -243,11 +244,6 @@ class Segment:
                 raise DamagedSegmentError(self.name, f"{name} are damaged")
 
 
-def _check_size(starts: Numbers) -> None:
-    if starts[-1] >= MAX_TOKENS:
-        raise ValueError(f"{starts[-1]:,} tokens are too many for one segment")
-
-
 def _thinned(postings: Hashes, starts: Numbers) -> Hashes:
     """Keep the first few postings of a hash in one text."""
     hashes = postings >> _SHIFT
@@ -284,7 +280,6 @@ class _Merge:
         pairs = list(zip(segments, rows, strict=True))
         self._starts = np.concatenate([[0], *(np.diff(segment.starts)[alive] for segment, alive in pairs)]).cumsum()
         self._starts += PAD
-        _check_size(self._starts)
         self._shifts, begin = [], 0  # added to the addresses of each row
         for segment, alive in pairs:
             shift = np.zeros(len(segment) + 1, np.int64)

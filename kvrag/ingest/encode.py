@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,29 +27,33 @@ LayerKV = tuple[Tensor, Tensor]
 """Keys (position-free) and values of one chunk on one layer, each (H, T, D), on the CPU."""
 
 
+class Branch(NamedTuple):
+    """A row that shares its first tokens with the row of a tree, and ends with a chunk."""
+
+    at: int  # number of the shared tokens
+    ids: list[int]  # the tokens after them
+    chunk: int
+    first: int  # position of the chunk's first token
+
+
 @dataclass
 class Tree:
-    """A row to compute, and its branches: rows that share a prefix with it, and the KV of that prefix.
-
-    Attributes:
-        ids: Token ids of the row.
-        branches: Length of the shared prefix, and the branch's token ids after it.
-        chunks: Number of a chunk -> places of its tokens, counted through the row and then the branches.
-    """
+    """A row to compute, the places of the chunks in it, and its branches, which reuse the KV of shared tokens."""
 
     ids: list[int]
-    branches: list[tuple[int, list[int]]] = field(default_factory=list)
-    chunks: dict[int, list[slice]] = field(default_factory=dict)
+    chunks: dict[int, slice] = field(default_factory=dict)
+    branches: list[Branch] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens to compute."""
-        return len(self.ids) + sum(len(ids) for _, ids in self.branches)
+        return len(self.ids) + sum(len(branch.ids) for branch in self.branches)
 
     @property
     def num_pairs(self) -> float:
         """Number of pairs of a token and a key that it attends to."""
-        return sum(len(ids) * (start + len(ids) / 2) for start, ids in [(0, self.ids), *self.branches])
+        rows = [(0, self.ids), *((branch.at, branch.ids) for branch in self.branches)]
+        return sum(len(ids) * (start + len(ids) / 2) for start, ids in rows)
 
 
 def encode(
@@ -122,15 +125,12 @@ def trees(
         for number in cluster:
             row, first = rows[number], len(rows[number]) - len(chunks[number])
             shared = _common(tree.ids, row)
-            rest = row[shared:]
-            if rest and (2 * shared < len(row) or tree.num_tokens + len(rest) > most_tokens):
+            if shared == len(row):
+                tree.chunks[number] = slice(first, shared)
+            elif 2 * shared < len(row) or tree.num_tokens + len(row) - shared > most_tokens:
                 left.append(number)
-                continue
-            tree.chunks[number] = [slice(first, shared)] if first < shared else []
-            if rest:
-                start = tree.num_tokens - shared + max(first, shared)
-                tree.branches.append((shared, rest))
-                tree.chunks[number].append(slice(start, tree.num_tokens))
+            else:
+                tree.branches.append(Branch(shared, row[shared:], number, first))
         forest.append(tree)
         todo += _clusters(rows, left, model.stable_length)
     return forest
@@ -183,16 +183,16 @@ def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, l
     for start in range(0, longest, size):
         stop = min(start + size, longest)
         # branches follow the row's tokens, and the next block overwrites them
-        branches = [(at, ids) for at, ids in batch[0].branches if start < at <= stop]
-        positions = torch.cat([torch.arange(stop), *(torch.arange(at, at + len(ids)) for at, ids in branches)])
+        branches = [branch for branch in batch[0].branches if start < branch.at <= stop]
+        lengths = [(branch.at, len(branch.ids)) for branch in branches]
+        positions = torch.cat([torch.arange(stop), *(torch.arange(at, at + length) for at, length in lengths)])
         block = torch.tensor([row[start:stop] for row in rows])  # (B, T)
         if branches:
-            ids = torch.cat([block, torch.tensor([[token for _, ids in branches for token in ids]])], dim=1)
-            model.forward_branches(observe, ids, cache, [(at, len(ids)) for at, ids in branches], start)
+            ids = torch.cat([block, torch.tensor([[token for branch in branches for token in branch.ids]])], dim=1)
+            model.forward_branches(observe, ids, cache, lengths, start)
         else:
             model.forward_until(observe, block, cache, torch.arange(start, stop) if len(batch) == 1 else None)
-        complete = [_complete(tree, start, stop) for tree in batch]
-        places = [(row, chunk, where) for row, chunks in enumerate(complete) for chunk, where in chunks.items()]
+        places = [(row, *place) for row, tree in enumerate(batch) for place in _complete(tree, branches, start, stop)]
         first = min((where[0].start for _, _, where in places), default=len(positions))
         encoded: dict[int, list[LayerKV]] = {chunk: [] for _, chunk, _ in places}
         tables = model.tables(positions[first:]) if encoded else []
@@ -213,25 +213,17 @@ def _encode_batch(model: Backend, batch: Sequence[Tree]) -> Iterator[dict[int, l
         yield encoded
 
 
-def _complete(tree: Tree, start: int, stop: int) -> dict[int, list[slice]]:
-    """Return the chunks that the pass over the row's tokens from `start` to `stop` completes, and their places.
+def _complete(tree: Tree, branches: Sequence[Branch], start: int, stop: int) -> Iterator[tuple[int, list[slice]]]:
+    """Yield the chunks that a pass over the row's tokens from `start` to `stop` completes, and their places.
 
-    Places are counted through the tokens of the row up to `stop` and those of the branches that begin in this block.
+    Places are counted through the row up to `stop` and then the branches that begin in between.
     """
-    begins = list(accumulate((len(ids) for _, ids in tree.branches), initial=len(tree.ids)))
-    shifts, end = dict[int, int](), stop
-    for number, (at, ids) in enumerate(tree.branches):
-        if start < at <= stop:
-            shifts[number] = end - begins[number]
-            end += len(ids)
-    complete: dict[int, list[slice]] = {}
-    for chunk, (*before, place) in tree.chunks.items():
-        if place.start < len(tree.ids):
-            if start < place.stop <= stop:
-                complete[chunk] = [*before, place]
-        elif (shift := shifts.get(bisect(begins, place.start) - 1)) is not None:
-            complete[chunk] = [*before, slice(place.start + shift, place.stop + shift)]
-    return complete
+    yield from ((chunk, [place]) for chunk, place in tree.chunks.items() if start < place.stop <= stop)
+    end = stop
+    for at, ids, chunk, first in branches:
+        begin, end = end, end + len(ids)
+        shared = [slice(first, at)] if first < at else []
+        yield chunk, [*shared, slice(begin + max(first - at, 0), end)]
 
 
 def _batches(lengths: Mapping[int, int], most_tokens: int, stable_length: int) -> Iterator[list[int]]:

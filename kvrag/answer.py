@@ -205,22 +205,23 @@ class Answering:
     def _kept_keys(self) -> set[str]:
         return {*self._pipeline.memory.keys(), *self._conversations.keys()}
 
-    def _warm(self, documents: Sequence[str], namespace: str, notes: list[str], is_alone: bool = False) -> set[str]:
+    def _warm(self, documents: Sequence[str], namespace: str, notes: list[str]) -> set[str]:
         """Encode the documents that are not stored, and return their keys; adds to `notes`."""
-        missing: dict[str, str] = {}
         tokenized = self._ingestion.tokenize(documents, namespace)
         text_keys = [text_key(namespace, ids) for ids, _ in tokenized]
-        try:
+
+        def find_missing() -> dict[str, str]:
             usable = self._pipeline.lookup.usable(text_keys)
-            for document, key, (_, chunk_key) in zip(documents, text_keys, tokenized, strict=True):
-                if chunk_key and key not in usable:
-                    missing[chunk_key] = document
-            if missing and not is_alone:
+            chunks = zip(documents, text_keys, tokenized, strict=True)
+            return {key: document for document, text, (_, key) in chunks if key and text not in usable}
+
+        missing: dict[str, str] = {}
+        try:
+            if find_missing():
                 with self._warming:  # parallel answers with the same documents encode them once
-                    return self._warm(documents, namespace, notes, is_alone=True)
-            if missing:
-                self._ingestion.warm(list(missing.values()), "", None, namespace, mode="on request")
-                self._pipeline.lookup.refresh()
+                    if missing := find_missing():
+                        self._ingestion.warm(list(missing.values()), "", None, namespace, mode="on request")
+                        self._pipeline.lookup.refresh()
         except StoreError as error:
             notes.append(f"documents could not be stored: {error}")  # the answer does not depend on it
         return set(missing)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,7 +139,7 @@ class LayerLoader:
 
     def _lay_out(self, number: int, chunks: _Chunks) -> _Laid:
         device = self._backend.layer_device(number)
-        with _copying(device):
+        with torch.cuda.stream(_copy_stream(device)):
             for key, packed in chunks.items():
                 with _unreadable_without_memory(key):
                     chunks[key] = unpack(packed, self.codec, device)
@@ -212,11 +212,7 @@ def _unreadable_without_memory(key: str) -> Iterator[None]:
         raise ChunkUnreadableError(key, "out of memory") from error
 
 
-def _copying(device: torch.device) -> AbstractContextManager[Any]:
-    """Work on the stream that copies to this device, beside the model's stream."""
-    return torch.cuda.stream(_copy_stream(device)) if device.type == "cuda" else nullcontext()
-
-
 @functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the stream that copies to this device, beside the model's; None for a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

@@ -16,6 +16,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from kvrag.backend.protocol import Backend
 from kvrag.control.tuning import Plan, Tuning
 from kvrag.reuse.blend import blend, blended_rows
@@ -23,7 +25,7 @@ from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.lookup import Lookup, Match
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.recovery import Recovery
-from kvrag.reuse.select import Selection, select
+from kvrag.reuse.select import select
 from kvrag.reuse.stitch import Prefilled, Stitched, stitch
 from kvrag.reuse.trace import Trace
 from kvrag.store import KVStore, MemoryTier
@@ -69,15 +71,15 @@ class Pipeline:
                 with trace.step("stitch", synchronise=False):
                     stitched = stitch(self.backend, prompt, layers)
                 with trace.step("select"):
-                    selection = select(self.backend, stitched, plan.config)
+                    selected = select(self.backend, stitched, plan.config)
                 with trace.step("blend"):
-                    logits = blend(self.backend, stitched, selection)
-            self.tuning.observe(prompt, stitched, len(blended_rows(self.backend, stitched, selection)), trace)
-            report = _report(prompt, plan, stitched, selection, trace, recovery.notes)
+                    logits = blend(self.backend, stitched, selected)
+            self.tuning.observe(prompt, stitched, len(blended_rows(self.backend, stitched, selected)), trace)
+            report = _report(prompt, plan, stitched, selected, trace, recovery.notes)
         self.store.touch(list(prompt.readers))
         return Prefilled(
             **vars(stitched),
-            selected=selection.positions,
+            selected=selected,
             logits=logits,
             config=plan.config,
             report=report,
@@ -87,14 +89,14 @@ class Pipeline:
 
 
 def _report(
-    prompt: Prompt, plan: Plan, stitched: Stitched, selection: Selection, trace: Trace, notes: Sequence[str]
+    prompt: Prompt, plan: Plan, stitched: Stitched, selected: Tensor, trace: Trace, notes: Sequence[str]
 ) -> BlendReport:
     num_tokens, reused = len(prompt.ids), int(stitched.reused.sum())
     times: dict[str, Any] = {f"{step}_s": seconds for step, seconds in trace.seconds.items()}
     return BlendReport(
         prompt_tokens=num_tokens,
         reused_tokens=reused,
-        recomputed_tokens=len(selection.positions),
+        recomputed_tokens=len(selected),
         fresh_tokens=num_tokens - reused,
         runs=tuple(prompt.runs),
         policy=plan.config.policy,
@@ -103,7 +105,7 @@ def _report(
         ttft_s=0.0,  # set by the caller
         bytes_loaded=prompt.bytes_read,
         tier=prompt.tier,
-        exact=stitched.num_exact(selection.positions) == num_tokens,
+        exact=stitched.num_exact(selected) == num_tokens,
         notes=(*prompt.notes, *plan.notes, *notes),
         decision=plan.reason,
         conversation_tokens=stitched.kept,

@@ -26,7 +26,6 @@ from kvrag.reuse.catalog import Catalog
 from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.lookup import Lookup
 from kvrag.reuse.prompt import Prompt
-from kvrag.reuse.select import Selection
 from kvrag.reuse.stitch import Stitched, stitch
 from kvrag.reuse.trace import Trace
 from kvrag.store import ChunkRecord, FileStore
@@ -82,7 +81,7 @@ def verify(
         keys, expected = (layer[:, :, reused] for layer in (stitched.cache.layer(0)[0], _layer0_keys(model, ids)))
         limit = tolerance + _KEYS[codec]
         checks = [_check("layer-0 keys of stitched chunks = the model's own", keys, expected, limit)]
-        blended = blend(model, stitched, Selection(stitched.inexact))
+        blended = blend(model, stitched, stitched.inexact)
         checks.append(_check("ratio 1.0 = full prefill (logits)", blended, reference, tolerance))
         checks.append(_check_tokens(model, tokens, _greedy(model, ids, stitched, blended)))
 
@@ -152,7 +151,7 @@ def _stitch(model: Model, ids: list[int], folder: Path, codec: str) -> Stitched:
 
 def _reuse(model: Model, ids: list[int], folder: Path, codec: str) -> Tensor:
     stitched = _stitch(model, ids, folder, codec)
-    return blend(model, stitched, Selection(stitched.inexact[:0]))
+    return blend(model, stitched, stitched.inexact[:0])
 
 
 @torch.inference_mode()

@@ -9,11 +9,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvrag.backend.protocol import Backend, prefill_blocks
-from kvrag.reuse.select import Selection
 from kvrag.reuse.stitch import Stitched
 
 
-def blend(backend: Backend, stitched: Stitched, selection: Selection) -> Tensor:
+def blend(backend: Backend, stitched: Stitched, selected: Tensor) -> Tensor:
     """Recompute fresh and selected positions in `stitched.cache`. The cache is then ready to decode.
 
     With nothing reused, this is full prefill: the model's ordinary forward pass. A backend that leaves the tail to its
@@ -24,18 +23,15 @@ def blend(backend: Backend, stitched: Stitched, selection: Selection) -> Tensor:
     """
     if not stitched.reused.any():
         return backend.forward(stitched.ids[None], stitched.cache)
-    for rows in prefill_blocks(backend, blended_rows(backend, stitched, selection)):
+    for rows in prefill_blocks(backend, blended_rows(backend, stitched, selected)):
         logits = backend.forward(stitched.ids[rows][None], stitched.cache, rows)
     stitched.cache.set_length(len(stitched.ids))
     return logits
 
 
-def blended_rows(backend: Backend, stitched: Stitched, selection: Selection) -> Tensor:
-    """Return the (N,) positions that `blend` computes: fresh and selected ones without final KV."""
+def blended_rows(backend: Backend, stitched: Stitched, selected: Tensor) -> Tensor:
+    """Return the (N,) positions that `blend` computes, fresh and selected ones."""
     is_computed = ~stitched.reused
-    is_computed[selection.positions] = True
-    final, inexact = selection.final_rows, stitched.inexact
-    if len(inexact):  # positions before the first inexact one, such as a system prompt, cannot change
-        is_computed[final[final < inexact[0]]] = False
+    is_computed[selected] = True
     rows = is_computed.nonzero().squeeze(1)
     return rows[rows < stitched.tail] if backend.leaves_tail else rows

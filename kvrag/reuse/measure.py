@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from kvrag.backend.protocol import prefill_blocks
-from kvrag.reuse.select import Context, Scores, no_rows
+from kvrag.reuse.select import Context
 
 _MIN_QUERIES = 8
 _FIRST_SHARE = 1 / 2  # of the budget, at most, for the first tokens of runs
@@ -48,8 +48,8 @@ def deviation(context: Context, layer: int, rows: Tensor) -> Tensor:
     return torch.full_like(scores, -torch.inf).index_copy_(0, stitched.inexact, measured)
 
 
-def attention(context: Context) -> Scores:
-    """Return the attention of the question, the tokens after the last run.
+def attention(context: Context) -> Tensor:
+    """Return the (T,) attention of the question, the tokens after the last run.
 
     Root mean square over the heads and a band of layers, so that one head with high attention counts more than many
     with low attention; optionally smoothed over neighbours.
@@ -71,10 +71,8 @@ def attention(context: Context) -> Scores:
         else:
             backend.forward_until(lambda number, *_: number == layers.stop, ids, stitched.cache, rows)
     received = (received / num_queries).sqrt_()
-    values = avg_pool1d(
-        received[None], config.smoothing, stride=1, padding=config.smoothing // 2, count_include_pad=False
-    )[0]
-    return Scores(values, fresh if layers.stop == backend.num_layers else no_rows())
+    width = config.smoothing
+    return avg_pool1d(received[None], width, stride=1, padding=width // 2, count_include_pad=False)[0]
 
 
 def first_tokens(context: Context) -> Tensor:

@@ -6,7 +6,7 @@ same positions are used for keys and values and on every layer. To add a policy,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -19,32 +19,6 @@ from kvrag.reuse.stitch import Stitched
 
 CANDIDATES = 2
 """Number of candidates of a policy that measures candidates, as a multiple of its budget."""
-
-
-def no_rows() -> Tensor:
-    """Return an empty (0,) tensor of positions."""
-    return torch.empty(0, dtype=torch.long)
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The positions to recompute."""
-
-    positions: Tensor  # (S,) reused positions
-    final_rows: Tensor = field(default_factory=no_rows)  # see Scores
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Scores of a policy.
-
-    Attributes:
-        values: (T,) a position with a higher score is recomputed first; -inf = never.
-        final_rows: (F,) fresh positions that the policy has already computed on every layer, over the stitched KV.
-    """
-
-    values: Tensor
-    final_rows: Tensor = field(default_factory=no_rows)
 
 
 @dataclass(frozen=True)
@@ -68,16 +42,16 @@ class Passes(NamedTuple):
 NO_PASSES = Passes()
 
 
-def select(backend: Backend, stitched: Stitched, config: BlendConfig) -> Selection:
-    """Choose `config.ratio` of the inexact reused positions, ascending."""
+def select(backend: Backend, stitched: Stitched, config: BlendConfig) -> Tensor:
+    """Return `config.ratio` of the inexact reused positions, (S,) ascending."""
     inexact = stitched.inexact
     budget = round((DEFAULT_RATIO if config.ratio is None else config.ratio) * len(inexact))
     if budget == 0 or config.policy == "none":
-        return Selection(inexact[:0])
+        return inexact[:0]
     if budget == len(inexact) and config.min_deviation == 0:
-        return Selection(inexact)  # all of them, regardless of scores
-    scores: Scores = _module(config.policy).score(Context(backend, stitched, config, budget))
-    return Selection(inexact[best(scores.values[inexact], budget)], scores.final_rows)
+        return inexact  # regardless of scores
+    scores: Tensor = _module(config.policy).score(Context(backend, stitched, config, budget))
+    return inexact[best(scores[inexact], budget)]
 
 
 def selecting(config: BlendConfig, num_layers: int) -> Passes:

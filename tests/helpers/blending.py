@@ -14,7 +14,6 @@ from kvrag.reuse.blend import blend
 from kvrag.reuse.load import LayerLoader
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.recovery import Recovery
-from kvrag.reuse.select import Selection
 from kvrag.reuse.stitch import Prefilled, Stitched, stitch
 from kvrag.reuse.trace import Trace
 
@@ -48,7 +47,7 @@ def full_prefill(model: Model, ids: torch.Tensor, capacity: int) -> tuple[torch.
     """(1, V) logits after the last of (T,) ids, and the prompt with a complete cache and nothing reused."""
     nothing = torch.zeros(len(ids), dtype=torch.bool)
     stitched = Stitched(ids, (), nothing, nothing, model.new_cache(capacity))
-    return blend(model, stitched, Selection(stitched.inexact)), stitched
+    return blend(model, stitched, stitched.inexact), stitched
 
 
 @torch.inference_mode()

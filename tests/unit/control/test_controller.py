@@ -227,7 +227,7 @@ def test_reads_that_overlap_count_once(model: Model, monkeypatch: pytest.MonkeyP
         pass
     with trace.reading():
         pass
-    assert trace.seconds["read"] == 6.0
+    assert trace.seconds["load"] == 6.0
 
 
 # ---------------------------------------------------------------- inside an engine

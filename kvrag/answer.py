@@ -136,7 +136,7 @@ class Answering:
                     admitted.is_working = True
                 is_complete = True
                 self._finish(answered, question)
-            if not is_reference(question.config):
+            if question.config.policy != "full":  # see `prefill`
                 # a step that other answers share may be computing the KV of an abandoned answer's last token
                 self._keep(done, answer if is_complete else answer[:-1], generation_prompt, namespace)
 
@@ -155,7 +155,7 @@ class Answering:
         plan = self._pipeline.tuning.plan(config)  # final only if it does not depend on the chunks
         removals = self._pipeline.store.removals() if plan.is_full else self._pipeline.lookup.update()
         self.notice_removals(removals)
-        is_continued = goes_on and not is_reference(config)
+        is_continued = goes_on and config.policy != "full"  # a reference answer does not use conversations
         prefix = self._find_prefix(ids, plan.config, namespace) if is_continued else None
         prompt = Prompt(ids, config, namespace, prefix, notes)
         try:
@@ -257,11 +257,6 @@ def overridden(config: BlendConfig, ratio: float | None, policy: str | None, con
         controller = "off"
     changes: dict[str, Any] = {"ratio": ratio, "policy": policy, "controller": controller}
     return replace(config, **{name: value for name, value in changes.items() if value is not None})
-
-
-def is_reference(config: BlendConfig) -> bool:
-    """Return whether full prefill was asked for, as a reference: such answers do not use conversations."""
-    return config.policy == "full"
 
 
 def join(deltas: Iterable[Delta]) -> Answer:

@@ -46,10 +46,9 @@ class Pipeline:
     codec: str  # of the stored chunks
 
     def prefill(self, prompt: Prompt, matches: Sequence[Match] | None = None) -> Prefilled:
-        """Prefill a prompt from stored chunks. Chunks that cannot be read are computed like fresh text.
+        """Prefill a prompt from stored chunks: `matches`, or those that are looked up.
 
-        Args:
-            matches: Runs of stored chunks after the conversation's cached prefix; None = look them up.
+        Chunks that cannot be read are computed like fresh text.
         """
         recovery = Recovery(self.backend, self.store, self.memory)
         return recovery.run(lambda: self._prefill(prompt, matches, recovery))

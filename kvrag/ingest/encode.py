@@ -65,15 +65,11 @@ def encode(
     """Encode chunks after the model's preamble and their contexts. Only the chunks' own KV is kept.
 
     Shared prefixes are computed once, see `trees`. On a CPU, long rows are computed in blocks, and a chunk is yielded
-    when it is complete.
+    when it is complete: its number, with keys and values per layer.
 
     Args:
-        chunks: Token ids of each chunk, not empty, without the preamble.
         contexts: Token ids between the preamble and each chunk; None = no context.
         most_tokens: Maximum per forward pass, but at least one chunk; None = `batch_tokens(model)`.
-
-    Yields:
-        (number of the chunk in `chunks`, keys and values per layer).
     """
     forest = trees(model, chunks, contexts, most_tokens or BATCH_TOKENS)
     lengths = {number: len(tree.ids) for number, tree in enumerate(forest) if not tree.branches}
@@ -108,10 +104,7 @@ def trees(
     """Return the rows that `encode` computes for these chunks.
 
     Attention is causal, so a shared prefix has the same KV in both rows, unless RoPE depends on the length. A row
-    becomes a branch of a longer one if they share at least its first half.
-
-    Args:
-        most_tokens: Maximum number of tokens of a tree with branches.
+    becomes a branch of a longer one if they share at least its first half, and the tree has at most `most_tokens`.
     """
     preamble, contexts = list(model.preamble), contexts or [()] * len(chunks)
     rows = [[*preamble, *context, *chunk] for context, chunk in zip(contexts, chunks, strict=True)]

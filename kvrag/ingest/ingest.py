@@ -206,9 +206,7 @@ class Ingestion(Choosing):
     ) -> WarmReport:
         """See BlendEngine.warm.
 
-        Args:
-            before: Token ids that precede the texts in their sources, by source, from an earlier call. Changed to
-                those that precede the texts of the next call.
+        `before` are the token ids that precede the texts, by source, from an earlier call; changed for the next one.
         """
         started = time.perf_counter()
         tokenized = self.tokenize(texts, namespace)

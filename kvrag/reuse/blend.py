@@ -16,10 +16,7 @@ def blend(backend: Backend, stitched: Stitched, selected: Tensor) -> Tensor:
     """Recompute fresh and selected positions in `stitched.cache`. The cache is then ready to decode.
 
     With nothing reused, this is full prefill: the model's ordinary forward pass. A backend that leaves the tail to its
-    engine otherwise gets no rows of it, which can be none at all.
-
-    Returns:
-        (1, V) float32 logits after the prompt's last token.
+    engine otherwise gets no rows of it, which can be none at all. Returns (1, V) float32 logits after the last token.
     """
     if not stitched.reused.any():
         return backend.forward(stitched.ids[None], stitched.cache)

@@ -16,6 +16,7 @@ import os
 import threading
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import xxhash
 from filelock import FileLock, Timeout
+from numpy.typing import NDArray
 
 from kvrag.errors import StoreError
 from kvrag.reuse.match import match
@@ -43,10 +45,6 @@ _FULL = 1 << 30  # in a file: no file is merged beyond it
 _SMALL = 4  # files of similar size before they are merged
 _DEAD = 0.25  # share of a file's texts before it is written again
 _HEAD, _LOCK = "head.json", "head.lock"
-
-
-class _Closed(Exception):
-    """The catalog has been closed while a file was written."""
 
 
 @dataclass(frozen=True)
@@ -223,8 +221,7 @@ class Catalog:
             except DamagedSegmentError as error:
                 self._log_damage(error.name, error)
                 return files, files[-1].last if files else 0, head["position"]
-            alive = np.unpackbits(_unpack(listed["alive"]), count=len(segment)).astype(bool)
-            files.append(replace(segment, alive=segment.alive & alive))
+            files.append(replace(segment, alive=segment.alive & _unpack(listed["alive"], len(segment))))
         return files, head["last"], head["position"]
 
     def _log_damage(self, name: str, error: Exception) -> None:
@@ -287,7 +284,7 @@ class Catalog:
                 with self._refreshing:
                     self._advance(0)
                 self._clean(files)
-        except (Timeout, _Closed):  # another process is writing, or the catalog was closed
+        except (Timeout, CancelledError):  # another process is writing, or the catalog was closed
             return False
         except DamagedSegmentError as error:
             self._log_damage(error.name, error)
@@ -306,10 +303,10 @@ class Catalog:
 
     def _check_open(self) -> None:
         if self._closed.is_set():
-            raise _Closed
+            raise CancelledError
 
     def _write_head(self, files: Sequence[Segment], snapshot: _Snapshot) -> None:
-        listed = [{"name": file.name, "alive": _pack(np.packbits(file.alive))} for file in files]
+        listed = [{"name": file.name, "alive": _pack(file.alive)} for file in files]
         head: dict[str, Any] = {"last": snapshot.last, "position": snapshot.position, "segments": listed}
         text = json.dumps(head).encode()
         write_file(self._folder / _HEAD, xxhash.xxh3_64_hexdigest(text).encode() + b"\n" + text)
@@ -353,9 +350,10 @@ def _signature(path: Path) -> tuple[int, ...]:
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
-def _pack(bits: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
-    return base64.b64encode(zlib.compress(bits.tobytes(), 1)).decode()
+def _pack(alive: NDArray[np.bool_]) -> str:
+    return base64.b64encode(zlib.compress(np.packbits(alive).tobytes(), 1)).decode()
 
 
-def _unpack(text: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
+def _unpack(text: str, count: int) -> NDArray[np.bool_]:
+    bits = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
+    return np.unpackbits(bits, count=count).astype(bool)

@@ -41,8 +41,7 @@ class Lookup:
     ) -> list[Match]:
         """Return the runs of stored chunks in a prompt after its first `kept` tokens, ascending and disjoint.
 
-        Args:
-            withheld: Receives the keys of the matched texts without a usable variant.
+        Adds the keys of the matched texts without a usable variant to `withheld`.
         """
         runs = self._catalog.match(ids[kept:], min_run, namespace)
         variants = self._variants(run.key for run in runs)

@@ -25,10 +25,8 @@ class Recovery:
     """Opens the chunks of one prompt, and repeats its prefill without those that fail.
 
     A chunk that fails during a forward pass wastes that pass. After a few failures, the chunks of an unreadable store
-    are therefore skipped, and the chunks of a damaged store are read completely before the pass.
-
-    Attributes:
-        notes: What was left out and why, for the report.
+    are therefore skipped, and the chunks of a damaged store are read completely before the pass. `notes`, for the
+    report, say what was left out and why.
     """
 
     def __init__(self, backend: Backend, store: KVStore, memory: MemoryTier) -> None:

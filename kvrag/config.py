@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 
 from kvrag.errors import SettingError
 
-CODECS = ("native", "int8", "int4")
-"""Codecs of stored KV: as the model computes it, or in 8 or 4 bits; see `kvrag.store.codec`."""
+CODECS = ("native", "int8", "int4")  # of stored KV: as the model computes it, or in 8 or 4 bits
 
 _MODULES = (Path(__file__).parent / "reuse" / "policies").glob("[!_]*.py")
 
@@ -24,13 +23,8 @@ POLICIES = ("none", "full", *sorted(path.stem for path in _MODULES))
 """No recompute, full prefill, and the modules of `kvrag.reuse.policies`, which are not imported here."""
 
 DEFAULT_POLICY = "query"
-
-DEFAULT_RATIO = 0.15
-"""Recompute ratio if neither the caller nor a calibration gives one."""
-
-DEFAULT_CONTEXT = 256
-"""Default number of context tokens that a chunk is encoded with."""
-
+DEFAULT_RATIO = 0.15  # if neither the caller nor a calibration gives one
+DEFAULT_CONTEXT = 256  # tokens that a chunk is encoded with
 CONTROLLERS = ("auto", "off")
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -226,11 +220,7 @@ class Grammar:
 
     @classmethod
     def of_response_format(cls, response_format: Mapping[str, Any]) -> Grammar | None:
-        """Return the grammar for OpenAI's `response_format`; None for `{"type": "text"}`.
-
-        Raises:
-            SettingError: The format is malformed.
-        """
+        """Return the grammar for OpenAI's `response_format`; None for `{"type": "text"}`; raises SettingError."""
         kind = response_format.get("type") if isinstance(response_format, Mapping) else None
         if kind == "text":
             return None

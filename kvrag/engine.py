@@ -70,10 +70,7 @@ def default_store(model: Model, codec: str) -> Path:
 class BlendEngine:
     """Answers prompts from pre-encoded chunks. Thread-safe.
 
-    Attributes:
-        model, store, codec: Its components.
-        fingerprint: Fingerprint of the store's KV: the model's, with the codec.
-        config: Defaults of every answer; `ratio` and `policy` can be given per call.
+    `config` has the defaults of every answer; `ratio` and `policy` can be given per call.
     """
 
     @own_team()
@@ -93,7 +90,7 @@ class BlendEngine:
 
         Args:
             store: A store, its folder, or the URL of a shared one, see `kvrag.store.SharedStore`; None = a folder for
-                this model under `~/.cache/kvrag`.
+                this model under `~/.cache/kvrag`. KV of another model or codec raises FingerprintMismatchError.
             ram_bytes: Size of the RAM tier in front of the store; 0 = no RAM tier.
             codec: Codec of stored chunks: "native" = as computed, "int8" and "int4" = half and less than a third of the
                 bytes; with these, no reused KV is exact.
@@ -104,14 +101,9 @@ class BlendEngine:
             store_cache: Folder of the local copies of a shared store; None = `~/.cache/kvrag/shared`.
             device_bytes: Size of a tier of unpacked KV on the model's device, in front of the RAM tier, for chunks that
                 are used repeatedly; 0 = none. Of use on a GPU, if it holds most chunks in frequent use.
-
-        Raises:
-            FingerprintMismatchError: The store holds KV of another model or codec.
         """
         if isinstance(model, str | Path):
-            raise SettingError(
-                f"model must be a loaded Model, not a name: use BlendEngine.from_pretrained({str(model)!r})"
-            )
+            raise SettingError(f"model must be a Model, not a name: use BlendEngine.from_pretrained({str(model)!r})")
         self.model, self.config, self.codec = model, config or BlendConfig(), check_codec(codec)
         self.fingerprint = model.fingerprint.stored_as(codec)
         _check_sizes(conversation_bytes=conversation_bytes, batch_bytes=batch_bytes, device_bytes=device_bytes)
@@ -149,10 +141,7 @@ class BlendEngine:
 
     @classmethod
     def shared(cls, name_or_path: str | Path, **settings: Any) -> BlendEngine:
-        """Like `from_pretrained`, but equal settings share one engine while it is in use.
-
-        The framework classes create their engine this way, on the first answer.
-        """
+        """Like `from_pretrained`, but equal settings share one engine while it is in use. Framework classes use it."""
         key = _shared_key(name_or_path, settings)
         create = partial(cls.from_pretrained, name_or_path, **settings)
         return _shared.get(key, create, lambda engine: not engine._closed)
@@ -206,14 +195,10 @@ class BlendEngine:
         ignored. Only the free share of the RAM tier is used, and answers do not depend on it. Errors of reading are
         reported by the answers themselves.
         """
-        chunks = [text for text in texts if isinstance(text, str)]
         check_namespace(namespace)
-
-        def find() -> list[str]:
-            return list(self._lookup.usable(text_key(namespace, self.encode(text)) for text in chunks).values())
-
-        if chunks:
-            self._prefetcher.start(find)
+        if chunks := [text for text in texts if isinstance(text, str)]:
+            text_keys = (text_key(namespace, self.encode(text)) for text in chunks)  # in the other thread
+            self._prefetcher.start(lambda: self._lookup.usable(text_keys).values())
 
     def forget(self, document: str, *, namespace: str = "") -> int:
         """Delete a document's chunks unless another document has them; return how many were deleted.

@@ -11,14 +11,10 @@ from torch import Tensor
 
 from kvrag.backend.protocol import Backend
 
+# per forward pass, padding included: large enough to use all cores, small enough for memory
 BATCH_TOKENS = 4096
-"""Tokens per forward pass, padding included: large enough to use all cores, small enough for memory."""
-
-BATCH_BYTES = 256 << 20
-"""Bytes of KV per forward pass; limits the number of tokens for large models."""
-
-CPU_TOKENS = 512
-"""Tokens per forward pass on a CPU, where a pass takes seconds: finished chunks are stored between two passes."""
+BATCH_BYTES = 256 << 20  # of KV, for large models
+CPU_TOKENS = 512  # on a CPU, where a pass takes seconds: finished chunks are stored between two passes
 
 _ENOUGH = 1024  # tokens: larger passes are not faster per token, so rows are padded little to be part of them
 _PADDING = 1.03
@@ -65,11 +61,8 @@ def encode(
     """Encode chunks after the model's preamble and their contexts. Only the chunks' own KV is kept.
 
     Shared prefixes are computed once, see `trees`. On a CPU, long rows are computed in blocks, and a chunk is yielded
-    when it is complete: its number, with keys and values per layer.
-
-    Args:
-        contexts: Token ids between the preamble and each chunk; None = no context.
-        most_tokens: Maximum per forward pass, but at least one chunk; None = `batch_tokens(model)`.
+    when it is complete: its number, with keys and values per layer. A pass has at least one chunk, and otherwise at
+    most `most_tokens` or `batch_tokens(model)`.
     """
     forest = trees(model, chunks, contexts, most_tokens or BATCH_TOKENS)
     lengths = {number: len(tree.ids) for number, tree in enumerate(forest) if not tree.branches}

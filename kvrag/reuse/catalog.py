@@ -20,7 +20,6 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -307,7 +306,7 @@ class Catalog:
 
     def _write_head(self, files: Sequence[Segment], snapshot: _Snapshot) -> None:
         listed = [{"name": file.name, "alive": _pack(file.alive)} for file in files]
-        head: dict[str, Any] = {"last": snapshot.last, "position": snapshot.position, "segments": listed}
+        head = {"last": snapshot.last, "position": snapshot.position, "segments": listed}
         text = json.dumps(head).encode()
         write_file(self._folder / _HEAD, xxhash.xxh3_64_hexdigest(text).encode() + b"\n" + text)
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +27,8 @@ _lanes = ThreadPoolExecutor(max_workers=16, thread_name_prefix="kvrag-read")  # 
 _Chunks = dict[str, tuple[Tensor, Tensor]]
 """Chunk key -> position-free keys and values of one layer, each (H, T, D)."""
 
-
-class _Laid(NamedTuple):
-    """Keys and values of one layer, each (1, H, capacity, D), and the end of their copy to a GPU."""
-
-    keys: Tensor
-    values: Tensor
-    copied: torch.cuda.Event | None
+_Laid = tuple[Tensor, Tensor, torch.cuda.Event | None]
+"""Keys and values of one layer, each (1, H, capacity, D), and the end of their copy to a GPU."""
 
 
 class LayerLoader:
@@ -81,13 +75,13 @@ class LayerLoader:
         with self.trace.step("load_stall", synchronise=False):
             read = self._read(number) if self._is_in_memory else self._await(number)
         with self.trace.step("stitch", synchronise=False):
-            laid = read if isinstance(read, _Laid) else self._lay_out(number, read)
-            if laid.copied is not None:
-                stream = torch.cuda.current_stream(laid.keys.device)
-                stream.wait_event(laid.copied)
-                for tensor in (laid.keys, laid.values):
-                    tensor.record_stream(stream)
-        return laid.keys, laid.values
+            keys, values, copied = self._lay_out(number, read) if isinstance(read, dict) else read
+            if copied is not None:
+                stream = torch.cuda.current_stream(keys.device)
+                stream.wait_event(copied)
+                keys.record_stream(stream)
+                values.record_stream(stream)
+        return keys, values
 
     def close(self) -> None:
         """Wait for pending reads, so that the readers can be closed."""
@@ -145,7 +139,7 @@ class LayerLoader:
                     chunks[key] = unpack(packed, self.codec, device)
             keys, values = (self._lay_out_side(side, chunks, device) for side in (0, 1))
             copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        return _Laid(keys, values, copied)
+        return keys, values, copied
 
     def _lay_out_side(self, side: int, chunks: _Chunks, device: torch.device) -> Tensor:
         """Return the (1, H, capacity, D) keys (side 0) or values (1) of a layer."""

@@ -121,7 +121,10 @@ def _look_up(
     choice = (within * total[rank] + np.where(take > 1, turn, 0)[rank]) // take[rank]
     anchor = order[rank]
     window = min(min_run, PAD)
-    windows = _windows(prompt, window)
+    padding = np.zeros(PAD, np.uint32)
+    padded = np.concatenate([padding, prompt, padding])
+    # (T, W) tokens around every position: `window - GRAM` tokens before it and `window` from it on
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * window - GRAM)[PAD - window + GRAM :]
     parts = [np.empty((8, 0), np.int64)]
     before = np.zeros(len(hashes), np.int64)
     for number, (segment, (begin, count)) in enumerate(zip(segments, postings, strict=True)):
@@ -161,12 +164,6 @@ def _have_start(
     return (address - first <= _EDGE) | ((at >= 0) & same)
 
 
-def _windows(prompt: Ids, window: int) -> NDArray[np.uint32]:
-    """Return (T, W) tokens around every position: `window - GRAM` tokens before it and `window` from it on."""
-    padded = np.concatenate([np.zeros(PAD, np.uint32), prompt, np.zeros(PAD, np.uint32)])
-    return np.lib.stride_tricks.sliding_window_view(padded, 2 * window - GRAM)[PAD - window + GRAM :]
-
-
 def _share_a_run(
     windows: NDArray[np.uint32], position: Numbers, segment: Segment, address: Numbers, window: int
 ) -> NDArray[np.int64]:
@@ -190,12 +187,9 @@ def _cover(
 ) -> list[_Run]:
     """Add the best candidate of each anchor in turn, up to other runs; ascending.
 
-    The longest candidate is the best, of several the one that is closest to the end of its text.
-
-    Args:
-        taken: Runs to start with, ascending.
-        from_start: Whether to take only runs of texts whose first half is in the prompt. No more than `_EDGE` tokens
-            may be missing before the run, and candidates with fewer are better than longer ones.
+    The longest candidate is the best, of several the one that is closest to the end of its text. With `from_start`,
+    only texts whose first half is in the prompt are taken. No more than `_EDGE` tokens may be missing before the run,
+    and candidates with fewer are better than longer ones.
     """
     end = len(prompt) // 4
     is_covered = bytearray(end)

@@ -344,10 +344,9 @@ def join(segments: Sequence[Segment]) -> Segment:
 
 
 def write(segments: Sequence[Segment], folder: Path, check: Callable[[], None] = lambda: None) -> str:
-    """Write all live texts as one file, portion by portion, and return its name; raises DamagedSegmentError.
+    """Write all live texts as one file and return its name; raises DamagedSegmentError.
 
-    Args:
-        check: Called before every portion; an error that it raises ends the writing.
+    An error that `check` raises, which is called before every portion, ends the writing.
     """
     for segment in segments:
         segment.check()

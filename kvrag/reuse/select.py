@@ -17,8 +17,7 @@ from kvrag.backend.protocol import Backend
 from kvrag.config import DEFAULT_RATIO, BlendConfig
 from kvrag.reuse.stitch import Stitched
 
-CANDIDATES = 2
-"""Number of candidates of a policy that measures candidates, as a multiple of its budget."""
+CANDIDATES = 2  # of a policy that measures candidates, as a multiple of its budget
 
 
 @dataclass(frozen=True)

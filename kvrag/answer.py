@@ -248,7 +248,7 @@ class Answering:
         # the prefix's variants win: if another one is usable by now, the conversation must not be continued
         with_context = {**done.with_context, **(prefix.conversation.with_context if prefix else {})}
         conversation = Conversation(ids, done.cache, exact, done.config, turns, namespace, done.keys, with_context)
-        self._conversations.finish(done, conversation, prefix)
+        self._conversations.keep(done, conversation, prefix)
 
 
 def overridden(config: BlendConfig, ratio: float | None, policy: str | None, controller: str | None) -> BlendConfig:

@@ -89,10 +89,7 @@ def _hash(*parts: bytes) -> str:
 
 
 def hash_weights(state: Iterable[tuple[str, object]]) -> str:
-    """Hash names, shapes, dtypes and evenly spaced samples of all tensors of a model's `state_dict`.
-
-    Buffers are included: quantised layers keep their weights there.
-    """
+    """Hash samples of all tensors of a model's `state_dict`, with its buffers: quantised layers keep weights there."""
     tensors = ((name, value.detach()) for name, value in state if isinstance(value, Tensor))  # extra state may not be
     return hash_samples(
         (name, tensor.shape, tensor.reshape(-1)[:: sample_step(tensor.numel())]) for name, tensor in tensors

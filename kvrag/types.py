@@ -6,12 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
-Messages = list[dict[str, Any]]
-"""Chat messages in the form of transformers' chat templates: `{"role": ..., "content": ...}`."""
-
-TokenIds = list[int]
-"""A prompt of token ids, used as it is."""
-
+Messages = list[dict[str, Any]]  # as in transformers' chat templates: {"role": ..., "content": ...}
+TokenIds = list[int]  # a prompt, used as it is
 FinishReason = Literal["stop", "length"]
 
 

@@ -114,16 +114,14 @@ class Conversations:
         with self._lock:
             self._begun[answer] = keys
 
-    def finish(self, answer: Hashable, conversation: Conversation, prefix: CachedPrefix | None) -> None:
-        """Keep the conversation of an answer that has begun, unless one of its chunks was dropped since."""
-        with self._lock:
-            if answer in self._begun:
-                self.keep(conversation, prefix)
+    def keep(self, answer: Hashable, conversation: Conversation, prefix: CachedPrefix | None) -> None:
+        """Keep the conversation of an answer that has begun in place of the one it continues; drop the oldest ones.
 
-    def keep(self, conversation: Conversation, prefix: CachedPrefix | None) -> None:
-        """Keep a conversation in place of the one it continues, and drop the oldest ones beyond the bound."""
+        It is not kept if one of its chunks was dropped since.
+        """
         with self._lock:
-            if conversation.cache.num_bytes > self._max_bytes or len(conversation.ids) > self._longest:
+            is_too_large = conversation.cache.num_bytes > self._max_bytes or len(conversation.ids) > self._longest
+            if is_too_large or answer not in self._begun:
                 return
             replaced = prefix.conversation if prefix is not None and prefix.is_all else None
             kept = [*_without(replaced, self._kept), conversation][-_MOST:]

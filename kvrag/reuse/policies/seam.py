@@ -1,7 +1,4 @@
-"""The tokens nearest to a seam between two runs.
-
-Source: KVBoost's SelectiveRecompute (before the seam) and Hypic (both sides).
-"""
+"""The tokens nearest to a seam between two runs (KVBoost's SelectiveRecompute: before it; Hypic: on both sides)."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import aclosing, closing
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
@@ -280,7 +280,8 @@ class BlendEngine:
         """Stream the answers to several prompts, which are decoded together.
 
         Parallel calls of `stream`, `generate` and their async versions are decoded together as well, with the same
-        tokens in float32. In half precision, a near tie may resolve the other way in a batch.
+        tokens in float32. In half precision, a near tie may resolve the other way in a batch. An error in one of the
+        answers abandons the others.
 
         Args:
             each: Options of the prompts, one dict per prompt; they override `options`.
@@ -288,9 +289,6 @@ class BlendEngine:
 
         Yields:
             The number of a prompt and the next delta of its answer.
-
-        Raises:
-            KvragError: As in `stream`; the other answers are abandoned.
         """
         if each is not None and len(each) != len(prompts):
             raise SettingError(f"each must have one dict per prompt: got {len(each)} for {len(prompts)} prompts")
@@ -338,11 +336,8 @@ class BlendEngine:
     @_show
     async def agenerate(self, prompt: str | Messages | TokenIds, **options: Unpack[AnswerOptions]) -> Answer:
         """Like `generate`, off the event loop; cancelling it stops the work after the current step."""
-        deltas = self.astream(prompt, **options)
-        try:
+        async with aclosing(self.astream(prompt, **options)) as deltas:
             return join([delta async for delta in deltas])
-        finally:
-            await deltas.aclose()
 
     def as_prompt(self, text: str) -> str | Messages:
         """Return a text as one user message, or unchanged if the model has no chat template."""
@@ -471,10 +466,7 @@ class BlendEngine:
         namespace: str = "",
         goes_on: bool = False,
     ) -> Prefilled:
-        """Prefill prompt ids from stored chunks; see `kvrag.request`.
-
-        With `goes_on`, the cached prefix of a conversation is reused, too. `notes` are those of the report.
-        """
+        """Prefill prompt ids from stored chunks and, with `goes_on`, from a conversation; see `kvrag.request`."""
         return self._answering.prefill(ids, config or self.config, notes, namespace, goes_on)
 
     def __deepcopy__(self, memo: object) -> BlendEngine:

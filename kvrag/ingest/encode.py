@@ -128,8 +128,7 @@ def _clusters(rows: Sequence[list[int]], order: Sequence[int], stable_length: in
     for number in order:
         row, before = rows[number], rows[clusters[-1][-1]] if clusters else []
         shortest = min(len(row), len(before))
-        is_near = 0 < shortest <= 2 * _common(row, before) and max(len(row), len(before)) <= stable_length
-        if is_near:
+        if 0 < shortest <= 2 * _common(row, before) and max(len(row), len(before)) <= stable_length:
             clusters[-1].append(number)
         else:
             clusters.append([number])

@@ -71,10 +71,7 @@ class Choosing:
         self._outline, self._store, self._config, self._fingerprint = model, store, config, fingerprint
 
     def tokenize(self, texts: Iterable[str], namespace: str = "") -> list[tuple[list[int], str | None]]:
-        """Return each text's token ids, and its chunk key if encoded alone: None if it is too short to be matched.
-
-        Raises the errors of `BlendEngine.warm` for texts that cannot be chunks.
-        """
+        """Return each text's token ids, and its chunk key if encoded alone: None if it is too short to be matched."""
         if isinstance(texts, str) or not isinstance(texts, Iterable):
             value = "one string" if isinstance(texts, str) else repr(texts)
             raise SettingError(f"texts must be a list of strings, not {value:.80}")

@@ -118,9 +118,8 @@ class LayerLoader:
         readers = list(self._prompt.readers.items())
         if self._is_in_memory:
             return self._read_some(number, readers)
-        lanes = [
-            _lanes.submit(self._read_some, number, readers[lane::_LANES]) for lane in range(min(_LANES, len(readers)))
-        ]
+        parts = [readers[lane::_LANES] for lane in range(min(_LANES, len(readers)))]
+        lanes = [_lanes.submit(self._read_some, number, part) for part in parts]
         wait(lanes)  # also if one fails: the readers are closed then
         return {key: layer for lane in lanes for key, layer in lane.result().items()}
 

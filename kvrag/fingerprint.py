@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property
 from hashlib import blake2b
 
 import numpy as np
@@ -19,13 +19,11 @@ from torch import Tensor
 
 Ids = Sequence[int] | NDArray[np.uint32]
 
-FORMAT = 2
-"""Version of the stored record, raised by a change of layout or meaning."""
-
+FORMAT = 2  # of the stored record, raised by a change of layout or meaning
 _SAMPLES = 256  # per tensor: fine-tuning or merging an adapter changes nearly every weight, so samples detect it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fingerprint:
     """Everything that determines whether stored KV may be loaded.
 
@@ -56,20 +54,15 @@ class Fingerprint:
         """Return the fields as strings, for the store and for error messages."""
         return {name: json.dumps(value) for name, value in asdict(self).items()}
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Digest of 32 hexadecimal digits."""
-        return _digest(self)
+        parts = {name: value for name, value in self.parts().items() if name != "model"}
+        return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def chunk_key(self, ids: Ids, context: Ids = (), namespace: str = "") -> str:
         """Return the key of the chunk with these token ids, encoded with `context`. The key determines the KV."""
         return chunk_key(self.digest, ids, context, namespace)
-
-
-@lru_cache(maxsize=64)
-def _digest(fingerprint: Fingerprint) -> str:
-    parts = {name: value for name, value in fingerprint.parts().items() if name != "model"}
-    return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def chunk_key(digest: str, ids: Ids, context: Ids = (), namespace: str = "") -> str:

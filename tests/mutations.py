@@ -87,8 +87,6 @@ MUTATIONS = [
     Mutation("a partial file stays", "store/durable.py", "        tmp.unlink(missing_ok=True)\n        raise",
              "        raise", "store/test_store.py"),
     Mutation("no flush to disk", "store/durable.py", "os.fsync(descriptor)", "file.flush()", "store/test_store.py"),
-    Mutation("final rows", "reuse/blend.py", "rows[final[final < inexact[0]]] = False", "rows[final] = False",
-             "reuse/test_blend.py"),
     Mutation("stop strings", "generate/row.py", "text[: min(starts)] if starts", "text[: max(starts)] if starts",
              "generate/test_decode.py"),
     Mutation("beginning of a stop string", "generate/row.py", "n in range(1, len(stop))", "n in range(2, len(stop))",

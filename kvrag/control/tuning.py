@@ -229,7 +229,7 @@ class Tuning:
         passes = 1 if self._backend.rope_follows_length else math.ceil(rows / PREFILL_BLOCK)
         if rows:
             self._costs.observe_pass("blend", rows, rows * length, pass_s, passes)
-        self._costs.observe_load(prompt.bytes_read, prompt.cold_tokens, trace.seconds["read"])
+        self._costs.observe_load(prompt.bytes_read, prompt.cold_tokens, trace.seconds["load"])
         if not prompt.kept:  # copying a cached prefix involves no rotation
             self._costs.observe_stitch(reused, trace.seconds["stitch"])
 

@@ -218,16 +218,18 @@ def test_trees_hold_every_token_of_every_chunk(model: Model) -> None:
             contexts = [row[:cut] for row, cut in zip(rows, cuts, strict=True)]
             chunks = [row[cut:] for row, cut in zip(rows, cuts, strict=True)]
             made = trees(model, chunks, contexts, most_tokens)
-            assert sorted(number for tree in made for number in tree.chunks) == list(range(len(rows)))
+            numbers = [number for tree in made for number in (*tree.chunks, *(b.chunk for b in tree.branches))]
+            assert sorted(numbers) == list(range(len(rows)))
             for tree in made:
-                tokens = tree.ids + [token for _, rest in tree.branches for token in rest]
-                assert len(tokens) == tree.num_tokens
-                assert not tree.branches or len(tokens) <= most_tokens
-                branches = {tuple(tree.ids[:start] + rest) for start, rest in tree.branches}
-                for number, places in tree.chunks.items():
-                    assert [token for place in places for token in tokens[place]] == chunks[number]
-                    row = [*model.preamble, *rows[number]]
-                    assert row == tree.ids[: len(row)] or tuple(row) in branches
+                assert tree.num_tokens == len(tree.ids) + sum(len(branch.ids) for branch in tree.branches)
+                assert not tree.branches or tree.num_tokens <= most_tokens
+                for number, place in tree.chunks.items():
+                    assert tree.ids[place] == chunks[number]
+                    assert tree.ids[: place.stop] == [*model.preamble, *rows[number]]
+                for at, ids, number, first in tree.branches:
+                    row = tree.ids[:at] + ids
+                    assert row == [*model.preamble, *rows[number]]
+                    assert row[first:] == chunks[number]
             assert sum(tree.num_tokens for tree in made) <= sum(len(row) + len(model.preamble) for row in rows)
 
 

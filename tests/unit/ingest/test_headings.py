@@ -74,5 +74,5 @@ def _contexts(engine: BlendEngine) -> set[int]:
 
 
 def test_an_unknown_context_is_refused() -> None:
-    with pytest.raises(SettingError, match="context must be text or headings, got 'title'"):
+    with pytest.raises(SettingError, match="unknown context 'title'; choose one of text, headings"):
         BlendConfig(context="title")

@@ -15,8 +15,6 @@ import kvrag.reuse.blend
 import kvrag.reuse.load
 from kvrag import BlendEngine, FileStore, Model
 from kvrag.reuse.blend import blend
-from kvrag.reuse.select import Selection
-from kvrag.reuse.stitch import Stitched
 
 WINDOWS = ["llama", "mistral-window", "gemma3", "qwen2-window", "gpt_oss", "llama-dynamic", "phi3-longrope"]
 
@@ -39,7 +37,7 @@ def test_a_later_chunk_cannot_change_earlier_chunks(model: Model, lay_out: LayOu
     for stitched in (one, other):
         early = stitched.inexact[stitched.inexact < border][::3]
         late = stitched.inexact[stitched.inexact >= border][::2]
-        blend(model, stitched, Selection(torch.cat([early, late])))
+        blend(model, stitched, torch.cat([early, late]))
     for layer in range(model.num_layers):
         for a, b in zip(one.cache.layer(layer), other.cache.layer(layer), strict=True):
             torch.testing.assert_close(a[:, :, :border], b[:, :, :border], atol=1e-5, rtol=1e-5)
@@ -49,7 +47,7 @@ def test_a_later_chunk_cannot_change_earlier_chunks(model: Model, lay_out: LayOu
 def test_only_fresh_and_selected_positions_change(model: Model, lay_out: LayOut) -> None:
     stitched, untouched = lay_out(*CHUNKS), lay_out(*CHUNKS)
     selected = stitched.inexact[5:25]
-    blend(model, stitched, Selection(selected))
+    blend(model, stitched, selected)
     kept = stitched.reused.clone()
     kept[selected] = False
     for layer in range(model.num_layers):
@@ -62,7 +60,7 @@ def test_only_fresh_and_selected_positions_change(model: Model, lay_out: LayOut)
 
 def test_selected_positions_may_come_in_any_order(model: Model, lay_out: LayOut) -> None:
     selected = lay_out(*CHUNKS).inexact[::2]
-    logits = [blend(model, lay_out(*CHUNKS), Selection(chosen)) for chosen in (selected, selected.flip(0))]
+    logits = [blend(model, lay_out(*CHUNKS), chosen) for chosen in (selected, selected.flip(0))]
     assert torch.equal(*logits)
 
 
@@ -73,43 +71,6 @@ def test_more_recomputed_is_nearer_to_full_prefill(model: Model, hf: Any, engine
     errors = [relative(prepare(engine, ids, ratio, "random").logits[0], full) for ratio in (0.0, 0.5, 0.95, 1.0)]
     assert errors[-1] <= 1e-5 < errors[2]
     assert errors[2] < errors[0]
-
-
-@pytest.mark.parametrize("family", WINDOWS)
-@pytest.mark.parametrize("policy", ["query", "query_hkvd"])
-def test_rows_that_scoring_computed_exactly_are_not_computed_again(
-    policy: str, family: str, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows before the chunks, if scoring went up to the last layer."""
-    model_type, changes = FAMILIES[family]
-    model = Model(build(model_type, **changes), tokenizer, family)
-    with BlendEngine(model, FileStore(tmp_path, min_free_bytes=0)) as engine:
-        engine.warm(CHUNKS)
-        ids = model.tokenizer.render(messages("You are asked by someone who knows nothing of them.", *CHUNKS[1:]))
-        done = prepare(engine, ids, 0.3, policy)
-        before = int(done.inexact[0])
-        assert before > 20
-        rows: list[int] = []
-        forward = model.forward
-
-        def counted(*args: Any) -> torch.Tensor:
-            rows.append(args[0].shape[1])
-            return forward(*args)
-
-        monkeypatch.setattr(model, "forward", counted)
-        report = prepare(engine, ids, 0.3, policy).report
-        assert rows[-1] == report.fresh_tokens + report.recomputed_tokens - before
-        prepare(engine, ids, 0.3, policy, band=(0.25, 0.5))
-        assert rows[-1] == report.fresh_tokens + report.recomputed_tokens
-        monkeypatch.setattr(kvrag.reuse.blend, "uncomputed", _all_rows)
-        again = prepare(engine, ids, 0.3, policy)
-        assert rows[-1] == report.fresh_tokens + report.recomputed_tokens
-        assert torch.equal(again.selected, done.selected)
-        assert relative(again.logits, done.logits) <= 1e-5
-
-
-def _all_rows(stitched: Stitched, selection: Selection) -> torch.Tensor:
-    return torch.cat([stitched.fresh, selection.positions]).sort().values
 
 
 @pytest.mark.parametrize("family", WINDOWS)
@@ -168,7 +129,7 @@ def test_memory_that_was_never_written_is_never_read(
 def test_the_cache_continues_like_the_models_own(model: Model, hf: Any, lay_out: LayOut) -> None:
     """Token by token after the prompt, also beyond the initial capacity."""
     stitched = lay_out(*CHUNKS)
-    blend(model, stitched, Selection(stitched.inexact))
+    blend(model, stitched, stitched.inexact)
     more = list(range(40, 340))
     wanted = plain_logits(hf, [*stitched.ids.tolist(), *more])
     assert stitched.cache.layer(0)[0].shape[2] == len(stitched.ids) + 10
@@ -183,7 +144,7 @@ def test_the_last_position_is_computed_even_if_it_is_known(model: Model, hf: Any
     ids = [*model.tokenizer.preamble, *model.tokenizer.encode(CHUNKS[0])]
     stitched = lay_out(ids=ids)
     assert stitched.fresh.tolist() == [*range(len(model.tokenizer.preamble)), len(ids) - 1]
-    logits = blend(model, stitched, Selection(stitched.inexact))
+    logits = blend(model, stitched, stitched.inexact)
     assert relative(logits[0], plain_logits(hf, ids)[-1]) <= 1e-5
 
 

@@ -373,7 +373,7 @@ def test_two_turns_of_one_conversation_at_once_do_not_disturb_each_other(talk: T
 
 
 def _kept(engine: BlendEngine) -> int:
-    return engine._answering._conversations.num_bytes
+    return sum(kept.cache.num_bytes for kept in engine._answering._conversations._kept)
 
 
 def test_the_bound_in_bytes_is_kept(endless: Model, tmp_path: Path) -> None:
@@ -429,15 +429,20 @@ def _conversation(tokens: range, size: int = 4) -> Conversation:
     return Conversation(np.array(tokens), cache, 0, BlendConfig(ratio=0.3), turns)
 
 
+def _keep(conversations: Conversations, conversation: Conversation) -> None:
+    conversations.begin(conversation, frozenset())
+    conversations.keep(conversation, conversation, None)
+
+
 def test_the_least_recently_used_is_evicted_first() -> None:
     three = [_conversation(range(start, start + 40)) for start in (0, 100, 200)]
-    conversations = Conversations(2 * three[0].num_bytes, 1000)
+    conversations = Conversations(2 * three[0].cache.num_bytes, 1000)
     for conversation in three[:2]:
-        conversations.keep(conversation, None)
+        _keep(conversations, conversation)
     found = conversations.find([*range(40), 7, 7], BlendConfig(ratio=0.3))
     assert found is not None
     assert (found.conversation, found.length) == (three[0], 40)
-    conversations.keep(three[2], None)
+    _keep(conversations, three[2])
     assert conversations._kept == [three[0], three[2]]
 
 
@@ -445,7 +450,7 @@ def test_the_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvrag.reuse.conversation, "_MOST", 3)
     conversations = Conversations(1 << 20, 1000)
     for start in range(5):
-        conversations.keep(_conversation(range(start, start + 40)), None)
+        _keep(conversations, _conversation(range(start, start + 40)))
     assert [conversation.ids[0] for conversation in conversations._kept] == [2, 3, 4]
 
 
@@ -464,7 +469,7 @@ def test_the_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_prompts_that_continue_a_conversation(prompt: list[int], length: int | None) -> None:
     conversations = Conversations(1 << 20, 1000)
-    conversations.keep(_conversation(range(40)), None)
+    _keep(conversations, _conversation(range(40)))
     found = conversations.find(prompt, BlendConfig(ratio=0.3))
     assert (found and found.length) == length
 
@@ -472,7 +477,7 @@ def test_prompts_that_continue_a_conversation(prompt: list[int], length: int | N
 def test_the_longest_is_taken() -> None:
     conversations = Conversations(1 << 20, 1000)
     for stop in (60, 80, 70):
-        conversations.keep(_conversation(range(stop)), None)
+        _keep(conversations, _conversation(range(stop)))
     found = conversations.find(list(range(100)), BlendConfig(ratio=0.3))
     assert found is not None
     assert found.length == 80
@@ -480,8 +485,8 @@ def test_the_longest_is_taken() -> None:
 
 def test_where_rope_follows_the_length_nothing_longer_is_kept_or_taken() -> None:
     conversations = Conversations(1 << 20, 50)
-    conversations.keep(_conversation(range(51)), None)
+    _keep(conversations, _conversation(range(51)))
     assert len(conversations) == 0
-    conversations.keep(_conversation(range(40)), None)
+    _keep(conversations, _conversation(range(40)))
     assert conversations.find(list(range(50)), BlendConfig(ratio=0.3)) is not None
     assert conversations.find(list(range(51)), BlendConfig(ratio=0.3)) is None

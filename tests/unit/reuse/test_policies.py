@@ -14,14 +14,14 @@ POLICY = '''
 
 import torch
 
-from kvrag.reuse.select import Context, Passes, Scores
+from kvrag.reuse.select import Context, Passes
 
 
 def score(context):
     scores = torch.full((len(context.stitched.ids),), -torch.inf)
     for run in context.stitched.runs:
         scores[run.start : run.stop] = torch.arange(len(run), dtype=torch.float32)
-    return Scores(scores)
+    return scores
 
 
 def passes(config, num_layers):

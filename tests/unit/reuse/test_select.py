@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvrag import POLICIES, BlendConfig, BlendEngine, FileStore, Model, SettingError
 from kvrag.reuse.blend import blend
-from kvrag.reuse.select import Selection, select
+from kvrag.reuse.select import select
 from kvrag.reuse.stitch import Stitched
 
 INFORMED = tuple(policy for policy in POLICIES if policy not in ("none", "full"))
@@ -22,7 +22,7 @@ INFORMED = tuple(policy for policy in POLICIES if policy not in ("none", "full")
 
 def _pick(model: Model, stitched: Stitched, policy: str, ratio: float, **changes: Any) -> list[int]:
     config = BlendConfig(policy=policy, ratio=ratio, **{"first_tokens": 0, "band": (0.5, 1.0), **changes})
-    return select(model, stitched, config).positions.tolist()
+    return select(model, stitched, config).tolist()
 
 
 @pytest.mark.parametrize("policy", INFORMED)
@@ -116,7 +116,7 @@ def test_hkvd_gradual_measures_again_deeper_down_and_thins_out(model: Model, lay
     ratio = 1 / len(stitched.inexact)
     wanted = torch.tensor(_pick(model, other, "hkvd", 28 * ratio))
     for layer, num in ((2, 20), (3, 12)):  # of 4 layers
-        blend(model, other, Selection(wanted))
+        blend(model, other, wanted)
         pairs = zip(other.cache.layer(layer), untouched.cache.layer(layer), strict=True)
         deviations = sum((ours - theirs)[:, :, wanted].square().sum(dim=(0, 1, 3)) for ours, theirs in pairs)
         wanted = wanted[torch.as_tensor(deviations).topk(num).indices].sort().values
@@ -134,7 +134,7 @@ def test_hkvd_gradual_measures_again_when_nothing_is_exact_and_its_first_stage_t
     assert not stitched.exact.any()
     picked = _pick(model, stitched, "hkvd_gradual", ratio)
     assert len(picked) == round(0.6 * round(ratio * len(stitched.inexact)))
-    assert torch.isfinite(blend(model, stitched, Selection(torch.tensor(picked)))).all()
+    assert torch.isfinite(blend(model, stitched, torch.tensor(picked))).all()
 
 
 def test_layer_0_does_not_deviate_and_layer_1_does(model: Model, lay_out: LayOut) -> None:
@@ -224,7 +224,7 @@ def test_query_hkvd_weighs_attention_by_deviation(model: Model, lay_out: LayOut)
     num_queries = int((other.fresh > int(other.reused.nonzero()[-1])).sum())
     attention = _attention(model, lay_out(*CHUNKS), [2, 3], num_queries)
     candidates = inexact[attention[inexact].topk(20).indices].sort().values
-    blend(model, other, Selection(candidates))
+    blend(model, other, candidates)
     pairs = zip(other.cache.layer(2), untouched.cache.layer(2), strict=True)  # of 4 layers
     deviation = sum((ours - theirs)[:, :, candidates].square().sum(dim=(0, 1, 3)) for ours, theirs in pairs)
     wanted = candidates[(attention[candidates] * deviation).topk(10).indices].sort().values.tolist()
@@ -318,6 +318,6 @@ def test_choosing_never_makes_kv_worse(policy: str, model: Model, lay_out: LayOu
     """After any policy's writes to the cache, blending everything is still full prefill."""
     stitched = lay_out(*CHUNKS)
     _pick(model, stitched, policy, 0.2)
-    logits = blend(model, stitched, Selection(stitched.inexact))
+    logits = blend(model, stitched, stitched.inexact)
     full = model.new_cache(len(stitched.ids))
     torch.testing.assert_close(logits, model.forward(stitched.ids[None], full), atol=1e-4, rtol=1e-4)

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import json
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvrag.client.connection import Body
 from kvrag.errors import ServerError
-from kvrag.types import Answer, BlendReport, CallPiece, Delta, FinishReason, InvalidCall, ToolCall
-
-
-@dataclass
-class _PartialCall:
-    """A tool call that arrives in fragments."""
-
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
+from kvrag.types import BlendReport, CallPiece, Delta, InvalidCall, ToolCall
 
 
 @dataclass
 class AnswerBuilder:
-    """Builds an answer from a response, or from the events of a stream.
+    """Builds the deltas of an answer from a response, or from the events of a stream.
 
     Attributes:
         is_forced: The answer must be a tool call.
@@ -34,11 +25,7 @@ class AnswerBuilder:
     is_forced: bool = False
     extras: Body = field(default_factory=dict)
     usage: Body = field(default_factory=dict)
-    _text: str = ""
-    _calls: list[_PartialCall] = field(default_factory=list)
-    _valid: list[ToolCall] = field(default_factory=list)
-    _invalid: list[InvalidCall] = field(default_factory=list)
-    _ended: int = 0  # number of calls that were parsed
+    _calls: dict[int, CallPiece] = field(default_factory=dict)  # joined
     _finish: str | None = None
 
     def add(self, body: Body) -> Delta:
@@ -53,9 +40,9 @@ class AnswerBuilder:
             for position, part in enumerate(message.get("tool_calls") or ()):
                 pieces.append(self._add_call(part.get("index", position), part))
             self._finish = choice.get("finish_reason") or self._finish
-        self._text += text
-        valid, invalid = self._end_calls(len(self._calls) - 1)  # the last one may be incomplete
-        return Delta(text, call_pieces=tuple(pieces), tool_calls=valid, invalid_calls=invalid)
+        if self.is_forced and not self._calls and self._finish == "length":  # vLLM omits a call that was cut off
+            text, pieces = "", [self._add_call(0, {})]
+        return Delta(text, call_pieces=tuple(pieces))
 
     def last(self, report: BlendReport) -> Delta:
         """Return the last delta.
@@ -65,46 +52,32 @@ class AnswerBuilder:
         """
         if self._finish not in ("stop", "length", "tool_calls", "function_call"):
             raise ServerError(f"the server ended the answer early ({self._finish or 'the stream broke off'}): retry")
-        finish: FinishReason = "length" if self._finish == "length" else "stop"
-        pieces: tuple[CallPiece, ...] = ()
-        if self.is_forced and not self._calls and finish == "length":  # vLLM omits a call that was cut off
-            self._text, pieces = "", (self._add_call(0, {}),)
-        valid, invalid = self._end_calls(len(self._calls))
-        num_tokens = self.usage.get("completion_tokens") or 0
-        return Delta("", (), finish, report, valid, num_tokens, pieces, invalid)
-
-    def answer(self, report: BlendReport) -> Answer:
-        """Return the answer, once all responses or events are added."""
-        last = self.last(report)
-        assert last.finish_reason is not None
-        calls = tuple(self._valid), last.num_tokens, tuple(self._invalid)
-        return Answer(self._text, (), last.finish_reason, report, *calls)
-
-    def _add_call(self, index: int, part: dict[str, Any]) -> CallPiece:
-        while len(self._calls) <= index:
-            self._calls.append(_PartialCall())
-        call, function = self._calls[index], part.get("function") or {}
-        is_new = not call.id
-        call.id = call.id or part.get("id") or uuid.uuid4().hex[:9]
-        name, arguments = function.get("name") or "", function.get("arguments") or ""
-        call.name += name
-        call.arguments += arguments
-        return CallPiece(index, arguments, name, call.id if is_new else "")
-
-    def _end_calls(self, num: int) -> tuple[tuple[ToolCall, ...], tuple[InvalidCall, ...]]:
-        """Return those of the first `num` calls that are new."""
+        is_cut = self._finish == "length"
         valid: list[ToolCall] = []
         invalid: list[InvalidCall] = []
-        for call in self._calls[self._ended : max(num, self._ended)]:
-            arguments = _arguments(call.arguments, is_cut=call is self._calls[-1] and self._finish == "length")
+        for index, call in sorted(self._calls.items()):
+            arguments = _arguments(call.arguments, is_cut and index == max(self._calls))
             if arguments is None:
                 invalid.append(InvalidCall(call.name, call.arguments, call.id))
             else:
                 valid.append(ToolCall(call.name, arguments, call.id))
-        self._ended = max(num, self._ended)
-        self._valid += valid
-        self._invalid += invalid
-        return tuple(valid), tuple(invalid)
+        return Delta(
+            "",
+            finish_reason="length" if is_cut else "stop",
+            report=report,
+            tool_calls=tuple(valid),
+            num_tokens=self.usage.get("completion_tokens") or 0,
+            invalid_calls=tuple(invalid),
+        )
+
+    def _add_call(self, index: int, part: dict[str, Any]) -> CallPiece:
+        function, before = part.get("function") or {}, self._calls.get(index)
+        name, arguments = function.get("name") or "", function.get("arguments") or ""
+        if before is None:
+            piece = self._calls[index] = CallPiece(index, arguments, name, part.get("id") or uuid.uuid4().hex[:9])
+            return piece
+        self._calls[index] = CallPiece(index, before.arguments + arguments, before.name + name, before.id)
+        return CallPiece(index, arguments, name)
 
 
 def _arguments(text: str, is_cut: bool) -> dict[str, Any] | None:
@@ -116,27 +89,21 @@ def _arguments(text: str, is_cut: bool) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def report_of(content: object, usage: Body, missing: str = "") -> BlendReport:
+def report_of(content: object, usage: Body, missing: str) -> BlendReport:
     """Return the report that a server sent.
 
     Args:
         usage: OpenAI's usage, for the numbers of tokens if there is no report.
         missing: Note of the report in this case.
     """
-    problem = missing
-    if isinstance(content, dict) and "error" not in content:
-        ignored = content.get("ignored") or ()
+    if isinstance(content, dict) and "error" in content:
+        missing = f"the server could not reuse chunks: {content['error']}"
+    elif isinstance(content, dict):
         try:
             report = BlendReport.from_dict(content)
+            ignored = [f"ignored by the server: {name}" for name in content.get("ignored") or ()]
+            return replace(report, notes=(*report.notes, *ignored))
         except TypeError:
-            problem = "the server sent an incomplete report"
-        else:
-            if not ignored:
-                return report
-            notes = [*report.notes, *(f"ignored by the server: {name}" for name in ignored)]
-            return BlendReport.from_dict({**report.to_dict(), "notes": notes})
-    elif isinstance(content, dict):
-        problem = f"the server could not reuse chunks: {content['error']}"
-    prompt = usage.get("prompt_tokens") or 0
+            missing = "the server sent an incomplete report"
     reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return BlendReport.unblended(prompt, reused, notes=(problem,))
+    return BlendReport.unblended(usage.get("prompt_tokens") or 0, reused, notes=(missing,))

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import threading
 import uuid
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
-from contextlib import aclosing, closing
-from dataclasses import fields
+from contextlib import aclosing
+from dataclasses import fields, replace
 from typing import Any, NoReturn
 
+from kvrag.blocking import iterate, run
 from kvrag.client.answer import AnswerBuilder
 from kvrag.client.connection import Body, Connection
-from kvrag.client.servers import AnswerRequest, KvragServe, Server, Vllm, messages_of
-from kvrag.client.texts import NamedTexts
-from kvrag.config import (
-    Grammar,
-    Sampling,
-    check_controller,
-    check_names,
-    check_namespace,
-    check_policy,
-    check_ratio,
-    check_timeout,
-)
+from kvrag.client.request import AnswerRequest, messages_of
+from kvrag.client.servers import Server, find_server
+from kvrag.client.texts import named_texts
+from kvrag.config import check_names, check_namespace
 from kvrag.errors import ServerError, SettingError
-from kvrag.types import Answer, Delta, Messages, WarmReport
+from kvrag.types import Answer, Delta, Messages, WarmReport, join
 
 
 class RemoteEngine:
@@ -60,10 +51,10 @@ class RemoteEngine:
         Raises:
             SettingError: A value is out of range.
         """
-        self._connection = Connection(base_url, api_key, timeout, max_retries)
+        connect = functools.partial(Connection, base_url, api_key, timeout, max_retries)
+        self._blocking, self._async = connect(is_blocking=True), connect(is_blocking=False)
         self._model = model
-        self._lock = threading.Lock()
-        self._known_server: Server | None = None
+        self._found: Server | None = None
 
     @classmethod
     def shared(cls, base_url: str, model: str | None = None, **settings: Any) -> RemoteEngine:
@@ -75,52 +66,22 @@ class RemoteEngine:
     @property
     def model_name(self) -> str:
         """Name of the model."""
-        return self._server().model
+        return run(self._server(self._blocking)).model
 
     @property
     def context_window(self) -> int:
         """Size of the model's context window in tokens."""
-        return self._server().window
+        return run(self._server(self._blocking)).window
 
     @property
     def has_chat_template(self) -> bool:
         """True if the model answers messages."""
-        return self._server().has_chat_template
+        return run(self._server(self._blocking)).has_chat_template
 
-    def _server(self) -> Server:
-        with self._lock:
-            if self._known_server is None:
-                self._known_server = self._find()
-            return self._known_server
-
-    def _find(self) -> Server:
-        connection = self._connection
-        listed = connection.call("GET", "/v1/models")
-        entries = listed.get("data") if isinstance(listed, dict) else None
-        if not isinstance(entries, list) or not all(isinstance(entry, dict) and "id" in entry for entry in entries):
-            raise connection.not_a_server()
-        by_name = {entry["id"]: entry for entry in entries}
-        name = next(iter(by_name), None) if self._model is None else self._model
-        if name not in by_name:
-            known = ", ".join(map(repr, by_name)) or "none"
-            raise ServerError(f"unknown model {name!r:.280}: {connection.root} has {known}", 404)
-        owner = by_name[name].get("owned_by")
-        if owner == "kvrag":
-            return KvragServe(connection, by_name[name])
-        if owner == "vllm" or self._has_version():
-            return Vllm(connection, by_name[name])
-        raise ServerError(
-            f"{connection.root} is neither kvrag serve nor vLLM (its models are owned by {owner!r}): use the class "
-            "that your framework has for OpenAI's API"
-        )
-
-    def _has_version(self) -> bool:
-        """Return whether it is a vLLM whose models have another owner, for example behind a gateway."""
-        try:
-            response = self._connection.call("GET", "/version")
-        except ServerError:
-            return False
-        return isinstance(response, dict) and "version" in response
+    async def _server(self, connection: Connection) -> Server:
+        if self._found is None:  # two threads may find the same
+            self._found = await find_server(connection, self._model)
+        return replace(self._found, connection=connection)
 
     # ---------------------------------------------------------------- ingestion
 
@@ -141,24 +102,7 @@ class RemoteEngine:
             texts, document, sources, namespace: As in `BlendEngine.warm`.
             progress: Called with (texts done, texts to do) after each request.
         """
-        named = NamedTexts.of(texts, document, sources)
-        only = document if isinstance(document, str) else None
-        return _sum(list(self._server().warm(named, only, check_namespace(namespace), progress)))
-
-    def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
-        """Do nothing: a server reads ahead the chunks that it retrieves itself."""
-
-    def forget(self, document: str, *, namespace: str = "") -> int:
-        """Delete a document's chunks unless another document has them; return how many were deleted."""
-        if not document:
-            raise SettingError("forget needs the name of a document")
-        check_names(document)
-        return self._server().forget(document, check_namespace(namespace))
-
-    def documents(self, prefix: str = "", *, namespace: str = "") -> list[str]:
-        """Return the names of the documents that start with `prefix` and have chunks, sorted."""
-        check_names(prefix)
-        return self._server().documents(prefix, check_namespace(namespace))
+        return run(self._warm(self._blocking, texts, document, sources, namespace, progress))
 
     async def awarm(
         self,
@@ -168,12 +112,48 @@ class RemoteEngine:
         sources: str | Sequence[str] | None = None,
         namespace: str = "",
     ) -> WarmReport:
-        """Like `warm`, off the event loop."""
-        return await asyncio.to_thread(self.warm, texts, document=document, sources=sources, namespace=namespace)
+        """Like `warm`, without blocking the event loop. Cancelling it ends the encoding on the server."""
+        return await self._warm(self._async, texts, document, sources, namespace, lambda done, total: None)
+
+    async def _warm(
+        self,
+        connection: Connection,
+        texts: Iterable[str],
+        document: str | Sequence[str],
+        sources: str | Sequence[str] | None,
+        namespace: str,
+        progress: Callable[[int, int], None],
+    ) -> WarmReport:
+        rows, server = named_texts(texts, document, sources), await self._server(connection)
+        check_namespace(namespace)
+        if not rows and document and isinstance(document, str):
+            await server.forget(document, namespace)
+        reports: list[WarmReport] = []
+        done = 0
+        async with aclosing(server.warm(rows, namespace)) as contents:
+            async for number, content in contents:
+                reports.append(_warm_report(content, connection.root))
+                progress(done := done + number, len(rows))
+        return _sum(reports)
+
+    def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
+        """Do nothing: a server reads ahead the chunks that it retrieves itself."""
+
+    def forget(self, document: str, *, namespace: str = "") -> int:
+        """Delete a document's chunks unless another document has them; return how many were deleted."""
+        if not document:
+            raise SettingError("forget needs the name of a document")
+        check_names(document)
+        return run(run(self._server(self._blocking)).forget(document, check_namespace(namespace)))
+
+    def documents(self, prefix: str = "", *, namespace: str = "") -> list[str]:
+        """Return the names of the documents that start with `prefix` and have chunks, sorted."""
+        check_names(prefix)
+        return run(run(self._server(self._blocking)).documents(prefix, check_namespace(namespace)))
 
     # ---------------------------------------------------------------- answers
 
-    def stream(self, prompt: str | Messages, **settings: Any) -> Generator[Delta, None, None]:
+    def stream(self, prompt: str | Messages, **options: Any) -> Generator[Delta, None, None]:
         """Stream an answer; arguments as in `BlendEngine.stream`. Closing the stream ends the work on the server.
 
         `timeout` is the time without a response, as in the constructor.
@@ -185,47 +165,32 @@ class RemoteEngine:
             PromptError, ContextWindowError, SettingError: The server refuses the prompt or a setting.
             ServerError: The server cannot be reached, refuses the request, or fails.
         """
-        return self._stream(_question(prompt, **settings))
+        return iterate(self._deltas(self._blocking, AnswerRequest(prompt, options), is_stream=True))
 
-    def _stream(self, question: AnswerRequest) -> Generator[Delta, None, None]:
-        builder, tag = AnswerBuilder(question.is_forced), uuid.uuid4().hex
-        server, request = self._prepare(question, tag)
-        with closing(self._connection.stream(request)) as events:
-            for event in events:
-                yield from _visible(builder.add(event))
-        yield builder.last(server.report(builder.extras, builder.usage, tag))
-
-    def generate(self, prompt: str | Messages, **settings: Any) -> Answer:
+    def generate(self, prompt: str | Messages, **options: Any) -> Answer:
         """Return the complete answer; arguments as in `BlendEngine.stream`."""
-        question = _question(prompt, **settings)
-        server, request = self._prepare(question, "")
-        builder = AnswerBuilder(question.is_forced)
-        builder.add(self._connection.answer(request))
-        return builder.answer(server.report(builder.extras, builder.usage, ""))
+        return join(iterate(self._deltas(self._blocking, AnswerRequest(prompt, options), is_stream=False)))
 
-    async def astream(self, prompt: str | Messages, **settings: Any) -> AsyncGenerator[Delta, None]:
+    def astream(self, prompt: str | Messages, **options: Any) -> AsyncGenerator[Delta, None]:
         """Like `stream`, without blocking the event loop."""
-        question, tag = _question(prompt, **settings), uuid.uuid4().hex
-        builder = AnswerBuilder(question.is_forced)
-        server, request = await asyncio.to_thread(self._prepare, question, tag)
-        async with aclosing(self._connection.astream(request)) as events:
-            async for event in events:
-                for delta in _visible(builder.add(event)):
+        return self._deltas(self._async, AnswerRequest(prompt, options), is_stream=True)
+
+    async def agenerate(self, prompt: str | Messages, **options: Any) -> Answer:
+        """Like `generate`, without blocking the event loop. Cancelling it ends the work on the server."""
+        return join([delta async for delta in self._deltas(self._async, AnswerRequest(prompt, options), False)])
+
+    async def _deltas(
+        self, connection: Connection, request: AnswerRequest, is_stream: bool
+    ) -> AsyncGenerator[Delta, None]:
+        server = await self._server(connection)
+        builder, tag = AnswerBuilder(request.is_forced), uuid.uuid4().hex if is_stream else ""
+        body = await server.body(request, tag)
+        async with aclosing(connection.answers(body, **request.options)) as responses:
+            async for response in responses:
+                delta = builder.add(response)
+                if delta.text or delta.call_pieces:
                     yield delta
-        yield builder.last(await asyncio.to_thread(server.report, builder.extras, builder.usage, tag))
-
-    async def agenerate(self, prompt: str | Messages, **settings: Any) -> Answer:
-        """Like `generate`, without blocking the event loop."""
-        question = _question(prompt, **settings)
-        server, request = await asyncio.to_thread(self._prepare, question, "")
-        builder = AnswerBuilder(question.is_forced)
-        builder.add(await self._connection.aanswer(request))
-        return builder.answer(server.report(builder.extras, builder.usage, ""))
-
-    def _prepare(self, question: AnswerRequest, tag: str) -> tuple[Server, Body]:
-        server = self._server()
-        limit: Body = {} if question.timeout is None else {"timeout": question.timeout}
-        return server, {**server.request(question, tag), **limit}
+        yield builder.last(await server.report(builder.extras, builder.usage, tag))
 
     def as_prompt(self, text: str) -> str | Messages:
         """Return a text as one user message, or unchanged if the model has no chat template."""
@@ -234,37 +199,30 @@ class RemoteEngine:
     def count_tokens(self, prompt: str | Messages, *, tools: Sequence[dict[str, Any]] | None = None) -> int:
         """Return the length of the prompt that `stream` would answer, in tokens."""
         body: Body = {"prompt": prompt} if isinstance(prompt, str) else {"messages": messages_of(prompt)}
-        if tools:
-            body["tools"] = list(tools)
-        return int(self._tokenize(body)["count"])
+        return int(self._tokenize(body | {"tools": list(tools)} if tools else body)["count"])
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text by the model's own tokenizer, without BOS."""
         return list(self._tokenize({"prompt": text, "add_special_tokens": False})["tokens"])
 
     def _tokenize(self, body: Body) -> Body:
-        response = self._connection.call("POST", "/tokenize", {"model": self._server().model, **body})
-        if not isinstance(response, dict) or "count" not in response:
-            raise self._connection.not_a_server()
-        return response
+        return run(run(self._server(self._blocking)).tokenize(body))
 
     # ---------------------------------------------------------------- what needs the model
 
     def explain(self, *_: Any, **__: Any) -> NoReturn:
         """Raise SettingError: this needs the model."""
-        raise _needs_the_model("explain", "kvrag explain")
+        raise SettingError(
+            "explain, calibrate and verify need the model and its store: run it where they are, with the method of a "
+            "BlendEngine or with `kvrag explain`, `kvrag calibrate` or `kvrag verify`"
+        )
 
-    def calibrate(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise SettingError: this needs the model."""
-        raise _needs_the_model("calibrate", "kvrag calibrate")
-
-    def verify(self) -> NoReturn:
-        """Raise SettingError: this needs the model."""
-        raise _needs_the_model("verify", "kvrag verify")
+    calibrate = verify = explain
 
     def close(self) -> None:
         """Close the connections. A later call opens new ones."""
-        self._connection.close()
+        self._blocking.close()
+        self._async.close()
 
     def __deepcopy__(self, memo: object) -> RemoteEngine:
         return self  # copies of objects that hold an engine share it
@@ -281,66 +239,16 @@ class RemoteEngine:
 
 _shared = functools.lru_cache(maxsize=64)(RemoteEngine)
 
-_SAMPLING = {row.name for row in fields(Sampling)} - {"stop", "logprobs"}
+
+def _warm_report(content: Body, root: str) -> WarmReport:
+    try:
+        return WarmReport.from_dict(content)
+    except TypeError:
+        raise ServerError(f"{root} sent no valid report of the encoding: update the server") from None
 
 
-def _question(
-    prompt: str | Messages,
-    *,
-    documents: Sequence[str] | None = None,
-    namespace: str = "",
-    ratio: float | None = None,
-    policy: str | None = None,
-    controller: str | None = None,
-    stop: Sequence[str] = (),
-    tools: Sequence[dict[str, Any]] | None = None,
-    tool_choice: str | dict[str, Any] | None = None,
-    grammar: Grammar | None = None,
-    template: dict[str, Any] | None = None,
-    timeout: float | None = None,
-    **sampling: Any,
-) -> AnswerRequest:
-    """Return the arguments of `BlendEngine.stream`, checked."""
-    if unknown := sorted(set(sampling) - _SAMPLING):
-        raise SettingError(f"unknown setting {', '.join(unknown)}: stream() accepts {', '.join(sorted(_SAMPLING))}")
-    if isinstance(stop, str):
-        raise SettingError("stop must be a sequence of strings, not one string")
-    if tools is not None and not isinstance(tools, (list, tuple)):
-        raise SettingError(f"tools must be a list of dicts, got {tools!r:.80}")
-    check_timeout(timeout)
-    blend: Body = {"ratio": ratio, "policy": policy, "controller": controller}
-    for name, check in (("ratio", check_ratio), ("policy", check_policy), ("controller", check_controller)):
-        if blend[name] is not None:
-            check(blend[name])
-    return AnswerRequest(
-        prompt=prompt,
-        sampling=Sampling(stop=tuple(stop), **sampling),
-        documents=NamedTexts.of(documents or (), "", None).texts,
-        namespace=check_namespace(namespace),
-        blend=blend,
-        tools=tools or (),
-        tool_choice=tool_choice,
-        grammar=grammar,
-        template=template or {},
-        timeout=timeout,
-    )
-
-
-def _visible(delta: Delta) -> Sequence[Delta]:
-    return (delta,) if delta.text or delta.call_pieces or delta.tool_calls or delta.invalid_calls else ()
-
-
-def _sum(reports: list[WarmReport]) -> WarmReport:
-    if len(reports) == 1:
-        return reports[0]
+def _sum(reports: Sequence[WarmReport]) -> WarmReport:
     names = [row.name for row in fields(WarmReport) if row.name != "warnings"]
     totals: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in names}
-    return WarmReport(
-        **totals, warnings=tuple(dict.fromkeys(warning for report in reports for warning in report.warnings))
-    )
-
-
-def _needs_the_model(method: str, command: str) -> SettingError:
-    return SettingError(
-        f"{method} needs the model and its store: run it where they are, with engine.{method}() or `{command}`"
-    )
+    warnings = dict.fromkeys(warning for report in reports for warning in report.warnings)
+    return WarmReport(**totals, warnings=tuple(warnings))

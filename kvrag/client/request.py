@@ -1,0 +1,115 @@
+"""From a prompt and the options of its answer to the JSON of a request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from kvrag.client.connection import Body
+from kvrag.client.texts import named_texts
+from kvrag.config import BlendConfig, Sampling, check_namespace, check_timeout, fill_options
+from kvrag.errors import PromptError, SettingError
+from kvrag.types import Messages
+
+_SAMPLING = {name: value for name, value in asdict(Sampling()).items() if name != "logprobs"}
+_SAME = _SAMPLING.keys() - {"max_new_tokens", "stop", "seed"}  # as OpenAI and vLLM name them
+_BLEND = ("ratio", "policy", "controller")
+_OTHER = ("documents", "namespace", "tools", "tool_choice", "grammar", "template", "timeout")
+_DEFAULTS = dict.fromkeys((*_BLEND, *_OTHER)) | {"namespace": ""} | _SAMPLING
+
+
+class AnswerRequest:
+    """A prompt and the options of its answer, as in `BlendEngine.stream`, checked."""
+
+    def __init__(self, prompt: str | Messages, options: Mapping[str, Any]) -> None:
+        """Check the options.
+
+        Raises:
+            SettingError: One is unknown or out of range.
+        """
+        given = fill_options("an answer", _DEFAULTS, options)
+        check_timeout(given["timeout"])
+        self.options = _without_empty({"timeout": given["timeout"]})  # of the SDK
+        self.prompt, self.namespace = prompt, check_namespace(given["namespace"])
+        self.sampling = Sampling(**{name: given[name] for name in _SAMPLING})
+        self.blend = _without_empty({name: given[name] for name in _BLEND})
+        BlendConfig(**self.blend)
+        self.documents = named_texts(given["documents"] or (), "", None)
+        self.tools, self.tool_choice = given["tools"] or (), given["tool_choice"]
+        if not isinstance(self.tools, (list, tuple)):
+            raise SettingError(f"tools must be a list of dicts, got {self.tools!r:.80}")
+        self.grammar, self.template = given["grammar"], given["template"]
+
+    @property
+    def is_forced(self) -> bool:
+        """True if the answer must be a tool call."""
+        return self.tool_choice not in (None, "auto", "none")
+
+    def body(self, model: str, is_stream: bool) -> Body:
+        """Return what all servers take.
+
+        Raises:
+            PromptError: The prompt cannot be sent.
+        """
+        sampling, prompt, seed = self.sampling, self.prompt, self.sampling.seed
+        if isinstance(prompt, str):
+            if self.tools:
+                raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
+            if not prompt.strip():
+                raise PromptError("the prompt is empty")
+            body: Body = {"prompt": prompt}
+        else:
+            body = {"messages": messages_of(prompt), "chat_template_kwargs": self.template}
+        body |= {"model": model, "max_tokens": sampling.max_new_tokens, "stop": list(sampling.stop)}
+        body |= {name: getattr(sampling, name) for name in _SAME}
+        # servers take signed numbers
+        body["seed"] = seed if seed is None or seed < 1 << 63 else seed - (1 << 64)
+        body |= {"tools": list(self.tools), "tool_choice": _choice(self.tool_choice)}
+        if is_stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if self.grammar is not None and self.grammar.json_schema is not None:
+            schema = {"name": "answer", "schema": dict(self.grammar.json_schema)}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return _without_empty(body)
+
+
+def _without_empty(settings: Body) -> Body:
+    return {name: value for name, value in settings.items() if value is not None and value not in ("", [], {})}
+
+
+def _choice(choice: str | Mapping[str, Any] | None) -> Any:
+    if not isinstance(choice, str) or choice in ("auto", "none", "required"):
+        return choice
+    return "required" if choice == "any" else {"type": "function", "function": {"name": choice}}
+
+
+def messages_of(messages: Any) -> Messages:
+    """Return messages for chat templates in OpenAI's form, in which arguments of tool calls are JSON texts.
+
+    Raises:
+        PromptError: These are no messages.
+    """
+    if not isinstance(messages, (list, tuple)) or not all(isinstance(message, Mapping) for message in messages):
+        raise PromptError(f"a prompt must be one string or a list of messages, got {messages!r:.80}")
+    if not messages:
+        raise PromptError("the prompt is empty: pass at least one message")
+    return [_message(message) for message in messages]
+
+
+def _message(message: Mapping[str, Any]) -> Body:
+    converted = dict(message)
+    if isinstance(content := message.get("content"), list):
+        converted["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    if calls := message.get("tool_calls"):
+        converted["tool_calls"] = [_call(call) for call in calls]
+    return converted
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
+        return call  # the server refuses what is malformed
+    arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}

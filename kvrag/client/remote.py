@@ -73,11 +73,6 @@ class RemoteEngine:
         """Size of the model's context window in tokens."""
         return run(self._server(self._blocking)).window
 
-    @property
-    def has_chat_template(self) -> bool:
-        """True if the model answers messages."""
-        return run(self._server(self._blocking)).has_chat_template
-
     async def _server(self, connection: Connection) -> Server:
         if self._found is None:  # two threads may find the same
             self._found = await find_server(connection, self._model)
@@ -128,13 +123,17 @@ class RemoteEngine:
         check_namespace(namespace)
         if not rows and document and isinstance(document, str):
             await server.forget(document, namespace)
-        reports: list[WarmReport] = []
+        reports: list[Body] = []
         done = 0
-        async with aclosing(server.warm(rows, namespace)) as contents:
-            async for number, content in contents:
-                reports.append(_warm_report(content, connection.root))
+        async with aclosing(server.warm(rows, namespace)) as parts:
+            async for number, report in parts:
+                reports.append(report)
                 progress(done := done + number, len(rows))
-        return _sum(reports)
+        try:
+            return _sum(map(WarmReport.from_dict, reports))
+        except TypeError:
+            message = f"{connection.root} sent no valid report of the encoding: update the server"
+            raise ServerError(message) from None
 
     def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
         """Do nothing: a server reads ahead the chunks that it retrieves itself."""
@@ -194,7 +193,8 @@ class RemoteEngine:
 
     def as_prompt(self, text: str) -> str | Messages:
         """Return a text as one user message, or unchanged if the model has no chat template."""
-        return [{"role": "user", "content": text}] if self.has_chat_template else text
+        has_chat_template = run(self._server(self._blocking)).has_chat_template
+        return [{"role": "user", "content": text}] if has_chat_template else text
 
     def count_tokens(self, prompt: str | Messages, *, tools: Sequence[dict[str, Any]] | None = None) -> int:
         """Return the length of the prompt that `stream` would answer, in tokens."""
@@ -240,15 +240,9 @@ class RemoteEngine:
 _shared = functools.lru_cache(maxsize=64)(RemoteEngine)
 
 
-def _warm_report(content: Body, root: str) -> WarmReport:
-    try:
-        return WarmReport.from_dict(content)
-    except TypeError:
-        raise ServerError(f"{root} sent no valid report of the encoding: update the server") from None
-
-
-def _sum(reports: Sequence[WarmReport]) -> WarmReport:
+def _sum(reports: Iterable[WarmReport]) -> WarmReport:
+    """Return the report of all requests; each warning once."""
+    parts = list(reports)
     names = [row.name for row in fields(WarmReport) if row.name != "warnings"]
-    totals: dict[str, Any] = {name: sum(getattr(report, name) for report in reports) for name in names}
-    warnings = dict.fromkeys(warning for report in reports for warning in report.warnings)
-    return WarmReport(**totals, warnings=tuple(warnings))
+    totals: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
+    return WarmReport(**totals, warnings=tuple(dict.fromkeys(text for part in parts for text in part.warnings)))

@@ -117,14 +117,12 @@ class Vllm(_ServedModel):
 
     async def warm(self, texts: Sequence[NamedText], namespace: str) -> AsyncGenerator[tuple[int, Body], None]:
         """Encode texts in the pages of completions."""
-        for part in whole_documents(texts, self.window) if texts else ():
-            prompt: str | list[int] = "\n\n".join(row.text for row in part) or " "
-            # a token has at least one byte; the rest is for control tokens and the answer
-            if (
-                num_bytes(prompt) + 4 > self.window
-                and (await self.tokenize({"prompt": prompt}))["count"] >= self.window
-            ):
-                prompt = [0] * (self.window - 1)  # room for any text and its context: texts are encoded one by one
+        for part in whole_documents(texts, self.window):
+            joined = "\n\n".join(row.text for row in part) or " "  # vLLM refuses an empty prompt
+            # a token has at least one byte; 4 are for control tokens and the answer
+            fits = num_bytes(joined) + 4 <= self.window or await self._count({"prompt": joined}) < self.window
+            # texts are encoded one by one: the whole window has room for any of them and its context
+            prompt = joined if fits else [0] * (self.window - 1)
             yield len(part), await self._control({"mode": "warm", **_columns(part), "namespace": namespace}, prompt)
 
     async def forget(self, document: str, namespace: str) -> int:

@@ -37,7 +37,7 @@ def named_texts(
     for what, names in zip(("document names", "sources"), columns, strict=True):
         if len(names) != len(listed):
             raise SettingError(f"{len(names)} {what} for {len(listed)} texts: give one per text, or a single string")
-        check_names(*{*names})
+    check_names(*{*columns[0], *columns[1]}, *([document] if isinstance(document, str) else ()))
     return list(map(NamedText, listed, *columns))
 
 

@@ -287,11 +287,10 @@ def test_the_server_is_asked_once(fake: FakeVllm, remote: RemoteEngine) -> None:
     assert remote.context_window == 5000
     fake.fail = [500]  # it would fail
     assert remote.context_window == 5000
-    assert (remote.model_name, remote.has_chat_template) == (MODEL, True)
+    assert (remote.model_name, remote.as_prompt("a")) == (MODEL, [{"role": "user", "content": "a"}])
     fake.fail = []
     assert remote.count_tokens("a b c") == remote.count_tokens([{"role": "user", "content": "a b c"}]) == 4
     assert remote.encode("a b c") == [0, 1, 2]
-    assert remote.as_prompt("a") == [{"role": "user", "content": "a"}]
     assert RemoteEngine(fake.url).model_name == MODEL
 
 
@@ -304,7 +303,7 @@ def test_a_model_without_a_template(fake: FakeVllm, remote: RemoteEngine) -> Non
 def test_a_gateway_may_hide_what_is_not_openais(fake: FakeVllm, remote: RemoteEngine) -> None:
     fake.fail = [0, 404]  # of /v1/models and /tokenize
     assert remote.generate("a").text == "a a"
-    assert (remote.context_window, remote.has_chat_template) == (5000, True)
+    assert (remote.context_window, remote.as_prompt("a")) == (5000, [{"role": "user", "content": "a"}])
 
 
 def test_pages_of_other_servers() -> None:

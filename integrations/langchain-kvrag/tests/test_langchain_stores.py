@@ -87,7 +87,8 @@ async def test_what_a_store_holds_already_is_listed_and_warmed(
 @pytest.mark.parametrize("way", ["listed", "whole"])
 def test_kv_that_a_killed_program_left_is_swept(way: str, engine: BlendEngine, chunks: list[str]) -> None:
     killed = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine)
-    killed._kv._encode(killed._plan([Document(chunks[0])], None))  # and never added
+    adding = killed._plan([Document(chunks[0])], None)
+    killed._kv._warm(adding.texts, adding.names, adding.sources)  # and never added
     other = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine, collection="other")
     other.add_texts(chunks[2:3])
     store = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine)

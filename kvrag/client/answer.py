@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from kvrag.client.connection import Body
@@ -12,72 +13,63 @@ from kvrag.errors import ServerError
 from kvrag.types import BlendReport, CallPiece, Delta, InvalidCall, ToolCall
 
 
-@dataclass
-class AnswerBuilder:
-    """Builds the deltas of an answer from a response, or from the events of a stream.
+async def deltas_of(
+    responses: AsyncIterator[Body], is_forced: bool, report: Callable[[Body, Body], Awaitable[BlendReport]]
+) -> AsyncGenerator[Delta, None]:
+    """Yield the deltas of a response, or of the events of a stream.
 
-    Attributes:
+    Args:
         is_forced: The answer must be a tool call.
-        extras: Fields of the responses that OpenAI does not have.
-        usage: OpenAI's usage.
+        report: Returns the report for the responses' fields that OpenAI does not have, and OpenAI's usage.
+
+    Raises:
+        ServerError: The answer is incomplete.
     """
-
-    is_forced: bool = False
-    extras: Body = field(default_factory=dict)
-    usage: Body = field(default_factory=dict)
-    _calls: dict[int, CallPiece] = field(default_factory=dict)  # joined
-    _finish: str | None = None
-
-    def add(self, body: Body) -> Delta:
-        """Add a response or an event; return what is new."""
-        self.extras |= {name: body[name] for name in ("kvrag", "kv_transfer_params") if body.get(name)}
-        self.usage = body.get("usage") or self.usage
-        text = ""
-        pieces: list[CallPiece] = []
+    extras, usage, finish = Body(), Body(), ""
+    calls: dict[int, CallPiece] = {}  # joined
+    async for body in responses:
+        extras |= {name: body[name] for name in ("kvrag", "kv_transfer_params") if body.get(name)}
+        usage = body.get("usage") or usage
+        text, parts = "", list[Body]()
         for choice in body.get("choices") or ():
             message = choice.get("delta") or choice.get("message") or {}
             text += message.get("content") or choice.get("text") or ""
-            for position, part in enumerate(message.get("tool_calls") or ()):
-                pieces.append(self._add_call(part.get("index", position), part))
-            self._finish = choice.get("finish_reason") or self._finish
-        if self.is_forced and not self._calls and self._finish == "length":  # vLLM omits a call that was cut off
-            text, pieces = "", [self._add_call(0, {})]
-        return Delta(text, call_pieces=tuple(pieces))
+            parts += [{"index": number, **part} for number, part in enumerate(message.get("tool_calls") or ())]
+            finish = choice.get("finish_reason") or finish
+        if is_forced and finish == "length" and not calls and not parts:  # vLLM omits a call that was cut off
+            text, parts = "", [{"index": 0}]
+        if text or parts:
+            yield Delta(text, call_pieces=tuple(_add_call(calls, part) for part in parts))
+    if finish not in ("stop", "length", "tool_calls", "function_call"):
+        raise ServerError(f"the server ended the answer early ({finish or 'the stream broke off'}): retry")
+    is_cut = finish == "length"
+    valid: list[ToolCall] = []
+    invalid: list[InvalidCall] = []
+    for index, call in calls.items():
+        arguments = _arguments(call.arguments, is_cut and index == max(calls))
+        if arguments is None:
+            invalid.append(InvalidCall(call.name, call.arguments, call.id))
+        else:
+            valid.append(ToolCall(call.name, arguments, call.id))
+    yield Delta(
+        "",
+        finish_reason="length" if is_cut else "stop",
+        report=await report(extras, usage),
+        tool_calls=tuple(valid),
+        num_tokens=usage.get("completion_tokens") or 0,
+        invalid_calls=tuple(invalid),
+    )
 
-    def last(self, report: BlendReport) -> Delta:
-        """Return the last delta.
 
-        Raises:
-            ServerError: The answer is incomplete.
-        """
-        if self._finish not in ("stop", "length", "tool_calls", "function_call"):
-            raise ServerError(f"the server ended the answer early ({self._finish or 'the stream broke off'}): retry")
-        is_cut = self._finish == "length"
-        valid: list[ToolCall] = []
-        invalid: list[InvalidCall] = []
-        for index, call in sorted(self._calls.items()):
-            arguments = _arguments(call.arguments, is_cut and index == max(self._calls))
-            if arguments is None:
-                invalid.append(InvalidCall(call.name, call.arguments, call.id))
-            else:
-                valid.append(ToolCall(call.name, arguments, call.id))
-        return Delta(
-            "",
-            finish_reason="length" if is_cut else "stop",
-            report=report,
-            tool_calls=tuple(valid),
-            num_tokens=self.usage.get("completion_tokens") or 0,
-            invalid_calls=tuple(invalid),
-        )
-
-    def _add_call(self, index: int, part: dict[str, Any]) -> CallPiece:
-        function, before = part.get("function") or {}, self._calls.get(index)
-        name, arguments = function.get("name") or "", function.get("arguments") or ""
-        if before is None:
-            piece = self._calls[index] = CallPiece(index, arguments, name, part.get("id") or uuid.uuid4().hex[:9])
-            return piece
-        self._calls[index] = CallPiece(index, before.arguments + arguments, before.name + name, before.id)
-        return CallPiece(index, arguments, name)
+def _add_call(calls: dict[int, CallPiece], part: Body) -> CallPiece:
+    """Return the piece of a tool call; add it to the call."""
+    index, function = part["index"], part.get("function") or {}
+    piece = CallPiece(index, function.get("arguments") or "", function.get("name") or "")
+    if (before := calls.get(index)) is None:
+        piece = calls[index] = replace(piece, id=part.get("id") or uuid.uuid4().hex[:9])
+    else:
+        calls[index] = replace(before, name=before.name + piece.name, arguments=before.arguments + piece.arguments)
+    return piece
 
 
 def _arguments(text: str, is_cut: bool) -> dict[str, Any] | None:

@@ -6,17 +6,17 @@ import functools
 import uuid
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from kvrag.blocking import iterate, run
-from kvrag.client.answer import AnswerBuilder
+from kvrag.client.answer import deltas_of
 from kvrag.client.connection import Body, Connection
 from kvrag.client.request import AnswerRequest, messages_of
-from kvrag.client.servers import Server, find_server
-from kvrag.client.texts import named_texts
+from kvrag.client.servers import Server, find_server, warm
+from kvrag.client.texts import NamedText, named_texts
 from kvrag.config import check_names, check_namespace
-from kvrag.errors import ServerError, SettingError
+from kvrag.errors import SettingError
 from kvrag.types import Answer, Delta, Messages, WarmReport, join
 
 
@@ -65,8 +65,8 @@ class RemoteEngine:
 
     @property
     def model_name(self) -> str:
-        """Name of the model."""
-        return run(self._server(self._blocking)).model
+        """Name of the model on the server."""
+        return run(self._server(self._blocking)).name
 
     @property
     def context_window(self) -> int:
@@ -97,7 +97,8 @@ class RemoteEngine:
             texts, document, sources, namespace: As in `BlendEngine.warm`.
             progress: Called with (texts done, texts to do) after each request.
         """
-        return run(self._warm(self._blocking, texts, document, sources, namespace, progress))
+        named = named_texts(texts, document, sources)
+        return run(self._warm(self._blocking, named, document, namespace, progress))
 
     async def awarm(
         self,
@@ -108,32 +109,20 @@ class RemoteEngine:
         namespace: str = "",
     ) -> WarmReport:
         """Like `warm`, without blocking the event loop. Cancelling it ends the encoding on the server."""
-        return await self._warm(self._async, texts, document, sources, namespace, lambda done, total: None)
+        return await self._warm(self._async, named_texts(texts, document, sources), document, namespace)
 
     async def _warm(
         self,
         connection: Connection,
-        texts: Iterable[str],
+        texts: Sequence[NamedText],
         document: str | Sequence[str],
-        sources: str | Sequence[str] | None,
         namespace: str,
-        progress: Callable[[int, int], None],
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> WarmReport:
-        rows, server = named_texts(texts, document, sources), await self._server(connection)
-        check_namespace(namespace)
-        if not rows and document and isinstance(document, str):
-            await server.forget(document, namespace)
-        reports: list[Body] = []
-        done = 0
-        async with aclosing(server.warm(rows, namespace)) as parts:
-            async for number, report in parts:
-                reports.append(report)
-                progress(done := done + number, len(rows))
-        try:
-            return _sum(map(WarmReport.from_dict, reports))
-        except TypeError:
-            message = f"{connection.root} sent no valid report of the encoding: update the server"
-            raise ServerError(message) from None
+        server = await self._server(connection)
+        if not texts and document and isinstance(document, str):
+            await server.command("forget", check_namespace(namespace), document=document)
+        return await warm(server, texts, check_namespace(namespace), progress)
 
     def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
         """Do nothing: a server reads ahead the chunks that it retrieves itself."""
@@ -143,12 +132,15 @@ class RemoteEngine:
         if not document:
             raise SettingError("forget needs the name of a document")
         check_names(document)
-        return run(run(self._server(self._blocking)).forget(document, check_namespace(namespace)))
+        command = run(self._server(self._blocking)).command("forget", check_namespace(namespace), document=document)
+        done = run(command)
+        return int(done.get("removed") or done.get("forgotten") or 0)
 
     def documents(self, prefix: str = "", *, namespace: str = "") -> list[str]:
         """Return the names of the documents that start with `prefix` and have chunks, sorted."""
         check_names(prefix)
-        return run(run(self._server(self._blocking)).documents(prefix, check_namespace(namespace)))
+        command = run(self._server(self._blocking)).command("documents", check_namespace(namespace), prefix=prefix)
+        return list(run(command).get("documents") or ())
 
     # ---------------------------------------------------------------- answers
 
@@ -182,14 +174,12 @@ class RemoteEngine:
         self, connection: Connection, request: AnswerRequest, is_stream: bool
     ) -> AsyncGenerator[Delta, None]:
         server = await self._server(connection)
-        builder, tag = AnswerBuilder(request.is_forced), uuid.uuid4().hex if is_stream else ""
-        body = await server.body(request, tag)
-        async with aclosing(connection.answers(body, **request.options)) as responses:
-            async for response in responses:
-                delta = builder.add(response)
-                if delta.text or delta.call_pieces:
-                    yield delta
-        yield builder.last(await server.report(builder.extras, builder.usage, tag))
+        tag = uuid.uuid4().hex if is_stream else ""
+        responses = connection.answers(await server.body(request, tag), **request.options)
+        deltas = deltas_of(responses, request.is_forced, functools.partial(server.report, tag=tag))
+        async with aclosing(responses), aclosing(deltas):
+            async for delta in deltas:
+                yield delta
 
     def as_prompt(self, text: str) -> str | Messages:
         """Return a text as one user message, or unchanged if the model has no chat template."""
@@ -238,11 +228,3 @@ class RemoteEngine:
 
 
 _shared = functools.lru_cache(maxsize=64)(RemoteEngine)
-
-
-def _sum(reports: Iterable[WarmReport]) -> WarmReport:
-    """Return the report of all requests; each warning once."""
-    parts = list(reports)
-    names = [row.name for row in fields(WarmReport) if row.name != "warnings"]
-    totals: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
-    return WarmReport(**totals, warnings=tuple(dict.fromkeys(text for part in parts for text in part.warnings)))

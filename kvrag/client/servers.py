@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 from urllib.parse import quote
 
 from kvrag.client.answer import report_of
@@ -20,9 +21,8 @@ from kvrag.errors import (
     StoreFullError,
     StoreReadOnlyError,
 )
-from kvrag.types import BlendReport
+from kvrag.types import BlendReport, WarmReport
 
-_REQUEST_BYTES = 256 << 10  # of texts per request: a few minutes of work at most on a slow server
 _PROMPT = ("prompt", "messages", "tools", "chat_template_kwargs")  # fields that the number of its tokens depends on
 
 _ERRORS: dict[str, type[KvragError]] = {
@@ -33,69 +33,74 @@ _ERRORS: dict[str, type[KvragError]] = {
 @dataclass(frozen=True)
 class _ServedModel:
     connection: Connection
-    model: str
+    name: str
     window: int
     has_chat_template: bool
 
     async def tokenize(self, body: Body) -> Body:
-        response = await self.connection.send("post", "/tokenize", body={"model": self.model, **body})
+        response = await self.connection.send("post", "/tokenize", body={"model": self.name, **body})
         if "count" not in response:
             raise self.connection.not_a_server()
         return response
 
 
 class KvragServe(_ServedModel):
-    """`kvrag serve`: reports come with the answers, and namespaces with the API key.
+    """A model of `kvrag serve`: reports come with the answers, and namespaces with the API key.
 
     Attributes:
-        model: Name of the model in requests.
+        name: Its name in requests.
         window: Size of its context window in tokens.
         has_chat_template: True if it answers messages.
+        part_bytes: Size of the texts that one request encodes, about.
     """
+
+    part_bytes = 256 << 10  # a few minutes of work at most on a slow server
+
+    async def command(self, name: str, namespace: str, **arguments: Any) -> Body:
+        """Carry out "warm", "forget" or "documents", with arguments of the method of `BlendEngine`."""
+        _check_no_namespace(namespace)
+        if name == "warm":
+            return await self.connection.send("post", "/v1/chunks", body=arguments)
+        if name == "documents":
+            return await self.connection.send("get", "/v1/chunks", options={"params": arguments})
+        # dots as well: "a/../b" would be shortened on the way
+        path = quote(arguments["document"], safe="").replace(".", "%2E")
+        return await self.connection.send("delete", f"/v1/chunks/{path}")
 
     async def body(self, request: AnswerRequest, tag: str) -> Body:
         """Return the JSON of a request; `tag` names a streamed answer, "" = not streamed."""
         _check_no_namespace(request.namespace)
         if request.grammar is not None and request.grammar.json_schema is None:
             raise SettingError("kvrag serve supports grammars as a json_schema only: convert this one")
-        body = request.body(self.model, bool(tag)) | request.blend
+        body = request.body(self.name, bool(tag)) | request.blend
         return body | {"chunks": [row.text for row in request.documents]} if request.documents else body
 
     async def report(self, extras: Body, usage: Body, tag: str) -> BlendReport:
         """Return the report of a complete answer from its responses' extra fields and usage."""
         return report_of(extras.get("kvrag"), usage, "the server sent no report")
 
-    async def warm(self, texts: Sequence[NamedText], namespace: str) -> AsyncGenerator[tuple[int, Body], None]:
-        """Encode texts; yield the number of texts of each request, and its report."""
-        _check_no_namespace(namespace)
-        for part in whole_documents(texts, _REQUEST_BYTES):
-            yield len(part), await self.connection.send("post", "/v1/chunks", body=_columns(part))
 
-    async def forget(self, document: str, namespace: str) -> int:
-        """See `BlendEngine.forget`."""
-        _check_no_namespace(namespace)
-        # dots as well: "a/../b" would be shortened on the way
-        path = quote(document, safe="").replace(".", "%2E")
-        return int((await self.connection.send("delete", f"/v1/chunks/{path}"))["removed"])
+class _Vllm(_ServedModel):
+    """A model of vLLM with kvrag's KV connector, which has no endpoints: everything goes through `kv_transfer_params`.
 
-    async def documents(self, prefix: str, namespace: str) -> list[str]:
-        """See `BlendEngine.documents`."""
-        _check_no_namespace(namespace)
-        options = {"params": {"prefix": prefix}}
-        return list((await self.connection.send("get", "/v1/chunks", options=options))["documents"])
-
-
-class Vllm(_ServedModel):
-    """vLLM with kvrag's KV connector, which has no endpoints: everything goes through `kv_transfer_params`.
-
-    The methods are those of `KvragServe`.
+    Texts are encoded by completions whose prompts contain them, because the connector needs pages for their KV.
     """
 
+    @property
+    def part_bytes(self) -> int:
+        return self.window
+
+    async def command(self, name: str, namespace: str, **arguments: Any) -> Body:
+        joined = "\n\n".join(arguments.get("texts", ())) or " "  # vLLM refuses an empty prompt
+        # a token has at least one byte; 4 are for control tokens and the answer
+        fits = num_bytes(joined) + 4 <= self.window or await self._count({"prompt": joined}) < self.window
+        # texts are encoded one by one: the whole window has room for any of them and its context
+        prompt = joined if fits else [0] * (self.window - 1)
+        return await self._ask({"mode": name, **arguments, "namespace": namespace}, prompt)
+
     async def body(self, request: AnswerRequest, tag: str) -> Body:
-        """Encode the request's documents; return its JSON."""
-        async for _ in self.warm(request.documents, request.namespace):
-            pass
-        body = request.body(self.model, bool(tag))
+        await warm(self, request.documents, request.namespace)
+        body = request.body(self.name, bool(tag))
         params = {"mode": "blend", **request.blend, "namespace": request.namespace, "tag": tag}
         body["kv_transfer_params"] = {"kvrag": {name: value for name, value in params.items() if value != ""}}
         grammar = request.grammar
@@ -105,45 +110,21 @@ class Vllm(_ServedModel):
         return body | {"max_tokens": await self._room(body)}
 
     async def report(self, extras: Body, usage: Body, tag: str) -> BlendReport:
-        """Return the report, which vLLM sends only with answers that are not streamed."""
         missing = f"{self.connection.root} sent no report: start vLLM with kvrag's KV connector"
         content = (extras.get("kv_transfer_params") or {}).get("kvrag")
-        if content is None and tag:
+        if content is None and tag:  # vLLM sends it with complete answers only
             try:
-                content = await self._control({"mode": "report", "tag": tag})
+                content = await self._ask({"mode": "report", "tag": tag})
             except KvragError as error:  # the answer is complete, and must not be lost
                 missing = f"no report: {error}"
         return report_of(content, usage, missing)
 
-    async def warm(self, texts: Sequence[NamedText], namespace: str) -> AsyncGenerator[tuple[int, Body], None]:
-        """Encode texts in the pages of completions."""
-        for part in whole_documents(texts, self.window):
-            joined = "\n\n".join(row.text for row in part) or " "  # vLLM refuses an empty prompt
-            # a token has at least one byte; 4 are for control tokens and the answer
-            fits = num_bytes(joined) + 4 <= self.window or await self._count({"prompt": joined}) < self.window
-            # texts are encoded one by one: the whole window has room for any of them and its context
-            prompt = joined if fits else [0] * (self.window - 1)
-            yield len(part), await self._control({"mode": "warm", **_columns(part), "namespace": namespace}, prompt)
-
-    async def forget(self, document: str, namespace: str) -> int:
-        """See `BlendEngine.forget`."""
-        content = await self._control({"mode": "forget", "document": document, "namespace": namespace})
-        return int(content.get("forgotten") or 0)
-
-    async def documents(self, prefix: str, namespace: str) -> list[str]:
-        """See `BlendEngine.documents`."""
-        content = await self._control({"mode": "documents", "prefix": prefix, "namespace": namespace})
-        return list(content.get("documents") or ())
-
     async def _room(self, body: Body) -> int:
         """Return the maximum length of the answer that fits: vLLM refuses prompts with longer ones."""
         max_tokens = int(body["max_tokens"])
-        prompt: Body = {
-            name: body[name] for name in ("prompt", "messages", "tools", "chat_template_kwargs") if name in body
-        }
-        # a token has at least one byte; tools and messages are surrounded by a template's own text
-        template = 0 if "prompt" in prompt else 1000 + 20 * len(prompt["messages"])
-        if num_bytes(json.dumps(prompt, ensure_ascii=False)) + template + max_tokens <= self.window:
+        prompt = {name: body[name] for name in _PROMPT if name in body}
+        # a token has at least one byte; a template adds text of its own
+        if num_bytes(json.dumps(prompt, ensure_ascii=False)) + 1000 + max_tokens <= self.window:
             return max_tokens
         room = self.window - await self._count(prompt)
         return min(max_tokens, room) if room > 0 else max_tokens  # vLLM describes the error
@@ -151,10 +132,10 @@ class Vllm(_ServedModel):
     async def _count(self, prompt: Body) -> int:
         return int((await self.tokenize(prompt))["count"])
 
-    async def _control(self, command: Body, prompt: str | list[int] = " ") -> Body:
+    async def _ask(self, params: Body, prompt: str | list[int] = " ") -> Body:
         """Send a request to the connector, on a prompt that reserves its pages; return the connector's response."""
-        body: Body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
-        body["kv_transfer_params"] = {"kvrag": command}
+        body: Body = {"model": self.name, "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
+        body["kv_transfer_params"] = {"kvrag": params}
         response = await self.connection.send("post", "/v1/completions", body=body)
         content = (response.get("kv_transfer_params") or {}).get("kvrag")
         if not isinstance(content, dict):
@@ -163,12 +144,12 @@ class Vllm(_ServedModel):
             )
         if "error" in content:
             raise _ERRORS.get(str(content.get("type")), ServerError)(str(content["error"]))
-        if (ignored := content.get("ignored")) and command["mode"] != "report":  # a report lists those of its answer
+        if (ignored := content.get("ignored")) and params["mode"] != "report":  # a report lists those of its answer
             raise SettingError("; ".join(map(str, ignored)))
         return content
 
 
-Server = KvragServe | Vllm
+Server = KvragServe | _Vllm
 
 
 def _check_no_namespace(namespace: str) -> None:
@@ -179,9 +160,27 @@ def _check_no_namespace(namespace: str) -> None:
         )
 
 
-def _columns(texts: Sequence[NamedText]) -> Body:
-    """Return texts as the arguments of `BlendEngine.warm`."""
-    return dict(zip(("texts", "document", "sources"), map(list, zip(*texts, strict=True)), strict=True))
+async def warm(
+    server: Server,
+    texts: Sequence[NamedText],
+    namespace: str,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> WarmReport:
+    """Encode texts; report the number of those that are done after each request."""
+    reports: list[Body] = []
+    done = 0
+    for part in whole_documents(texts, server.part_bytes):
+        columns = zip(("texts", "document", "sources"), map(list, zip(*part, strict=True)), strict=True)
+        reports.append(await server.command("warm", namespace, **dict(columns)))
+        progress(done := done + len(part), len(texts))
+    names = [row.name for row in fields(WarmReport) if row.name != "warnings"]
+    try:
+        totals: dict[str, Any] = {name: sum(report[name] for report in reports) for name in names}
+    except (KeyError, TypeError):
+        message = f"{server.connection.root} sent no valid report of the encoding: update the server"
+        raise ServerError(message) from None
+    warnings = dict.fromkeys(warning for report in reports for warning in report.get("warnings") or ())
+    return WarmReport(**totals, warnings=tuple(warnings))
 
 
 async def find_server(connection: Connection, model: str | None) -> Server:
@@ -219,4 +218,4 @@ async def find_server(connection: Connection, model: str | None) -> Server:
     window = entry.get("max_model_len") or probed.get("max_model_len")
     if not window:
         raise ServerError(f"{root} names no window of {name}: choose a model that answers, or update the server")
-    return (KvragServe if owner == "kvrag" else Vllm)(connection, name, int(window), has_chat_template)
+    return (KvragServe if owner == "kvrag" else _Vllm)(connection, name, int(window), has_chat_template)

@@ -15,18 +15,8 @@ from hashlib import scrypt
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from kvrag.client.connection import KEY_VARIABLE, root_of
-from kvrag.config import (
-    CODECS,
-    CONTROLLERS,
-    POLICIES,
-    BlendConfig,
-    Grammar,
-    Sampling,
-    check_codec,
-    check_namespace,
-    check_timeout,
-    without_password,
-)
+from kvrag.client.request import AnswerRequest
+from kvrag.config import CODECS, CONTROLLERS, POLICIES, Grammar, check_codec, without_password
 from kvrag.errors import KvragError, SettingError
 
 if TYPE_CHECKING:  # the command line reads the table, and importing torch takes seconds
@@ -187,15 +177,12 @@ class LLMSettings(EngineSettings, AnswerSettings):
         request |= {name: value for name, value in call.items() if value is not None}
         request["stop"] = tuple(dict.fromkeys([*(self.stop or ()), *(call.get("stop") or ())]))
         request["max_new_tokens"] = request.pop("max_tokens")
-        check_timeout(request.setdefault("timeout", self.timeout))
-        check_namespace(request["namespace"])
+        request.setdefault("timeout", self.timeout)
         if response_format := request.pop("response_format", None):
             if "grammar" in request:
                 raise SettingError("response_format and grammar exclude each other: leave out one of them")
             request["grammar"] = Grammar.of_response_format(response_format)
-        Sampling(**{row.name: request[row.name] for row in fields(Sampling) if row.name in request})
-        blend = {name: request[name] for name in ("ratio", "policy", "controller") if request[name] is not None}
-        BlendConfig(**blend)
+        AnswerRequest("", request)  # refuses wrong values
         return request
 
     @property

@@ -14,7 +14,7 @@ from kvrag.client.answer import deltas_of
 from kvrag.client.connection import Body, Connection
 from kvrag.client.request import AnswerRequest, messages_of
 from kvrag.client.servers import Server, find_server, warm
-from kvrag.client.texts import NamedText, named_texts
+from kvrag.client.texts import named_texts
 from kvrag.config import check_names, check_namespace
 from kvrag.errors import SettingError
 from kvrag.types import Answer, Delta, Messages, WarmReport, join
@@ -66,12 +66,16 @@ class RemoteEngine:
     @property
     def model_name(self) -> str:
         """Name of the model on the server."""
-        return run(self._server(self._blocking)).name
+        return self._served.name
 
     @property
     def context_window(self) -> int:
         """Size of the model's context window in tokens."""
-        return run(self._server(self._blocking)).window
+        return self._served.window
+
+    @property
+    def _served(self) -> Server:
+        return run(self._server(self._blocking))
 
     async def _server(self, connection: Connection) -> Server:
         if self._found is None:  # two threads may find the same
@@ -98,7 +102,7 @@ class RemoteEngine:
             progress: Called with (texts done, texts to do) after each request.
         """
         named = named_texts(texts, document, sources)
-        return run(self._warm(self._blocking, named, document, namespace, progress))
+        return run(warm(named, document, self._served, check_namespace(namespace), progress))
 
     async def awarm(
         self,
@@ -109,20 +113,8 @@ class RemoteEngine:
         namespace: str = "",
     ) -> WarmReport:
         """Like `warm`, without blocking the event loop. Cancelling it ends the encoding on the server."""
-        return await self._warm(self._async, named_texts(texts, document, sources), document, namespace)
-
-    async def _warm(
-        self,
-        connection: Connection,
-        texts: Sequence[NamedText],
-        document: str | Sequence[str],
-        namespace: str,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> WarmReport:
-        server = await self._server(connection)
-        if not texts and document and isinstance(document, str):
-            await server.command("forget", check_namespace(namespace), document=document)
-        return await warm(server, texts, check_namespace(namespace), progress)
+        named = named_texts(texts, document, sources)
+        return await warm(named, document, await self._server(self._async), check_namespace(namespace))
 
     def prefetch(self, texts: Iterable[str], *, namespace: str = "") -> None:
         """Do nothing: a server reads ahead the chunks that it retrieves itself."""
@@ -132,15 +124,14 @@ class RemoteEngine:
         if not document:
             raise SettingError("forget needs the name of a document")
         check_names(document)
-        command = run(self._server(self._blocking)).command("forget", check_namespace(namespace), document=document)
-        done = run(command)
+        done = run(self._served.command("forget", check_namespace(namespace), document=document))
         return int(done.get("removed") or done.get("forgotten") or 0)
 
     def documents(self, prefix: str = "", *, namespace: str = "") -> list[str]:
         """Return the names of the documents that start with `prefix` and have chunks, sorted."""
         check_names(prefix)
-        command = run(self._server(self._blocking)).command("documents", check_namespace(namespace), prefix=prefix)
-        return list(run(command).get("documents") or ())
+        found = run(self._served.command("documents", check_namespace(namespace), prefix=prefix))
+        return list(found.get("documents") or ())
 
     # ---------------------------------------------------------------- answers
 
@@ -183,20 +174,16 @@ class RemoteEngine:
 
     def as_prompt(self, text: str) -> str | Messages:
         """Return a text as one user message, or unchanged if the model has no chat template."""
-        has_chat_template = run(self._server(self._blocking)).has_chat_template
-        return [{"role": "user", "content": text}] if has_chat_template else text
+        return [{"role": "user", "content": text}] if self._served.has_chat_template else text
 
     def count_tokens(self, prompt: str | Messages, *, tools: Sequence[dict[str, Any]] | None = None) -> int:
         """Return the length of the prompt that `stream` would answer, in tokens."""
         body: Body = {"prompt": prompt} if isinstance(prompt, str) else {"messages": messages_of(prompt)}
-        return int(self._tokenize(body | {"tools": list(tools)} if tools else body)["count"])
+        return int(run(self._served.tokenize(body | {"tools": list(tools)} if tools else body))["count"])
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text by the model's own tokenizer, without BOS."""
-        return list(self._tokenize({"prompt": text, "add_special_tokens": False})["tokens"])
-
-    def _tokenize(self, body: Body) -> Body:
-        return run(run(self._server(self._blocking)).tokenize(body))
+        return list(run(self._served.tokenize({"prompt": text, "add_special_tokens": False}))["tokens"])
 
     # ---------------------------------------------------------------- what needs the model
 

@@ -99,7 +99,7 @@ class _Vllm(_ServedModel):
         return await self._ask({"mode": name, **arguments, "namespace": namespace}, prompt)
 
     async def body(self, request: AnswerRequest, tag: str) -> Body:
-        await warm(self, request.documents, request.namespace)
+        await warm(request.documents, "", self, request.namespace)
         body = request.body(self.name, bool(tag))
         params = {"mode": "blend", **request.blend, "namespace": request.namespace, "tag": tag}
         body["kv_transfer_params"] = {"kvrag": {name: value for name, value in params.items() if value != ""}}
@@ -161,14 +161,17 @@ def _check_no_namespace(namespace: str) -> None:
 
 
 async def warm(
-    server: Server,
     texts: Sequence[NamedText],
+    document: str | Sequence[str],
+    server: Server,
     namespace: str,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> WarmReport:
-    """Encode texts; report the number of those that are done after each request."""
+    """Encode texts; without any, forget the document."""
     reports: list[Body] = []
     done = 0
+    if not texts and document and isinstance(document, str):
+        await server.command("forget", namespace, document=document)
     for part in whole_documents(texts, server.part_bytes):
         columns = zip(("texts", "document", "sources"), map(list, zip(*part, strict=True)), strict=True)
         reports.append(await server.command("warm", namespace, **dict(columns)))

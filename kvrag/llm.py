@@ -105,7 +105,8 @@ class LLMSettings(EngineSettings, AnswerSettings):
 
     Attributes:
         engine: An existing engine; excludes the settings that select a model and a store.
-        timeout: Seconds until an answer fails; as in `RemoteEngine` with a `base_url`, else as in `BlendEngine.stream`.
+        timeout: Seconds until an answer fails, also per call: with an `AnswerTimeoutError`, which is a TimeoutError, or
+            a `ServerError` from the server in `base_url`. A local model checks it after every token.
         api_key, max_retries: As in `RemoteEngine`; without effect unless `base_url` is given.
     """
 
@@ -132,11 +133,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
 
     @classmethod
     def of(cls, llm: object) -> LLMSettings:
-        """Read the settings from an object's attributes.
-
-        Raises:
-            SettingError: A value is out of range, or both or neither of model and engine are given.
-        """
+        """Read the settings from an object's attributes; raise SettingError if they are wrong."""
         return cls(**{row.name: getattr(llm, row.name) for row in fields(cls)})
 
     @staticmethod
@@ -158,15 +155,12 @@ class LLMSettings(EngineSettings, AnswerSettings):
         return {name: value for name, value in values.items() if value != _ENGINE[name].default}
 
     def request(self, **call: Any) -> dict[str, Any]:
-        """Return the arguments of `BlendEngine.stream` for one call.
+        """Return the arguments of `BlendEngine.stream` for one call; raise SettingError if one is wrong.
 
         Args:
             call: Overrides for this call. None keeps the setting; `stop` is added to it. `documents`, `tools`,
                 `tool_choice`, `grammar`, `template` and OpenAI's `response_format`, which becomes a grammar, can be
                 given only here. `timeout` replaces the object's.
-
-        Raises:
-            SettingError: A value is out of range, or a name is unknown.
         """
         if unknown := [name for name in call if name not in (*_ANSWER, *_ONLY_PER_CALL)]:
             known = ", ".join((*_ANSWER, *_ONLY_PER_CALL))
@@ -279,10 +273,7 @@ class LazyEngine:
         self._engines: dict[str, Engine] = {}  # a call can name another model
 
     def open(self, settings: LLMSettings) -> Engine:
-        """Return the given engine, or the one shared by all objects with equal settings.
-
-        It is a RemoteEngine for settings with a `base_url`.
-        """
+        """Return the given engine, or the one shared by all objects with equal settings."""
         # on every call: the fields may have changed, and the engine may have been closed
         engine = self._engines[settings.model_name] = settings.open()
         return engine

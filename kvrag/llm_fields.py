@@ -11,20 +11,12 @@ from kvrag.llm import LazyEngine, LLMBase, LLMSettings
 
 
 class LLMFields(BaseModel, LLMBase):
-    """An engine, or a model and a store to create one, and the settings of its answers, validated.
+    """The fields of `kvrag.LLMSettings`, validated.
 
-    The settings are the fields of `kvrag.LLMSettings`. Creating an object is cheap: the model is loaded on the first
-    answer and shared by all objects with equal settings.
+    Creating an object is cheap: the model is loaded on the first answer and shared by all objects with equal settings.
 
     A framework's class inherits from the framework's class first and from this one second, and implements `_text` and
     `_source`.
-
-    Attributes:
-        engine: An existing engine, instead of the settings that select a model and a store.
-        timeout: Seconds until an answer fails, also per call: with an `AnswerTimeoutError`, which is a TimeoutError, or
-            a `ServerError` from the server in `base_url`. A local model checks it after every token.
-        max_retries, api_key: Of the server in `base_url`; without effect on a local model. Without an `api_key`, the
-            environment variable KVRAG_API_KEY is used.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)

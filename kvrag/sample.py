@@ -15,32 +15,23 @@ READER = "reader"
 
 @dataclass(frozen=True)
 class Sample:
-    """Documents, and questions that a model answers about them.
+    """Documents, and questions about them with a text that a correct answer contains.
 
-    Attributes:
-        folder: Name of their folder.
-        questions: Questions -> text that a correct answer contains. Chosen among those that the model answers correctly
-            with full prefill, so they show agreement with full prefill, not accuracy.
-        chunk_tokens, top_k, around: Chunk length, number of retrieved chunks, and neighbours retrieved with each.
-        context_tokens: Number of tokens of their document that chunks are encoded with.
-        is_chat: Whether the model was trained for conversations.
+    The questions are among those that the model answers correctly with full prefill, so they show agreement with full
+    prefill, not accuracy.
     """
 
     folder: str
     questions: Mapping[str, str]
     chunk_tokens: int
     top_k: int
-    around: int = 0
+    around: int = 0  # neighbours retrieved with each chunk
     context_tokens: int = DEFAULT_CONTEXT
     is_chat: bool = True
 
     @property
     def path(self) -> Path:
-        """Folder of the documents: in the package if installed, under examples/ in a checkout.
-
-        Raises:
-            KvragError: Both are missing.
-        """
+        """Folder of the documents: in the package if installed, under examples/ in a checkout."""
         here = Path(__file__).resolve().parent
         for folder in (here / self.folder, here.parent / "examples" / self.folder):
             if folder.is_dir():

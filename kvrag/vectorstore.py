@@ -49,8 +49,7 @@ class VectorStoreKV:
         """Bind the KV of one collection.
 
         Args:
-            llm: LLM or engine that encodes the texts.
-            namespace: Namespace of the chunks; None = the LLM's.
+            namespace: None = the LLM's.
             path: Framework and collection: the first parts of all names.
         """
         self._llm: Any = llm
@@ -83,13 +82,12 @@ class VectorStoreKV:
     ) -> T:
         """Encode the new texts, write the vectors, then drop the earlier texts of these ids.
 
+        If a text cannot be encoded or stored, nothing is written.
+
         Args:
             write: Adds the documents to the vector store.
             present: Returns the texts of these ids, after a failure.
             ids_of: Returns the final ids from the result of `write`; None = those of the plan.
-
-        Raises:
-            PromptError, StoreError: A text cannot be encoded, or its KV cannot be stored; nothing is written.
         """
         return run(self._add(adding, write, present, ids_of, lambda work, *args: work(*args)))
 

@@ -21,9 +21,6 @@ async def deltas_of(
     Args:
         is_forced: The answer must be a tool call.
         report: Returns the report for the responses' fields that OpenAI does not have, and OpenAI's usage.
-
-    Raises:
-        ServerError: The answer is incomplete.
     """
     extras, usage, finish = Body(), Body(), ""
     calls: dict[int, CallPiece] = {}  # joined
@@ -82,12 +79,7 @@ def _arguments(text: str, is_cut: bool) -> dict[str, Any] | None:
 
 
 def report_of(content: object, usage: Body, missing: str) -> BlendReport:
-    """Return the report that a server sent.
-
-    Args:
-        usage: OpenAI's usage, for the numbers of tokens if there is no report.
-        missing: Note of the report in this case.
-    """
+    """Return the report that a server sent; without one, the numbers of tokens in `usage`, and the note `missing`."""
     if isinstance(content, dict) and "error" in content:
         missing = f"the server could not reuse chunks: {content['error']}"
     elif isinstance(content, dict):

@@ -44,11 +44,7 @@ _ADVICE = {
 
 
 def root_of(base_url: str) -> str:
-    """Return a server's URL without a trailing `/v1`.
-
-    Raises:
-        SettingError: It is not the URL of a server.
-    """
+    """Return a server's URL without a trailing `/v1`; raise SettingError if it is not one."""
     parts = urlsplit(base_url) if isinstance(base_url, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise SettingError(f"base_url must be the URL of a server such as http://localhost:8000, got {base_url!r:.200}")
@@ -61,15 +57,12 @@ class Connection:
     """A server, and the SDK's clients for it: a blocking one, or one per event loop. Thread-safe.
 
     The coroutines of a blocking connection never suspend; see `kvrag.blocking`.
-
-    Attributes:
-        root: The server's URL, without `/v1`.
     """
 
     def __init__(
         self, base_url: str, api_key: str | None, timeout: float | None, max_retries: int | None, is_blocking: bool
     ) -> None:
-        self.root = root_of(base_url)
+        self.root = root_of(base_url)  # without /v1
         check_timeout(timeout)
         if max_retries is not None and not (isinstance(max_retries, int) and max_retries >= 0):
             raise SettingError(f"max_retries must be an integer of at least 0, got {max_retries!r}")
@@ -98,10 +91,9 @@ class Connection:
     def close(self) -> None:
         """Close the blocking client's connections; those of an event loop end with it."""
         with self._lock:
-            blocking = self._clients.pop(None, None)
-            self._clients.clear()
-        if blocking is not None:
-            blocking.close()
+            clients, self._clients = self._clients, {}
+        if None in clients:
+            clients[None].close()
 
     async def send(self, method: str, path: str, **arguments: Any) -> Body:
         """Return the JSON of a response. Further arguments are those of the SDK's `get`, `post` and `delete`."""

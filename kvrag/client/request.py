@@ -21,14 +21,13 @@ _DEFAULTS = dict.fromkeys((*_BLEND, *_OTHER)) | {"namespace": ""} | _SAMPLING
 
 
 class AnswerRequest:
-    """A prompt and the options of its answer, as in `BlendEngine.stream`, checked."""
+    """A prompt and the options of its answer, as in `BlendEngine.stream`.
+
+    Raises:
+        SettingError: An option is unknown or out of range.
+    """
 
     def __init__(self, prompt: str | Messages, options: Mapping[str, Any]) -> None:
-        """Check the options.
-
-        Raises:
-            SettingError: One is unknown or out of range.
-        """
         given = fill_options("an answer", _DEFAULTS, options)
         check_timeout(given["timeout"])
         self.options = _without_empty({"timeout": given["timeout"]})  # of the SDK
@@ -48,11 +47,7 @@ class AnswerRequest:
         return self.tool_choice not in (None, "auto", "none")
 
     def body(self, model: str, is_stream: bool) -> Body:
-        """Return what all servers take.
-
-        Raises:
-            PromptError: The prompt cannot be sent.
-        """
+        """Return what all servers take; raise PromptError if the prompt cannot be sent."""
         sampling, prompt, seed = self.sampling, self.prompt, self.sampling.seed
         if isinstance(prompt, str):
             if self.tools:
@@ -86,11 +81,7 @@ def _choice(choice: str | Mapping[str, Any] | None) -> Any:
 
 
 def messages_of(messages: Any) -> Messages:
-    """Return messages for chat templates in OpenAI's form, in which arguments of tool calls are JSON texts.
-
-    Raises:
-        PromptError: These are no messages.
-    """
+    """Return messages for chat templates in OpenAI's form; raise PromptError if these are no messages."""
     if not isinstance(messages, (list, tuple)) or not all(isinstance(message, Mapping) for message in messages):
         raise PromptError(f"a prompt must be one string or a list of messages, got {messages!r:.80}")
     if not messages:
@@ -108,6 +99,7 @@ def _message(message: Mapping[str, Any]) -> Body:
 
 
 def _call(call: Any) -> Any:
+    """Return a tool call with its arguments as JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
         return call  # the server refuses what is malformed

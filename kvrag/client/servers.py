@@ -34,7 +34,7 @@ _ERRORS: dict[str, type[KvragError]] = {
 class _ServedModel:
     connection: Connection
     name: str
-    window: int
+    window: int  # tokens
     has_chat_template: bool
 
     async def tokenize(self, body: Body) -> Body:
@@ -45,16 +45,9 @@ class _ServedModel:
 
 
 class KvragServe(_ServedModel):
-    """A model of `kvrag serve`: reports come with the answers, and namespaces with the API key.
+    """A model of `kvrag serve`: reports come with the answers, and namespaces with the API key."""
 
-    Attributes:
-        name: Its name in requests.
-        window: Size of its context window in tokens.
-        has_chat_template: True if it answers messages.
-        part_bytes: Size of the texts that one request encodes, about.
-    """
-
-    part_bytes = 256 << 10  # a few minutes of work at most on a slow server
+    part_bytes = 256 << 10  # of texts per request: a few minutes of work at most on a slow server
 
     async def command(self, name: str, namespace: str, **arguments: Any) -> Body:
         """Carry out "warm", "forget" or "documents", with arguments of the method of `BlendEngine`."""
@@ -187,11 +180,7 @@ async def warm(
 
 
 async def find_server(connection: Connection, model: str | None) -> Server:
-    """Detect the kind of a server, and its facts about a model; None = its first one.
-
-    Raises:
-        ServerError: It has no such model, or is of neither kind.
-    """
+    """Detect the kind of a server, and its facts about a model; None = its first one."""
     root = connection.root
     entries = (await connection.send("get", "/v1/models")).get("data")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and "id" in entry for entry in entries):

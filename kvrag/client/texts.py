@@ -20,11 +20,7 @@ class NamedText(NamedTuple):
 def named_texts(
     texts: Iterable[str], document: str | Sequence[str], sources: str | Sequence[str] | None
 ) -> list[NamedText]:
-    """Return the arguments of `BlendEngine.warm`, with the names of each text.
-
-    Raises:
-        SettingError: They do not fit together.
-    """
+    """Return the arguments of `BlendEngine.warm`, text by text; raise SettingError if they do not fit together."""
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         shown = "one string" if isinstance(texts, str) else repr(texts)
         raise SettingError(f"texts must be a list of strings, not {shown:.80}")

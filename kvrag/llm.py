@@ -263,25 +263,21 @@ def _has_chat_template(name: str, revision: str | None, trust_remote_code: bool)
     return load_tokenizer(name, revision, trust_remote_code).chat_template is not None
 
 
+@dataclass
 class LazyEngine:
     """Opens the engine of some settings on first use, and keeps it alive.
 
     Made for an attribute of a framework's LLM class: copies of the object open the same engine, pickles omit it.
     """
 
-    def __init__(self) -> None:
-        self._engines: dict[str, Engine] = {}  # a call can name another model
+    # by model, which a call can name; an open engine does not make two objects different
+    _engines: dict[str, Engine] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def open(self, settings: LLMSettings) -> Engine:
         """Return the given engine, or the one shared by all objects with equal settings."""
         # on every call: the fields may have changed, and the engine may have been closed
         engine = self._engines[settings.model_name] = settings.open()
         return engine
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LazyEngine)  # an open engine does not make two objects different
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[type[LazyEngine], tuple[()]]:
         return (LazyEngine, ())

@@ -12,9 +12,8 @@ from typing import Any, NoReturn
 from kvrag.blocking import iterate, run
 from kvrag.client.answer import deltas_of
 from kvrag.client.connection import Body, Connection
-from kvrag.client.request import AnswerRequest, messages_of
+from kvrag.client.request import AnswerRequest, messages_of, named_texts
 from kvrag.client.servers import Server, find_server, warm
-from kvrag.client.texts import named_texts
 from kvrag.config import check_names, check_namespace
 from kvrag.errors import SettingError
 from kvrag.types import Answer, Delta, Messages, WarmReport, join
@@ -57,9 +56,10 @@ class RemoteEngine:
         self._found: Server | None = None
 
     @classmethod
+    @functools.lru_cache(maxsize=64)
     def shared(cls, base_url: str, model: str | None = None, **settings: Any) -> RemoteEngine:
         """Like the constructor, but equal settings share one engine and its connections."""
-        return _shared(base_url, model, **settings)
+        return cls(base_url, model, **settings)
 
     # ---------------------------------------------------------------- the server
 
@@ -209,6 +209,3 @@ class RemoteEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-_shared = functools.lru_cache(maxsize=64)(RemoteEngine)

@@ -1,15 +1,14 @@
-"""From a prompt and the options of its answer to the JSON of a request."""
+"""From the arguments of an engine to the JSON of a request."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvrag.client.connection import Body
-from kvrag.client.texts import named_texts
-from kvrag.config import BlendConfig, Sampling, check_namespace, check_timeout, fill_options
+from kvrag.config import BlendConfig, Sampling, check_names, check_namespace, check_timeout, fill_options
 from kvrag.errors import PromptError, SettingError
 from kvrag.types import Messages
 
@@ -18,6 +17,34 @@ _SAME = _SAMPLING.keys() - {"max_new_tokens", "stop", "seed"}  # as OpenAI and v
 _BLEND = ("ratio", "policy", "controller")
 _OTHER = ("documents", "namespace", "tools", "tool_choice", "grammar", "template", "timeout")
 _DEFAULTS = dict.fromkeys((*_BLEND, *_OTHER)) | {"namespace": ""} | _SAMPLING
+
+
+class NamedText(NamedTuple):
+    """A text with the names of its document and its source; "" = none."""
+
+    text: str
+    document: str
+    source: str
+
+
+def named_texts(
+    texts: Iterable[str], document: str | Sequence[str], sources: str | Sequence[str] | None
+) -> list[NamedText]:
+    """Return the arguments of `BlendEngine.warm`, text by text; raise SettingError if they do not fit together."""
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        shown = "one string" if isinstance(texts, str) else repr(texts)
+        raise SettingError(f"texts must be a list of strings, not {shown:.80}")
+    listed = list(texts)
+    for number, text in enumerate(listed):
+        if not isinstance(text, str):
+            raise SettingError(f"chunk {number} must be a string, got {type(text).__name__}")
+    sources = document if sources is None else sources
+    columns = [[names] * len(listed) if isinstance(names, str) else list(names) for names in (document, sources)]
+    for what, names in zip(("document names", "sources"), columns, strict=True):
+        if len(names) != len(listed):
+            raise SettingError(f"{len(names)} {what} for {len(listed)} texts: give one per text, or a single string")
+    check_names(*{*columns[0], *columns[1]}, *([document] if isinstance(document, str) else ()))
+    return list(map(NamedText, listed, *columns))
 
 
 class AnswerRequest:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import quote
 
 from kvrag.client.answer import report_of
 from kvrag.client.connection import Body, Connection
-from kvrag.client.request import AnswerRequest
-from kvrag.client.texts import NamedText, num_bytes, whole_documents
+from kvrag.client.request import AnswerRequest, NamedText
 from kvrag.errors import (
     ContextWindowError,
     KvragError,
@@ -47,8 +46,6 @@ class _ServedModel:
 class KvragServe(_ServedModel):
     """A model of `kvrag serve`: reports come with the answers, and namespaces with the API key."""
 
-    part_bytes = 256 << 10  # of texts per request: a few minutes of work at most on a slow server
-
     async def command(self, name: str, namespace: str, **arguments: Any) -> Body:
         """Carry out "warm", "forget" or "documents", with arguments of the method of `BlendEngine`."""
         _check_no_namespace(namespace)
@@ -78,10 +75,6 @@ class _Vllm(_ServedModel):
 
     Texts are encoded by completions whose prompts contain them, because the connector needs pages for their KV.
     """
-
-    @property
-    def part_bytes(self) -> int:
-        return self.window
 
     async def command(self, name: str, namespace: str, **arguments: Any) -> Body:
         joined = "\n\n".join(arguments.get("texts", ())) or " "  # vLLM refuses an empty prompt
@@ -153,6 +146,25 @@ def _check_no_namespace(namespace: str) -> None:
         )
 
 
+def whole_documents(texts: Sequence[NamedText], size: int) -> Iterator[Sequence[NamedText]]:
+    """Yield parts of about this many bytes. No document and no source is divided, whatever its size."""
+    last = {name: number for number, row in enumerate(texts) for name in (row.document, row.source) if name}
+    start = filled = open_until = 0
+    for number, row in enumerate(texts):
+        if filled >= size and number > open_until:
+            yield texts[start:number]
+            start, filled = number, 0
+        filled += num_bytes(row.text)
+        open_until = max(open_until, last.get(row.document, 0), last.get(row.source, 0))
+    if texts:
+        yield texts[start:]
+
+
+def num_bytes(text: str) -> int:
+    """Return the length of a text in UTF-8."""
+    return len(text.encode(errors="surrogatepass"))
+
+
 async def warm(
     texts: Sequence[NamedText],
     document: str | Sequence[str],
@@ -165,7 +177,7 @@ async def warm(
     done = 0
     if not texts and document and isinstance(document, str):
         await server.command("forget", namespace, document=document)
-    for part in whole_documents(texts, server.part_bytes):
+    for part in whole_documents(texts, server.window):  # in bytes: about a third of it in tokens
         columns = zip(("texts", "document", "sources"), map(list, zip(*part, strict=True)), strict=True)
         reports.append(await server.command("warm", namespace, **dict(columns)))
         progress(done := done + len(part), len(texts))

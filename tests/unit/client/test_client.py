@@ -31,7 +31,8 @@ from kvrag import (
     SettingError,
     WarmReport,
 )
-from kvrag.client.texts import NamedText, whole_documents
+from kvrag.client.request import NamedText
+from kvrag.client.servers import whole_documents
 from kvrag.types import join
 
 OBJECT = {"type": "object"}

@@ -28,10 +28,9 @@ def run(work: Awaitable[T]) -> T:
 
 
 def iterate(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-    """Yield the items of a generator that never suspends. Closing this closes it."""
-    end = object()
+    """Yield the items, none of which is None, of a generator that never suspends. Closing this closes it."""
     try:
-        while (item := run(anext(items, end))) is not end:
-            yield item  # type: ignore[misc]
+        while (item := run(anext(items, None))) is not None:
+            yield item
     finally:
         run(items.aclose())

@@ -15,7 +15,7 @@ from hashlib import scrypt
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from kvrag.client.connection import KEY_VARIABLE, root_of
-from kvrag.client.request import AnswerRequest
+from kvrag.client.request import checked
 from kvrag.config import CODECS, CONTROLLERS, POLICIES, Grammar, check_codec, without_password
 from kvrag.errors import KvragError, SettingError
 
@@ -137,11 +137,6 @@ class LLMSettings(EngineSettings, AnswerSettings):
         return cls(**{row.name: getattr(llm, row.name) for row in fields(cls)})
 
     @staticmethod
-    def length(value: Any) -> Any:
-        """Return `max_tokens`, where None = the default, as in the frameworks' other classes."""
-        return _ANSWER["max_tokens"].default if value is None else value
-
-    @staticmethod
     def plain(value: Any) -> Any:
         """Return folders and dtypes as strings, so that settings can be serialised; other values are unchanged."""
         torch = sys.modules.get("torch")  # otherwise no value can be a dtype
@@ -176,7 +171,7 @@ class LLMSettings(EngineSettings, AnswerSettings):
             if "grammar" in request:
                 raise SettingError("response_format and grammar exclude each other: leave out one of them")
             request["grammar"] = Grammar.of_response_format(response_format)
-        AnswerRequest("", request)  # refuses wrong values
+        checked(request)
         return request
 
     @property

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, field_validator, model_validator
 
 from kvrag.engine import BlendEngine
-from kvrag.llm import LazyEngine, LLMBase, LLMSettings
+from kvrag.llm import AnswerSettings, LazyEngine, LLMBase, LLMSettings
+
+
+def _or_default(max_tokens: Any) -> Any:
+    return AnswerSettings.max_tokens if max_tokens is None else max_tokens  # as in the frameworks' other classes
 
 
 class LLMFields(BaseModel, LLMBase):
@@ -28,7 +32,7 @@ class LLMFields(BaseModel, LLMBase):
 
     _lazy: LazyEngine = PrivateAttr(default_factory=LazyEngine)
     _plain = field_validator("model", "store", "dtype", mode="before")(LLMSettings.plain)
-    _length = field_validator("max_tokens", mode="before")(LLMSettings.length)
+    _length = field_validator("max_tokens", mode="before")(_or_default)
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:

@@ -9,8 +9,7 @@ from pathlib import Path
 from kvrag.config import DEFAULT_CONTEXT
 from kvrag.errors import KvragError
 
-READER = "reader"
-"""Name of the bundled model."""
+READER = "reader"  # name of the bundled model
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,7 @@ class Sample:
         return {f"{self.folder}/{path.name}": path.read_text("utf-8") for path in sorted(self.path.iterdir())}
 
 
+# of the bundled reader's world; prompts almost fill its window, where blending is faster even with so small a model
 ARTICLES = Sample(
     folder="corpus",
     questions={
@@ -56,9 +56,7 @@ ARTICLES = Sample(
     top_k=30,
     is_chat=False,
 )
-"""Articles of the bundled reader's world. Prompts almost fill its window of 2,048 tokens, where blending is faster even
-with such a small model."""
-
+# in short chunks, most of which say "she" or "the town" and lack the name: plain reuse answers these questions wrongly
 ENCODED_ALONE = replace(
     ARTICLES,
     questions={
@@ -73,9 +71,7 @@ ENCODED_ALONE = replace(
     around=2,
     context_tokens=0,
 )
-"""The same articles in short chunks that are encoded alone. Most say "she" or "the town" and lack the name. The
-questions were chosen because plain reuse answers them wrongly."""
-
+# of a fictional company, for other models; the questions were chosen with SmolLM2-135M-Instruct
 HANDBOOK = Sample(
     folder="handbook",
     questions={
@@ -90,7 +86,6 @@ HANDBOOK = Sample(
     chunk_tokens=256,
     top_k=10,  # prompts of about 2,000 tokens
 )
-"""Handbook of a fictional company, for other models. The questions were chosen with SmolLM2-135M-Instruct."""
 
 
 def of(model: str) -> Sample:

@@ -99,11 +99,12 @@ class Connection:
         """Return the JSON of a response. Further arguments are those of the SDK's `get`, `post` and `delete`."""
         return self._checked(await self._send(method, path, **arguments))
 
-    async def answers(self, body: Body, **options: Any) -> AsyncGenerator[Body, None]:
+    async def answers(self, body: Body, seconds: float | None) -> AsyncGenerator[Body, None]:
         """Yield the response to a request for an answer; of a streamed answer, its events.
 
-        Closing this ends the answer on the server. Options are those of the SDK's `post`.
+        Closing this ends the answer on the server. `seconds` = timeout; None = that of the connection.
         """
+        options = {} if seconds is None else {"timeout": seconds}
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         if not body.get("stream"):
             yield await self.send("post", path, body=body, options=options)

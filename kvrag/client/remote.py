@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from kvrag.blocking import iterate, run
 from kvrag.client.answer import deltas_of
 from kvrag.client.connection import Body, Connection
-from kvrag.client.request import AnswerRequest, messages_of, named_texts
+from kvrag.client.request import checked, messages_of, named_texts
 from kvrag.client.servers import Server, find_server, warm
 from kvrag.config import check_names, check_namespace
 from kvrag.errors import SettingError
@@ -42,13 +42,9 @@ class RemoteEngine:
         Args:
             base_url: Its URL, such as "http://localhost:8000"; a trailing "/v1" makes no difference.
             model: Name of the model on the server; None = the first one.
-            api_key: Its API key; None = the environment variable KVRAG_API_KEY, if set.
+            api_key: None = the environment variable KVRAG_API_KEY, if set.
             timeout: Seconds until a request fails without a response; None = 600.
-            max_retries: Number of retries of requests that failed, or were refused because the server is busy;
-                None = 2.
-
-        Raises:
-            SettingError: A value is out of range.
+            max_retries: Of requests that failed, or were refused because the server is busy; None = 2.
         """
         connect = functools.partial(Connection, base_url, api_key, timeout, max_retries)
         self._blocking, self._async = connect(is_blocking=True), connect(is_blocking=False)
@@ -137,34 +133,31 @@ class RemoteEngine:
 
         `timeout` is the time without a response, as in the constructor.
 
-        Yields:
-            Deltas; the last one has `finish_reason`, the report, and the number of tokens of the answer.
-
         Raises:
             PromptError, ContextWindowError, SettingError: The server refuses the prompt or a setting.
             ServerError: The server cannot be reached, refuses the request, or fails.
         """
-        return iterate(self._deltas(self._blocking, AnswerRequest(prompt, options), is_stream=True))
+        return iterate(self._deltas(self._blocking, prompt, checked(options), is_stream=True))
 
     def generate(self, prompt: str | Messages, **options: Any) -> Answer:
         """Return the complete answer; arguments as in `BlendEngine.stream`."""
-        return join(iterate(self._deltas(self._blocking, AnswerRequest(prompt, options), is_stream=False)))
+        return join(iterate(self._deltas(self._blocking, prompt, checked(options), is_stream=False)))
 
     def astream(self, prompt: str | Messages, **options: Any) -> AsyncGenerator[Delta, None]:
         """Like `stream`, without blocking the event loop."""
-        return self._deltas(self._async, AnswerRequest(prompt, options), is_stream=True)
+        return self._deltas(self._async, prompt, checked(options), is_stream=True)
 
     async def agenerate(self, prompt: str | Messages, **options: Any) -> Answer:
         """Like `generate`, without blocking the event loop. Cancelling it ends the work on the server."""
-        return join([delta async for delta in self._deltas(self._async, AnswerRequest(prompt, options), False)])
+        return join([delta async for delta in self._deltas(self._async, prompt, checked(options), False)])
 
     async def _deltas(
-        self, connection: Connection, request: AnswerRequest, is_stream: bool
+        self, connection: Connection, prompt: str | Messages, options: Body, is_stream: bool
     ) -> AsyncGenerator[Delta, None]:
-        server = await self._server(connection)
-        tag = uuid.uuid4().hex if is_stream else ""
-        responses = connection.answers(await server.body(request, tag), **request.options)
-        deltas = deltas_of(responses, request.is_forced, functools.partial(server.report, tag=tag))
+        server, tag = await self._server(connection), uuid.uuid4().hex if is_stream else ""
+        responses = connection.answers(await server.body(prompt, options, tag), options["timeout"])
+        is_forced = options["tool_choice"] not in (None, "auto", "none")
+        deltas = deltas_of(responses, is_forced, functools.partial(server.report, tag=tag))
         async with aclosing(responses), aclosing(deltas):
             async for delta in deltas:
                 yield delta

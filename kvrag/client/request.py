@@ -13,10 +13,9 @@ from kvrag.errors import PromptError, SettingError
 from kvrag.types import Messages
 
 _SAMPLING = {name: value for name, value in asdict(Sampling()).items() if name != "logprobs"}
-_SAME = _SAMPLING.keys() - {"max_new_tokens", "stop", "seed"}  # as OpenAI and vLLM name them
-_BLEND = ("ratio", "policy", "controller")
-_OTHER = ("documents", "namespace", "tools", "tool_choice", "grammar", "template", "timeout")
-_DEFAULTS = dict.fromkeys((*_BLEND, *_OTHER)) | {"namespace": ""} | _SAMPLING
+_SAME = _SAMPLING.keys() - {"max_new_tokens"} | {"tools"}  # as OpenAI and vLLM name them
+_OTHER = ("ratio", "policy", "controller", "documents", "tools", "tool_choice", "grammar", "template", "timeout")
+_DEFAULTS = dict.fromkeys(_OTHER) | {"namespace": ""} | _SAMPLING
 
 
 class NamedText(NamedTuple):
@@ -47,58 +46,49 @@ def named_texts(
     return list(map(NamedText, listed, *columns))
 
 
-class AnswerRequest:
-    """A prompt and the options of its answer, as in `BlendEngine.stream`.
+def checked(options: Mapping[str, Any]) -> Body:
+    """Return the options of an answer, as in `BlendEngine.stream`, and defaults; raise SettingError if one is wrong."""
+    given = fill_options("an answer", _DEFAULTS, options)
+    check_timeout(given["timeout"])
+    check_namespace(given["namespace"])
+    BlendConfig(**blend_of(given))
+    if not isinstance(given["tools"] or (), (list, tuple)):
+        raise SettingError(f"tools must be a list of dicts, got {given['tools']!r:.80}")
+    documents = named_texts(given["documents"] or (), "", None)
+    sampling = Sampling(**{name: given[name] for name in _SAMPLING})
+    return {**given, **{name: getattr(sampling, name) for name in _SAMPLING}, "documents": documents}
 
-    Raises:
-        SettingError: An option is unknown or out of range.
-    """
 
-    def __init__(self, prompt: str | Messages, options: Mapping[str, Any]) -> None:
-        given = fill_options("an answer", _DEFAULTS, options)
-        check_timeout(given["timeout"])
-        self.options = _without_empty({"timeout": given["timeout"]})  # of the SDK
-        self.prompt, self.namespace = prompt, check_namespace(given["namespace"])
-        self.sampling = Sampling(**{name: given[name] for name in _SAMPLING})
-        self.blend = _without_empty({name: given[name] for name in _BLEND})
-        BlendConfig(**self.blend)
-        self.documents = named_texts(given["documents"] or (), "", None)
-        self.tools, self.tool_choice = given["tools"] or (), given["tool_choice"]
-        if not isinstance(self.tools, (list, tuple)):
-            raise SettingError(f"tools must be a list of dicts, got {self.tools!r:.80}")
-        self.grammar, self.template = given["grammar"], given["template"]
+def blend_of(options: Body) -> Body:
+    """Return the options of blending that are given."""
+    return _without_empty({name: options[name] for name in ("ratio", "policy", "controller")})
 
-    @property
-    def is_forced(self) -> bool:
-        """True if the answer must be a tool call."""
-        return self.tool_choice not in (None, "auto", "none")
 
-    def body(self, model: str, is_stream: bool) -> Body:
-        """Return what all servers take; raise PromptError if the prompt cannot be sent."""
-        sampling, prompt, seed = self.sampling, self.prompt, self.sampling.seed
-        if isinstance(prompt, str):
-            if self.tools:
-                raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
-            if not prompt.strip():
-                raise PromptError("the prompt is empty")
-            body: Body = {"prompt": prompt}
-        else:
-            body = {"messages": messages_of(prompt), "chat_template_kwargs": self.template}
-        body |= {"model": model, "max_tokens": sampling.max_new_tokens, "stop": list(sampling.stop)}
-        body |= {name: getattr(sampling, name) for name in _SAME}
-        # servers take signed numbers
-        body["seed"] = seed if seed is None or seed < 1 << 63 else seed - (1 << 64)
-        body |= {"tools": list(self.tools), "tool_choice": _choice(self.tool_choice)}
-        if is_stream:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-        if self.grammar is not None and self.grammar.json_schema is not None:
-            schema = {"name": "answer", "schema": dict(self.grammar.json_schema)}
-            body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return _without_empty(body)
+def body_of(model: str, prompt: str | Messages, options: Body, is_stream: bool) -> Body:
+    """Return the part of a request that all servers take; raise PromptError if the prompt cannot be sent."""
+    if isinstance(prompt, str):
+        if options["tools"]:
+            raise PromptError("tools need a chat prompt: pass the prompt as a list of messages")
+        if not prompt.strip():
+            raise PromptError("the prompt is empty")
+        body: Body = {"prompt": prompt}
+    else:
+        body = {"messages": messages_of(prompt), "chat_template_kwargs": options["template"]}
+    body |= {"model": model, "max_tokens": options["max_new_tokens"]}
+    body |= {name: options[name] for name in _SAME}
+    if (seed := options["seed"]) is not None and seed >= 1 << 63:
+        body["seed"] = seed - (1 << 64)  # servers take signed numbers
+    body["tool_choice"] = _choice(options["tool_choice"])
+    if is_stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    if options["grammar"] is not None and options["grammar"].json_schema is not None:
+        schema = {"name": "answer", "schema": dict(options["grammar"].json_schema)}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return _without_empty(body)
 
 
 def _without_empty(settings: Body) -> Body:
-    return {name: value for name, value in settings.items() if value is not None and value not in ("", [], {})}
+    return {name: value for name, value in settings.items() if value is not None and value not in ("", [], (), {})}
 
 
 def _choice(choice: str | Mapping[str, Any] | None) -> Any:

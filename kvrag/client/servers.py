@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from kvrag.client.answer import report_of
 from kvrag.client.connection import Body, Connection
-from kvrag.client.request import AnswerRequest, NamedText
+from kvrag.client.request import NamedText, blend_of, body_of
 from kvrag.errors import (
     ContextWindowError,
     KvragError,
@@ -20,7 +20,7 @@ from kvrag.errors import (
     StoreFullError,
     StoreReadOnlyError,
 )
-from kvrag.types import BlendReport, WarmReport
+from kvrag.types import BlendReport, Messages, WarmReport
 
 _PROMPT = ("prompt", "messages", "tools", "chat_template_kwargs")  # fields that the number of its tokens depends on
 
@@ -57,13 +57,14 @@ class KvragServe(_ServedModel):
         path = quote(arguments["document"], safe="").replace(".", "%2E")
         return await self.connection.send("delete", f"/v1/chunks/{path}")
 
-    async def body(self, request: AnswerRequest, tag: str) -> Body:
+    async def body(self, prompt: str | Messages, options: Body, tag: str) -> Body:
         """Return the JSON of a request; `tag` names a streamed answer, "" = not streamed."""
-        _check_no_namespace(request.namespace)
-        if request.grammar is not None and request.grammar.json_schema is None:
+        _check_no_namespace(options["namespace"])
+        if options["grammar"] is not None and options["grammar"].json_schema is None:
             raise SettingError("kvrag serve supports grammars as a json_schema only: convert this one")
-        body = request.body(self.name, bool(tag)) | request.blend
-        return body | {"chunks": [row.text for row in request.documents]} if request.documents else body
+        chunks = [row.text for row in options["documents"]]
+        body = body_of(self.name, prompt, options, bool(tag)) | blend_of(options)
+        return body | {"chunks": chunks} if chunks else body
 
     async def report(self, extras: Body, usage: Body, tag: str) -> BlendReport:
         """Return the report of a complete answer from its responses' extra fields and usage."""
@@ -84,12 +85,12 @@ class _Vllm(_ServedModel):
         prompt = joined if fits else [0] * (self.window - 1)
         return await self._ask({"mode": name, **arguments, "namespace": namespace}, prompt)
 
-    async def body(self, request: AnswerRequest, tag: str) -> Body:
-        await warm(request.documents, "", self, request.namespace)
-        body = request.body(self.name, bool(tag))
-        params = {"mode": "blend", **request.blend, "namespace": request.namespace, "tag": tag}
+    async def body(self, prompt: str | Messages, options: Body, tag: str) -> Body:
+        namespace, grammar = options["namespace"], options["grammar"]
+        await warm(options["documents"], "", self, namespace)
+        body = body_of(self.name, prompt, options, bool(tag))
+        params = {"mode": "blend", **blend_of(options), "namespace": namespace, "tag": tag}
         body["kv_transfer_params"] = {"kvrag": {name: value for name, value in params.items() if value != ""}}
-        grammar = request.grammar
         if grammar is not None and grammar.json_schema is None:
             is_lark = grammar.regex is None
             body["structured_outputs"] = {"grammar": grammar.lark} if is_lark else {"regex": grammar.regex}
@@ -197,12 +198,11 @@ async def find_server(connection: Connection, model: str | None) -> Server:
     entries = (await connection.send("get", "/v1/models")).get("data")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and "id" in entry for entry in entries):
         raise connection.not_a_server()
-    by_name = {str(entry["id"]): entry for entry in entries}
-    name = next(iter(by_name), None) if model is None else model
-    if name not in by_name:
-        known = ", ".join(map(repr, by_name)) or "none"
-        raise ServerError(f"unknown model {name!r:.280}: {root} has {known}", 404)
-    entry, probed = by_name[name], Body()
+    entry, probed = next((entry for entry in entries if model in (None, entry["id"])), None), Body()
+    if entry is None:
+        known = ", ".join(repr(entry["id"]) for entry in entries) or "none"
+        raise ServerError(f"unknown model {model!r:.280}: {root} has {known}", 404)
+    name = str(entry["id"])
     owner, has_chat_template = entry.get("owned_by"), bool(entry.get("has_chat_template", True))
     if owner != "kvrag":
         body = {"model": name, "messages": [{"role": "user", "content": "a"}]}

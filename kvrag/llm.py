@@ -354,10 +354,8 @@ class LLMBase(EngineSettings, AnswerSettings):
     ) -> Explanation:
         """Explain what was reused of a prompt, and why not more; see `BlendEngine.explain`.
 
-        Args:
-            prompt: A text, messages as dicts, or the report of an earlier answer. None = the namespace's last prompt,
-                which may be another caller's.
-            retrieved: Documents, nodes or texts that the retriever returned for it.
+        `prompt` is a text, messages as dicts, or the report of an earlier answer; None = the namespace's last prompt,
+        which may be another caller's. `retrieved` are the documents, nodes or texts that the retriever returned for it.
         """
         engine = self._open()
         if isinstance(prompt, str):

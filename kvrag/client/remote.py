@@ -131,11 +131,8 @@ class RemoteEngine:
     def stream(self, prompt: str | Messages, **options: Any) -> Generator[Delta, None, None]:
         """Stream an answer; arguments as in `BlendEngine.stream`. Closing the stream ends the work on the server.
 
-        `timeout` is the time without a response, as in the constructor.
-
-        Raises:
-            PromptError, ContextWindowError, SettingError: The server refuses the prompt or a setting.
-            ServerError: The server cannot be reached, refuses the request, or fails.
+        `timeout` is the time without a response, as in the constructor. A server that cannot be reached, refuses the
+        request, or fails, is a ServerError.
         """
         return iterate(self._deltas(self._blocking, prompt, checked(options), is_stream=True))
 
@@ -169,11 +166,11 @@ class RemoteEngine:
     def count_tokens(self, prompt: str | Messages, *, tools: Sequence[dict[str, Any]] | None = None) -> int:
         """Return the length of the prompt that `stream` would answer, in tokens."""
         body: Body = {"prompt": prompt} if isinstance(prompt, str) else {"messages": messages_of(prompt)}
-        return int(run(self._served.tokenize(body | {"tools": list(tools)} if tools else body))["count"])
+        return len(run(self._served.tokenize(body | {"tools": list(tools)} if tools else body)))
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text by the model's own tokenizer, without BOS."""
-        return list(run(self._served.tokenize({"prompt": text, "add_special_tokens": False}))["tokens"])
+        return run(self._served.tokenize({"prompt": text, "add_special_tokens": False}))
 
     # ---------------------------------------------------------------- what needs the model
 

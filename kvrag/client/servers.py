@@ -36,11 +36,11 @@ class _ServedModel:
     window: int  # tokens
     has_chat_template: bool
 
-    async def tokenize(self, body: Body) -> Body:
-        response = await self.connection.send("post", "/tokenize", body={"model": self.name, **body})
-        if "count" not in response:
+    async def tokenize(self, prompt: Body) -> list[int]:
+        response = await self.connection.send("post", "/tokenize", body={"model": self.name, **prompt})
+        if not isinstance(response.get("tokens"), list):
             raise self.connection.not_a_server()
-        return response
+        return list(response["tokens"])
 
 
 class KvragServe(_ServedModel):
@@ -80,7 +80,7 @@ class _Vllm(_ServedModel):
     async def command(self, name: str, namespace: str, **arguments: Any) -> Body:
         joined = "\n\n".join(arguments.get("texts", ())) or " "  # vLLM refuses an empty prompt
         # a token has at least one byte; 4 are for control tokens and the answer
-        fits = num_bytes(joined) + 4 <= self.window or await self._count({"prompt": joined}) < self.window
+        fits = num_bytes(joined) + 4 <= self.window or len(await self.tokenize({"prompt": joined})) < self.window
         # texts are encoded one by one: the whole window has room for any of them and its context
         prompt = joined if fits else [0] * (self.window - 1)
         return await self._ask({"mode": name, **arguments, "namespace": namespace}, prompt)
@@ -113,11 +113,8 @@ class _Vllm(_ServedModel):
         # a token has at least one byte; a template adds text of its own
         if num_bytes(json.dumps(prompt, ensure_ascii=False)) + 1000 + max_tokens <= self.window:
             return max_tokens
-        room = self.window - await self._count(prompt)
+        room = self.window - len(await self.tokenize(prompt))
         return min(max_tokens, room) if room > 0 else max_tokens  # vLLM describes the error
-
-    async def _count(self, prompt: Body) -> int:
-        return int((await self.tokenize(prompt))["count"])
 
     async def _ask(self, params: Body, prompt: str | list[int] = " ") -> Body:
         """Send a request to the connector, on a prompt that reserves its pages; return the connector's response."""

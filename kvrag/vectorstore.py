@@ -104,14 +104,14 @@ class VectorStoreKV:
     async def _add(
         self,
         adding: Adding,
-        write: Callable[[], T | Awaitable[T]],
-        present: Callable[[list[Any]], Present | Awaitable[Present]],
+        write: Callable[[], Any],
+        present: Callable[[list[Any]], Any],
         ids_of: Callable[[T], Sequence[Id]] | None,
         call: Callable[..., Any],
     ) -> T:
         try:
             await uncancelled(call(self._warm, adding.texts, adding.names, adding.sources))
-            written = await uncancelled(write())
+            written: T = await uncancelled(write())
             ids = adding.ids if ids_of is None else ids_of(written)
         except BaseException:
             await uncancelled(call(self.keep, adding, await uncancelled(present(adding.ids))))
@@ -179,9 +179,9 @@ class VectorStoreKV:
         return report
 
 
-async def uncancelled(work: T | Awaitable[T]) -> T:
+async def uncancelled(work: Awaitable[T]) -> T:
     """Wait until work is done even if the caller is cancelled: its thread cannot be stopped."""
-    if not isawaitable(work):
+    if not isawaitable(work):  # the result of a synchronous call
         return work
     step = asyncio.ensure_future(work)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, TypedDict
@@ -27,7 +27,7 @@ from kvrag.request import Pipeline
 from kvrag.reuse.conversation import CachedPrefix, Conversation, Conversations, Turn
 from kvrag.reuse.prompt import Prompt
 from kvrag.reuse.stitch import Prefilled
-from kvrag.types import Answer, Delta, Messages, TokenIds
+from kvrag.types import Delta, Messages, TokenIds
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -258,21 +258,3 @@ def overridden(config: BlendConfig, ratio: float | None, policy: str | None, con
         controller = "off"
     changes: dict[str, Any] = {"ratio": ratio, "policy": policy, "controller": controller}
     return replace(config, **{name: value for name, value in changes.items() if value is not None})
-
-
-def join(deltas: Iterable[Delta]) -> Answer:
-    """Join the deltas of an answer."""
-    parts = list(deltas)
-    last = parts[-1]
-    assert last.finish_reason is not None
-    assert last.report is not None
-    return Answer(
-        "".join(delta.text for delta in parts),
-        tuple(token for delta in parts for token in delta.token_ids),
-        last.finish_reason,
-        last.report,
-        tuple(call for delta in parts for call in delta.tool_calls),
-        sum(delta.num_tokens for delta in parts),
-        tuple(call for delta in parts for call in delta.invalid_calls),
-        tuple(logprob for delta in parts for logprob in delta.logprobs),
-    )

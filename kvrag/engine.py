@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-from kvrag.answer import ANSWER_DEFAULTS, Answering, AnswerOptions, Question, join, overridden
+from kvrag.answer import ANSWER_DEFAULTS, Answering, AnswerOptions, Question, overridden
 from kvrag.backend.lock import Shared
 from kvrag.backend.transformers import LoadOptions, Model
 from kvrag.config import (
@@ -46,7 +46,7 @@ from kvrag.reuse.lookup import Lookup
 from kvrag.reuse.prefetch import Prefetcher
 from kvrag.reuse.stitch import Prefilled
 from kvrag.store import KVStore, MemoryTier, open_store
-from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport
+from kvrag.types import Answer, BlendReport, Delta, Messages, TokenIds, WarmReport, join
 
 _shared: Shared[BlendEngine] = Shared()
 

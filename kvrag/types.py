@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
 
@@ -195,6 +195,24 @@ class Delta:
 
     def __post_init__(self) -> None:
         _count(self)
+
+
+def join(deltas: Iterable[Delta]) -> Answer:
+    """Join the deltas of an answer."""
+    parts = list(deltas)
+    last = parts[-1]
+    assert last.finish_reason is not None
+    assert last.report is not None
+    return Answer(
+        "".join(delta.text for delta in parts),
+        tuple(token for delta in parts for token in delta.token_ids),
+        last.finish_reason,
+        last.report,
+        tuple(call for delta in parts for call in delta.tool_calls),
+        sum(delta.num_tokens for delta in parts),
+        tuple(call for delta in parts for call in delta.invalid_calls),
+        tuple(logprob for delta in parts for logprob in delta.logprobs),
+    )
 
 
 def _count(tokens: Answer | Delta) -> None:

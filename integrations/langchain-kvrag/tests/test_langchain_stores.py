@@ -87,7 +87,8 @@ async def test_existing_documents_of_a_store_are_listed_and_warmed(
 @pytest.mark.parametrize("way", ["listed", "whole"])
 def test_stale_kv_of_a_killed_program_is_dropped(way: str, engine: BlendEngine, chunks: list[str]) -> None:
     killed = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine)
-    killed._kv._encode(killed._plan([Document(chunks[0])], None))  # and never added
+    adding = killed._plan([Document(chunks[0])], None)
+    killed._kv._warm(adding.texts, adding.names, adding.sources)  # and never added
     other = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine, collection="other")
     other.add_texts(chunks[2:3])
     store = KVWarmVectorStore(InMemoryVectorStore(EMBEDDING), engine)

@@ -25,7 +25,7 @@ from langchain_kvrag import (
 )
 from langchain_tests.integration_tests import RetrieversIntegrationTests, VectorStoreIntegrationTests
 
-from kvrag import BlendEngine, KvragError, Model, SettingError, StoreFullError
+from kvrag import BlendEngine, KvragError, LLMSettings, Model, SettingError, StoreFullError
 from kvrag.fingerprint import text_key
 from kvrag.store import visible_variant
 
@@ -814,4 +814,4 @@ def test_reading_ahead_loads_no_model(
     engine._prefetcher.wait()
     assert len(engine._pipeline.memory) == 2
     other = ChatBlend(**settings)  # shares the engine, without having opened it
-    assert other._opened() is engine
+    assert LLMSettings.of(other).opened() is engine

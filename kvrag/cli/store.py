@@ -101,7 +101,7 @@ def _copy(args: argparse.Namespace) -> int:
             copied = copy_store(source_store, target_store, args.to_codec, report)
         calibration = source_store.read_text(FILE)
         if calibration and args.to_codec is None and target_store.read_text(FILE) is None:
-            target_store.write_text(FILE, calibration)
+            target_store.change_text(FILE, lambda _: calibration)
     if args.json:
         print(json.dumps(asdict(copied)))
     else:

@@ -192,7 +192,7 @@ class Tuning:
     def keep_calibration(self, calibration: Calibration) -> Calibration:
         """Use a calibration from now on and store it. If storing fails, return it with a note."""
         try:
-            self._texts.write_text(calibrate.FILE, calibration.to_json())
+            self._texts.change_text(calibrate.FILE, lambda _: calibration.to_json())
         except StoreError as error:
             notes = (*calibration.notes, f"valid for this process only: {error}")
             calibration = replace(calibration, notes=notes)

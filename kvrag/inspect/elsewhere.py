@@ -15,7 +15,7 @@ from kvrag.fingerprint import Fingerprint
 from kvrag.inspect.explanation import Reason
 from kvrag.reuse.match import match
 from kvrag.reuse.segment import Segment
-from kvrag.store import Entry, FileStore, KVStore, other_stores
+from kvrag.store import Entry, FileStore, KVStore, entries_of, other_stores, read_owner
 
 logger = logging.getLogger("kvrag")
 
@@ -38,19 +38,20 @@ class Elsewhere:
     def _stores(self) -> list[tuple[str, Segment]]:
         """Return descriptions and segments of the stores with the same tokenizer."""
         stores = []
-        for other in other_stores(self._path) if self._path else ():
+        for path in other_stores(self._path) if self._path else ():
             try:
-                if other.parts.get("tokenizer") != self._parts["tokenizer"]:
-                    self._other_tokenizers.append(other.path)
+                parts = read_owner(path)
+                if parts.get("tokenizer") != self._parts["tokenizer"]:
+                    self._other_tokenizers.append(path)
                     continue
-                segment = Segment.of(other.entries())
+                segment = Segment.of(entries_of(path))
             except StoreError as error:
-                logger.warning("%s is skipped: %s", other.path, error)
+                logger.warning("%s is skipped: %s", path, error)
                 continue
-            different = [name for name in self._parts if name != "model" and self._parts[name] != other.parts.get(name)]
-            settings = ", ".join(f"{name} {_short(other.parts, name)}" for name in different)
+            different = [name for name in self._parts if name != "model" and self._parts[name] != parts.get(name)]
+            settings = ", ".join(f"{name} {_short(parts, name)}" for name in different)
             loaded = f"with {settings}" if settings else "as it is loaded now"
-            stores.append((f"{other.path}, for {_short(other.parts, 'model')} {loaded}", segment))
+            stores.append((f"{path}, for {_short(parts, 'model')} {loaded}", segment))
         return stores
 
     @property

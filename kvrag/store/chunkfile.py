@@ -100,6 +100,7 @@ class PackedChunk:
 
     Attributes:
         key, namespace, ids, num_layers: See ChunkRecord.
+        size: Number of bytes of the chunk.
         context: (C,) token ids.
         context_tokens: C.
         bytes_read: Bytes of layers read so far.
@@ -119,7 +120,7 @@ class PackedChunk:
             DamagedChunkError: The content is not a chunk, is truncated, or is another chunk.
             ChunkUnreadableError: It cannot be read at the moment.
         """
-        self.key, self.bytes_read = key, 0
+        self.key, self.size, self.bytes_read = key, size, 0
         with self._noticing_faults():
             self._read_header(size, beginning)
             self._read_tokens(fingerprint)

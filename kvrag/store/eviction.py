@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from kvrag.store.schema import PAGE, Database, advance, clock_of
+from kvrag.store.schema import Database, advance, clock_of
 
 _LOG = 100_000  # number of removals kept
 _BUDGET = "budget "  # and a namespace: counter with its budget in bytes
+_BYTES = "SELECT total(bytes) FROM totals WHERE ?1 IS NULL OR namespace = ?1"
+
+Removed = tuple[str, str]
+"""Key and file of a chunk whose row was deleted."""
 
 
 class Eviction(Database):
@@ -25,16 +29,15 @@ class Eviction(Database):
 
     def num_bytes(self, namespace: str | None = None) -> int:
         """Return the total size of all chunks of a namespace; None = of all."""
-        return int(self._all("SELECT total(bytes) FROM totals WHERE ?1 IS NULL OR namespace = ?1", namespace)[0][0])
+        return int(self._all(_BYTES, namespace)[0][0])
 
-    def evict(self, limit: int, most: int, namespace: str | None = None) -> list[str]:
-        """Delete the rows of at most `most` chunks, see `coldest`; return the names of their files.
+    def evict(self, limit: int, most: int, namespace: str | None = None) -> list[Removed]:
+        """Delete the rows of at most `most` chunks, see `coldest`.
 
         The size is read in the same transaction, so that two processes do not make the same room twice.
         """
         with self._writing() as connection:
-            removed = remove_rows(connection, self.coldest(limit, most, namespace))
-        return [file for _, file in removed]
+            return remove_rows(connection, self.coldest(limit, most, namespace))
 
     def coldest(self, limit: int, most: int, namespace: str | None = None) -> list[str]:
         """Return the keys of the chunks to remove until all take `limit` bytes, at most `most`.
@@ -43,12 +46,11 @@ class Eviction(Database):
             namespace: Only chunks of this namespace count, and only these are removed; None = all.
         """
         keys = []
-        where, names = ("", ()) if namespace is None else ("WHERE chunk_namespace = ?", (namespace,))
+        where = "" if namespace is None else "WHERE chunk_namespace = ?1"  # apart, so that SQLite uses an index
         with self._writing() as connection:
-            total = "SELECT total(bytes) FROM totals WHERE ?1 IS NULL OR namespace = ?1"
-            (left,) = connection.execute(total, (namespace,)).fetchone()
-            query = f"SELECT key, num_bytes FROM chunks {where} ORDER BY score, key LIMIT ?"
-            for key, size in connection.execute(query, (*names, most)):
+            (left,) = connection.execute(_BYTES, (namespace,)).fetchone()
+            query = f"SELECT key, num_bytes FROM chunks {where} ORDER BY score, key LIMIT ?2"
+            for key, size in connection.execute(query, (namespace, most)):
                 if left <= limit:
                     break
                 keys.append(key)
@@ -79,14 +81,8 @@ class Eviction(Database):
 
     def budgets(self) -> dict[str, int]:
         """Return the byte budget of each namespace that has one."""
-        return budgets_in(dict(self._all("SELECT name, value FROM counters WHERE name GLOB ?", f"{_BUDGET}*")))
-
-    def scores(self) -> Iterator[list[tuple[str, float]]]:
-        """Yield pages of (key, score) of all chunks; see `set_scores`."""
-        query, after = "SELECT key, score FROM chunks WHERE key > ? AND score IS NOT NULL ORDER BY key LIMIT ?", ""
-        while page := self._all(query, after, PAGE):
-            yield page
-            after = page[-1][0]
+        rows = self._all("SELECT name, value FROM counters WHERE name GLOB ?", f"{_BUDGET}*")
+        return {name.removeprefix(_BUDGET): value for name, value in rows}
 
     def set_scores(self, scores: Iterable[tuple[str, float]]) -> None:
         """Replace the scores of these chunks by those of another manifest with the same clock."""
@@ -94,13 +90,8 @@ class Eviction(Database):
             connection.executemany("UPDATE chunks SET score = ?2 WHERE key = ?1", scores)
 
 
-def budgets_in(counters: Mapping[str, int]) -> dict[str, int]:
-    """Return the budgets of namespaces among these counters."""
-    return {name.removeprefix(_BUDGET): value for name, value in counters.items() if name.startswith(_BUDGET)}
-
-
-def remove_rows(connection: sqlite3.Connection, keys: Sequence[str], file: str | None = None) -> list[tuple[str, str]]:
-    """Delete rows within the current transaction; return (key, file) of the deleted ones."""
+def remove_rows(connection: sqlite3.Connection, keys: Sequence[str], file: str | None = None) -> list[Removed]:
+    """Delete rows, only those with this file if one is given, within the current transaction."""
     removed = []
     for key in keys:
         row = connection.execute("SELECT file FROM chunks WHERE key = ?", (key,)).fetchone()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvrag.errors import StoreError
 from kvrag.fingerprint import text_key
-from kvrag.store.eviction import Eviction, remove_rows
+from kvrag.store.eviction import Eviction, Removed, remove_rows
 from kvrag.store.protocol import ON_REQUEST, Entry, Holding, NamespaceStats, TextState
 from kvrag.store.schema import COUNT, PAGE, RECOUNT, advance, clock_of, translated
 
@@ -45,16 +45,6 @@ class ManifestRow(NamedTuple):
         """Return the row of a chunk with these ids; see ChunkRecord."""
         ids_bytes = ids.astype("<u4").tobytes()
         return cls(key, text_key(namespace, ids), namespace, ids_bytes, context_tokens, file, size)
-
-
-class Holder(NamedTuple):
-    """A document of a namespace that holds a text from a source and relies on the variant `key`."""
-
-    namespace: str
-    document: str
-    text_key: str
-    source: str
-    key: str
 
 
 class Manifest(Eviction):
@@ -154,8 +144,8 @@ class Manifest(Eviction):
             connection.execute("DELETE FROM texts WHERE text = ?2 AND (ids, namespace) != (?4, ?3)", row[:4])
         self.add([row])
 
-    def remove(self, keys: Sequence[str], counter: str | None = None, file: str | None = None) -> list[str]:
-        """Delete rows of chunks; return the names of their files.
+    def remove(self, keys: Sequence[str], counter: str | None = None, file: str | None = None) -> list[Removed]:
+        """Delete rows of chunks.
 
         Args:
             counter: Name of a counter to add the deleted chunks to.
@@ -165,10 +155,10 @@ class Manifest(Eviction):
             removed = remove_rows(connection, keys, file)
             if counter:
                 self.count(counter, len(removed))
-        return [name for _, name in removed]
+        return removed
 
-    def hold(self, document: str, holdings: Sequence[Holding], namespace: str, replace: bool) -> list[tuple[str, str]]:
-        """Record a document's holdings; return (key, file) of the chunks removed because no document relies on them."""
+    def hold(self, document: str, holdings: Sequence[Holding], namespace: str, replace: bool) -> list[Removed]:
+        """Record a document's holdings; return the chunks removed because no document relies on them."""
         name = (namespace, document)
         with self._writing() as connection:
             replaced: list[tuple[str, ...]] = [name]
@@ -214,11 +204,8 @@ class Manifest(Eviction):
         with self._writing() as connection:
             connection.execute(COUNT, (counter, by))
 
-    def replace(self, rows: Iterable[ManifestRow], holders: Iterable[Holder]) -> list[str]:
-        """Make these the only chunks and holders; return the keys of the chunks removed.
-
-        Texts that stay keep their number.
-        """
+    def replace(self, rows: Iterable[ManifestRow], holders: Iterable[Sequence[str]]) -> list[Removed]:
+        """Make these the only chunks and holders, see `contents`. Texts that stay keep their number."""
         with self._writing() as connection:
             connection.execute("CREATE TEMP TABLE kept (key TEXT PRIMARY KEY, file TEXT) WITHOUT ROWID")
             rows = iter(rows)
@@ -230,8 +217,7 @@ class Manifest(Eviction):
                         self.correct(row)
                 self.add(page)
             others = "SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM kept)"
-            removed = [row[0] for row in connection.execute(others)]
-            remove_rows(connection, removed)
+            removed = remove_rows(connection, [key for (key,) in connection.execute(others)])
             connection.execute("DROP TABLE kept")
             connection.execute("DELETE FROM holders")
             connection.executemany(
@@ -241,7 +227,7 @@ class Manifest(Eviction):
 
     def purge(self) -> bool:
         """Empty SQLite's write-ahead log; return whether chunks were removed since the last time."""
-        with self._lock, translated(self._path):
+        with self._lock, translated(self._folder):
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         removals = self.counter("removals")
         if removals == self.counter("purged"):
@@ -300,16 +286,23 @@ class Manifest(Eviction):
         with self._reading() as connection:
             return [row[0] for row in _select(connection, query, keys, ON_REQUEST)]
 
-    def contents(self) -> Iterator[tuple[dict[str, int], list[ManifestRow], list[Holder]]]:
-        """Yield everything from one snapshot: first the counters, then pages of chunks, then pages of holders."""
+    def contents(self) -> Iterator[tuple[str, list[Any]]]:
+        """Yield everything from one snapshot, page by page, with its kind.
+
+        Kinds: counters (name, value), rows with the fields of ManifestRow, holders (namespace, document, text, source, key), and scores
+        (key, score).
+        """
+        queries = {
+            "counters": "SELECT name, value FROM counters",
+            "rows": f"{_ROWS} JOIN texts USING (text) ORDER BY key",
+            "holders": "SELECT namespace, document, text, source, key FROM holders",
+            "scores": "SELECT key, score FROM chunks ORDER BY key",
+        }
         with self._reading() as connection:
-            yield dict(connection.execute("SELECT name, value FROM counters").fetchall()), [], []
-            cursor = connection.execute(f"{_ROWS} JOIN texts USING (text) ORDER BY key")
-            while page := cursor.fetchmany(PAGE):
-                yield {}, [ManifestRow(*row) for row in page], []
-            cursor = connection.execute("SELECT namespace, document, text, source, key FROM holders")
-            while page := cursor.fetchmany(PAGE):
-                yield {}, [], [Holder(*row) for row in page]
+            for kind, query in queries.items():
+                cursor = connection.execute(query)
+                while page := cursor.fetchmany(PAGE):
+                    yield kind, page
 
     def rows(self) -> dict[str, ManifestRow]:
         """Return all chunks by key."""

@@ -23,7 +23,7 @@ from obstore.exceptions import (
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from kvrag.errors import SettingError, StoreError, StoreReadOnlyError
-from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError, Listed
+from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError
 
 _BEGINNING = 1 << 20  # header, ids and the first layers
 _WRITE_S = 300.0  # seconds for one object
@@ -165,11 +165,11 @@ class ObjectStore:
 
     # ---------------------------------------------------------------- chunks
 
-    def put_chunk(self, name: str, content: bytes, starts: Sequence[int]) -> None:
+    def put_chunk(self, name: str, header: bytes, body: memoryview) -> None:
         """See Remote.put_chunk."""
         # names are unique: one that exists is that of a retry after a lost answer
         with suppress(AlreadyExistsError), self._translated(writing=True):
-            obstore.put(self._writer, _path(name), content, mode="create", use_multipart=False)
+            obstore.put(self._writer, _path(name), header + bytes(body), mode="create", use_multipart=False)
 
     def open_chunk(self, name: str) -> Blob | None:
         """See Remote.open_chunk."""
@@ -184,7 +184,7 @@ class ObjectStore:
                 return _Object(self, _path(name), 0, b"")
             raise
 
-    def list_chunks(self) -> Iterator[Listed]:
+    def list_chunks(self) -> Iterator[tuple[str, float]]:
         """See Remote.list_chunks."""
         with self._translated(writing=True):
             obstore.put(self._reader, _CLOCK, b"", use_multipart=False)
@@ -192,8 +192,7 @@ class ObjectStore:
             for prefix in ("chunks/", "quarantine/"):
                 for page in obstore.list(self._reader, prefix):
                     for item in page:
-                        age = (now - item["last_modified"]).total_seconds()
-                        yield Listed(_name(item["path"]), item["size"], age)
+                        yield _name(item["path"]), (now - item["last_modified"]).total_seconds()
 
     def delete_chunks(self, names: Sequence[str]) -> None:
         """See Remote.delete_chunks."""

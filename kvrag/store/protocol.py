@@ -266,19 +266,15 @@ class KeepsTexts(Protocol):
             StoreError: The text exists but cannot be read.
         """
 
-    def write_text(self, name: str, text: str) -> None:
-        """Store a text atomically, replacing the one under the same name.
+    def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
+        """Replace a text by the result of `change`, atomically. No concurrent change is lost.
+
+        Args:
+            change: Called with the text, None = there is none or it cannot be read; again if another writer was faster.
 
         Raises:
             StoreFullError: There is no room.
             StoreReadOnlyError: The store is not writable.
-        """
-
-    def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
-        """Replace a text by the result of `change`, as `write_text`. No concurrent change is lost.
-
-        Args:
-            change: Called with the text, None = there is none or it cannot be read; again if another writer was faster.
         """
 
 
@@ -299,10 +295,6 @@ class Texts:
     def read_text(self, name: str) -> str | None:
         """See KeepsTexts.read_text."""
         return self._texts.get(name)
-
-    def write_text(self, name: str, text: str) -> None:
-        """See KeepsTexts.write_text."""
-        self._texts[name] = text
 
     def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
         """See KeepsTexts.change_text."""

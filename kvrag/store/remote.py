@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitTimeoutError
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -53,14 +53,6 @@ class Blob(Protocol):
         """
 
 
-class Listed(NamedTuple):
-    """A chunk in a listing. `age` is in seconds, by the clock of the remote itself."""
-
-    name: str
-    size: int
-    age: float
-
-
 class Remote(Protocol):
     """Storage that machines share. Thread-safe. Every method raises StoreError, with a remedy, if it fails.
 
@@ -94,12 +86,8 @@ class Remote(Protocol):
     def delete(self, names: Sequence[str]) -> None:
         """Delete small objects; missing ones are ignored."""
 
-    def put_chunk(self, name: str, content: bytes, starts: Sequence[int]) -> None:
-        """Store a chunk under a new name, durably and atomically.
-
-        Args:
-            starts: Offsets of the parts that are read together.
-        """
+    def put_chunk(self, name: str, header: bytes, body: memoryview) -> None:
+        """Store a chunk, given as by `kvrag.store.chunkfile.serialise`, under a new name, durably and atomically."""
 
     def open_chunk(self, name: str) -> Blob | None:
         """Open a chunk; None if there is none.
@@ -108,8 +96,11 @@ class Remote(Protocol):
             DamagedChunkError: Its record differs from what was written.
         """
 
-    def list_chunks(self) -> Iterator[Listed]:
-        """Yield all chunks, including quarantined and damaged ones; an unknown age is infinite."""
+    def list_chunks(self) -> Iterator[tuple[str, float]]:
+        """Yield all chunks, including quarantined and damaged ones, with their ages.
+
+        Ages are in seconds, by the clock of the remote itself; an unknown age is infinite.
+        """
 
     def delete_chunks(self, names: Sequence[str]) -> None:
         """Delete chunks; missing ones are ignored."""
@@ -133,21 +124,22 @@ class RemoteChunk(PackedChunk):
         blob: Blob,
         pool: ThreadPoolExecutor,
         failed: Callable[[StoreError], None] = lambda error: None,
+        used: Callable[[RemoteChunk], None] = lambda chunk: None,
     ) -> None:
         """Read the header and start to fetch the layers; raises as PackedChunk.
 
         Args:
             failed: Called if layers cannot be read because the remote does not answer.
+            used: Called once the reader is closed and all layers have been fetched; never if one fails.
         """
-        self._blob, self._pool, self._failed = blob, pool, failed
+        self._blob, self._pool, self._failed, self._used = blob, pool, failed, used
         self._groups: list[tuple[int, int]] = []
         super().__init__(key, fingerprint, blob.size, bytes(blob.beginning))
         with self._noticing_faults():
             self._groups = self._grouped()
         self._fetches: list[Future[bytes | memoryview]] = []
         self._lock = threading.Lock()
-        self._is_closed = False
-        self._done: Callable[[RemoteChunk], None] | None = None
+        self._is_closed = self._is_reported = False
         for _ in range(_IN_FLIGHT):
             self._fetch_next()
 
@@ -184,20 +176,15 @@ class RemoteChunk(PackedChunk):
             self._fetch_next()
             self._report()
 
-    def when_used(self, call: Callable[[RemoteChunk], None]) -> None:
-        """Call this once the reader is closed and all layers have been fetched; never if one fails."""
-        self._done = call
-
     def _report(self) -> None:
         with self._lock:
             is_whole = len(self._fetches) == len(self._groups) and all(
                 fetch.done() and not fetch.exception() for fetch in self._fetches
             )
-            call = self._done
-            if not is_whole or not self._is_closed or call is None:
+            if not is_whole or not self._is_closed or self._is_reported:
                 return
-            self._done = None
-        call(self)
+            self._is_reported = True
+        self._used(self)
 
     def _range(self, start: int, stop: int) -> Tensor:
         content = torch.empty(stop - start, dtype=torch.uint8)

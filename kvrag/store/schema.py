@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -62,7 +63,6 @@ CREATE TABLE IF NOT EXISTS chunks (
 CREATE INDEX IF NOT EXISTS chunks_text ON chunks (text, key, context_tokens);
 CREATE INDEX IF NOT EXISTS chunks_score ON chunks (score, key, num_bytes);
 CREATE INDEX IF NOT EXISTS chunks_namespace ON chunks (chunk_namespace, score, key, num_bytes);
-DROP INDEX IF EXISTS chunks_used;
 CREATE TABLE IF NOT EXISTS holders (
     namespace TEXT NOT NULL, document TEXT NOT NULL, text TEXT NOT NULL, source TEXT NOT NULL, key TEXT NOT NULL,
     PRIMARY KEY (namespace, document, text, source)
@@ -119,11 +119,11 @@ class Database:
         Raises:
             StoreError: The file cannot be opened, or has another format.
         """
-        self._path = path
+        self._path, self._folder = path, path.parent
         self._lock = threading.RLock()  # guards the one writing connection
         self._idle: deque[sqlite3.Connection] = deque()  # reading connections
         self.read_only, self.is_new, self._closed = read_only, False, False
-        with translated(path):
+        with translated(self._folder):
             if read_only:
                 self._writer = self._open_to_read()
                 return
@@ -137,20 +137,18 @@ class Database:
 
     def _open(self) -> sqlite3.Connection:
         # SQLite reports a read-only file only on the first write
-        if self._path.exists() and not all(os.access(path, os.W_OK) for path in (self._path, self._path.parent)):
+        if self._path.exists() and not all(os.access(path, os.W_OK) for path in (self._path, self._folder)):
             self.read_only = True
             return self._open_to_read()
         try:
             connection = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
-            self.is_new = not _check_format(self._path, connection)
+            self.is_new = not _has_tables(connection, self._folder)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA secure_delete=ON")  # a deleted text's ids are overwritten
             connection.execute("PRAGMA synchronous=NORMAL")  # a lost row is a miss, and `check` adopts its file
             connection.execute(f"PRAGMA user_version={FORMAT}")
             connection.create_function("raised", 5, raised)
-            _add_columns(connection)
             connection.executescript(_SCHEMA)
-            _add_scores(connection)
             # positions are never reused, even when a damaged manifest is rebuilt
             connection.execute(
                 "INSERT INTO sqlite_sequence SELECT 'removed', ?"
@@ -174,7 +172,7 @@ class Database:
         for way in ("", "&immutable=1") if has_log else ("&immutable=1",):
             connection = sqlite3.connect(uri + way, uri=True, timeout=60, isolation_level=None, check_same_thread=False)
             try:
-                _check_format(self._path, connection)
+                _has_tables(connection, self._folder)
                 connection.execute("SELECT count(*) FROM totals").fetchone()
                 break
             except sqlite3.OperationalError:
@@ -201,7 +199,7 @@ class Database:
 
     def rebuild(self) -> None:
         """Move the file aside and start a new one, which the caller fills from the chunk files."""
-        with self._lock, _alone(self._path), translated(self._path):
+        with self._lock, _alone(self._path), translated(self._folder):
             self._writer.close()
             self._close_idle()
             self._replace("the integrity check failed")
@@ -212,8 +210,8 @@ class Database:
     def _writing(self) -> Iterator[sqlite3.Connection]:
         """Run one write transaction, or a part of this thread's."""
         if self.read_only:
-            raise StoreReadOnlyError(f"{self._path.parent} is not writable: choose another store folder")
-        with self._lock, translated(self._path):
+            raise StoreReadOnlyError(f"{self._folder} is not writable: choose another store folder")
+        with self._lock, translated(self._folder):
             if self._writer.in_transaction:
                 yield self._writer
                 return
@@ -229,7 +227,7 @@ class Database:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         """Yield a connection for this thread with a consistent snapshot; it does not wait for writers."""
-        with translated(self._path):
+        with translated(self._folder):
             try:
                 connection = self._idle.pop()
             except IndexError:
@@ -247,7 +245,7 @@ class Database:
 
     def _connect_reader(self) -> sqlite3.Connection:
         if self._closed:
-            raise StoreError(f"the store {self._path.parent} is closed")
+            raise StoreError(f"the store {self._folder} is closed")
         if self.read_only:
             return self._open_to_read()
         connection = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
@@ -296,53 +294,22 @@ def advance(connection: sqlite3.Connection, uses: int) -> None:
     connection.execute(COUNT, (CLOCK, int(uses * TICKS / max(chunks, 1))))
 
 
-def _add_columns(connection: sqlite3.Connection) -> None:
-    """Add the columns that chunks do not have in manifests of older versions.
-
-    Older versions must still work: new columns may be NULL, and no other table has a column of that name.
-    """
-    columns = {row[1] for row in connection.execute("PRAGMA table_info(chunks)")}
-    for name, kind in (("chunk_namespace", "TEXT"), ("score", "REAL")):
-        if columns and name not in columns:
-            connection.execute(f"ALTER TABLE chunks ADD COLUMN {name} {kind}")
-
-
-def _add_scores(connection: sqlite3.Connection) -> None:
-    """Add scores to rows of older versions, as if each chunk had been used once, at its last use."""
-    (rows, first, last) = connection.execute(
-        "SELECT count(*), min(used), max(used) FROM chunks WHERE chunk_namespace IS NULL"
-    ).fetchone()
-    if not rows:
-        return
-    connection.execute("BEGIN IMMEDIATE")
-    clock = clock_of(connection) + 1
-    connection.execute(
-        "UPDATE chunks SET chunk_namespace = (SELECT namespace FROM texts WHERE texts.text = chunks.text), score ="
-        " coalesce(score, raised(NULL, 1, context_tokens + (SELECT num_tokens FROM texts WHERE texts.text ="
-        " chunks.text), num_bytes, ? + (used - ?) / ?)) WHERE chunk_namespace IS NULL",
-        (clock, last, max(last - first, 1.0)),
-    )
-    connection.execute("INSERT OR REPLACE INTO counters VALUES (?, ?)", (CLOCK, int(clock * TICKS)))
-    connection.execute("COMMIT")
-
-
-def _check_format(path: Path, connection: sqlite3.Connection) -> bool:
-    """Raise StoreError for the first format and DatabaseError for an unknown one. Return whether tables exist."""
+def _has_tables(connection: sqlite3.Connection, folder: Path) -> bool:
+    """Return whether there are tables. Raise StoreError for an older version's, DatabaseError for unknown ones."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    columns = "SELECT count(*), total(name = 'anchors') FROM pragma_table_info('chunks')"
-    num_columns, is_first = connection.execute(columns).fetchone()
-    if is_first:
-        raise old_format(path.parent, 1)
-    if num_columns and version != FORMAT:
+    columns = {name for (name,) in connection.execute("SELECT name FROM pragma_table_info('chunks')")}
+    if columns and "score" not in columns:
+        raise old_format(str(folder))
+    if columns and version != FORMAT:
         raise sqlite3.DatabaseError(f"unknown format {version}")
-    return bool(num_columns)
+    return bool(columns)
 
 
 _DAMAGED = (sqlite3.DatabaseError, UnicodeDecodeError)  # SQLite's messages repeat file content
 _UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_FULL)
 
 
-def _primary(error: sqlite3.Error) -> int:
+def _primary(error: Exception) -> int:
     """Return SQLite's primary error code, without the extended code in the upper bits."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
@@ -357,21 +324,21 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def translated(path: Path) -> Iterator[None]:
-    """Raise StoreError for an error of SQLite or the operating system."""
+def translated(folder: Path) -> Iterator[None]:
+    """Raise StoreError for an error of SQLite or the operating system in a store folder."""
     try:
         yield
     except sqlite3.ProgrammingError as error:
-        raise StoreError(f"the store {path.parent} is closed") from error
-    except sqlite3.OperationalError as error:
-        if _primary(error) == sqlite3.SQLITE_FULL:
+        raise StoreError(f"the store {folder} is closed") from error
+    except (*_DAMAGED, OSError) as error:
+        number = getattr(error, "errno", None)
+        if _primary(error) == sqlite3.SQLITE_FULL or number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StoreFullError(
-                f"the disk of {path.parent} is full: free space, or choose another store folder"
+                f"the disk of {folder} is full: free space, set a smaller max_bytes, or choose another store folder"
             ) from error
-        if _primary(error) == sqlite3.SQLITE_READONLY:
-            raise StoreReadOnlyError(f"{path.parent} is not writable: choose another store folder") from error
-        raise StoreError(f"{path}: {error}") from error
-    except _DAMAGED as error:
-        raise StoreError(f"{path}: {error}; `kvrag store check` repairs a damaged manifest") from error
-    except OSError as error:
-        raise StoreError(f"cannot use {path}: {error}") from error
+        if _primary(error) == sqlite3.SQLITE_READONLY or number in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise StoreReadOnlyError(f"{folder} is not writable ({error}): choose another store folder") from error
+        remedy = ""
+        if not isinstance(error, (sqlite3.OperationalError, OSError)):
+            remedy = "; `kvrag store check` repairs a damaged manifest"
+        raise StoreError(f"cannot use {folder}: {error}{remedy}") from error

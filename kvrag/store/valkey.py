@@ -15,8 +15,8 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from kvrag.errors import DamagedChunkError, SettingError, StoreError, StoreFullError, StoreReadOnlyError
-from kvrag.store.chunkfile import key_of
-from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError, Listed
+from kvrag.store.chunkfile import borders, key_of
+from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError
 
 _CONNECT_S = 5.0
 _OPTIONS = {"expire", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
@@ -128,15 +128,15 @@ class ValkeyStore:
 
     # ---------------------------------------------------------------- chunks
 
-    def put_chunk(self, name: str, content: bytes, starts: Sequence[int]) -> None:
+    def put_chunk(self, name: str, header: bytes, body: memoryview) -> None:
         """See Remote.put_chunk."""
-        key = self._key(_path(name))
+        key, starts, content = self._key(_path(name)), borders(header), memoryview(header + bytes(body))
         with self._translated():
             now = self._client.time()[0]
             writing = self._client.pipeline(transaction=True)
             writing.hset(key, mapping={_CREATED: now, b"size": len(content), b"starts": ",".join(map(str, starts))})
             for start, stop in pairwise([*starts, len(content)]):
-                writing.hset(key, str(start), memoryview(content)[start:stop])
+                writing.hset(key, str(start), content[start:stop])
             if self._expire:
                 writing.expire(key, self._expire)
             writing.execute()
@@ -154,24 +154,16 @@ class ValkeyStore:
                 return None
             return _Hash(self, key, _number(size), list(map(_number, starts.split(b","))), beginning)
 
-    def list_chunks(self) -> Iterator[Listed]:
+    def list_chunks(self) -> Iterator[tuple[str, float]]:
         """See Remote.list_chunks."""
         with self._translated():
             now = self._client.time()[0]
             for prefix in ("chunks/", "quarantine/"):
-                for name in self._scan(prefix):
-                    if listed := self._listed(name.removeprefix("chunks/"), now):
-                        yield listed
-
-    def _listed(self, name: str, now: int) -> Listed | None:
-        """Return a chunk for the listing; None if it has just expired. The age of a damaged one is infinite."""
-        key = self._key(_path(name))
-        try:
-            with self._noticing_damage(key):
-                created, size = self._client.hmget(key, [_CREATED, b"size"])
-                return Listed(name, _number(size), now - _number(created))
-        except DamagedChunkError:
-            return Listed(name, 0, inf) if self._client.exists(key) else None
+                for path in self._scan(prefix):
+                    age = inf
+                    with suppress(DamagedChunkError), self._noticing_damage(path):
+                        age = now - _number(self._client.hget(self._key(path), _CREATED))
+                    yield path.removeprefix("chunks/"), age
 
     def delete_chunks(self, names: Sequence[str]) -> None:
         """See Remote.delete_chunks."""

@@ -115,7 +115,7 @@ def _kept(engine: BlendEngine, **changes: Any) -> None:
         "ratio": 0.05,
         "made": "2026-01-01T00:00:00+00:00",
     }
-    engine.store.write_text(FILE, Calibration(**(made | changes)).to_json())  # type: ignore[attr-defined]
+    engine.store.change_text(FILE, lambda _: Calibration(**(made | changes)).to_json())  # type: ignore[attr-defined]
 
 
 def test_where_nothing_holds_there_is_full_prefill(warmed: BlendEngine) -> None:

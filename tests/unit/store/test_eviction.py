@@ -9,9 +9,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from records import A, B, held, opened, record, text
+from records import opened, record
 
-from kvrag import FileStore, StoreFullError
+from kvrag import StoreFullError
 from kvrag.store.manifest import Manifest, ManifestRow
 
 BUDGET, LOW, CORPUS = 300, 240, 1000  # chunks of one size
@@ -146,42 +146,6 @@ def test_eviction_stops_at_the_limit_and_in_the_namespace(manifest: Manifest) ->
     assert len(manifest.evict(0, 1, "a")) == 1
     assert manifest.evict(0, 10, "nobody") == []
     assert manifest.num_bytes() == 5000
-
-
-def test_a_manifest_of_an_older_version_is_continued(tmp_path: Path) -> None:
-    """What was used last stays, also with chunks that the older version stores later."""
-    store = FileStore(tmp_path, min_free_bytes=0)
-    store.put([A, B, *(record(number) for number in range(10, 14))])
-    store.set_document("doc", held("doc", A))
-    with store._manifest._writing() as connection:
-        connection.executescript(
-            "DROP INDEX chunks_score; DROP INDEX chunks_namespace; ALTER TABLE chunks DROP COLUMN score;"
-            "ALTER TABLE chunks DROP COLUMN chunk_namespace; CREATE INDEX chunks_used ON chunks (used, key, num_bytes);"
-            "DELETE FROM counters WHERE name = 'clock'; UPDATE chunks SET used = 1000 + rowid;"
-        )
-        connection.execute("UPDATE chunks SET used = 5000 WHERE key = ?", (A.key,))
-        connection.execute("BEGIN")
-    store.close()
-    for _ in range(2):
-        store = FileStore(tmp_path, min_free_bytes=0)
-        assert store._manifest.coldest(0, 10)[-1] == A.key
-        assert store._manifest.coldest(0, 10)[0] == B.key
-        assert store.stats().chunks == 6
-        assert store.documents() == {"doc": [A.key]}
-        assert store.look_up([text(A)])[text(A)].sources == {"doc": A.key}
-        store.close()
-    store = FileStore(tmp_path, min_free_bytes=0)
-    with store._manifest._writing() as connection:  # as the older version does
-        connection.execute(
-            "INSERT INTO chunks (key, text, context_tokens, file, num_bytes, created, used)"
-            " VALUES ('new', ?, 0, 'new-0.safetensors', 10, 9000, 9000)",
-            (text(A),),
-        )
-    store.touch(["new", A.key])
-    store.close()
-    store = FileStore(tmp_path, min_free_bytes=0)
-    assert set(store._manifest.coldest(0, 10, "")) == set(store._manifest.coldest(0, 10)) >= {"new", A.key}
-    store.close()
 
 
 def test_eviction_frees_a_fifth_of_the_budget_and_nothing_while_there_is_room(tmp_path: Path) -> None:

@@ -62,11 +62,11 @@ def main(arguments: list[str] | None = None) -> None:
             rng.shuffle(ways)  # the first answer of a round pays for what the others find in the processor's caches
             for way, engine, cold in ways:
                 if cold is not None:
-                    cold.drop_copies()
+                    cold._local.remove(cold._local.keys())
                 report = engine.generate(messages, policy=args.policy, max_new_tokens=1, temperature=0).report
                 bytes_read = max(bytes_read, report.bytes_loaded)
                 if cold is not None:
-                    cold.settle()
+                    cold._promoter.submit(lambda: None).result()  # chunks that were used have been copied
                 if repeat:  # the first round warms up
                     times.setdefault(way, []).append(report.ttft_s)
                 print(repeat, way, report.tier, f"{report.ttft_s:.3f}", file=sys.stderr)

@@ -287,11 +287,7 @@ class Manifest(Eviction):
             return [row[0] for row in _select(connection, query, keys, ON_REQUEST)]
 
     def contents(self) -> Iterator[tuple[str, list[Any]]]:
-        """Yield everything from one snapshot, page by page, with its kind.
-
-        Kinds: counters (name, value), rows with the fields of ManifestRow, holders (namespace, document, text, source, key), and scores
-        (key, score).
-        """
+        """Yield everything from one snapshot, in pages of a kind: counters first, rows with ManifestRow's fields, ..."""
         queries = {
             "counters": "SELECT name, value FROM counters",
             "rows": f"{_ROWS} JOIN texts USING (text) ORDER BY key",

@@ -55,7 +55,7 @@ class MemoryTier:
             name: The readers' `tier`.
             place: Moves layers to where this tier keeps them; None = as they are read.
         """
-        self.name, self._faster, self._place = name, faster, place
+        self.name, self._faster, self.place = name, faster, place
         self._chunks: LRUCache[str, _CachedChunk] = LRUCache(max_bytes, getsizeof=lambda chunk: chunk.nbytes)
         self._reading: weakref.WeakSet[_KeepingReader] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -138,7 +138,6 @@ class MemoryTier:
 class _KeepingReader:
     def __init__(self, memory: MemoryTier, reader: ChunkReader, only_free: bool) -> None:
         self._memory, self._reader, self.only_free = memory, reader, only_free
-        self._place = memory._place
         self.key, self.namespace = reader.key, reader.namespace
         self.ids, self.context_tokens = reader.ids, reader.context_tokens
         self.tier, self.num_layers = reader.tier, reader.num_layers
@@ -151,8 +150,8 @@ class _KeepingReader:
 
     def layer(self, number: int) -> Layer:
         layer = self._reader.layer(number)
-        if self._place and self.keeps:
-            placed = self._place(number, layer)
+        if self.keeps and (place := self._memory.place):
+            placed = place(number, layer)
             self.keeps = self.keeps and placed is not None
             layer = placed or layer
         self.layers[number] = layer

@@ -31,7 +31,6 @@ _CONNECT_S = 5.0
 _RETRIES, _RETRY_S = 2, 10.0
 _CLOCK = "clock"  # written to read the time of the remote
 
-_OPTIONS = {"s3": {"endpoint", "region"}, "gs": set[str](), "az": {"account", "endpoint"}}
 _VARIABLES = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
@@ -56,7 +55,7 @@ class ObjectStore:
             options: `endpoint` and `region` of s3, `account` and `endpoint` of az.
 
         Raises:
-            SettingError: The URL has no bucket or an unknown option, or this process was forked from one with a store.
+            SettingError: This process was forked from one with a store.
         """
         global _process
         if _process not in (None, os.getpid()):
@@ -66,11 +65,6 @@ class ObjectStore:
             )
         _process = os.getpid()
         self.url, self._scheme, self._bucket = url, scheme, bucket
-        if not bucket:
-            raise SettingError(f"{url} names no bucket: use {scheme}://BUCKET/PREFIX")
-        if unknown := sorted(set(options) - _OPTIONS[scheme]):
-            known = f"known: {', '.join(sorted(_OPTIONS[scheme]))}" if _OPTIONS[scheme] else "there are none"
-            raise SettingError(f"{url} has an unknown option {', '.join(unknown)} ({known})")
         settings: dict[str, Any] = dict(options)
         if "account" in settings:
             settings["account_name"] = settings.pop("account")
@@ -238,13 +232,10 @@ class ObjectStore:
 
 
 class _Object:
-    """See Blob."""
-
     def __init__(self, store: ObjectStore, path: str, size: int, beginning: bytes) -> None:
         self._store, self._path, self.size, self.beginning = store, path, size, beginning
 
     def read(self, start: int, stop: int) -> memoryview:
-        """See Blob.read."""
         try:
             with self._store._translated():
                 return memoryview(obstore.get_range(self._store._reader, self._path, start=start, end=stop))

@@ -1,7 +1,4 @@
-"""Protocol of a remote: storage that machines share, such as a bucket; and a chunk that is read from one.
-
-A remote has small objects, whose creation is atomic and conditional, and chunks, which are read by byte ranges.
-"""
+"""A remote: storage that machines share, such as a bucket; and a chunk that is read from one."""
 
 from __future__ import annotations
 
@@ -33,31 +30,20 @@ class DeletedError(StoreError):
 
 
 class Blob(Protocol):
-    """The bytes of a chunk in a remote.
-
-    Attributes:
-        size: Number of bytes.
-        beginning: The first bytes, including the header.
-    """
+    """The bytes of a chunk in a remote; `beginning` has the first of its `size` bytes, including the header."""
 
     size: int
     beginning: bytes
 
     def read(self, start: int, stop: int) -> bytes | memoryview:
-        """Read a range of bytes.
-
-        Raises:
-            DamagedChunkError: The chunk differs from what was written.
-            DeletedError: It has been deleted.
-            StoreError: It cannot be read.
-        """
+        """Read a range of bytes; raises StoreError, DamagedChunkError if they differ from what was written."""
 
 
 class Remote(Protocol):
     """Storage that machines share. Thread-safe. Every method raises StoreError, with a remedy, if it fails.
 
-    Attributes:
-        url: Its URL, without a password.
+    It has small objects, whose creation is atomic and conditional, and chunks, which are read by byte ranges. `url` is
+    for messages, without a password.
     """
 
     url: str
@@ -90,17 +76,10 @@ class Remote(Protocol):
         """Store a chunk, given as by `kvrag.store.chunkfile.serialise`, under a new name, durably and atomically."""
 
     def open_chunk(self, name: str) -> Blob | None:
-        """Open a chunk; None if there is none.
-
-        Raises:
-            DamagedChunkError: Its record differs from what was written.
-        """
+        """Open a chunk; None if there is none. Raises DamagedChunkError if it differs from what was written."""
 
     def list_chunks(self) -> Iterator[tuple[str, float]]:
-        """Yield all chunks, including quarantined and damaged ones, with their ages.
-
-        Ages are in seconds, by the clock of the remote itself; an unknown age is infinite.
-        """
+        """Yield name and age in seconds, by the remote's clock, of all chunks, also quarantined and damaged ones."""
 
     def delete_chunks(self, names: Sequence[str]) -> None:
         """Delete chunks; missing ones are ignored."""
@@ -130,7 +109,7 @@ class RemoteChunk(PackedChunk):
 
         Args:
             failed: Called if layers cannot be read because the remote does not answer.
-            used: Called once the reader is closed and all layers have been fetched; never if one fails.
+            used: Called when the reader is closed.
         """
         self._blob, self._pool, self._failed, self._used = blob, pool, failed, used
         self._groups: list[tuple[int, int]] = []
@@ -139,7 +118,7 @@ class RemoteChunk(PackedChunk):
             self._groups = self._grouped()
         self._fetches: list[Future[bytes | memoryview]] = []
         self._lock = threading.Lock()
-        self._is_closed = self._is_reported = False
+        self._is_closed = False
         for _ in range(_IN_FLIGHT):
             self._fetch_next()
 
@@ -163,28 +142,13 @@ class RemoteChunk(PackedChunk):
             try:
                 fetch = self._pool.submit(self._blob.read, *self._groups[number])
             except RuntimeError:  # the store has been closed; its readers stay valid
-                fetch = Future()
-                try:
-                    fetch.set_result(self._blob.read(*self._groups[number]))
-                except StoreError as error:
-                    fetch.set_exception(error)
+                fetch = ThreadPoolExecutor(1).submit(self._blob.read, *self._groups[number])
             self._fetches.append(fetch)
         fetch.add_done_callback(self._fetched)
 
     def _fetched(self, fetch: Future[bytes | memoryview]) -> None:
         if not fetch.cancelled() and fetch.exception() is None:
             self._fetch_next()
-            self._report()
-
-    def _report(self) -> None:
-        with self._lock:
-            is_whole = len(self._fetches) == len(self._groups) and all(
-                fetch.done() and not fetch.exception() for fetch in self._fetches
-            )
-            if not is_whole or not self._is_closed or self._is_reported:
-                return
-            self._is_reported = True
-        self._used(self)
 
     def _range(self, start: int, stop: int) -> Tensor:
         content = torch.empty(stop - start, dtype=torch.uint8)
@@ -213,5 +177,6 @@ class RemoteChunk(PackedChunk):
 
     def close(self) -> None:
         """See ChunkReader.close. The remaining layers are still fetched, for the local copy."""
-        self._is_closed = True
-        self._report()
+        if not self._is_closed:
+            self._is_closed = True
+            self._used(self)

@@ -318,15 +318,6 @@ class SharedStore(ManifestStore):
         finally:
             self._promotions.release()
 
-    def settle(self) -> None:
-        """Wait until chunks that were used have been copied; for tests and benchmarks."""
-        self._promoter.submit(lambda: None).result()
-
-    def drop_copies(self) -> None:
-        """Delete this machine's copies of chunks."""
-        self._check_open()
-        self._local.remove(self._local.keys())
-
     def _delete(self, names: Iterable[str]) -> None:
         try:
             if listed := list(names):

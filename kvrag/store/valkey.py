@@ -19,7 +19,6 @@ from kvrag.store.chunkfile import borders, key_of
 from kvrag.store.remote import CHANGES, TIMEOUT_S, Blob, DeletedError
 
 _CONNECT_S = 5.0
-_OPTIONS = {"expire", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
 _CREATED = b"created"  # field of a chunk: the server's time in seconds
 
 
@@ -31,23 +30,15 @@ class ValkeyStore:
 
         Args:
             url: For messages, without the password.
-            options: `expire`: seconds after its last use until a chunk expires; `ssl_ca_certs`, `ssl_certfile`,
-                `ssl_keyfile`: files of TLS.
+            options: Files of TLS, and `expire`: seconds after its last use until a chunk expires.
             connection: Host, port, database and user, as redis.Redis takes them.
-
-        Raises:
-            SettingError: An option is unknown or out of range.
         """
         self.url, self._prefix = url, f"{prefix}:" if prefix else "kvrag:"
-        if unknown := sorted(set(options) - _OPTIONS):
-            raise SettingError(
-                f"{url} has an unknown option {', '.join(unknown)} (known: {', '.join(sorted(_OPTIONS))})"
-            )
-        expire = options.get("expire", "")
+        connection |= options
+        expire = connection.pop("expire", "")
         if expire and not (expire.isdigit() and int(expire)):
             raise SettingError(f"{url}: expire must be a number of seconds, got {expire}")
         self._expire = int(expire) if expire else None
-        connection |= {name: value for name, value in options.items() if name != "expire"}
         self._client: Any = redis.Redis(
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=_CONNECT_S,
@@ -200,15 +191,13 @@ class ValkeyStore:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except redis.AuthenticationError as error:
-            raise StoreError(f"access to {self.url} was denied ({error}): check user and password") from error
-        except redis.exceptions.NoPermissionError as error:
-            raise StoreReadOnlyError(f"{self.url} refuses this user ({error}): extend its ACL") from error
-        except redis.exceptions.ReadOnlyError as error:
-            raise StoreReadOnlyError(f"{self.url} is a replica: use the primary server") from error
-        except redis.ResponseError as error:
-            if "NOAUTH" in str(error) or "WRONGPASS" in str(error):
-                raise StoreError(f"access to {self.url} was denied: check user and password") from error
+        except (redis.exceptions.NoPermissionError, redis.exceptions.ReadOnlyError) as error:
+            raise StoreReadOnlyError(
+                f"{self.url} is not writable ({error}): extend the user's ACL, or use the primary server"
+            ) from error
+        except (redis.AuthenticationError, redis.ResponseError) as error:
+            if isinstance(error, redis.AuthenticationError) or "NOAUTH" in str(error) or "WRONGPASS" in str(error):
+                raise StoreError(f"access to {self.url} was denied ({error}): check user and password") from error
             if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in str(error):
                 raise StoreFullError(
                     f"{self.url} is full: raise its maxmemory, forget documents, or add ?expire=SECONDS to the URL and "
@@ -221,13 +210,10 @@ class ValkeyStore:
 
 
 class _Hash:
-    """See Blob."""
-
     def __init__(self, store: ValkeyStore, key: str, size: int, starts: list[int], beginning: bytes) -> None:
         self._store, self._key, self.size, self._starts, self.beginning = store, key, size, starts, beginning
 
     def read(self, start: int, stop: int) -> bytes | memoryview:
-        """See Blob.read."""
         first = bisect_right(self._starts, start) - 1
         last = bisect_right(self._starts, stop - 1)
         fields = [str(start) for start in self._starts[first:last]]

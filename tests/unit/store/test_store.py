@@ -1793,12 +1793,12 @@ def test_a_full_device_does_without_its_tier(model: Model, tmp_path: Path, monke
 
         memory = engine._pipeline.memory
         assert memory._faster is not None
-        place = memory._faster._place
+        place = memory._faster.place
         assert place is not None
         with monkeypatch.context() as full:
             full.setattr(torch.Tensor, "to", unpack)
             assert place(0, (torch.zeros(1, 2, 3), torch.zeros(1, 2, 3))) is None
-        monkeypatch.setattr(memory._faster, "_place", lambda *_: None)
+        monkeypatch.setattr(memory._faster, "place", lambda *_: None)
         for _ in range(2):
             again = prepare(engine, ids, 0.2, "query")
             assert (again.report.tier, again.report.notes) == ("ram", ())

@@ -21,7 +21,7 @@ from kvrag.fingerprint import Fingerprint
 from kvrag.store import chunkfile
 from kvrag.store.chunkfile import SUFFIX, PackedChunk
 from kvrag.store.log import Log
-from kvrag.store.manifest import EVICT, Manifest, ManifestRow
+from kvrag.store.manifest import Manifest, ManifestRow, Removed
 from kvrag.store.owner import check_owner, codec_of
 from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, StoreStats, TextState
 from kvrag.store.schema import translated
@@ -29,6 +29,7 @@ from kvrag.store.schema import translated
 logger = logging.getLogger("kvrag")
 
 MANIFEST = "manifest.sqlite"
+_REMOVE, _ADD, _USES = 500, 200, 5000  # chunks that one change removes, adds, or counts the uses of
 _LOW_WATERMARK = 0.8  # share of a budget that eviction leaves
 
 UNUSED_DAYS = 7.0
@@ -132,19 +133,8 @@ class ManifestStore(ABC):
         """Delete chunks without a row and quarantined ones, unless they are recent; return their number."""
 
     @abstractmethod
-    def _record_uses(self) -> None:
-        """Record the uses that `touch` has collected."""
-
-    def touch(self, keys: Sequence[str]) -> None:
-        """See KVStore.touch."""
-        with self._lock:
-            self._touched.update(keys)
-
-    def _take_uses(self) -> Counter[str]:
-        """Return the uses to record now."""
-        with self._lock:
-            uses, self._touched = self._touched, Counter()
-        return uses
+    def _correct(self, row: ManifestRow) -> None:
+        """Replace a chunk's rows by this one."""
 
     def _check_open(self) -> None:  # noqa: B027
         """Raise StoreError if the store cannot be used."""
@@ -199,13 +189,40 @@ class ManifestStore(ABC):
 
     def _add(self, rows: Sequence[ManifestRow]) -> list[ManifestRow]:
         """Record stored chunks; return the rows whose key had another file already."""
-        return self._changes.add(rows)
+        pages = [rows[i : i + _ADD] for i in range(0, len(rows), _ADD)]
+        return [row for page in pages for row in self._changes.change("put", rows=page)]
 
     def remove(self, keys: Sequence[str]) -> None:
         """See KVStore.remove. Rows first: a file without a row is a leftover, a row without a file is damage."""
         self._check_open()
-        for i in range(0, len(keys), EVICT):
-            self._delete(file for _, file in self._changes.remove(keys[i : i + EVICT]))
+        for i in range(0, len(keys), _REMOVE):
+            self._delete(file for _, file in self._remove(keys[i : i + _REMOVE]))
+
+    def _remove(self, keys: Sequence[str], counter: str | None = None, file: str | None = None) -> Sequence[Removed]:
+        """Delete rows; see Manifest.remove."""
+        removed: Sequence[Removed] = self._changes.change("remove", keys=keys, counter=counter, file=file)
+        return removed
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """See KVStore.touch."""
+        with self._lock:
+            self._touched.update(keys)
+
+    def _record_uses(self) -> None:
+        """Record the uses that `touch` has collected."""
+        with self._lock:
+            uses, self._touched = self._touched, Counter()
+        try:
+            counted = sorted(self._counted(list(uses)))
+            for i in range(0, len(counted), _USES):
+                keys = counted[i : i + _USES]
+                self._changes.change("used", keys=keys, uses=[uses[key] for key in keys])
+        except StoreError as error:  # a full disk must not fail a request; and a remote may only be read
+            logger.warning("uses are not recorded: %s", error)
+
+    def _counted(self, keys: Sequence[str]) -> Collection[str]:
+        """Return those of these chunks whose uses matter."""
+        return keys
 
     # ---------------------------------------------------------------- texts and their holders
 
@@ -232,7 +249,9 @@ class ManifestStore(ABC):
     ) -> list[str]:
         """See KVStore.set_document."""
         self._check_open()
-        removed = self._changes.hold(document, holdings, namespace, replace and document not in ("", ON_REQUEST))
+        replace = replace and document not in ("", ON_REQUEST)
+        names = {"document": document, "namespace": namespace}
+        removed = self._changes.change("hold", **names, holdings=holdings, replace=replace)
         self._delete(name for _, name in removed)
         return [key for key, _ in removed]
 
@@ -265,12 +284,12 @@ class ManifestStore(ABC):
         if max_bytes is not None and not 0 < max_bytes < 1 << 63:
             raise SettingError(f"a budget must be positive, got {max_bytes} bytes")
         self._check_open()
-        self._changes.set_budget(namespace, max_bytes)
+        self._changes.change("budget", namespace=namespace, bytes=max_bytes)
         return 0 if max_bytes is None else self._evict(max_bytes, namespace)
 
     def _limits(self) -> dict[str | None, int]:
         """Return the byte budget of each namespace that has one; that of None is for all together."""
-        return {**self._manifest.budgets()}
+        return dict[str | None, int](self._manifest.budgets().items())
 
     def keep_budgets(self, namespaces: Collection[str | None] | None = None) -> None:
         """Evict the chunks that exceed the budgets of these namespaces; None = all."""
@@ -304,7 +323,8 @@ class ManifestStore(ABC):
             return 0
         self._record_uses()
         evicted = 0
-        while removed := self._changes.evict(limit, EVICT, namespace):
+        while keys := self._manifest.coldest(limit, _REMOVE, namespace):  # the same for all that evict at the same time
+            removed = self._remove(keys)
             self._delete(file for _, file in removed)
             evicted += len(removed)
         return evicted
@@ -342,7 +362,7 @@ class ManifestStore(ABC):
         with translated(self.path):
             self._record_uses()
             if requests := self._manifest.unused_requests(time.time() - unused_days * 86400):
-                self._changes.release(requests)
+                self._changes.change("release", requests=requests)
             unheld = self._manifest.unheld()
             self.remove(unheld)
             self.keep_budgets()  # a killed writer did not
@@ -360,7 +380,7 @@ class ManifestStore(ABC):
 
     def _quarantine(self, key: str, name: str) -> bool:
         """Put a damaged chunk aside; return False if its row has been deleted or has another file."""
-        if not self._changes.remove([key], "damaged", name):
+        if not self._remove([key], "damaged", name):
             return False
         logger.warning("chunk %s is damaged: moved to quarantine, it is encoded again when needed", key)
         self._put_aside(name)
@@ -396,10 +416,6 @@ class ManifestStore(ABC):
             return ["sound"]
         self._correct(actual)
         return ["sound", "repaired" if row else "adopted"]
-
-    def _correct(self, row: ManifestRow) -> None:
-        """Replace a chunk's rows by this one."""
-        self._changes.correct(row)
 
 
 def row_of(chunk: PackedChunk, file: str) -> ManifestRow:

@@ -166,13 +166,6 @@ class FileStore(ManifestStore):
             with contextlib.suppress(RuntimeError):  # the store has been closed
                 self._writers.submit(self._record_uses)
 
-    def _record_uses(self) -> None:
-        if uses := self._take_uses():
-            try:
-                self._manifest.touch(dict(sorted(uses.items())))
-            except StoreError as error:  # a full disk must not fail a request
-                logger.warning("cannot write times of use: %s", error)
-
     # ---------------------------------------------------------------- small texts
 
     def read_text(self, name: str) -> str | None:
@@ -217,7 +210,7 @@ class FileStore(ManifestStore):
         result, unheld = self._check(progress), set(self._manifest.unheld())
         for row in self._manifest.rows().values():
             if row.key in unheld and not row.context_tokens:
-                self._manifest.hold("", [Holding(row.text_key, row.key, "")], row.namespace, replace=False)
+                self._manifest.hold("", row.namespace, [Holding(row.text_key, row.key, "")], replace=False)
         return result
 
     def _check(self, progress: Progress) -> StoreCheck:
@@ -229,9 +222,9 @@ class FileStore(ManifestStore):
         return result
 
     def _correct(self, row: ManifestRow) -> None:
-        super()._correct(row)
+        self._manifest.correct(row)
         if not self._file(row.file).exists():  # removed in the meantime, without deleting a row because there was none
-            self._manifest.remove([row.key], file=row.file)
+            self._remove([row.key], file=row.file)
 
     def delete_leftovers(self) -> int:
         """See ManifestStore.delete_leftovers. Also deletes temporary files of killed writers."""

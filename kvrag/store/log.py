@@ -24,9 +24,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from kvrag.errors import StoreError
-from kvrag.store.eviction import Removed
-from kvrag.store.manifest import Manifest, ManifestRow
-from kvrag.store.protocol import Holding
+from kvrag.store.manifest import OPERATIONS, Manifest, ManifestRow, Removed
 from kvrag.store.remote import Remote
 from kvrag.store.schema import CLOCK
 
@@ -34,19 +32,16 @@ logger = logging.getLogger("kvrag")
 
 _TRIMMED = "trimmed"  # object with the number up to which operations have been cut
 _POSITION, _LAST = "log position", "log last"  # counters of the manifest
-PUBLICATIONS = "publications"  # counter of the manifest
 _BATCH = 64  # operations read at once
 _ROUNDS = 1000  # of creating the next operation before other machines do
 _REPLACED = 5  # times that a snapshot may be replaced while it is read
 _CHECK_EVERY_S = 30.0
-_PAGE = 200  # chunks per operation ...
-_USES = 5000  # ... that counts their uses
 
 _EMPTY: Mapping[str, Any] = {"last": 0, "damaged": 0, "clock": 0, "budgets": {}, "rows": 0, "holders": 0, "scores": 0}
 """Index of a snapshot; of rows, holders and scores it has the number of parts."""
 
 Operation = Mapping[str, Any]
-"""JSON; `op` names the kind, see `Log._apply`."""
+"""JSON: the name of one of `OPERATIONS` as `op`, and its arguments."""
 
 
 class _Entry(NamedTuple):
@@ -59,13 +54,6 @@ class _Entry(NamedTuple):
 
 class _Replaced(StoreError):
     """A snapshot is incomplete: a newer one has replaced it."""
-
-
-class Outcome(NamedTuple):
-    """Result of an operation: chunks that it removed, and those that it was to add and an earlier one had added."""
-
-    removed: Sequence[Removed] = ()
-    known: Sequence[ManifestRow] = ()
 
 
 class Log:
@@ -140,7 +128,7 @@ class Log:
                 if entry.operation is None or not fits:
                     break
                 with _noticing_damage(f"{self._remote.url}/{_name(position + 1)}"):
-                    removed += self._apply(entry.operation).removed
+                    removed += self._apply(entry.operation)[1]
                 position, last = position + 1, entry.id
             self._manifest.set_counters({_POSITION: position, _LAST: last})
         self._note(removed)
@@ -149,29 +137,16 @@ class Log:
     def _note(self, removed: Sequence[Removed]) -> None:
         self._removed([key for key, _ in removed])
 
-    def _apply(self, operation: Operation) -> Outcome:
-        """Apply one operation within the current transaction."""
-        manifest, op = self._manifest, operation["op"]
-        if op == "put":
-            return Outcome(known=manifest.add(map(_row, operation["rows"])))
-        if op == "hold":
-            holdings = [Holding(*holding) for holding in operation["holdings"]]
-            names = operation["document"], holdings, operation["namespace"]
-            return Outcome(removed=manifest.hold(*names, operation["replace"]))
-        if op == "remove":
-            return Outcome(removed=manifest.remove(operation["keys"], operation["counter"], operation["file"]))
-        if op == "release":
-            manifest.release([(namespace, text_key) for namespace, text_key in operation["requests"]])
-        elif op == "used":
-            keys = operation["keys"]
-            manifest.touch(dict(zip(keys, operation["uses"], strict=True)))
-        elif op == "budget":
-            manifest.set_budget(operation["namespace"], operation["bytes"])
-        elif op == "published":
-            manifest.count(PUBLICATIONS)
-        else:
+    def _apply(self, operation: Operation) -> tuple[Any, Sequence[Removed]]:
+        """Apply one operation within the current transaction; return its result and the chunks that it removed."""
+        fields = dict(operation)
+        op = fields.pop("op")
+        if op not in OPERATIONS:
             raise StoreError(f"{self._remote.url} was written by a newer version ({op}): update kvrag")
-        return Outcome()
+        if op == "put":
+            fields["rows"] = list(map(_row, fields["rows"]))
+        result = self._manifest.change(op, **fields)
+        return result, result if op in ("hold", "remove") else ()
 
     def _fits(self) -> bool:
         """Return whether the log has the manifest's last operation; of an empty one, whether it has no snapshot."""
@@ -184,14 +159,17 @@ class Log:
 
     # ---------------------------------------------------------------- writing
 
-    def append(self, operation: Operation) -> Outcome:
-        """Append an operation and apply it.
+    def change(self, op: str, **fields: Any) -> Any:
+        """Append an operation, and apply it as Manifest.change.
 
         When this returns, the manifest includes every operation that any machine appended before it.
 
         Raises:
             StoreError: The operation may or may not have been appended.
         """
+        if op == "put":
+            fields["rows"] = _listed(fields["rows"])
+        operation = {"op": op, **fields}
         mine = secrets.randbits(62)
         for attempt in range(_ROUNDS):
             if attempt:
@@ -205,11 +183,11 @@ class Log:
                     continue
                 if not self._create(_name(number), _encode(mine, last, operation)):
                     continue
-                outcome = self._apply(operation)
+                result, removed = self._apply(operation)
                 self._manifest.set_counters({_POSITION: number, _LAST: mine})
-            self._note(outcome.removed)
+            self._note(removed)
             self._appended(number)
-            return outcome
+            return result
         raise StoreError(f"{self._remote.url} has too many writers at the moment: try again")
 
     def _create(self, name: str, content: bytes) -> bool:
@@ -217,53 +195,6 @@ class Log:
             return True
         beginning = self._remote.peek(name)  # mine, if the answer to a first attempt was lost
         return beginning is not None and beginning[:16] == content[:16]
-
-    def add(self, rows: Sequence[ManifestRow]) -> list[ManifestRow]:
-        """See Manifest.add."""
-        known: list[ManifestRow] = []
-        for i in range(0, len(rows), _PAGE):
-            known += self.append({"op": "put", "rows": _listed(rows[i : i + _PAGE])}).known
-        return known
-
-    def correct(self, row: ManifestRow) -> None:
-        """See Manifest.correct."""
-        self.remove([row.key], None, row.file)
-        self.add([row])
-
-    def hold(self, document: str, holdings: Sequence[Holding], namespace: str, replace: bool) -> Sequence[Removed]:
-        """See Manifest.hold."""
-        listed = [[holding.text_key, holding.key, holding.source] for holding in holdings]
-        names = {"document": document, "namespace": namespace}
-        return self.append({"op": "hold", **names, "holdings": listed, "replace": replace}).removed
-
-    def remove(self, keys: Sequence[str], counter: str | None = None, file: str | None = None) -> Sequence[Removed]:
-        """See Manifest.remove."""
-        return self.append({"op": "remove", "keys": list(keys), "counter": counter, "file": file}).removed
-
-    def evict(self, limit: int, most: int, namespace: str | None = None) -> Sequence[Removed]:
-        """See Manifest.evict. If two machines evict at the same time, they choose the same chunks."""
-        self.pull()
-        keys = self._manifest.coldest(limit, most, namespace)
-        return self.remove(keys) if keys else []
-
-    def set_budget(self, namespace: str, max_bytes: int | None) -> None:
-        """See Manifest.set_budget."""
-        self.append({"op": "budget", "namespace": namespace, "bytes": max_bytes})
-
-    def release(self, requests: Sequence[tuple[str, str]]) -> None:
-        """See Manifest.release."""
-        self.append({"op": "release", "requests": requests})
-
-    def touch(self, uses: Mapping[str, int]) -> None:
-        """See Manifest.touch. The time of use is when each machine applies the operation."""
-        keys = list(uses)
-        for i in range(0, len(keys), _USES):
-            page = keys[i : i + _USES]
-            self.append({"op": "used", "keys": page, "uses": [uses[key] for key in page]})
-
-    def publish(self) -> None:
-        """Count a publication."""
-        self.append({"op": "published"})
 
     # ---------------------------------------------------------------- snapshots
 
@@ -294,7 +225,7 @@ class Log:
             rows = (_row(row) for part in self._parts(number, "rows", index) for row in part)
             holders = (row for part in self._parts(number, "holders", index) for row in part)
             removed = self._manifest.replace(rows, holders)
-            self._manifest.count(PUBLICATIONS)  # some may have been in the operations that are skipped
+            self._manifest.publish()  # some may have been in the operations that are skipped
             budgets = index["budgets"]
             for namespace in {*self._manifest.budgets(), *budgets}:
                 self._manifest.set_budget(namespace, budgets.get(namespace))

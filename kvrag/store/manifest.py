@@ -1,4 +1,12 @@
-"""The manifest: one SQLite file with the texts, chunks, holders, times of use and budgets."""
+"""The manifest: one SQLite file with the texts, chunks, holders, times of use and budgets.
+
+Chunks with the lowest score are evicted first: see decision 23. The score is the logarithm of
+
+    (tokens to compute again) / bytes * sum over all uses of 2 ** (clock at that use / half-life)
+
+Counting a use only adds a term, and scores of different ages are comparable, so an index can hold them. The clock
+counts uses: it advances by 1 when there have been as many uses as there are chunks.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +21,29 @@ from numpy.typing import NDArray
 
 from kvrag.errors import StoreError
 from kvrag.fingerprint import text_key
-from kvrag.store.eviction import Eviction, Removed, remove_rows
 from kvrag.store.protocol import ON_REQUEST, Entry, Holding, NamespaceStats, TextState
-from kvrag.store.schema import COUNT, PAGE, RECOUNT, advance, clock_of, translated
+from kvrag.store.schema import COUNT, PAGE, RECOUNT, Database, advance, clock_of, translated
 
 _ROWS = "SELECT key, text, namespace, ids, context_tokens, file, num_bytes FROM chunks"  # in the order of ManifestRow
 _WITH_PREFIX = (  # a range condition, so that SQLite uses the index
     "WHERE namespace = ?1 AND document > '' AND document >= ?2 AND document < ?2 || char(1114111) AND document != ?3"
 )
+_BYTES = "SELECT total(bytes) FROM totals WHERE ?1 IS NULL OR namespace = ?1"
+_LOG = 100_000  # number of removals kept
+_BUDGET = "budget "  # and a namespace: counter with its budget in bytes
 _STORED = 2  # uses that storing counts as: new chunks must outlast chunks that are hardly used
 
-EVICT = 500
-"""Chunks that are removed in one transaction."""
+PUBLICATIONS = "publications"
+"""Counter of publications, see SharedStore."""
+
+OPERATIONS = {
+    **{"put": "add", "hold": "hold", "remove": "remove", "release": "release"},
+    **{"used": "touch", "budget": "set_budget", "published": "publish"},
+}
+"""Methods that change a manifest, by their names in the log of a shared store."""
+
+Removed = tuple[str, str]
+"""Key and file of a chunk whose row was deleted."""
 
 
 class ManifestRow(NamedTuple):
@@ -47,7 +66,7 @@ class ManifestRow(NamedTuple):
         return cls(key, text_key(namespace, ids), namespace, ids_bytes, context_tokens, file, size)
 
 
-class Manifest(Eviction):
+class Manifest(Database):
     """Queries and changes of the manifest; see `Database` about concurrency."""
 
     # ---------------------------------------------------------------- lookups of a request
@@ -113,6 +132,10 @@ class Manifest(Eviction):
 
     # ---------------------------------------------------------------- changes
 
+    def change(self, op: str, **fields: Any) -> Any:
+        """Call one of the methods of `OPERATIONS`."""
+        return getattr(self, OPERATIONS[op])(**fields)
+
     def add(self, rows: Iterable[ManifestRow]) -> list[ManifestRow]:
         """Insert chunks and their texts in one transaction; return the rows whose key had another file already."""
         now, rows = time.time(), iter(rows)
@@ -152,12 +175,12 @@ class Manifest(Eviction):
             file: Delete only rows with this file.
         """
         with self._writing() as connection:
-            removed = remove_rows(connection, keys, file)
+            removed = _remove_rows(connection, keys, file)
             if counter:
                 self.count(counter, len(removed))
         return removed
 
-    def hold(self, document: str, holdings: Sequence[Holding], namespace: str, replace: bool) -> list[Removed]:
+    def hold(self, document: str, namespace: str, holdings: Sequence[Holding], replace: bool) -> list[Removed]:
         """Record a document's holdings; return the chunks removed because no document relies on them."""
         name = (namespace, document)
         with self._writing() as connection:
@@ -165,17 +188,17 @@ class Manifest(Eviction):
             same = "namespace = ? AND document = ?"
             if not replace:
                 same = f"{same} AND text = ? AND source = ?"
-                replaced = [(*name, holding.text_key, holding.source) for holding in holdings]
+                replaced = [(*name, text_key, source) for text_key, _, source in holdings]
             query = f"SELECT key FROM holders WHERE {same}"
             before = {key for values in replaced for (key,) in connection.execute(query, values)}
             connection.executemany(f"DELETE FROM holders WHERE {same}", replaced)
-            rows = [(*name, holding.text_key, holding.source, holding.key) for holding in holdings]
+            rows = [(*name, text_key, source, key) for text_key, key, source in holdings]
             connection.executemany(
                 "INSERT OR REPLACE INTO holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)", rows
             )
             held = "SELECT 1 FROM holders WHERE key = ? LIMIT 1"
             unheld = [key for key in sorted(before) if connection.execute(held, (key,)).fetchone() is None]
-            return remove_rows(connection, unheld)
+            return _remove_rows(connection, unheld)
 
     def unused_requests(self, since: float) -> list[tuple[str, str]]:
         """Return (namespace, text key) of the request texts that have not been used since."""
@@ -199,6 +222,10 @@ class Manifest(Eviction):
         with self._writing() as connection:
             connection.executemany("INSERT OR REPLACE INTO counters VALUES (?, ?)", list(counters.items()))
 
+    def publish(self) -> None:
+        """Count a publication."""
+        self.count(PUBLICATIONS)
+
     def count(self, counter: str, by: int = 1) -> None:
         """Raise a counter."""
         with self._writing() as connection:
@@ -217,7 +244,7 @@ class Manifest(Eviction):
                         self.correct(row)
                 self.add(page)
             others = "SELECT key FROM chunks WHERE key NOT IN (SELECT key FROM kept)"
-            removed = remove_rows(connection, [key for (key,) in connection.execute(others)])
+            removed = _remove_rows(connection, [key for (key,) in connection.execute(others)])
             connection.execute("DROP TABLE kept")
             connection.execute("DELETE FROM holders")
             connection.executemany(
@@ -240,6 +267,60 @@ class Manifest(Eviction):
         with self._writing() as connection:
             for statement in RECOUNT.strip().split(";\n"):
                 connection.execute(statement)
+
+    # ---------------------------------------------------------------- scores and budgets
+
+    def num_bytes(self, namespace: str | None = None) -> int:
+        """Return the total size of all chunks of a namespace; None = of all."""
+        return int(self._all(_BYTES, namespace)[0][0])
+
+    def coldest(self, limit: int, most: int, namespace: str | None = None) -> list[str]:
+        """Return the keys of the chunks to remove until all take `limit` bytes, at most `most`.
+
+        Args:
+            namespace: Only chunks of this namespace count, and only these are removed; None = all.
+        """
+        keys = []
+        where = "" if namespace is None else "WHERE chunk_namespace = ?1"  # apart, so that SQLite uses an index
+        with self._writing() as connection:
+            (left,) = connection.execute(_BYTES, (namespace,)).fetchone()
+            query = f"SELECT key, num_bytes FROM chunks {where} ORDER BY score, key LIMIT ?2"
+            for key, size in connection.execute(query, (namespace, most)):
+                if left <= limit:
+                    break
+                keys.append(key)
+                left -= size
+        return keys
+
+    def touch(self, keys: Sequence[str], uses: Sequence[int]) -> None:
+        """Record the number of uses of each of these chunks, at the current time."""
+        now = time.time()
+        with self._writing() as connection:
+            clock, before = clock_of(connection), connection.total_changes
+            connection.executemany(
+                "UPDATE chunks SET used = ?1, uses = uses + ?2, score = raised(score, ?2, context_tokens +"
+                " (SELECT num_tokens FROM texts WHERE texts.text = chunks.text), num_bytes, ?3) WHERE key = ?4",
+                [(now, count, clock, key) for key, count in zip(keys, uses, strict=True)],
+            )
+            if connection.total_changes > before:  # a shared log may name chunks that are no longer stored
+                advance(connection, sum(uses))
+
+    def set_budget(self, namespace: str, bytes: int | None) -> None:
+        """Set the byte budget of a namespace; None = none. Removes no chunks."""
+        with self._writing() as connection:
+            connection.execute("DELETE FROM counters WHERE name = ?", (_BUDGET + namespace,))
+            if bytes is not None:
+                connection.execute("INSERT INTO counters VALUES (?, ?)", (_BUDGET + namespace, bytes))
+
+    def budgets(self) -> dict[str, int]:
+        """Return the byte budget of each namespace that has one."""
+        rows = self._all("SELECT name, value FROM counters WHERE name GLOB ?", f"{_BUDGET}*")
+        return {name.removeprefix(_BUDGET): value for name, value in rows}
+
+    def set_scores(self, scores: Iterable[tuple[str, float]]) -> None:
+        """Replace the scores of these chunks by those of another manifest with the same clock."""
+        with self._writing() as connection:
+            connection.executemany("UPDATE chunks SET score = ?2 WHERE key = ?1", scores)
 
     # ---------------------------------------------------------------- listings and maintenance
 
@@ -287,7 +368,7 @@ class Manifest(Eviction):
             return [row[0] for row in _select(connection, query, keys, ON_REQUEST)]
 
     def contents(self) -> Iterator[tuple[str, list[Any]]]:
-        """Yield everything from one snapshot, in pages of a kind: counters first, rows with ManifestRow's fields, ..."""
+        """Yield everything from one snapshot, in pages of a kind: counters first; rows have ManifestRow's fields."""
         queries = {
             "counters": "SELECT name, value FROM counters",
             "rows": f"{_ROWS} JOIN texts USING (text) ORDER BY key",
@@ -314,3 +395,17 @@ def _select(connection: sqlite3.Connection, query: str, keys: Sequence[str], *va
     for i in range(0, len(keys), 500):
         part = keys[i : i + 500]
         yield from connection.execute(f"{query} ({','.join('?' * len(part))})", (*values, *part))
+
+
+def _remove_rows(connection: sqlite3.Connection, keys: Sequence[str], file: str | None = None) -> list[Removed]:
+    """Delete rows, only those with this file if one is given, within the current transaction."""
+    removed = []
+    for key in keys:
+        row = connection.execute("SELECT file FROM chunks WHERE key = ?", (key,)).fetchone()
+        if row and file in (None, row[0]):
+            connection.execute("DELETE FROM chunks WHERE key = ?", (key,))
+            removed.append((key, str(row[0])))
+    connection.execute(
+        "DELETE FROM removed WHERE position <= (SELECT seq FROM sqlite_sequence WHERE name = 'removed') - ?", (_LOG,)
+    )
+    return removed

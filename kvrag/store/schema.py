@@ -27,7 +27,7 @@ PAGE = 2000
 """Rows per read or write."""
 
 CLOCK = "clock"
-"""Counter with the clock of the scores, see `kvrag.store.eviction`."""
+"""Counter with the clock of the scores, see `kvrag.store.manifest`."""
 
 TICKS = 10**9
 """Value of that counter per unit of the clock."""

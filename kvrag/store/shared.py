@@ -16,7 +16,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from dataclasses import replace
@@ -40,8 +40,8 @@ from kvrag.store.chunkfile import PackedChunk
 from kvrag.store.durable import write_file
 from kvrag.store.files import FileStore
 from kvrag.store.follower import Follower
-from kvrag.store.log import PUBLICATIONS, Log
-from kvrag.store.manifest import Manifest
+from kvrag.store.log import Log
+from kvrag.store.manifest import PUBLICATIONS, Manifest, ManifestRow
 from kvrag.store.owner import OWNER, check_owner, owner_file, parse_owner
 from kvrag.store.protocol import ChunkRecord, KVStore, StoreStats, TextState
 from kvrag.store.remote import TIMEOUT_S, RemoteChunk
@@ -158,7 +158,7 @@ class SharedStore(ManifestStore):
         self._promoter = ThreadPoolExecutor(1, "kvrag-promote")
         self._promotions = threading.BoundedSemaphore(_PROMOTIONS)
         self._opening: TTLCache[str, Future[RemoteChunk | None]] = TTLCache(1 << 20, 2 * TIMEOUT_S)  # under _lock
-        self._used_since = time.monotonic()
+        self._recorded = time.monotonic()
         self._is_open = True
         self._follower = Follower(self._pull, self.url, self._always_follow)
         try:
@@ -181,11 +181,8 @@ class SharedStore(ManifestStore):
 
     def _pull(self) -> None:
         self._log.pull()
-        if time.monotonic() - self._used_since > _USED_EVERY_S:
-            try:
-                self._record_uses()
-            except StoreError as error:  # maybe this machine may only read
-                logger.info("uses are not reported: %s", error)
+        if time.monotonic() - self._recorded > _USED_EVERY_S:
+            self._record_uses()
 
     def _recheck_owner(self) -> None:
         """Check that the remote still belongs to this model: it may have been deleted and claimed for another one."""
@@ -281,7 +278,7 @@ class SharedStore(ManifestStore):
         seen = None
         while (name := self._manifest.file(key)) is not None:
             if name == seen:  # it has expired, or the bucket lost it
-                self._in_background(self._log.remove, [key], None, name)
+                self._in_background(self._remove, [key], None, name)
                 return None
             if self._follower.is_failing:
                 raise ChunkUnreadableError(key, f"{self.url} cannot be reached")
@@ -364,10 +361,12 @@ class SharedStore(ManifestStore):
         super().touch(keys)
 
     def _record_uses(self) -> None:
-        used, self._used_since = self._take_uses(), time.monotonic()
+        self._recorded = time.monotonic()
+        super()._record_uses()
+
+    def _counted(self, keys: Sequence[str]) -> Collection[str]:
         # without budgets, only texts of requests are removed when they are not used
-        counted = self._manifest.known if self._manifest.budgets() else self._manifest.held_by_requests
-        self._log.touch({key: used[key] for key in sorted(counted(list(used)))})
+        return self._manifest.known(keys) if self._manifest.budgets() else self._manifest.held_by_requests(keys)
 
     # ---------------------------------------------------------------- small texts
 
@@ -423,7 +422,7 @@ class SharedStore(ManifestStore):
         """Withdraw the publications with these names."""
         self._check_open()
         self._remote.delete([f"published/{folder}/{name}" for name in names])
-        self._log.publish()
+        self._log.change("published")
 
     # ---------------------------------------------------------------- maintenance
 
@@ -442,6 +441,10 @@ class SharedStore(ManifestStore):
         self._log.pull()
         self._local.check()
         return self._check_chunks({}, progress)
+
+    def _correct(self, row: ManifestRow) -> None:
+        self._remove([row.key], None, row.file)
+        self._add([row])
 
     def gc(self, unused_days: float = UNUSED_DAYS) -> tuple[int, int]:
         """See ManifestStore.gc. Token ids of deleted texts are also erased from the log."""
@@ -478,8 +481,7 @@ class SharedStore(ManifestStore):
             self._is_closed = True
             return
         self._follower.close()
-        with contextlib.suppress(StoreError):
-            self._record_uses()
+        self._record_uses()
         self._is_closed = True
         with self._lock:
             for opening in self._opening.values():

@@ -307,15 +307,15 @@ def test_two_machines_that_evict_at_once_evict_for_their_need_once(
     size = one.put([record(number) for number in range(40, 50)]) // 10
     two._log.pull()
     for store in (one, two):
-        store._log.set_budget("", 5 * size)
-    real = two._log.append
+        store._log.change("budget", namespace="", bytes=5 * size)
+    real = two._log.change
 
-    def late(operation: Any) -> Any:
+    def late(op: str, **fields: Any) -> Any:
         monkeypatch.undo()
         assert one._evict(5 * size, "") == 5
-        return real(operation)
+        return real(op, **fields)
 
-    monkeypatch.setattr(two._log, "append", late)
+    monkeypatch.setattr(two._log, "change", late)
     assert two._evict(5 * size, "") == 0
     assert two.stats().chunks == 5
 
@@ -459,7 +459,7 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_served(machine: Machine,
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(one._log, "add", die)
+        patch.setattr(one, "_add", die)
         patch.setattr(one, "_delete", lambda names: None)
         with pytest.raises(KeyboardInterrupt):
             one.put([A])
@@ -1125,7 +1125,7 @@ def test_an_index_is_shared(machine: Machine, tmp_path: Path) -> None:
     assert len(one._remote.names("published/")) == 1, "the first version is gone"
     (damaged,) = one._remote.names("published/")
     one._remote.write(damaged, b"x")
-    one._log.publish()
+    one._log.change("published")
     late = SharedIndex(tmp_path / "late.sqlite", None, two, "")
     assert late.counts() == {}
     mine.add(CHUNKS[2:3], "doc")

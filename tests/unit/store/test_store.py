@@ -1062,9 +1062,9 @@ def test_touching_never_writes_in_the_callers_thread(store: FileStore, monkeypat
     threads: list[str] = []
     written, real = threading.Event(), Manifest.touch
 
-    def touch(manifest: Manifest, keys: Sequence[str]) -> None:
+    def touch(manifest: Manifest, keys: Sequence[str], uses: Sequence[int]) -> None:
         threads.append(threading.current_thread().name)
-        real(manifest, keys)
+        real(manifest, keys, uses)
         written.set()
 
     monkeypatch.setattr(Manifest, "touch", touch)
@@ -1113,7 +1113,7 @@ def test_a_position_from_before_the_manifest_was_lost_is_unknown(tmp_path: Path)
 
 
 def test_the_log_of_removals_is_bounded(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrag.store.eviction._LOG", 3)
+    monkeypatch.setattr("kvrag.store.manifest._LOG", 3)
     store.put([record(i) for i in range(10)])
     start, _ = store.removed(0) or (0, ())
     for i in range(10):

@@ -1,9 +1,8 @@
 """Storage of chunk KV: the protocol, the embedded store, shared stores, the RAM tier."""
 
 from kvrag.store.base import StoreCheck
-from kvrag.store.files import FileStore
+from kvrag.store.files import FileStore, entries_of, other_stores
 from kvrag.store.memory import MemoryTier
-from kvrag.store.others import entries_of, other_stores
 from kvrag.store.owner import read_owner
 from kvrag.store.protocol import (
     ON_REQUEST,

@@ -32,9 +32,6 @@ MANIFEST = "manifest.sqlite"
 _REMOVE, _ADD, _USES = 500, 200, 5000  # chunks that one change removes, adds, or counts the uses of
 _LOW_WATERMARK = 0.8  # share of a budget that eviction leaves
 
-UNUSED_DAYS = 7.0
-"""Days after which unused texts of requests are collected."""
-
 Progress = Callable[[int, int], None]
 """Called with (chunks done, chunks to do)."""
 
@@ -45,47 +42,29 @@ def no_progress(done: int, total: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoreCheck:
-    """Result of `check`.
-
-    Attributes:
-        sound: Intact chunks, including `adopted` and `repaired` ones.
-        damaged: Chunks moved to quarantine.
-        adopted: Intact files that had no row.
-        repaired: Chunks whose row did not match their file.
-        unreadable: Chunks that could not be read at the moment; they are kept.
-    """
+    """Numbers of chunks: intact ones, those among them whose row was missing or wrong, and others."""
 
     sound: int
-    damaged: int
+    damaged: int  # moved to quarantine
     adopted: int
     repaired: int
-    unreadable: int
+    unreadable: int  # at the moment
 
 
 class ManifestStore(ABC):
-    """A store whose manifest answers every query except for the content of chunks. Thread-safe.
+    """A store whose manifest answers every query except for the content of chunks. Thread-safe."""
 
-    Subclasses set these before they are used:
-        name: What messages call the store.
-        path: The local folder.
-        read_only: Whether all writes fail.
-        _manifest: Rows of all chunks.
-        _changes: Records changes: the manifest itself, or the log that it follows.
-        _writers: Threads that write chunks.
-        _lock: Guards the uses that `touch` collects.
-    """
-
-    name: str
-    path: Path
+    name: str  # in messages
+    path: Path  # the local folder
     read_only: bool
     _manifest: Manifest
-    _changes: Manifest | Log
+    _changes: Manifest | Log  # takes changes: the manifest itself, or the log that it follows
     _writers: ThreadPoolExecutor
     _kind = "store folder"
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._touched: Counter[str] = Counter()
+        self._touched: Counter[str] = Counter()  # under _lock
 
     @property
     def catalog_folder(self) -> Path:
@@ -102,7 +81,6 @@ class ManifestStore(ABC):
 
     @property
     def _fingerprint(self) -> str:
-        """Return the digest of the fingerprint that chunks are written and read with."""
         return self.owner().get("digest", "")
 
     def bind(self, fingerprint: Fingerprint) -> None:
@@ -272,14 +250,7 @@ class ManifestStore(ABC):
     def set_budget(self, namespace: str, max_bytes: int | None) -> int:
         """Set the byte budget of a namespace, for all processes and machines; None = none.
 
-        Chunks of this namespace are evicted beyond it, now and whenever chunks are stored.
-
-        Returns:
-            The number of chunks evicted now.
-
-        Raises:
-            SettingError: The budget is not positive.
-            StoreReadOnlyError: The store is not writable.
+        Its chunks are evicted beyond it, now and whenever chunks are stored. Returns the number evicted now.
         """
         if max_bytes is not None and not 0 < max_bytes < 1 << 63:
             raise SettingError(f"a budget must be positive, got {max_bytes} bytes")
@@ -314,11 +285,7 @@ class ManifestStore(ABC):
                 self._evict(max(0, int(max_bytes * _LOW_WATERMARK) - needed), namespace)
 
     def _evict(self, limit: int, namespace: str | None = None) -> int:
-        """Remove the chunks that save least until a namespace (None = the store) takes at most `limit` bytes.
-
-        Returns:
-            The number of removed chunks.
-        """
+        """Remove the chunks that save least until a namespace (None = the store) takes `limit` bytes; count them."""
         if self._manifest.num_bytes(namespace) <= limit:
             return 0
         self._record_uses()
@@ -352,7 +319,7 @@ class ManifestStore(ABC):
         """See Manifest.contents."""
         return self._current.contents()
 
-    def gc(self, unused_days: float = UNUSED_DAYS) -> tuple[int, int]:
+    def gc(self, unused_days: float = 7.0) -> tuple[int, int]:
         """Delete unneeded chunks and files; return (chunks, files) deleted. Also enforces the budgets.
 
         Unneeded: chunks that no document relies on, including chunks of requests unused for `unused_days`, files
@@ -419,12 +386,7 @@ class ManifestStore(ABC):
 
 
 def row_of(chunk: PackedChunk, file: str) -> ManifestRow:
-    """Read a whole chunk; return the row that it must have.
-
-    Raises:
-        DamagedChunkError: The chunk is damaged.
-        ChunkUnreadableError: It cannot be read at the moment.
-    """
+    """Read a whole chunk; return the row that it must have. Raises as ChunkReader.layer."""
     for number in range(chunk.num_layers):  # not all of them in memory at once
         chunk.layer(number)
     return ManifestRow.of(chunk.key, chunk.namespace, chunk.ids, chunk.context_tokens, file, chunk.size)

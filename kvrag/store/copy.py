@@ -22,28 +22,17 @@ AnyStore = FileStore | SharedStore
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """Result of `copy_store`.
-
-    Attributes:
-        copied: Chunks copied now.
-        present: Chunks that the target had already.
-        unreadable: Chunks that are damaged, or cannot be read at the moment. They are left out.
-        bytes: Bytes written.
-        documents: Documents recorded in the target.
-    """
+    """Result of `copy_store`: chunks, bytes written, and documents recorded in the target."""
 
     copied: int
-    present: int
-    unreadable: int
+    present: int  # in the target before
+    unreadable: int  # at the moment, or damaged; they are left out
     bytes: int
     documents: int
 
 
 def copy_store(
-    source: AnyStore,
-    target: AnyStore,
-    codec: str | None = None,
-    progress: Progress = no_progress,
+    source: AnyStore, target: AnyStore, codec: str | None = None, progress: Progress = no_progress
 ) -> CopyReport:
     """Copy all chunks and documents that the target lacks. Every layer is compared with its digest as it is read.
 
@@ -52,7 +41,6 @@ def copy_store(
 
     Args:
         codec: Codec of the copies; None = as they are. Only chunks in native precision can be converted.
-        progress: Called with (chunks done, chunks to do).
 
     Raises:
         FingerprintMismatchError: The target holds KV of another model or codec.

@@ -90,11 +90,7 @@ class Log:
     # ---------------------------------------------------------------- reading
 
     def pull(self) -> None:
-        """Apply the operations that the manifest lacks.
-
-        Raises:
-            StoreError: The remote cannot be reached, or an operation is damaged.
-        """
+        """Apply the operations that the manifest lacks; raises StoreError."""
         with self._pulling:
             batch, rebuilt = 1, self.rebuilt
             while True:
@@ -160,12 +156,9 @@ class Log:
     # ---------------------------------------------------------------- writing
 
     def change(self, op: str, **fields: Any) -> Any:
-        """Append an operation, and apply it as Manifest.change.
+        """Append an operation, and apply it as Manifest.change, after all that any machine appended before it.
 
-        When this returns, the manifest includes every operation that any machine appended before it.
-
-        Raises:
-            StoreError: The operation may or may not have been appended.
+        After a StoreError, the operation may or may not have been appended.
         """
         if op == "put":
             fields["rows"] = _listed(fields["rows"])
@@ -294,11 +287,7 @@ def _row(listed: Sequence[Any]) -> ManifestRow:
 
 
 def _encode(number: int, before: int, operation: Operation | int) -> bytes:
-    """Return an operation as stored: its id, the previous operation's id, a digest, JSON.
-
-    Args:
-        operation: Of one that is cut, the number of a snapshot that includes it.
-    """
+    """Return an operation as stored: its id, the previous one's, a digest, and JSON; of a cut one, its snapshot."""
     return b"%016x %016x %s" % (number, before, _pack(operation))
 
 

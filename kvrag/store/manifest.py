@@ -10,6 +10,7 @@ counts uses: it advances by 1 when there have been as many uses as there are chu
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,12 +23,13 @@ from numpy.typing import NDArray
 from kvrag.errors import StoreError
 from kvrag.fingerprint import text_key
 from kvrag.store.protocol import ON_REQUEST, Entry, Holding, NamespaceStats, TextState
-from kvrag.store.schema import COUNT, PAGE, RECOUNT, Database, advance, clock_of, translated
+from kvrag.store.schema import COUNT, PAGE, Database, advance, clock_of, translated
 
 _ROWS = "SELECT key, text, namespace, ids, context_tokens, file, num_bytes FROM chunks"  # in the order of ManifestRow
 _WITH_PREFIX = (  # a range condition, so that SQLite uses the index
     "WHERE namespace = ?1 AND document > '' AND document >= ?2 AND document < ?2 || char(1114111) AND document != ?3"
 )
+_LISTED = "(SELECT value FROM json_each(?1))"  # SQLite limits the number of parameters
 _BYTES = "SELECT total(bytes) FROM totals WHERE ?1 IS NULL OR namespace = ?1"
 _LOG = 100_000  # number of removals kept
 _BUDGET = "budget "  # and a namespace: counter with its budget in bytes
@@ -75,13 +77,14 @@ class Manifest(Database):
         """See KVStore.look_up."""
         variants: dict[str, dict[str, int]] = {text_key: {} for text_key in text_keys}
         sources: dict[str, dict[str, str]] = {text_key: {} for text_key in text_keys}
+        listed = json.dumps(list(variants))
         with self._reading() as connection:
-            query = "SELECT text, key, context_tokens FROM chunks WHERE text IN"
-            for text_key, key, context_tokens in _select(connection, query, list(variants)):
+            query = f"SELECT text, key, context_tokens FROM chunks WHERE text IN {_LISTED}"
+            for text_key, key, context_tokens in connection.execute(query, (listed,)):
                 if text_key in variants:  # not so if the index is damaged
                     variants[text_key][key] = context_tokens
-            query = "SELECT text, source, key FROM holders WHERE text IN"
-            for text_key, source, key in _select(connection, query, list(variants)):
+            query = f"SELECT text, source, key FROM holders WHERE text IN {_LISTED}"
+            for text_key, source, key in connection.execute(query, (listed,)):
                 if text_key in sources:  # one source, two contexts: documents can lie about sources, so trust neither
                     known = sources[text_key]
                     known[source] = key if known.get(source, key) == key else ""
@@ -94,8 +97,7 @@ class Manifest(Database):
 
     def known(self, keys: Sequence[str]) -> set[str]:
         """Return the keys that have a row."""
-        with self._reading() as connection:
-            return {row[0] for row in _select(connection, "SELECT key FROM chunks WHERE key IN", keys)}
+        return {key for (key,) in self._all(f"SELECT key FROM chunks WHERE key IN {_LISTED}", json.dumps(keys))}
 
     def counter(self, name: str) -> int:
         """Return the value of a counter."""
@@ -140,7 +142,7 @@ class Manifest(Database):
         """Insert chunks and their texts in one transaction; return the rows whose key had another file already."""
         now, rows = time.time(), iter(rows)
         known: list[ManifestRow] = []
-        with self._writing() as connection:
+        with self.transaction() as connection:
             while page := list(islice(rows, PAGE)):
                 connection.executemany(
                     "INSERT OR IGNORE INTO texts (text, namespace, num_tokens, ids) VALUES (?, ?, ?, ?)",
@@ -153,28 +155,22 @@ class Manifest(Database):
                     f" VALUES (?1, ?2, ?3, ?4, ?5, {now}, {now}, ?6, raised(NULL, {_STORED}, ?7 + ?3, ?5, {clock}))",
                     [(*row[:2], *row[4:], row.namespace, len(row.ids) // 4) for row in page],
                 )
-                for row in page:
-                    (file,) = connection.execute("SELECT file FROM chunks WHERE key = ?", (row.key,)).fetchone()
-                    if file != row.file:
-                        known.append(row)
+                query = f"SELECT key, file FROM chunks WHERE key IN {_LISTED}"
+                files = dict(connection.execute(query, (json.dumps([row.key for row in page]),)).fetchall())
+                known += [row for row in page if files[row.key] != row.file]
                 advance(connection, len(page) - (len(known) - before))
         return known
 
     def correct(self, row: ManifestRow) -> None:
         """Replace a chunk's rows by this one."""
-        with self._writing() as connection:
+        with self.transaction() as connection:
             connection.execute("DELETE FROM chunks WHERE key = ?", (row.key,))
             connection.execute("DELETE FROM texts WHERE text = ?2 AND (ids, namespace) != (?4, ?3)", row[:4])
         self.add([row])
 
     def remove(self, keys: Sequence[str], counter: str | None = None, file: str | None = None) -> list[Removed]:
-        """Delete rows of chunks.
-
-        Args:
-            counter: Name of a counter to add the deleted chunks to.
-            file: Delete only rows with this file.
-        """
-        with self._writing() as connection:
+        """Delete rows of chunks, only those with this file if one is given, and count them in this counter."""
+        with self.transaction() as connection:
             removed = _remove_rows(connection, keys, file)
             if counter:
                 self.count(counter, len(removed))
@@ -183,7 +179,7 @@ class Manifest(Database):
     def hold(self, document: str, namespace: str, holdings: Sequence[Holding], replace: bool) -> list[Removed]:
         """Record a document's holdings; return the chunks removed because no document relies on them."""
         name = (namespace, document)
-        with self._writing() as connection:
+        with self.transaction() as connection:
             replaced: list[tuple[str, ...]] = [name]
             same = "namespace = ? AND document = ?"
             if not replace:
@@ -196,9 +192,9 @@ class Manifest(Database):
             connection.executemany(
                 "INSERT OR REPLACE INTO holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)", rows
             )
-            held = "SELECT 1 FROM holders WHERE key = ? LIMIT 1"
-            unheld = [key for key in sorted(before) if connection.execute(held, (key,)).fetchone() is None]
-            return _remove_rows(connection, unheld)
+            query = "SELECT value FROM json_each(?) WHERE value NOT IN (SELECT key FROM holders)"
+            unheld = connection.execute(query, (json.dumps(sorted(before)),)).fetchall()
+            return _remove_rows(connection, [key for (key,) in unheld])
 
     def unused_requests(self, since: float) -> list[tuple[str, str]]:
         """Return (namespace, text key) of the request texts that have not been used since."""
@@ -211,7 +207,7 @@ class Manifest(Database):
 
     def release(self, requests: Iterable[tuple[str, str]]) -> None:
         """Remove the holders of these request texts, given as (namespace, text key)."""
-        with self._writing() as connection:
+        with self.transaction() as connection:
             connection.executemany(
                 "DELETE FROM holders WHERE namespace = ? AND text = ? AND document = ?",
                 [(*request, ON_REQUEST) for request in requests],
@@ -219,7 +215,7 @@ class Manifest(Database):
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Set counters, each 63 bits."""
-        with self._writing() as connection:
+        with self.transaction() as connection:
             connection.executemany("INSERT OR REPLACE INTO counters VALUES (?, ?)", list(counters.items()))
 
     def publish(self) -> None:
@@ -228,12 +224,12 @@ class Manifest(Database):
 
     def count(self, counter: str, by: int = 1) -> None:
         """Raise a counter."""
-        with self._writing() as connection:
+        with self.transaction() as connection:
             connection.execute(COUNT, (counter, by))
 
     def replace(self, rows: Iterable[ManifestRow], holders: Iterable[Sequence[str]]) -> list[Removed]:
         """Make these the only chunks and holders, see `contents`. Texts that stay keep their number."""
-        with self._writing() as connection:
+        with self.transaction() as connection:
             connection.execute("CREATE TEMP TABLE kept (key TEXT PRIMARY KEY, file TEXT) WITHOUT ROWID")
             rows = iter(rows)
             while page := list(islice(rows, PAGE)):
@@ -264,9 +260,13 @@ class Manifest(Database):
 
     def recount(self) -> None:
         """Recompute the totals, which may be wrong after damage."""
-        with self._writing() as connection:
-            for statement in RECOUNT.strip().split(";\n"):
-                connection.execute(statement)
+        with self.transaction() as connection:
+            connection.execute("DELETE FROM texts WHERE text NOT IN (SELECT text FROM chunks)")
+            connection.execute("DELETE FROM totals")
+            connection.execute(
+                "INSERT INTO totals (namespace, texts, chunks, tokens, bytes) SELECT namespace, count(DISTINCT number),"
+                " count(*), total(num_tokens), total(num_bytes) FROM chunks JOIN texts USING (text) GROUP BY namespace"
+            )
 
     # ---------------------------------------------------------------- scores and budgets
 
@@ -275,14 +275,10 @@ class Manifest(Database):
         return int(self._all(_BYTES, namespace)[0][0])
 
     def coldest(self, limit: int, most: int, namespace: str | None = None) -> list[str]:
-        """Return the keys of the chunks to remove until all take `limit` bytes, at most `most`.
-
-        Args:
-            namespace: Only chunks of this namespace count, and only these are removed; None = all.
-        """
+        """Return the chunks to remove, at most `most`, until those of a namespace (None = all) take `limit` bytes."""
         keys = []
         where = "" if namespace is None else "WHERE chunk_namespace = ?1"  # apart, so that SQLite uses an index
-        with self._writing() as connection:
+        with self._reading() as connection:
             (left,) = connection.execute(_BYTES, (namespace,)).fetchone()
             query = f"SELECT key, num_bytes FROM chunks {where} ORDER BY score, key LIMIT ?2"
             for key, size in connection.execute(query, (namespace, most)):
@@ -295,7 +291,7 @@ class Manifest(Database):
     def touch(self, keys: Sequence[str], uses: Sequence[int]) -> None:
         """Record the number of uses of each of these chunks, at the current time."""
         now = time.time()
-        with self._writing() as connection:
+        with self.transaction() as connection:
             clock, before = clock_of(connection), connection.total_changes
             connection.executemany(
                 "UPDATE chunks SET used = ?1, uses = uses + ?2, score = raised(score, ?2, context_tokens +"
@@ -307,7 +303,7 @@ class Manifest(Database):
 
     def set_budget(self, namespace: str, bytes: int | None) -> None:
         """Set the byte budget of a namespace; None = none. Removes no chunks."""
-        with self._writing() as connection:
+        with self.transaction() as connection:
             connection.execute("DELETE FROM counters WHERE name = ?", (_BUDGET + namespace,))
             if bytes is not None:
                 connection.execute("INSERT INTO counters VALUES (?, ?)", (_BUDGET + namespace, bytes))
@@ -319,7 +315,7 @@ class Manifest(Database):
 
     def set_scores(self, scores: Iterable[tuple[str, float]]) -> None:
         """Replace the scores of these chunks by those of another manifest with the same clock."""
-        with self._writing() as connection:
+        with self.transaction() as connection:
             connection.executemany("UPDATE chunks SET score = ?2 WHERE key = ?1", scores)
 
     # ---------------------------------------------------------------- listings and maintenance
@@ -363,9 +359,8 @@ class Manifest(Database):
 
     def held_by_requests(self, keys: Sequence[str]) -> list[str]:
         """Return the chunks, out of these, that texts of requests rely on."""
-        query = "SELECT DISTINCT key FROM holders WHERE document = ? AND key IN"
-        with self._reading() as connection:
-            return [row[0] for row in _select(connection, query, keys, ON_REQUEST)]
+        query = f"SELECT DISTINCT key FROM holders WHERE document = ?2 AND key IN {_LISTED}"
+        return [key for (key,) in self._all(query, json.dumps(keys), ON_REQUEST)]
 
     def contents(self) -> Iterator[tuple[str, list[Any]]]:
         """Yield everything from one snapshot, in pages of a kind: counters first; rows have ManifestRow's fields."""
@@ -390,21 +385,11 @@ class Manifest(Database):
         return {row[0] for row in self._all("SELECT file FROM chunks")}
 
 
-def _select(connection: sqlite3.Connection, query: str, keys: Sequence[str], *values: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows of a query that ends with IN, for all keys: SQLite limits the number of parameters."""
-    for i in range(0, len(keys), 500):
-        part = keys[i : i + 500]
-        yield from connection.execute(f"{query} ({','.join('?' * len(part))})", (*values, *part))
-
-
 def _remove_rows(connection: sqlite3.Connection, keys: Sequence[str], file: str | None = None) -> list[Removed]:
     """Delete rows, only those with this file if one is given, within the current transaction."""
-    removed = []
-    for key in keys:
-        row = connection.execute("SELECT file FROM chunks WHERE key = ?", (key,)).fetchone()
-        if row and file in (None, row[0]):
-            connection.execute("DELETE FROM chunks WHERE key = ?", (key,))
-            removed.append((key, str(row[0])))
+    where, values = f"WHERE key IN {_LISTED} AND (?2 IS NULL OR file = ?2)", (json.dumps(keys), file)
+    removed = connection.execute(f"SELECT key, file FROM chunks {where}", values).fetchall()
+    connection.execute(f"DELETE FROM chunks {where}", values)
     connection.execute(
         "DELETE FROM removed WHERE position <= (SELECT seq FROM sqlite_sequence WHERE name = 'removed') - ?", (_LOG,)
     )

@@ -49,14 +49,7 @@ class ObjectStore:
     """A prefix of a bucket; see Remote. Credentials come from the environment, as in the tools of each provider."""
 
     def __init__(self, url: str, scheme: str, bucket: str, prefix: str, options: Mapping[str, str]) -> None:
-        """Connect; sends nothing.
-
-        Args:
-            options: `endpoint` and `region` of s3, `account` and `endpoint` of az.
-
-        Raises:
-            SettingError: This process was forked from one with a store.
-        """
+        """Connect; sends nothing."""
         global _process
         if _process not in (None, os.getpid()):
             raise SettingError(

@@ -29,11 +29,7 @@ def owner_file(fingerprint: Fingerprint) -> bytes:
 
 
 def parse_owner(content: bytes, store: str) -> dict[str, str]:
-    """Return the parts of the fingerprint in the content of such a file, and its `digest`.
-
-    Raises:
-        StoreError: It is damaged, or another version has written the store.
-    """
+    """Return the parts of the fingerprint and its `digest`. Raises StoreError, also for another version's store."""
     try:
         parts = json.loads(content)
         if json.loads(parts["format"]) != FORMAT:
@@ -48,12 +44,7 @@ def parse_owner(content: bytes, store: str) -> dict[str, str]:
 
 
 def check_owner(theirs: dict[str, str], fingerprint: Fingerprint, name: str, kind: str) -> None:
-    """Raise FingerprintMismatchError unless a store is claimed for this model and codec.
-
-    Args:
-        theirs: Parts of the store's fingerprint, with `digest`.
-        name, kind: What to call the store, and stores of its kind.
-    """
+    """Raise FingerprintMismatchError unless a store is claimed for this model and codec; `name` and `kind` name it."""
     if theirs["digest"] == fingerprint.digest:
         return
     mine = fingerprint.parts()

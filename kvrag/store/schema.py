@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from filelock import FileLock
@@ -92,13 +91,6 @@ CREATE TRIGGER IF NOT EXISTS chunk_removed AFTER DELETE ON chunks BEGIN
 END;
 """
 COUNT = "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET value = value + ?2"
-RECOUNT = """
-DELETE FROM texts WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE chunks.text = texts.text);
-DELETE FROM totals;
-INSERT INTO totals (namespace, texts, chunks, tokens, bytes)
-    SELECT namespace, count(DISTINCT number), count(*), total(num_tokens), total(num_bytes)
-    FROM chunks JOIN texts USING (text) GROUP BY namespace;
-"""
 
 
 class Database:
@@ -111,14 +103,7 @@ class Database:
     """
 
     def __init__(self, path: Path, read_only: bool = False) -> None:
-        """Open or create the manifest.
-
-        Args:
-            read_only: Do not create or change any file.
-
-        Raises:
-            StoreError: The file cannot be opened, or has another format.
-        """
+        """Open or create the manifest; if `read_only`, without creating or changing any file. Raises StoreError."""
         self._path, self._folder = path, path.parent
         self._lock = threading.RLock()  # guards the one writing connection
         self._idle: deque[sqlite3.Connection] = deque()  # reading connections
@@ -141,7 +126,7 @@ class Database:
             self.read_only = True
             return self._open_to_read()
         try:
-            connection = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
+            connection = _connect(str(self._path))
             self.is_new = not _has_tables(connection, self._folder)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA secure_delete=ON")  # a deleted text's ids are overwritten
@@ -170,7 +155,7 @@ class Database:
         # SQLite would create missing log files
         has_log = all(self._path.with_name(self._path.name + suffix).exists() for suffix in ("-wal", "-shm"))
         for way in ("", "&immutable=1") if has_log else ("&immutable=1",):
-            connection = sqlite3.connect(uri + way, uri=True, timeout=60, isolation_level=None, check_same_thread=False)
+            connection = _connect(uri + way, uri=True)
             try:
                 _has_tables(connection, self._folder)
                 connection.execute("SELECT count(*) FROM totals").fetchone()
@@ -191,11 +176,9 @@ class Database:
 
     def is_sound(self) -> bool:
         """Return whether SQLite's integrity check passes; reads the whole file."""
-        try:
-            with self._reading() as connection:
-                return bool(connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)])
-        except StoreError:
-            return False
+        with contextlib.suppress(StoreError):
+            return self._all("PRAGMA integrity_check") == [("ok",)]
+        return False
 
     def rebuild(self) -> None:
         """Move the file aside and start a new one, which the caller fills from the chunk files."""
@@ -207,8 +190,8 @@ class Database:
     # ---------------------------------------------------------------- connections
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Run one write transaction, or a part of this thread's."""
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Run one write transaction, or a part of this thread's; an error undoes all of it."""
         if self.read_only:
             raise StoreReadOnlyError(f"{self._folder} is not writable: choose another store folder")
         with self._lock, translated(self._folder):
@@ -248,7 +231,7 @@ class Database:
             raise StoreError(f"the store {self._folder} is closed")
         if self.read_only:
             return self._open_to_read()
-        connection = sqlite3.connect(self._path, timeout=60, isolation_level=None, check_same_thread=False)
+        connection = _connect(str(self._path))
         connection.execute("PRAGMA query_only=1")
         connection.execute("PRAGMA cache_size=-8000")
         return connection
@@ -257,10 +240,6 @@ class Database:
         with contextlib.suppress(IndexError):
             while True:
                 self._idle.pop().close()
-
-    def transaction(self) -> AbstractContextManager[object]:
-        """Make all changes of this thread within one transaction; an error undoes all of them."""
-        return self._writing()
 
     def _all(self, query: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
         with self._reading() as connection:
@@ -272,6 +251,10 @@ class Database:
         with self._lock:
             self._close_idle()
             self._writer.close()
+
+
+def _connect(database: str, uri: bool = False) -> sqlite3.Connection:
+    return sqlite3.connect(database, uri=uri, timeout=60, isolation_level=None, check_same_thread=False)
 
 
 def raised(score: float | None, uses: int, tokens: int, num_bytes: int, clock: float) -> float:
@@ -338,7 +321,6 @@ def translated(folder: Path) -> Iterator[None]:
             ) from error
         if _primary(error) == sqlite3.SQLITE_READONLY or number in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise StoreReadOnlyError(f"{folder} is not writable ({error}): choose another store folder") from error
-        remedy = ""
-        if not isinstance(error, (sqlite3.OperationalError, OSError)):
-            remedy = "; `kvrag store check` repairs a damaged manifest"
+        is_damage = not isinstance(error, (sqlite3.OperationalError, OSError))
+        remedy = "; `kvrag store check` repairs a damaged manifest" if is_damage else ""
         raise StoreError(f"cannot use {folder}: {error}{remedy}") from error

@@ -35,7 +35,7 @@ from kvrag.errors import (
     StoreReadOnlyError,
 )
 from kvrag.fingerprint import Fingerprint
-from kvrag.store.base import MANIFEST, UNUSED_DAYS, ManifestStore, Progress, StoreCheck, no_progress, row_of
+from kvrag.store.base import MANIFEST, ManifestStore, Progress, StoreCheck, no_progress, row_of
 from kvrag.store.chunkfile import PackedChunk
 from kvrag.store.durable import write_file
 from kvrag.store.files import FileStore
@@ -54,7 +54,6 @@ _PROMOTIONS = 8  # chunks at a time that wait to be copied into the local folder
 _USED_EVERY_S = 3600.0  # between reports of the chunks that were used
 _STALE_S = 3600.0  # age of a chunk without a row that is a leftover
 _SNAPSHOT_EVERY = 1000  # operations
-
 CACHE_BYTES = 64 << 30
 """Default byte budget of the local copies of chunks."""
 
@@ -92,7 +91,7 @@ class SharedStore(ManifestStore):
 
         Raises:
             SettingError: The URL is wrong, or a package is missing.
-            StoreError: The remote cannot be reached, or the local folder cannot be created.
+            StoreError: The remote cannot be reached.
         """
         if cache_bytes <= 0:
             raise SettingError(f"cache_bytes must be positive, got {cache_bytes}")
@@ -207,11 +206,7 @@ class SharedStore(ManifestStore):
         self._local.max_bytes = size
 
     def sync(self) -> None:
-        """Apply all operations that any machine has recorded so far.
-
-        Raises:
-            StoreError: The remote cannot be reached.
-        """
+        """Apply all operations that any machine has recorded so far; raises StoreError."""
         self._check_open()
         self._follower.pull_now()
 
@@ -336,10 +331,8 @@ class SharedStore(ManifestStore):
             if reader := self._local.open(key):
                 with contextlib.closing(reader):
                     row_of(reader, "")
-        except DamagedChunkError:
-            return True
-        except ChunkUnreadableError:
-            pass
+        except (DamagedChunkError, ChunkUnreadableError) as error:
+            return isinstance(error, DamagedChunkError)
         return False
 
     def _put_aside(self, name: str) -> None:
@@ -432,10 +425,9 @@ class SharedStore(ManifestStore):
         return self._local.stats()
 
     def check(self, progress: Progress = no_progress) -> StoreCheck:
-        """Read all chunks in the remote, and compare them with the manifest; also check the local copies.
+        """See FileStore.check; also checks the local copies.
 
-        Damaged chunks are moved to quarantine, rows without a chunk are removed, rows that do not match their chunk are
-        replaced. Chunks without a row are left to `gc`: their writers may be about to add one.
+        Chunks without a row are left to `gc`: their writers may be about to add one.
         """
         self._check_open()
         self._log.pull()
@@ -446,7 +438,7 @@ class SharedStore(ManifestStore):
         self._remove([row.key], None, row.file)
         self._add([row])
 
-    def gc(self, unused_days: float = UNUSED_DAYS) -> tuple[int, int]:
+    def gc(self, unused_days: float = 7.0) -> tuple[int, int]:
         """See ManifestStore.gc. Token ids of deleted texts are also erased from the log."""
         self._check_open()
         self._log.pull()
@@ -477,33 +469,22 @@ class SharedStore(ManifestStore):
 
     def close(self) -> None:
         """See KVStore.close."""
-        if not self._is_open or self._is_closed:
-            self._is_closed = True
-            return
-        self._follower.close()
-        self._record_uses()
-        self._is_closed = True
-        with self._lock:
-            for opening in self._opening.values():
-                opening.cancel()
-        for pool in (self._openers, self._writers, self._promoter):
-            pool.shutdown()
-        self._fetchers.shutdown(wait=False)
-        self._local.close()
-        self._manifest.close()
-        self._remote.close()
+        was_open, self._is_closed = self._is_open and not self._is_closed, True
+        if was_open:
+            self._follower.close()
+            self._record_uses()
+            with self._lock:
+                for opening in self._opening.values():
+                    opening.cancel()
+            for pool in (self._openers, self._writers, self._promoter):
+                pool.shutdown()
+            self._fetchers.shutdown(wait=False)
+            for part in (self._local, self._manifest, self._remote):
+                part.close()
 
 
 def open_store(store: KVStore | str | Path, cache: str | Path | None = None) -> KVStore:
-    """Open a store by its name; a store is returned as it is.
-
-    Args:
-        cache: Folder of the local copy of a shared store.
-
-    Raises:
-        SettingError: The URL has an unknown scheme, or a cache is given for a store that has none.
-        StoreError: The store cannot be opened.
-    """
+    """Open a store by its name; a store is returned as it is. `cache`: folder of a shared store's local copies."""
     if isinstance(store, (str, Path)) and is_shared(store):
         return SharedStore(str(store), cache)
     if cache is not None:

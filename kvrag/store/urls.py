@@ -20,11 +20,7 @@ PASSWORD_VARIABLE = "KVRAG_STORE_PASSWORD"
 
 
 def is_shared(store: str | Path) -> bool:
-    """Return whether this is the URL of a remote, and not a folder.
-
-    Raises:
-        SettingError: It is neither.
-    """
+    """Return whether this is the URL of a remote, and not a folder; raises SettingError if it is neither."""
     text = str(store)
     if re.match(r"\w[\w+.-]+://", text):
         return True
@@ -34,11 +30,7 @@ def is_shared(store: str | Path) -> bool:
 
 
 def connect(url: str) -> Remote:
-    """Return the remote that a URL names; sends nothing.
-
-    Raises:
-        SettingError: The URL is wrong, or a package is missing.
-    """
+    """Return the remote that a URL names; sends nothing. Raises SettingError if it is wrong or a package is missing."""
     parts, public = urlsplit(url), without_password(url)
     scheme, options = parts.scheme.lower(), dict(parse_qsl(parts.query, keep_blank_values=True))
     if scheme not in _OPTIONS:

@@ -108,7 +108,8 @@ class ValkeyStore:
             return sorted(set(self._scan(prefix)))
 
     def _scan(self, prefix: str) -> Iterator[str]:
-        for key in self._client.scan_iter(match=_escaped(self._key(prefix)) + "*", count=1000):
+        literal = re.sub(r"([*?\[\]\\^-])", r"\\\1", self._key(prefix))
+        for key in self._client.scan_iter(match=f"{literal}*", count=1000):
             yield key.decode("utf-8", "ignore").removeprefix(self._prefix)
 
     def delete(self, names: Sequence[str]) -> None:
@@ -238,8 +239,3 @@ def _number(field: bytes | None) -> int:
     if field is None or not re.fullmatch(rb"\d{1,15}", field):
         raise ValueError(f"{field!r:.40} is not a number")
     return int(field)
-
-
-def _escaped(pattern: str) -> str:
-    """Return a pattern that matches this text only."""
-    return "".join(f"\\{letter}" if letter in "*?[]\\^-" else letter for letter in pattern)

@@ -756,7 +756,7 @@ def test_a_file_name_in_the_manifest_leads_nowhere_else(name: str, tmp_path: Pat
     (tmp_path / "victim").write_bytes(b"somebody's")
     store = opened(tmp_path / "kv")
     store.put([record(0), record(1)])
-    with store._manifest._writing() as connection:
+    with store._manifest.transaction() as connection:
         connection.execute("UPDATE chunks SET file = ?", (name.replace("/victim", str(tmp_path / "victim")),))
         if name.startswith("../../"):
             connection.execute("UPDATE chunks SET file = ?", (name,))
@@ -1041,7 +1041,7 @@ def test_of_several_pieces_of_a_source_the_text_alone_is_served(store: FileStore
 
 def test_looking_up_waits_for_no_writer(store: FileStore) -> None:
     store.put([record(1)])
-    with store._manifest._writing() as connection, ThreadPoolExecutor(1) as pool:
+    with store._manifest.transaction() as connection, ThreadPoolExecutor(1) as pool:
         connection.execute("DELETE FROM chunks")
 
         def ask() -> tuple[Any, ...]:
@@ -1280,7 +1280,7 @@ def test_check_repairs_what_a_row_says_wrong(store: FileStore, spoil: str) -> No
     one, two = record(1), record(2)
     store.put([one, two])
     before = store.stats()
-    with store._manifest._writing() as connection:
+    with store._manifest.transaction() as connection:
         if spoil == "ids":
             (first, second) = (row[0] for row in connection.execute("SELECT ids FROM texts ORDER BY number"))
             connection.execute("UPDATE texts SET ids = ? WHERE number = 1", (second,))
@@ -1331,7 +1331,7 @@ def test_texts_that_came_with_requests_are_collected_when_nobody_uses_them(store
     assert store.documents() == {"a": [record(0).key]}
     assert store.stats().documents == 1
     assert store.gc(unused_days=7) == (0, 0)
-    with store._manifest._writing() as connection:
+    with store._manifest.transaction() as connection:
         connection.execute("UPDATE chunks SET used = used - 8 * 86400")
     store.touch([record(2).key])
     assert store.gc(unused_days=7) == (1, 0)
@@ -1751,11 +1751,11 @@ def test_answers_report_their_tier_and_are_the_same_from_ram_and_disk(engine: Bl
     mixed = prepare(engine, engine.model.tokenizer.render(messages(*CHUNKS[1:3])), 0.2)
     assert mixed.report.tier == "mixed"
     kept = engine._pipeline.memory._chunks
-    ram = {key: [tuple(tensor.clone() for tensor in pair) for pair in kept[key].layers] for key in kept}
+    ram = {key: [tuple(tensor.clone() for tensor in pair) for pair in kept[key].layers.values()] for key in kept}
     for policy in ("hkvd", "query", "random"):
         prepare(engine, ids, 1.0, policy)
     for key, layers in ram.items():
-        for ours, theirs in zip(kept[key].layers, layers, strict=True):
+        for ours, theirs in zip(kept[key].layers.values(), layers, strict=True):
             assert torch.equal(ours[0], theirs[0])
             assert torch.equal(ours[1], theirs[1])
 

@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
             rng.shuffle(ways)  # the first answer of a round pays for what the others find in the processor's caches
             for way, engine, cold in ways:
                 if cold is not None:
-                    cold._local.remove(cold._local.keys())
+                    cold.drop_copies()
                 report = engine.generate(messages, policy=args.policy, max_new_tokens=1, temperature=0).report
                 bytes_read = max(bytes_read, report.bytes_loaded)
                 if cold is not None:

@@ -60,7 +60,6 @@ class ManifestStore(ABC):
     _manifest: Manifest
     _changes: Manifest | Log  # takes changes: the manifest itself, or the log that it follows
     _writers: ThreadPoolExecutor
-    _kind = "store folder"
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -88,7 +87,7 @@ class ManifestStore(ABC):
         if not self.owner() and not self.read_only:
             self._claim(fingerprint)
         if owner := self.owner():
-            check_owner(owner, fingerprint, f"the store {self.name}", self._kind)
+            check_owner(owner, fingerprint, self.name)
 
     @abstractmethod
     def _write_chunk(self, name: str, header: bytes, body: memoryview) -> None:
@@ -163,7 +162,7 @@ class ManifestStore(ABC):
         header, body = chunkfile.serialise(record, self._fingerprint)
         self._write_chunk(name, header, body)
         size = len(header) + body.nbytes
-        return ManifestRow.of(record.key, record.namespace, record.ids, len(record.context), name, size)
+        return ManifestRow.of(record, name, size)
 
     def _add(self, rows: Sequence[ManifestRow]) -> list[ManifestRow]:
         """Record stored chunks; return the rows whose key had another file already."""
@@ -389,4 +388,4 @@ def row_of(chunk: PackedChunk, file: str) -> ManifestRow:
     """Read a whole chunk; return the row that it must have. Raises as ChunkReader.layer."""
     for number in range(chunk.num_layers):  # not all of them in memory at once
         chunk.layer(number)
-    return ManifestRow.of(chunk.key, chunk.namespace, chunk.ids, chunk.context_tokens, file, chunk.size)
+    return ManifestRow.of(chunk, file, chunk.size)

@@ -47,9 +47,6 @@ class FileStore(ManifestStore):
                 processes that store at the same time can each exceed it by the chunks that they are storing.
                 See `set_budget` for budgets of namespaces.
             min_free_bytes: Writing fails if less than this would stay free on the disk.
-
-        Raises:
-            StoreError: The folder cannot be created or opened, or has another version's format.
         """
         if re.match(r"[a-z][a-z0-9]+:/", str(path)):
             raise SettingError(f"{path} is not a folder: a URL needs kvrag.SharedStore, or store= of the engine")

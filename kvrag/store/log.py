@@ -150,8 +150,12 @@ class Log:
         self._checked = time.monotonic()
         if position == 0:
             return not self._snapshots()
-        beginning = self._remote.peek(_name(position))
-        return beginning is not None and beginning[:16] == b"%016x" % self._manifest.counter(_LAST)
+        return self._is_stored(_name(position), self._manifest.counter(_LAST))
+
+    def _is_stored(self, name: str, number: int) -> bool:
+        """Return whether the operation of this name has this id."""
+        (content,) = self._remote.read([name])
+        return content is not None and content[:16] == b"%016x" % number
 
     # ---------------------------------------------------------------- writing
 
@@ -174,7 +178,9 @@ class Log:
                 if not self._fits():
                     self._checked = float("-inf")
                     continue
-                if not self._create(_name(number), _encode(mine, last, operation)):
+                name = _name(number)
+                # it is there already if the answer to a first attempt was lost
+                if not self._remote.create(name, _encode(mine, last, operation)) and not self._is_stored(name, mine):
                     continue
                 result, removed = self._apply(operation)
                 self._manifest.set_counters({_POSITION: number, _LAST: mine})
@@ -182,12 +188,6 @@ class Log:
             self._appended(number)
             return result
         raise StoreError(f"{self._remote.url} has too many writers at the moment: try again")
-
-    def _create(self, name: str, content: bytes) -> bool:
-        if self._remote.create(name, content):
-            return True
-        beginning = self._remote.peek(name)  # mine, if the answer to a first attempt was lost
-        return beginning is not None and beginning[:16] == content[:16]
 
     # ---------------------------------------------------------------- snapshots
 
@@ -215,15 +215,12 @@ class Log:
             if self.position != position:
                 return  # another process has rebuilt it
             index = self._part(number, "index") if number else _EMPTY
-            rows = (_row(row) for part in self._parts(number, "rows", index) for row in part)
-            holders = (row for part in self._parts(number, "holders", index) for row in part)
-            removed = self._manifest.replace(rows, holders)
+            rows, holders, scores = (self._parts(number, kind, index) for kind in ("rows", "holders", "scores"))
+            removed = self._manifest.replace(map(_row, rows), holders, scores)
             self._manifest.publish()  # some may have been in the operations that are skipped
             budgets = index["budgets"]
             for namespace in {*self._manifest.budgets(), *budgets}:
                 self._manifest.set_budget(namespace, budgets.get(namespace))
-            for part in self._parts(number, "scores", index):
-                self._manifest.set_scores(map(tuple, part))
             counters = {_POSITION: number, _LAST: index["last"], "damaged": index["damaged"], CLOCK: index["clock"]}
             self._manifest.set_counters(counters)
         self.rebuilt += 1
@@ -239,7 +236,7 @@ class Log:
 
     def _parts(self, number: int, kind: str, index: Mapping[str, Any]) -> Iterator[Any]:
         for part in range(index[kind]):
-            yield self._part(number, f"{kind}-{part:06d}")
+            yield from self._part(number, f"{kind}-{part:06d}")
 
     def write_snapshot(self) -> tuple[int, int]:
         """Write a snapshot of the manifest as it is; return its number and the id of its last operation."""

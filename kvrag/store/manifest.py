@@ -18,11 +18,11 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvrag.errors import StoreError
 from kvrag.fingerprint import text_key
-from kvrag.store.protocol import ON_REQUEST, Entry, Holding, NamespaceStats, TextState
+from kvrag.store.chunkfile import PackedChunk
+from kvrag.store.protocol import ON_REQUEST, ChunkRecord, Entry, Holding, NamespaceStats, TextState
 from kvrag.store.schema import COUNT, PAGE, Database, advance, clock_of, translated
 
 _ROWS = "SELECT key, text, namespace, ids, context_tokens, file, num_bytes FROM chunks"  # in the order of ManifestRow
@@ -60,12 +60,10 @@ class ManifestRow(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def of(
-        cls, key: str, namespace: str, ids: NDArray[np.uint32], context_tokens: int, file: str, size: int
-    ) -> ManifestRow:
-        """Return the row of a chunk with these ids; see ChunkRecord."""
-        ids_bytes = ids.astype("<u4").tobytes()
-        return cls(key, text_key(namespace, ids), namespace, ids_bytes, context_tokens, file, size)
+    def of(cls, chunk: ChunkRecord | PackedChunk, file: str, size: int) -> ManifestRow:
+        """Return the row of a chunk."""
+        ids, key = chunk.ids.astype("<u4").tobytes(), text_key(chunk.namespace, chunk.ids)
+        return cls(chunk.key, key, chunk.namespace, ids, len(chunk.context), file, size)
 
 
 class Manifest(Database):
@@ -227,8 +225,10 @@ class Manifest(Database):
         with self.transaction() as connection:
             connection.execute(COUNT, (counter, by))
 
-    def replace(self, rows: Iterable[ManifestRow], holders: Iterable[Sequence[str]]) -> list[Removed]:
-        """Make these the only chunks and holders, see `contents`. Texts that stay keep their number."""
+    def replace(
+        self, rows: Iterable[ManifestRow], holders: Iterable[Sequence[str]], scores: Iterable[Sequence[Any]]
+    ) -> list[Removed]:
+        """Make these the only chunks, holders and scores, see `contents`. Texts that stay keep their number."""
         with self.transaction() as connection:
             connection.execute("CREATE TEMP TABLE kept (key TEXT PRIMARY KEY, file TEXT) WITHOUT ROWID")
             rows = iter(rows)
@@ -246,6 +246,7 @@ class Manifest(Database):
             connection.executemany(
                 "INSERT INTO holders (namespace, document, text, source, key) VALUES (?, ?, ?, ?, ?)", holders
             )
+            connection.executemany("UPDATE chunks SET score = ?2 WHERE key = ?1", scores)
         return removed
 
     def purge(self) -> bool:
@@ -312,11 +313,6 @@ class Manifest(Database):
         """Return the byte budget of each namespace that has one."""
         rows = self._all("SELECT name, value FROM counters WHERE name GLOB ?", f"{_BUDGET}*")
         return {name.removeprefix(_BUDGET): value for name, value in rows}
-
-    def set_scores(self, scores: Iterable[tuple[str, float]]) -> None:
-        """Replace the scores of these chunks by those of another manifest with the same clock."""
-        with self.transaction() as connection:
-            connection.executemany("UPDATE chunks SET score = ?2 WHERE key = ?1", scores)
 
     # ---------------------------------------------------------------- listings and maintenance
 

@@ -88,8 +88,6 @@ class ObjectStore:
             self._reader, self._writer = connect(TIMEOUT_S), connect(_WRITE_S)
         self._pool = ThreadPoolExecutor(16, "kvrag-objects")
 
-    # ---------------------------------------------------------------- small objects
-
     def read(self, names: Sequence[str]) -> list[bytes | None]:
         """See Remote.read."""
         return list(self._pool.map(self._read, names)) if len(names) > 1 else [self._read(name) for name in names]
@@ -97,12 +95,6 @@ class ObjectStore:
     def _read(self, name: str) -> bytes | None:
         with suppress(FileNotFoundError), self._translated():
             return bytes(obstore.get(self._reader, name).bytes())
-        return None
-
-    def peek(self, name: str) -> bytes | None:
-        """See Remote.peek."""
-        with suppress(FileNotFoundError), self._translated():
-            return bytes(obstore.get_range(self._reader, name, start=0, end=16))
         return None
 
     def create(self, name: str, content: bytes) -> bool:
@@ -150,8 +142,6 @@ class ObjectStore:
                     with self._translated(writing=True), suppress(FileNotFoundError):
                         obstore.delete(self._reader, name)
 
-    # ---------------------------------------------------------------- chunks
-
     def put_chunk(self, name: str, header: bytes, body: memoryview) -> None:
         """See Remote.put_chunk."""
         # names are unique: one that exists is that of a retry after a lost answer
@@ -194,8 +184,6 @@ class ObjectStore:
     def close(self) -> None:
         """See Remote.close."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    # ---------------------------------------------------------------- errors
 
     @contextmanager
     def _translated(self, writing: bool = False) -> Iterator[None]:

@@ -43,17 +43,17 @@ def parse_owner(content: bytes, store: str) -> dict[str, str]:
     return dict(parts)
 
 
-def check_owner(theirs: dict[str, str], fingerprint: Fingerprint, name: str, kind: str) -> None:
-    """Raise FingerprintMismatchError unless a store is claimed for this model and codec; `name` and `kind` name it."""
+def check_owner(theirs: dict[str, str], fingerprint: Fingerprint, store: str) -> None:
+    """Raise FingerprintMismatchError unless a store is claimed for this model and codec."""
     if theirs["digest"] == fingerprint.digest:
         return
     mine = fingerprint.parts()
     different = [part for part in mine if part != "model" and mine[part] != theirs.get(part)]
-    way_out = f"load the model with the same settings, use another {kind}, or delete this one"
+    way_out = "load the model with the same settings, use another store folder or prefix, or delete this one"
     if different == ["codec"]:
         way_out = f"use codec {codec_of(theirs)} instead of {codec_of(mine)}, or {way_out}"
     raise FingerprintMismatchError(
-        f"{name} holds KV of {json.loads(theirs['model'])}, not of {fingerprint.model} as it is loaded now "
+        f"the store {store} holds KV of {json.loads(theirs['model'])}, not of {fingerprint.model} as it is loaded now "
         f"(different: {', '.join(different)}): {way_out}"
     )
 

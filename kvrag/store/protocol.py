@@ -168,18 +168,11 @@ class KVStore(Protocol):
     def put(self, records: Sequence[ChunkRecord]) -> int:
         """Store chunks durably, each key once; return their size in bytes.
 
-        Raises:
-            StoreFullError: There is no room; chunks stored before are kept.
-            StoreReadOnlyError: The store is not writable.
+        Raises StoreFullError if there is no room; chunks stored before are kept.
         """
 
     def open(self, key: str) -> ChunkReader | None:
-        """Open a chunk; None if it is not stored.
-
-        Raises:
-            DamagedChunkError: The file is truncated, not a chunk, or another chunk.
-            ChunkUnreadableError: The file cannot be read at the moment.
-        """
+        """Open a chunk; None if it is not stored. Raises as ChunkReader.layer, also for another chunk's content."""
 
     def look_up(self, text_keys: Sequence[str]) -> dict[str, TextState]:
         """Return the durable state of all of these texts from one snapshot."""

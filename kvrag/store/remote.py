@@ -51,9 +51,6 @@ class Remote(Protocol):
     def read(self, names: Sequence[str]) -> list[bytes | None]:
         """Return small objects; None where there is none."""
 
-    def peek(self, name: str) -> bytes | None:
-        """Return the first 16 bytes of a small object; None if there is none."""
-
     def create(self, name: str, content: bytes) -> bool:
         """Create a small object atomically; return False if the name is taken."""
 

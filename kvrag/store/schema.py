@@ -96,10 +96,7 @@ COUNT = "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT (name) DO UPDATE SET v
 class Database:
     """SQLite in WAL mode: readers never wait, writers of several processes are serialised.
 
-    Attributes:
-        read_only: The folder is not writable.
-        is_new: The file did not exist, or was damaged and has been moved aside. The caller fills the new one from the
-            chunk files.
+    A file that `is_new` did not exist, or was damaged and has been moved aside: fill it from the chunk files.
     """
 
     def __init__(self, path: Path, read_only: bool = False) -> None:

@@ -67,7 +67,6 @@ class SharedStore(ManifestStore):
     """
 
     read_only = False
-    _kind = "prefix"
 
     def __init__(
         self,
@@ -88,10 +87,6 @@ class SharedStore(ManifestStore):
             keep_copies: Copy chunks that are read or stored into the local folder.
             always_follow: Follow the log also while there are no prompts, for callers that must never wait for the
                 network.
-
-        Raises:
-            SettingError: The URL is wrong, or a package is missing.
-            StoreError: The remote cannot be reached.
         """
         if cache_bytes <= 0:
             raise SettingError(f"cache_bytes must be positive, got {cache_bytes}")
@@ -187,7 +182,7 @@ class SharedStore(ManifestStore):
         """Check that the remote still belongs to this model: it may have been deleted and claimed for another one."""
         fingerprint = Fingerprint.of(self._owner)
         if owner := self._read_owner():
-            check_owner(owner, fingerprint, f"the store {self.url}", self._kind)
+            check_owner(owner, fingerprint, self.url)
         else:
             self._remote.create(OWNER, owner_file(fingerprint))
 
@@ -230,12 +225,10 @@ class SharedStore(ManifestStore):
             keys = [record.key for record in records]
             known = self._manifest.known(keys)
             self._local.remove([key for key in keys if key not in known])  # removed in the meantime
-        except StoreFullError as error:
-            logger.info("no local copy: %s", error)
-            if used := self._local.stats().bytes:
-                self._local.max_bytes = used
         except StoreError as error:
             logger.info("no local copy: %s", error)
+            if isinstance(error, StoreFullError) and (used := self._local.stats().bytes):
+                self._local.max_bytes = used
 
     def read_ahead(self, keys: Sequence[str]) -> None:
         """See ReadsAhead.read_ahead."""
@@ -297,18 +290,20 @@ class SharedStore(ManifestStore):
     def _promote(self, chunk: RemoteChunk) -> None:
         """Copy a chunk into the local folder, unless too many are waiting."""
         if self.keep_copies and self._promotions.acquire(blocking=False):
-            try:
-                self._promoter.submit(self._keep, copy.copy(chunk))  # has its own `bytes_read`
-            except RuntimeError:  # the store has been closed
-                self._promotions.release()
+            with contextlib.suppress(RuntimeError):  # the store has been closed
+                keeping = self._promoter.submit(self._keep, copy.copy(chunk))  # has its own `bytes_read`
+                keeping.add_done_callback(lambda _: self._promotions.release())
 
     def _keep(self, chunk: RemoteChunk) -> None:
         try:
             self._copy([chunk.record()])
         except StoreError as error:  # the prompt that reads a damaged chunk reports it
             logger.info("no local copy: %s", error)
-        finally:
-            self._promotions.release()
+
+    def drop_copies(self) -> None:
+        """Delete this machine's copies of chunks."""
+        self._check_open()
+        self._local.remove(self._local.keys())
 
     def _delete(self, names: Iterable[str]) -> None:
         try:

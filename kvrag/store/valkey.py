@@ -62,8 +62,6 @@ class ValkeyStore:
             )
         self._checked = True
 
-    # ---------------------------------------------------------------- small objects
-
     def _key(self, name: str) -> str:
         return self._prefix + name
 
@@ -72,11 +70,6 @@ class ValkeyStore:
         self._check()
         with self._translated():
             return list(self._client.mget([self._key(name) for name in names]))
-
-    def peek(self, name: str) -> bytes | None:
-        """See Remote.peek."""
-        with self._translated():
-            return self._client.getrange(self._key(name), 0, 15) or None
 
     def create(self, name: str, content: bytes) -> bool:
         """See Remote.create."""
@@ -117,8 +110,6 @@ class ValkeyStore:
         for i in range(0, len(names), 1000):
             with self._translated():
                 self._client.unlink(*(self._key(name) for name in names[i : i + 1000]))
-
-    # ---------------------------------------------------------------- chunks
 
     def put_chunk(self, name: str, header: bytes, body: memoryview) -> None:
         """See Remote.put_chunk."""
@@ -174,8 +165,6 @@ class ValkeyStore:
         """See Remote.close."""
         with suppress(redis.RedisError, OSError):
             self._client.close()
-
-    # ---------------------------------------------------------------- errors
 
     @contextmanager
     def _noticing_damage(self, key: str) -> Iterator[None]:

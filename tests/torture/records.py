@@ -65,7 +65,7 @@ class _Place:
                     reader = store.open(key)
                     truth |= {(key, number): reader.layer(number) for number in range(reader.num_layers)}
                     reader.close()
-            store._local.remove(store._local.keys())
+            store.drop_copies()
         names = self.remote.names("")
         return {name: self._read(name) for name in names}, truth
 

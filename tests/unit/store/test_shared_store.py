@@ -698,7 +698,7 @@ def test_while_the_place_is_away_only_what_was_encoded_alone_is_served(
         raise StoreError("the network is down")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        for method in ("read", "peek", "open_chunk", "create", "put_chunk"):
+        for method in ("read", "open_chunk", "create", "put_chunk"):
             patch.setattr(one._remote, method, away)
         assert soon(lambda: served() == [None, alone.key])
         assert has(one, alone), "the copy is here"
@@ -748,7 +748,7 @@ def test_a_bucket_that_fails_costs_time_and_nothing_else(
         engine.warm(CHUNKS[:3], document="doc")
         full = engine.generate(prompt, policy="full", max_new_tokens=8, temperature=0).token_ids
         store: Any = engine.store
-        store._local.remove(store._local.keys())
+        store.drop_copies()
         faults.mode = fault
         answer = engine.generate(prompt, ratio=1.0, policy="random", max_new_tokens=8, temperature=0)
         assert answer.token_ids == full

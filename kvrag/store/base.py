@@ -161,8 +161,7 @@ class ManifestStore(ABC):
         name = f"{record.key}-{uuid.uuid4().hex[:8]}{SUFFIX}"
         header, body = chunkfile.serialise(record, self._fingerprint)
         self._write_chunk(name, header, body)
-        size = len(header) + body.nbytes
-        return ManifestRow.of(record, name, size)
+        return ManifestRow.of(record, name, len(header) + body.nbytes)
 
     def _add(self, rows: Sequence[ManifestRow]) -> list[ManifestRow]:
         """Record stored chunks; return the rows whose key had another file already."""
@@ -293,6 +292,8 @@ class ManifestStore(ABC):
             removed = self._remove(keys)
             self._delete(file for _, file in removed)
             evicted += len(removed)
+            if not removed:  # another process or machine was faster
+                break
         return evicted
 
     # ---------------------------------------------------------------- maintenance

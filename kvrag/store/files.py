@@ -99,7 +99,8 @@ class FileStore(ManifestStore):
 
     def _add(self, rows: Sequence[ManifestRow]) -> list[ManifestRow]:
         try:
-            return super()._add(rows)
+            with self._manifest.transaction():
+                return super()._add(rows)
         except BaseException:
             self._delete(row.file for row in rows)
             raise

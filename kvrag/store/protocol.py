@@ -135,9 +135,7 @@ class ChunkReader(Protocol):
         """Return keys and values of a layer as they were stored, on the CPU; unpacked and on its device, if the chunk
         is in a tier there. Do not change them.
 
-        Raises:
-            DamagedChunkError: The bytes differ from those that were written.
-            ChunkUnreadableError: The bytes cannot be read at the moment.
+        Raises DamagedChunkError if they differ from what was written, ChunkUnreadableError if reading fails.
         """
 
     def close(self) -> None:
@@ -203,9 +201,7 @@ class KVStore(Protocol):
     ) -> list[str]:
         """Record the texts of a document; return the keys of the chunks removed because no document relies on them.
 
-        Args:
-            document: Its name. "" and `ON_REQUEST` accumulate: earlier holdings are kept.
-            replace: True = these are all texts of the document. False = add them.
+        Earlier holdings are kept if `replace` is False, or the document is "" or `ON_REQUEST`.
         """
 
     def documents(self, prefix: str = "", namespace: str = "") -> dict[str, list[str]]:
@@ -232,10 +228,9 @@ class KeepsTexts(Protocol):
         """Return the text stored under `name`, None if there is none; raises StoreError if it cannot be read."""
 
     def change_text(self, name: str, change: Callable[[str | None], str]) -> None:
-        """Replace a text by the result of `change`, atomically. No concurrent change is lost.
+        """Replace a text (None = there is none or it cannot be read) by the result of `change`, atomically.
 
-        Args:
-            change: Called with the text, None = there is none or it cannot be read; again if another writer was faster.
+        `change` is called again if another writer was faster, so that no change is lost.
         """
 
 

@@ -58,10 +58,7 @@ class Remote(Protocol):
         """Create or replace a small object atomically."""
 
     def change(self, name: str, change: Callable[[bytes | None], bytes]) -> None:
-        """Replace a small object (None = there is none) by the result of `change`.
-
-        If another writer was faster, `change` is called again, so that no write is lost.
-        """
+        """Replace a small object (None = there is none); `change` is called again if another writer was faster."""
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of the small objects under a prefix that ends with "/"."""

@@ -99,8 +99,7 @@ class FileStore(ManifestStore):
 
     def _add(self, rows: Sequence[ManifestRow]) -> list[ManifestRow]:
         try:
-            with self._manifest.transaction():
-                return super()._add(rows)
+            return self._manifest.add(rows)  # one transaction
         except BaseException:
             self._delete(row.file for row in rows)
             raise

@@ -175,20 +175,20 @@ def test_a_store_that_cannot_be_written_costs_no_work(warmed: BlendEngine, monke
     def full_disk(*_: Any) -> None:
         raise StoreError("the disk is full")
 
-    monkeypatch.setattr(warmed.store, "write_text", full_disk)
+    monkeypatch.setattr(warmed.store, "change_text", full_disk)
     found = warmed.calibrate(PROMPTS, ratios=(0.9,), target=0.01)
     assert found.notes[-1] == "valid for this process only: the disk is full"
     assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.9
 
 
 class _Plain:
-    """A store without `read_text` and `write_text`."""
+    """A store without `read_text` and `change_text`."""
 
     def __init__(self, store: FileStore) -> None:
         self._store = store
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("read_text", "write_text"):
+        if name in ("read_text", "change_text"):
             raise AttributeError(name)
         return getattr(self._store, name)
 

@@ -64,7 +64,9 @@ class FileStore(ManifestStore):
                 for folder in (self.path, self._chunks):  # the content is as confidential as the documents
                     folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # parents keep the default mode
             except OSError as error:
-                raise StoreError(f"cannot create {folder} ({error.strerror}): choose another store folder") from error
+                raise StoreError(
+                    f"cannot create the store folder {folder} ({error.strerror}): choose another one"
+                ) from error
             self._manifest = self._changes = Manifest(self.path / MANIFEST)
             if self._manifest.is_new:
                 self._recover()

@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
                 report = engine.generate(messages, policy=args.policy, max_new_tokens=1, temperature=0).report
                 bytes_read = max(bytes_read, report.bytes_loaded)
                 if cold is not None:
-                    cold.settle()
+                    cold._promoter.submit(lambda: None).result()  # chunks that were used have been copied
                 if repeat:  # the first round warms up
                     times.setdefault(way, []).append(report.ttft_s)
                 print(repeat, way, report.tier, f"{report.ttft_s:.3f}", file=sys.stderr)

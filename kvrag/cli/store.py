@@ -97,7 +97,7 @@ def _copy(args: argparse.Namespace) -> Result:
             copied = copy_store(source_store, target_store, args.to_codec, report)
         calibration = source_store.read_text(FILE)
         if calibration and args.to_codec is None and not target_store.read_text(FILE):
-            target_store.write_text(FILE, calibration)
+            target_store.change_text(FILE, lambda _: calibration)
     size = human_bytes(copied.bytes)
     lines = [f"{copied.copied} chunks copied ({size}), {copied.present} were there; {copied.documents} documents"]
     if copied.documents:

@@ -241,7 +241,7 @@ class Tuning:
     def keep_calibration(self, calibration: Calibration) -> Calibration:
         """Use a calibration from now on and store it. If storing fails, return it with a note."""
         try:
-            self._texts.write_text(calibrate.FILE, calibration.to_json())
+            self._texts.change_text(calibrate.FILE, lambda _: calibration.to_json())
         except StoreError as error:
             notes = (*calibration.notes, f"valid for this process only: {error}")
             calibration = replace(calibration, notes=notes)
@@ -250,7 +250,7 @@ class Tuning:
 
     def reset_calibration(self) -> None:
         """Delete the stored calibration, if there is one: an empty text is none."""
-        self._texts.write_text(calibrate.FILE, "")
+        self._texts.change_text(calibrate.FILE, lambda _: "")
         self._calibration = None, ""
 
     def _recall_speed(self) -> None:

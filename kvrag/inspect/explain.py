@@ -26,7 +26,7 @@ from kvrag.generate.history import Answered
 from kvrag.inspect.explanation import Explanation, Finding, Kind, Reason, Stretch, summary_of
 from kvrag.reuse.match import match
 from kvrag.reuse.segment import GRAM, Segment
-from kvrag.store import Entry, FileStore, KVStore, other_stores
+from kvrag.store import Entry, FileStore, KVStore, entries_of, other_stores, read_owner
 from kvrag.types import BlendReport, Run
 
 logger = logging.getLogger("kvrag")
@@ -118,16 +118,17 @@ def _documents(store: KVStore, chunks: dict[str, Ids], namespace: str) -> dict[s
 def _others(store: KVStore, fingerprint: Fingerprint) -> Iterator[tuple[str, Segment]]:
     """Yield the texts of the stores nearby for another model, dtype or codec, each with a description."""
     mine = fingerprint.parts()
-    for other in other_stores(store.path) if isinstance(store, FileStore) else ():
+    for path in other_stores(store.path) if isinstance(store, FileStore) else ():
         try:
-            if other.parts.get("tokenizer") != mine["tokenizer"]:
+            parts = read_owner(path)
+            if parts.get("tokenizer") != mine["tokenizer"]:
                 continue
-            theirs = {name: str(json.loads(other.parts.get(name, '"?"'))) for name in mine}
-            different = [name for name in mine if name != "model" and mine[name] != other.parts.get(name)]
+            theirs = {name: str(json.loads(parts.get(name, '"?"'))) for name in mine}
+            different = [name for name in mine if name != "model" and mine[name] != parts.get(name)]
             settings = [theirs["model"], *(f"{name} {theirs[name]:.12}" for name in different)]
-            yield f"{other.path}, for {', '.join(settings)}", Segment.of(other.entries())
+            yield f"{path}, for {', '.join(settings)}", Segment.of(entries_of(path))
         except StoreError as error:
-            logger.warning("%s is skipped: %s", other.path, error)
+            logger.warning("%s is skipped: %s", path, error)
 
 
 # -------------------------------------------------------------------- the prompt

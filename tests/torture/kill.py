@@ -264,7 +264,7 @@ def _age(folder: Path) -> None:
 def _sizes(store: FileStore | SharedStore) -> dict[str, int]:
     """Return name and size of all chunks, with and without a row."""
     if isinstance(store, SharedStore):
-        return {found.name: found.size for found in store._remote.list_chunks()}
+        return {name: store._remote.open_chunk(name).size for name, _ in store._remote.list_chunks()}  # type: ignore[union-attr]
     return {path.name: path.stat().st_size for path in store.path.glob("chunks/*/*")}
 
 

@@ -59,7 +59,7 @@ ONLY_IN: dict[str, set[str]] = {
     "safetensors": {"store/chunkfile.py"},
     "obstore": {"store/objects.py"},
     "redis": {"store/valkey.py"},
-    "sqlite3": {"store/schema.py", "store/eviction.py", "store/manifest.py", "retrieval"},
+    "sqlite3": {"store/schema.py", "store/manifest.py", "retrieval"},
     "pickle": set(),
     "benchmarks": set(),  # not in the wheel
     "langchain": set(),

@@ -156,7 +156,7 @@ def _kept(engine: BlendEngine, **changes: Any) -> None:
         "ratio": 0.05,
         "made": "2026-01-01T00:00:00+00:00",
     }
-    engine.store.write_text(FILE, Calibration(**(made | changes)).to_json())  # type: ignore[attr-defined]
+    engine.store.change_text(FILE, lambda _: Calibration(**(made | changes)).to_json())  # type: ignore[attr-defined]
 
 
 def test_if_no_ratio_reaches_the_target_full_prefill_is_used(warmed: BlendEngine) -> None:
@@ -216,20 +216,20 @@ def test_a_store_that_cannot_be_written_costs_no_work(warmed: BlendEngine, monke
     def full_disk(*_: Any) -> None:
         raise StoreError("the disk is full")
 
-    monkeypatch.setattr(warmed.store, "write_text", full_disk)
+    monkeypatch.setattr(warmed.store, "change_text", full_disk)
     found = warmed.calibrate(MANY, ratios=(0.9,), target=0.01)
     assert found.notes[-1] == "valid for this process only: the disk is full"
     assert warmed.generate(PROMPT, max_new_tokens=1).report.ratio == 0.9
 
 
 class _Plain:
-    """A store without `read_text` and `write_text`."""
+    """A store without `read_text` and `change_text`."""
 
     def __init__(self, store: FileStore) -> None:
         self._store = store
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("read_text", "write_text"):
+        if name in ("read_text", "change_text"):
             raise AttributeError(name)
         return getattr(self._store, name)
 

@@ -242,7 +242,7 @@ def test_disk_and_ram_hold_the_packed_form_and_give_the_same(packing: BlendEngin
     assert packing._pipeline.memory.bytes < 0.4 * engine._pipeline.memory.bytes
     assert first.report.bytes_loaded < 0.4 * native.report.bytes_loaded
     for chunk in packing._pipeline.memory._chunks.values():
-        assert {tensor.dtype for layer in chunk.layers for tensor in layer} == {torch.uint8}
+        assert {tensor.dtype for layer in chunk.layers.values() for tensor in layer} == {torch.uint8}
 
 
 def test_the_controller_reads_packed_chunks(packing: BlendEngine) -> None:

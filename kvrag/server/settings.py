@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvrag.config import Sampling, check_namespace
+from kvrag.config import check_namespace
 from kvrag.errors import SettingError
 
 TEMPLATE = "{context}\n\nQuestion: {question}"
@@ -57,7 +57,8 @@ class ServerSettings:
                 raise SettingError(f"{name} must be at least {bound}, got {getattr(self, name)}")
         if not 0 < self.timeout < float("inf"):
             raise SettingError(f"timeout must be a positive number of seconds, got {self.timeout}")
-        Sampling(temperature=self.temperature)
+        if self.temperature is not None and not 0 <= self.temperature <= 2:
+            raise SettingError(f"temperature must be in [0, 2], got {self.temperature}")
         if not self.name:
             raise SettingError("the model name must not be empty")
         check_namespace(self.namespace)

@@ -422,6 +422,7 @@ class LLMTests:
     @pytest.mark.asyncio
     async def test_events_end_when_a_stream_is_dropped(self, llm: LLM, events: Events) -> None:
         """Closing a stream ends its events and its work."""
+        llm.complete(QUESTION)  # starts the threads that a model keeps
         before = set(threading.enumerate())
         for stream in (llm.stream_chat(USER), llm.stream_complete(QUESTION)):
             next(stream)
@@ -430,7 +431,7 @@ class LLMTests:
         for astream in (await llm.astream_chat(USER), await llm.astream_complete(QUESTION)):
             await anext(astream)
             await astream.aclose()
-        events.check_balance(4)
+        events.check_balance(5)
 
     @pytest.mark.asyncio
     @pytest.mark.parametrize("method", ["achat", "acomplete", "astream_chat", "astream_complete"])

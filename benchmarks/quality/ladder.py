@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality.worlds import world_rows
+from kvrag.adapt.distill import Lesson, answer_over, divergences, locate, stitched, teach, write
 from kvrag.backend.transformers import Model
 from kvrag.backend.transformers.differentiable import LayerStates
 from kvrag.bench.datasets import QuestionRow, document_rows, file_rows
@@ -27,7 +28,6 @@ from kvrag.bench.metrics import Bootstrap, exact_match
 from kvrag.cli.common import DTYPES, at_least, existing_path, progress
 from kvrag.config import BlendConfig
 from kvrag.control.prompts import first_word, make_prompts, render, search_by_words
-from kvrag.ingest.adapt import Lesson, answer_over, divergences, locate, stitched, teach, write
 from kvrag.retrieval import documents
 from kvrag.reuse.policies import query
 from kvrag.reuse.select import Context, best

@@ -7,6 +7,7 @@ untouched: full prefill, fresh text and recomputed tokens are what they are with
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -210,6 +211,27 @@ def load(folder: str | Path, hf: nn.Module, name: str) -> Adapter:
     except ModelLoadError as error:
         base = config.get("base_model_name_or_path")
         raise ModelLoadError(f"the adapter {str(folder)!r}, made for {base}, does not fit {name}: {error}") from None
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
+    """Write tensors and JSON to one file, which appears complete or not at all. Raises OSError."""
+    partial_path = path.with_name(f"{path.name}.tmp")
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(kept, partial_path, metadata={"content": json.dumps(content)})
+    except SafetensorError as error:  # a full disk
+        raise OSError(errno.ENOSPC, str(error)) from error
+    os.replace(partial_path, path)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read a file of `write_tensors`; raises ModelLoadError if it is damaged."""
+    try:
+        with safe_open(path, "pt") as file:
+            names = list(file.keys())
+            return {name: file.get_tensor(name) for name in names}, json.loads(file.metadata()["content"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ModelLoadError(f"{path} is damaged: delete it to start again ({reason_of(error)})") from error
 
 
 def _fitting(module: nn.Module | None, name: str, layer: LowRank) -> nn.Module:

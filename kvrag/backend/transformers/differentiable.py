@@ -90,6 +90,12 @@ def _run(model: Model, ids: Tensor, rows: Tensor, keys: Tensor, cache: _GraphCac
     )
 
 
+def decoder_layers(model: Model) -> list[nn.Module]:
+    """Return the model's decoder layers."""
+    owners = [module for module in model.hf.modules() if isinstance(module, nn.ModuleList)]
+    return list(next(owner for owner in owners if len(owner) == model.num_layers))
+
+
 @contextmanager
 def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Recompute the activations of these layers in the backward pass instead of keeping them."""

@@ -22,8 +22,6 @@ from kvrag.reuse.select import select
 from kvrag.reuse.stitch import Stitched
 from kvrag.types import Run
 
-_QUESTIONS = 4  # about the same chunks, which are then encoded once for all of them
-
 
 @dataclass(frozen=True)
 class Lesson:

@@ -177,7 +177,9 @@ def _resume(
             for part, parameter in (("down", layer.down), ("up", layer.up)):
                 prefix = f"{name}.{part}"
                 parameter.copy_(tensors.pop(prefix))
-                kept = {key: tensors[f"{prefix}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+                # the last layer's output projection never has a gradient, so no state either
+                keys = ("step", "exp_avg", "exp_avg_sq") if f"{prefix}.step" in tensors else ()
+                kept = {key: tensors[f"{prefix}.{key}"] for key in keys}
                 optimiser.state[parameter] = {
                     key: value if key == "step" else value.to(parameter.device) for key, value in kept.items()
                 }
